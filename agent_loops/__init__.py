@@ -1,0 +1,1 @@
+"""Agent loops: how an episode is run, token in and token out."""

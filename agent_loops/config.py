@@ -1,0 +1,25 @@
+"""Settings of agent workers and loops."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class AgentConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    loop: str = Field("tool_agent", description="Registered name or dotted path of the AgentLoopBase to run.")
+    settings: dict[str, Any] = Field(default_factory=dict, description="The loop's own settings, as self.config.")
+    workers: int = Field(2, ge=0, description="Agent workers that `penstock run` starts.")
+    concurrency: int = Field(32, gt=0, description="Episodes one worker runs at once.")
+    max_turns: int = Field(4, gt=0, description="Model calls per episode.")
+    max_new_tokens: int = Field(256, gt=0, description="Tokens sampled per model call.")
+    max_response_tokens: int = Field(512, gt=0, description="Response tokens per episode, observations included.")
+    temperature: float = Field(1.0, ge=0.0, description="Sampling temperature in training.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Below 1 the policy gradient is biased; see docs.")
+    top_k: int = Field(-1, ge=-1, description="Above 0 the policy gradient is biased; see docs.")
+    episode_deadline_s: float = Field(120.0, gt=0, description="An episode that takes longer is truncated(deadline).")
+    parser: Literal["hermes"] = Field("hermes", description="How tool calls are written by the model.")
+    reward: str = Field("", description="compute_score: dotted path or FILE.py:function. Empty: the loop sets rewards.")

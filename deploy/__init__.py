@@ -1,0 +1,1 @@
+"""Starting, supervising and watching a run: the `penstock` command line."""

@@ -1,0 +1,32 @@
+"""Settings of rollout servers and their engines."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RolloutConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    engine: Literal["hf", "vllm"] = Field("hf", description="Which engine samples: transformers' own, or stock vLLM.")
+    servers: int = Field(1, ge=0, description="Rollout servers that `penstock run` starts.")
+    host: str = Field("127.0.0.1", description="Address the sidecar listens on; engines always stay on loopback.")
+    port: int = Field(0, ge=0, le=65535, description="First sidecar port; 0 takes free ones.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Arithmetic of the engine.")
+    max_model_len: int = Field(1024, gt=0, description="Prompt plus response, in tokens.")
+    max_concurrent: int = Field(64, gt=0, description="Requests decoded together; more wait in the sidecar.")
+    threads: int = Field(1, gt=0, description="CPU threads of the engine process.")
+    kv_cache_tokens: int = Field(20480, gt=0, description="Tokens that the KV cache of the hf engine holds.")
+    pause: Literal["keep", "recompute"] = Field(
+        "keep", description="In-flight requests over a weight swap: go on with their KV, or rebuild it first."
+    )
+    weight_transport: Literal["shm", "disk"] = Field("shm", description="How weights travel from trainer to server.")
+    start_timeout_s: float = Field(180.0, gt=0, description="An engine that is not up by then is restarted.")
+    request_timeout_s: float = Field(120.0, gt=0, description="Deadline of one generate call, waits included.")
+    max_restarts: int = Field(5, ge=0, description="Engine restarts before the server gives up.")
+    vllm_python: str | None = Field(
+        None, description="Python of the environment that holds vLLM; None looks for .venv-vllm, then this one."
+    )
+    vllm_args: dict[str, Any] = Field(default_factory=dict, description="Further `vllm serve` flags, by name.")

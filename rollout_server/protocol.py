@@ -1,0 +1,114 @@
+"""What crosses the wire between an agent worker, a sidecar and an engine. No torch here.
+
+RolloutClient ──POST /generate──► sidecar ──Engine protocol──► engine process
+              ◄── NDJSON chunks ──        ◄── Chunk stream ──
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Sampling(BaseModel):
+    """How tokens are drawn. Truncated sampling (top_p < 1, top_k > 0) biases the policy gradient."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperature: float = Field(1.0, ge=0.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_k: int = Field(-1, ge=-1)
+    max_new_tokens: int = Field(256, gt=0)
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+class GenerateRequest(BaseModel):
+    """Body of POST /generate."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    token_ids: list[int] = Field(min_length=1)
+    """The exact context, prompt and whatever was already sampled."""
+    sampling: Sampling = Sampling()
+    request_id: str = ""
+    episode_id: str = ""
+    min_version: int = 0
+    """409 where the server's weights are older."""
+
+
+class Chunk(BaseModel):
+    """One line of the NDJSON answer: some more tokens. The last one carries `finish_reason`."""
+
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    """Of `token_ids`, at the sampling temperature (of the distribution that was sampled from)."""
+    version_spans: list[tuple[int, int, int]] = []
+    """(version, start, end) over positions of THIS chunk's `token_ids`; covers all of them."""
+    finish_reason: FinishReason | None = None
+
+
+class LoadReport(BaseModel):
+    """What one weight swap cost, as the engine measured it."""
+
+    version: int
+    fetch_s: float
+    """Reading and verifying the bytes, decoding going on."""
+    pause_s: float
+    """From the moment decoding stops until it goes on."""
+    load_s: float
+    """Copying into the model, inside the pause."""
+    in_flight: int
+    """Requests frozen by the pause that went on after it."""
+
+
+class EngineInfo(BaseModel):
+    """What an engine says of itself once it is up."""
+
+    name: str
+    engine_version: str
+    version: int
+    """Policy version of the loaded weights, as the engine itself reports it."""
+    vocab_size: int
+    max_model_len: int
+    limits: list[str] = []
+    """What this engine cannot do, one sentence each; printed at start."""
+
+
+class EngineError(Exception):
+    """The engine refused, failed or is gone. `retryable` says whether another server may try."""
+
+    def __init__(self, message: str, *, retryable: bool = True) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+
+
+class WeightsRefused(Exception):
+    """A manifest did not verify (names the tensor). The old weights stay loaded and the server stays up."""
+
+
+class Engine(Protocol):
+    """One engine process, owned by one sidecar. `start` comes first, `stop` always last; the rest may interleave."""
+
+    async def start(self) -> EngineInfo:
+        """Start the process and wait until it samples, within `start_timeout_s`. Raises `EngineError`."""
+
+    async def stop(self) -> None:
+        """End the process and everything it started."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Stream the answer. Closing the iterator early aborts the request in the engine."""
+        yield Chunk()
+
+    async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:
+        """Fetch, verify, pause, load, set version, resume. Raises `WeightsRefused`, `EngineError`."""
+
+    async def healthy(self) -> bool:
+        """The process lives and answers."""
+
+    def stderr_tail(self) -> str:
+        """The last lines of the engine's log, for error messages."""

@@ -1,0 +1,1 @@
+"""Boxes for code that nobody trusts."""

@@ -1,0 +1,69 @@
+"""Tools as users write them: a class with a lifecycle per episode, or one typed function."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from penstock.transfer_queue.trajectory import Task
+
+if TYPE_CHECKING:
+    from penstock.sandbox.protocol import Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the model gets to read, and what the trainer gets to count."""
+
+    text: str
+    images: tuple[str, ...] = ()
+    """References (paths or URLs), never pixels."""
+    reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_error: bool = False
+    """The call failed in a way that the model may mend (bad arguments, code that raised)."""
+
+
+class ToolInfraError(Exception):
+    """The tool's own machinery failed: ends the episode as ``infra_error(component)``, never as a reward of 0."""
+
+    def __init__(self, component: str, reason: str) -> None:
+        super().__init__(f"{component}: {reason}")
+        self.component = component
+        self.reason = reason
+
+
+class BaseTool(ABC):
+    """One object per agent worker; one `state` per episode. `release` is always awaited, also on cancellation."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments (type object)."""
+
+    def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
+        self.sandbox = sandbox
+        self.settings = settings
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """OpenAI's function-tool shape, as chat templates expect it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    async def create(self, task: Task) -> Any:
+        """State for one episode; called on the tool's first use in it."""
+        return None
+
+    @abstractmethod
+    async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
+        """One call, arguments already validated. Raises `ToolInfraError` where the tool, not the call, failed."""
+
+    async def calc_reward(self, state: Any) -> float | None:
+        """Reward of the tool's final state, asked at the episode's end; None where it has none."""
+        return None
+
+    async def release(self, state: Any) -> None:
+        """Give back what `create` took."""

@@ -1,0 +1,1 @@
+"""The ledger between rollout and training: tasks, leases, turn journal, trajectories, steps, versions."""

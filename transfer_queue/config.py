@@ -1,0 +1,25 @@
+"""Settings of the ledger."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TransferQueueConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str | None = Field(
+        None, description="redis://, rediss:// or unix:// of a running Redis; None lets `penstock run` start one."
+    )
+    appendfsync: Literal["everysec", "always"] = Field("everysec", description="AOF durability of the started Redis.")
+    min_group: int = Field(2, ge=1, description="A group goes on without members lost to infrastructure above this.")
+    max_attempts: int = Field(3, ge=1, description="Infrastructure failures per episode before it is a dead letter.")
+    lease_ttl_s: float = Field(15.0, gt=0, description="An episode whose worker is silent this long goes elsewhere.")
+    registry_ttl_s: float = Field(6.0, gt=0, description="A rollout server silent this long is gone.")
+    deadline_s: float = Field(60.0, gt=0, description="How long a client retries while Redis is away.")
+    max_bytes: int = Field(4 << 30, gt=0, description="No group is admitted while payloads hold more than this.")
+    overage: Literal["wait", "mask", "drop"] = Field(
+        "wait", description="What happens to groups about to pass the staleness bound when a batch ships."
+    )

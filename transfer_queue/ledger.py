@@ -1,0 +1,272 @@
+"""The ledger's protocol. Redis implements it for runs, memory for unit tests; one conformance suite holds both to it.
+
+States of a group (all episodes of one task) in lane ``train``:
+
+    queued ──first lease──► admitted ──all members ended──► ready ──lease_batch(s)──► shipped(s)
+       ▲                        │                             │                          │ publish_version(s+1)
+       │                        └── too few members ──► dead  └── over-age ──► dropped   ▼
+       └────────────────────────────────────────────────── (requeue) ── dead        trained(s) ──commit(≥s)──► gone
+
+States of an episode: queued → leased → ended (completed | failed), and leased → queued again when its lease runs out,
+is released, or failed with attempts left.
+
+Time is always the ledger's own (Redis TIME), never a client's clock.
+
+**Admission (invariant 3).** Let c = current version = number of published steps, G = groups per step, η =
+max_staleness. A group admitted by a worker whose server holds version u has all tokens at version ≥ u, so it must ship
+at step ≤ due = u + η. It is admitted only if every group in the system can still ship in time: for all t ≥ due
+
+    #{unfinished groups with due ≤ t} < (t − c + 1) · G
+
+With u = c this is `admitted − consumed < (η+1)·G`; with u < c − η it is never true, so a server that fell too far
+behind takes no new episodes; with η = 0 it makes a run synchronous.
+
+**Shipping.** `lease_batch(s)` takes G ready groups, earliest due first, then oldest. It may overtake slow groups only
+while those can still ship in time: afterwards, for all t > s, #{left groups with due ≤ t} ≤ (t − s) · G.
+Otherwise, by `overage`: ``wait`` for them; ``drop`` or ``mask`` them once they are over the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.transfer_queue.trajectory import JournalEntry, Outcome, Task, Trajectory
+
+
+class LedgerError(Exception):
+    """Base of everything a ledger raises."""
+
+
+class LeaseLost(LedgerError):
+    """The fencing token is not the newest: another worker owns the episode now. Stop working on it."""
+
+
+class BadPayload(LedgerError):
+    """A trajectory or payload was refused; the message names the field. The episode is kept."""
+
+
+class StepError(LedgerError):
+    """A step number from the past, or out of order."""
+
+
+class LedgerUnavailable(LedgerError):
+    """The store did not answer within the operation's deadline; the message says which store and for how long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the ledger enforces for a run. Written once by `create_run`."""
+
+    group_size: int
+    groups_per_step: int
+    max_staleness: int
+    overage: str = "wait"
+    """``wait`` | ``mask`` | ``drop``"""
+    min_group: int = 2
+    """A group goes on without members lost to infrastructure while at least this many carry a reward."""
+    max_attempts: int = 3
+    """Infrastructure failures per episode before it is given up."""
+    lease_ttl_s: float = 30.0
+    max_bytes: int = 4 << 30
+    """Back-pressure: no group is admitted while unconsumed payloads hold more than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right of one worker to run one episode until it expires or is renewed."""
+
+    episode_id: str
+    task: Task
+    member: int
+    """0 … group_size − 1"""
+    attempt: int
+    """0 for the first try; counts infrastructure failures, not lost workers."""
+    fence: int
+    """Grows with every lease of the episode; an older fence is refused everywhere."""
+    min_version: int
+    """No token of this episode may be sampled below this version (the group's floor)."""
+    journal: Sequence[JournalEntry] = ()
+    """What earlier owners of the episode already did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one step, fixed from the first `lease_batch` of that step on."""
+
+    step: int
+    groups: Sequence[Sequence[str]]
+    """Episode ids by group, only members that carry a reward, oldest group first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why a batch or lease could not be given yet."""
+
+    cause: str
+    """One line for people: ``3 of 8 groups ready; 5 in flight``, ``slow groups train/7, train/9 are due``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A published policy version and where its weights are. Plain data, made by rollout_server.weights."""
+
+    version: int
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """One rollout server's heartbeat."""
+
+    server_id: str
+    url: str
+    version: int
+    in_flight: int = 0
+    accepting: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """One swap of weights on one server, as the server measured it."""
+
+    server_id: str
+    version: int
+    pause_s: float
+    fetch_s: float
+    load_s: float
+    in_flight: int
+    """Requests that were running when the swap began and went on after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    episode_id: str
+    outcome: Outcome
+    attempts: int
+    journal: Sequence[JournalEntry] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Everything a person or a watchdog asks, in one round trip. Counts are of lane ``train``."""
+
+    version: int
+    step: int
+    """Next step to be leased."""
+    committed_step: int
+    """Steps below this are durable."""
+    groups: Mapping[str, int]
+    """queued, admitted, ready, shipped, trained, committed, dropped_over_age, dead"""
+    episodes: Mapping[str, int]
+    """queued, leased; and ever: completed (acknowledged), failed (given up), retried, expired (leases lost), trained
+    (in published steps), committed, dropped"""
+    bytes: int
+    waits_s: Mapping[str, float]
+    """``role:cause`` → seconds."""
+    workers: Mapping[str, int]
+    """worker → episodes it holds."""
+    other_lanes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """lane → {queued, leased, done}"""
+
+
+class Ledger(Protocol):
+    """Every method is one round trip (besides payload bytes), raises `LedgerUnavailable` after its deadline, and may be
+    repeated: a client that did not see the reply calls again and nothing is counted twice."""
+
+    # the run -------------------------------------------------------------------------------------------------------
+    async def create_run(self, limits: Limits, config: str) -> None:
+        """Create the run, or check that an existing one has the same limits. `config` is the resolved YAML."""
+
+    async def config(self) -> str:
+        """The resolved YAML of the run. Raises `LedgerError` where no such run exists."""
+
+    # data ----------------------------------------------------------------------------------------------------------
+    async def submit(self, tasks: Sequence[Task], cursor: int | None = None) -> int:
+        """Queue tasks (a group each in ``train``; one episode each elsewhere). Returns how many were new.
+
+        With `cursor` (position in the data stream after these tasks) the call is exactly-once for lane ``train``: it
+        is a no-op unless the stored cursor is smaller.
+        """
+
+    async def cursor(self) -> int:
+        """Position in the data stream after the last submitted training task; 0 at first."""
+
+    # agent workers -------------------------------------------------------------------------------------------------
+    async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
+        """Up to `count` episodes for a worker whose best server holds `version`; fewer where admission says no.
+
+        Order: other lanes first (evaluations are short and somebody waits), then members of groups already admitted,
+        then new groups, oldest task first. Expired leases are taken back here.
+        """
+
+    async def renew(self, leases: Iterable[Lease]) -> list[str]:
+        """Extend leases by the TTL; returns the episode ids that this worker no longer owns."""
+
+    async def journal(self, lease: Lease, entry: JournalEntry) -> None:
+        """Append an entry and renew the lease. Raises `LeaseLost`."""
+
+    async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
+        """Store the trajectory; the journal is deleted. Raises `LeaseLost`, `BadPayload`. A repeat is a no-op."""
+
+    async def fail(self, lease: Lease, outcome: Outcome) -> bool:
+        """An infrastructure failure or cancellation. True: it will be tried again; False: the episode is given up."""
+
+    async def release(self, lease: Lease) -> None:
+        """Hand an episode back unharmed, journal kept, no attempt counted (draining worker)."""
+
+    # trainer -------------------------------------------------------------------------------------------------------
+    async def lease_batch(self, step: int) -> Batch | Waiting:
+        """The groups of `step`. The same answer for every rank and after every crash once it is fixed."""
+
+    async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
+        """Payloads of leased or ready episodes, in the order asked. Raises `BadPayload` naming what is damaged."""
+
+    async def publish_version(self, announcement: Announcement) -> bool:
+        """Make `version` current: step `version − 1` counts as trained. False (no-op) for a version already published.
+
+        A trainer that resumes from an older checkpoint replays the steps in between on their recorded batches, and
+        publishes nothing until it is past the newest version: a version number never names two sets of weights.
+        """
+
+    async def commit(self, step: int) -> None:
+        """Steps below `step` are in a durable checkpoint: their payloads are deleted. Twice is a no-op."""
+
+    async def rewind(self, step: int) -> int:
+        """A trainer restarts at `step`: batches from there on are handed out again as recorded. Returns how many."""
+
+    # versions and servers ------------------------------------------------------------------------------------------
+    async def latest_version(self) -> Announcement | None: ...
+
+    async def heartbeat(self, server: ServerInfo) -> None:
+        """Register or refresh; a server that misses `registry_ttl_s` is gone."""
+
+    async def deregister(self, server_id: str) -> None: ...
+
+    async def servers(self) -> list[ServerInfo]: ...
+
+    async def report_update(self, update: WeightUpdate) -> None: ...
+
+    async def updates(self) -> list[WeightUpdate]: ...
+
+    # other lanes ---------------------------------------------------------------------------------------------------
+    async def results(self, lane: str) -> tuple[list[Trajectory], int]:
+        """Finished trajectories of a lane and how many episodes are still out."""
+
+    async def drop_lane(self, lane: str) -> None: ...
+
+    # watching ------------------------------------------------------------------------------------------------------
+    async def add_wait(self, role: str, cause: str, seconds: float) -> None: ...
+
+    async def status(self) -> Status: ...
+
+    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]: ...
+
+    async def requeue(self, episode_id: str) -> None:
+        """Give a dead letter a new life: its whole group is queued again as it was submitted."""
+
+    async def drop_run(self) -> int:
+        """Delete everything of the run; returns the number of keys deleted."""
+
+    async def close(self) -> None: ...

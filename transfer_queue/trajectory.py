@@ -1,0 +1,166 @@
+"""The data path in types: a `Task` goes to an agent worker, a `Trajectory` comes back for the trainer.
+
+dataset row ──► Task ──lease──► agent loop ──journal──► JournalEntry …
+                                    └──complete──► Trajectory(Segment …) ──lease_batch──► trainer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+Mask = NDArray[np.uint8]
+Logprobs = NDArray[np.float32]
+Spans = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One row of a dataset, as an agent loop receives it. All fields are plain data (msgpack can hold them)."""
+
+    task_id: str
+    """Unique in the run, for example ``train/00000012``: lane, then position in the lane's stream."""
+    lane: str
+    """``train``, or an evaluation's name such as ``eval/40``. Only ``train`` counts for admission and steps."""
+    messages: Sequence[Mapping[str, Any]]
+    """The prompt as chat messages (verl's column ``prompt``)."""
+    data_source: str
+    """Names the dataset; handed to the reward function."""
+    ground_truth: Any
+    """verl's ``reward_model.ground_truth``."""
+    agent_name: str | None = None
+    """Registered name or dotted path of the agent loop; None takes the run's default."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """Everything else of the row; handed to the reward function."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Overrides of the run's sampling, for example ``{"temperature": 0.0}`` for greedy evaluation."""
+    min_version: int = 0
+    """The episode is leased only to be sampled by servers at this policy version or newer."""
+
+
+class OutcomeKind(StrEnum):
+    """How an episode ended. Only the first three may carry a reward (invariant 5)."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    POLICY_ERROR = "policy_error"
+    INFRA_ERROR = "infra_error"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A typed ending: what happened, to which component, and why."""
+
+    kind: OutcomeKind
+    reason: str = ""
+    """``length``, ``turns`` or ``deadline`` where truncated; free text elsewhere."""
+    component: str = ""
+    """Which part failed (``sandbox``, ``rollout``, ``reward`` …); only for ``infra_error``."""
+
+    @property
+    def may_carry_reward(self) -> bool:
+        return self.kind in (OutcomeKind.COMPLETED, OutcomeKind.TRUNCATED, OutcomeKind.POLICY_ERROR)
+
+
+COMPLETED = Outcome(OutcomeKind.COMPLETED)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One append-only token sequence of an episode. P = prompt length, T = response length.
+
+    Invariant 1: `response_ids` where `response_mask` is 1 are exactly the ids an engine sampled, in order;
+    everything else is exactly what it was fed.
+    """
+
+    prompt_ids: Ids
+    """[P] what the first call was fed."""
+    response_ids: Ids
+    """[T] sampled ids and tool observations, interleaved as they happened."""
+    response_mask: Mask
+    """[T] 1 = sampled by the policy, 0 = fed to it."""
+    response_logprobs: Logprobs
+    """[T] the engine's logprob of each sampled id at the sampling temperature; 0.0 where the mask is 0."""
+    version_spans: Spans
+    """[S, 3] rows (policy version, start, end) over response positions; they cover every sampled position once."""
+    turn_starts: Ids
+    """[num_turns] response position of each model call's first sampled id."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turn_starts)
+
+    def versions(self) -> NDArray[np.int32]:
+        """[T] policy version of each sampled token; -1 where the mask is 0."""
+        versions = np.full(len(self.response_ids), -1, dtype=np.int32)
+        for version, start, end in self.version_spans:
+            versions[start:end] = version
+        versions[self.response_mask == 0] = -1
+        return versions
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A finished episode: its segments, reward and outcome. Produced by an agent worker, consumed by the trainer."""
+
+    episode_id: str
+    """``{task_id}#{member}``."""
+    task_id: str
+    segments: Sequence[Segment]
+    reward: float | None
+    """None where the outcome may not carry one."""
+    outcome: Outcome
+    turn_rewards: Sequence[float] = ()
+    num_turns: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers averaged into the step's metrics (``tool_calls``, ``reward/format`` …)."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data for people: texts of tool results, the worker's name, timings."""
+    data_source: str = ""
+
+    @property
+    def num_sampled(self) -> int:
+        return int(sum(int(s.response_mask.sum()) for s in self.segments))
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest policy version that sampled any token; None where nothing was sampled."""
+        versions = [int(s.version_spans[:, 0].min()) for s in self.segments if len(s.version_spans)]
+        return min(versions, default=None)
+
+
+class JournalKind(StrEnum):
+    SAMPLED = "sampled"
+    """A model call was answered: ids, logprobs, version spans, finish reason."""
+    TOOLS = "tools"
+    """The tools of a turn were run: their results, and the sandbox session that holds their state."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """One event of an episode, appended before anything that depends on it happens. N = sampled ids.
+
+    A resumed episode runs its loop again from the start; model calls and tools are answered from the journal while it
+    lasts, so nothing that was sampled is sampled twice and no tool runs twice. `context_len` and `context_hash` name
+    the ids that the call was fed: where a replay would feed others, the loop is not deterministic and starts afresh.
+    """
+
+    kind: JournalKind
+    context_len: int = 0
+    context_hash: int = 0
+    """xxh3-64 of the int32 little-endian ids that the call was fed (kind ``sampled``)."""
+    ids: Ids | None = None
+    """[N]"""
+    logprobs: Logprobs | None = None
+    """[N]"""
+    version_spans: Spans | None = None
+    """[S, 3] over positions of `ids`."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data: ``finish_reason``; tool ``results``; ``sandbox_session``."""
