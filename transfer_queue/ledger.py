@@ -230,6 +230,9 @@ class Ledger(Protocol):
         publishes nothing until it is past the newest version: a version number never names two sets of weights.
         """
 
+    async def renew_manifest(self, announcement: Announcement) -> bool:
+        """Say anew where the CURRENT version's weights are (their file went with the machine). False if not current."""
+
     async def commit(self, step: int) -> None:
         """Steps below `step` are in a durable checkpoint: their payloads are deleted. Twice is a no-op."""
 
