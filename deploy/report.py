@@ -110,7 +110,7 @@ def describe(config: RunConfig) -> str:
     groups = (config.max_staleness + 1) * config.groups_per_step
     return (
         f"at most {config.max_staleness + 1} x {config.groups_per_step} = {groups} groups of {config.group_size} "
-        f"episodes in flight; tokens up to {config.max_staleness} versions old are trained on; {config.trainer.steps} steps; "
+        f"episodes in flight; tokens up to {config.max_staleness} versions old; {config.trainer.steps} steps; "
         f"{config.rollout.servers} {config.rollout.engine} server(s), {config.agent.workers} agent worker(s), "
         f"{config.trainer.ranks} trainer rank(s)"
     )

@@ -66,7 +66,8 @@ def test_paths_are_resolved_against_the_recipe_and_names_are_kept(tmp_path: Path
     (tmp_path / "model").mkdir()
     (tmp_path / "reward.py").write_text("")
     (tmp_path / "r.yaml").write_text(
-        "model: model\ndata: {train: generate:calculator:8}\nagent: {reward: 'reward.py:compute_score', loop: tool_agent}\n"
+        "model: model\ndata: {train: generate:calculator:8}\n"
+        "agent: {reward: 'reward.py:compute_score', loop: tool_agent}\n"
     )
     config = load_config(tmp_path / "r.yaml")
     assert config.model == str(tmp_path / "model")
