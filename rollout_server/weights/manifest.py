@@ -24,7 +24,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor in row-major order, [nbytes]; a view where the tensor is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def checksum(tensor: torch.Tensor) -> str:
