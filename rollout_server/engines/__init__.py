@@ -1,0 +1,1 @@
+"""Engines: the processes that sample tokens, each behind the `Engine` protocol."""
