@@ -1,0 +1,1 @@
+"""Engines that sample tokens: each implements `rollout_server.protocol.Engine`."""
