@@ -1,1 +1,1 @@
-"""Engines that sample tokens: each implements `rollout_server.protocol.Engine`."""
+"""Engines: the processes that sample tokens, each behind the `Engine` protocol."""

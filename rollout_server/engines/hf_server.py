@@ -1,0 +1,180 @@
+"""The hf engine's process: a model, its decoding thread, and one connection to the sidecar that owns it.
+
+The connection is an inherited socket pair: nobody else can reach the engine, and its end is the owner's death, so a
+killed sidecar leaves no engine behind. Both ways one JSON object per line:
+
+    in   {"op": "generate", "id", "token_ids", "sampling"} · {"op": "abort", "id"} · {"op": "load", "manifest"}
+         {"op": "ping"}
+    out  {"event": "ready", "info"} · {"event": "tokens", "answers": [[id, chunk], …], "errors": [[id, message], …]}
+         {"event": "loaded", "report"} · {"event": "refused", "message"} · {"event": "pong", "steps", "in_flight", …}
+
+Tokens of all requests leave together, every `TICK_S` and whenever a request finishes: a line per token and request
+would cost more than sampling them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines import hf_attention
+from penstock.rollout_server.engines.hf_batch import Batcher
+from penstock.rollout_server.engines.hf_weights import Copy, plan_copies
+from penstock.rollout_server.protocol import EngineInfo, LoadReport, Sampling, WeightsRefused
+from penstock.rollout_server.weights import read_verified
+
+logger = logging.getLogger("penstock.hf")
+TICK_S = 0.08
+LINE_LIMIT_BYTES = 256 << 20
+WEIGHTS_DAMAGED = 3
+"""Exit status where memory did not take the weights: only a new process is safe."""
+
+
+class HFServer:
+    """One connection's worth of engine. `run` returns when the owner is gone."""
+
+    def __init__(self, config: RolloutConfig, model_path: str, seed: int) -> None:
+        hf_attention.install()
+        torch.set_num_threads(config.threads)
+        self.config = config
+        dtype = getattr(torch, config.dtype)
+        model_class = transformers.AutoModelForCausalLM
+        self.model = model_class.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").eval()
+        self._finished = asyncio.Event()
+        self.batcher = Batcher(self.model, config, seed, self._finished.set)
+        self._loading: asyncio.Task[None] | None = None
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            name="hf",
+            engine_version=f"transformers {transformers.__version__}, torch {torch.__version__}",
+            version=self.batcher.sampler.version,
+            vocab_size=self.model.get_input_embeddings().num_embeddings,
+            max_model_len=self.config.max_model_len,
+            limits=["The hf engine computes on the CPU, in one process."],
+        )
+
+    async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve until the owner's end of the connection closes. Raises where decoding died."""
+        self._writer = writer
+        self._send({"event": "ready", "info": self.info().model_dump()})
+        ticking = asyncio.create_task(self._send_tokens())
+        reading = asyncio.create_task(self._read(reader))
+        done, _ = await asyncio.wait({ticking, reading}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            message = json.loads(line)
+            match message["op"]:
+                case "generate":
+                    self.batcher.add(message["id"], message["token_ids"], Sampling(**message["sampling"]))
+                case "abort":
+                    self.batcher.cancel(message["id"])
+                case "load":
+                    self._loading = asyncio.create_task(self._load(message["manifest"]))
+                case "ping":
+                    self._send({"event": "pong", **self._health()})
+
+    def _health(self) -> dict[str, Any]:
+        return {
+            "steps": self.batcher.steps,
+            "in_flight": self.batcher.in_flight,
+            "kv_blocks": self.batcher.kv_blocks_in_use,
+            "version": self.batcher.sampler.version,
+        }
+
+    async def _send_tokens(self) -> None:
+        while (fatal := self.batcher.fatal_error()) is None:
+            self._finished.clear()
+            if news := self.batcher.collect():
+                answers = [[name, item.model_dump()] for name, item in news if not isinstance(item, str)]
+                errors = [[name, item] for name, item in news if isinstance(item, str)]
+                self._send({"event": "tokens", "answers": answers, "errors": errors})
+                await self._writer.drain()
+            await _wait(self._finished, TICK_S)
+        raise RuntimeError(f"decoding stopped: {fatal}")
+
+    async def _load(self, manifest: Mapping[str, Any]) -> None:
+        try:
+            report = await asyncio.to_thread(self._load_blocking, manifest)
+        except WeightsRefused as error:
+            self._send({"event": "refused", "message": str(error)})
+        else:
+            self._send({"event": "loaded", "report": report.model_dump()})
+
+    def _load_blocking(self, manifest: Mapping[str, Any]) -> LoadReport:
+        """fetch and verify (decoding goes on) → pause → copy, verify what the model holds, version → resume."""
+        started = time.perf_counter()
+        copies = plan_copies(self.model, manifest, read_verified(manifest))
+        fetch_s = time.perf_counter() - started
+        pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest["version"])
+        return LoadReport(
+            version=self.batcher.sampler.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight
+        )
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._writer.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+
+
+def _run(copies: list[Copy]) -> None:
+    for copy in copies:
+        copy.run()
+    for copy in copies:
+        if not copy.landed():
+            # The old weights are overwritten already: no token may be sampled from what is there now.
+            print(f"tensor {copy.name!r} does not hold what was copied into it", file=sys.stderr, flush=True)
+            os._exit(WEIGHTS_DAMAGED)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    config = RolloutConfig.model_validate_json(arguments.config)
+    server = HFServer(config, arguments.model, arguments.seed)
+    connection = socket.socket(fileno=arguments.fd)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT_BYTES)
+    await server.run(reader, writer)
+
+
+def main() -> None:
+    """``python -m penstock.rollout_server.engines.hf_server --fd N --model M --config JSON --seed S``."""
+    parser = argparse.ArgumentParser(prog=Path(__file__).stem)
+    parser.add_argument("--fd", type=int, required=True, help="inherited end of a socket pair")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--config", required=True, help="RolloutConfig as JSON")
+    parser.add_argument("--seed", type=int, required=True)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    status = 0
+    try:
+        asyncio.run(_serve(parser.parse_args()))
+    except BaseException:
+        logger.exception("the hf engine ends")
+        status = 1
+    # The decoding thread may be in the middle of a step that nobody waits for.
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""A tiny random Qwen3, plain forward passes to compare engines with, and weights to publish."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.protocol import Chunk, Engine, GenerateRequest, Generation, Sampling
+from penstock.rollout_server.spans import join_chunks
+
+VOCAB = 512
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a Qwen3 with hidden 64, 2 layers, 512 ids; deterministic."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        initializer_range=0.08,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config)
+    folder = tmp_path_factory.mktemp("tiny-qwen3")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+class Reference:
+    """The same model without any engine: plain forward passes, and other weights of the same shape."""
+
+    def __init__(self, folder: str, directory: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from penstock.rollout_server.weights import WeightPublisher
+
+        self.torch = torch
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.first = {name: tensor.clone() for name, tensor in self.model.named_parameters()}
+        self.publisher = WeightPublisher(directory, "shm", keep=8)
+
+    def use(self, tensors: dict[str, Any]) -> None:
+        with self.torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(tensors[name])
+
+    def other(self, seed: int) -> dict[str, Any]:
+        """Weights unlike the first ones: their greedy answers differ."""
+        generator = self.torch.Generator().manual_seed(seed)
+        return {
+            name: tensor + 0.05 * self.torch.randn(tensor.shape, generator=generator)
+            for name, tensor in self.first.items()
+        }
+
+    def publish(self, version: int, tensors: dict[str, Any]) -> dict[str, Any]:
+        return self.publisher.write(version, tensors.items())
+
+    def logprobs(self, context: list[int], sampled: list[int], temperature: float = 1.0) -> list[float]:
+        """Of each sampled id, by one forward pass over everything."""
+        ids = self.torch.tensor([context + sampled])
+        with self.torch.no_grad():
+            logits = self.model(ids).logits[0, len(context) - 1 : -1].float() / temperature
+        scores = logits.log_softmax(-1)
+        return scores.gather(1, self.torch.tensor(sampled).unsqueeze(1)).squeeze(1).tolist()
+
+    def greedy(self, context: list[int], count: int) -> list[int]:
+        ids = list(context)
+        for _ in range(count):
+            with self.torch.no_grad():
+                ids.append(int(self.model(self.torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(context) :]
+
+
+@pytest.fixture
+def reference(tiny_model: str, tmp_path: Path) -> Reference:
+    return Reference(tiny_model, tmp_path / "weights")
+
+
+def small_config(**changes: Any) -> RolloutConfig:
+    settings: dict[str, Any] = {
+        "max_model_len": 512,
+        "max_concurrent": 16,
+        "kv_cache_tokens": 4096,
+        "start_timeout_s": 120.0,
+        "request_timeout_s": 60.0,
+    }
+    return RolloutConfig(**{**settings, **changes})
+
+
+def ask(token_ids: list[int], max_new_tokens: int = 16, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(token_ids=token_ids, sampling=Sampling(max_new_tokens=max_new_tokens, **sampling))
+
+
+async def whole(
+    engine: Engine, request: GenerateRequest, on_chunk: Callable[[Chunk], None] | None = None
+) -> Generation:
+    """The answer in one piece; checks what must hold for every answer."""
+    total = Chunk()
+    async for chunk in engine.generate(request):
+        total = join_chunks(total, chunk)
+        if on_chunk:
+            on_chunk(chunk)
+    check_answer(total.token_ids, total.logprobs, total.version_spans)
+    assert total.finish_reason is not None
+    return Generation(total.token_ids, total.logprobs, total.version_spans, total.finish_reason)
+
+
+def check_answer(ids: list[int], logprobs: list[float], spans: list[tuple[int, int, int]]) -> None:
+    """One logprob per id; spans cover all ids once, in order, versions growing."""
+    assert len(ids) == len(logprobs)
+    assert all(value <= 0.0 for value in logprobs)
+    assert [start for _, start, _ in spans] == [0, *[end for _, _, end in spans[:-1]]] or not ids
+    assert not ids or spans[-1][2] == len(ids)
+
+
+def tail_of(folder: Path) -> str:
+    return "".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
+
+
+def running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def started(engine: Engine) -> AsyncIterator[Engine]:
+    """Fixture body: start, hand out, always stop."""
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
