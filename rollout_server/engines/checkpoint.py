@@ -1,0 +1,59 @@
+"""What a model folder says of itself: its vocabulary, and which tensors a whole version of its weights has."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.rollout_server.protocol import EngineError, WeightsRefused
+
+Shapes = dict[str, tuple[int, ...]]
+_OUTPUT_HEAD = "lm_head.weight"
+
+
+def vocab_size(model: str) -> int:
+    """Rows of the embedding. `model` is a folder or a name in the hub's cache. Raises `EngineError`."""
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
+    except (OSError, ValueError, AttributeError) as error:
+        raise EngineError(
+            f"model {model}: no readable config.json with a vocab_size: {error}", retryable=False
+        ) from error
+
+
+def tensor_shapes(model: str) -> Shapes:
+    """Shape of every tensor in the folder's safetensors files, by name; empty where there are none to look at."""
+    shapes: Shapes = {}
+    for path in sorted(Path(model).glob("*.safetensors")):
+        shapes.update(_shapes_of(path))
+    return shapes
+
+
+def check_complete(manifest: Mapping[str, Any], shapes: Shapes) -> None:
+    """Refuse a version that is not exactly this model's tensors. Raises `WeightsRefused` naming the first that differs.
+
+    An engine that is given a part of a fused layer fills the rest with whatever was in memory, and says nothing.
+    The output head may be missing or extra: it is the embedding where the two are tied.
+    """
+    given = {entry["name"]: tuple(entry["shape"]) for entry in manifest["tensors"]}
+    for name in sorted((shapes.keys() ^ given.keys()) - {_OUTPUT_HEAD}):
+        problem = "is missing" if name in shapes else "does not belong to the model"
+        raise WeightsRefused(f"version {manifest['version']}: tensor {name!r} {problem}")
+    for name in sorted(shapes.keys() & given.keys()):
+        if shapes[name] != given[name]:
+            raise WeightsRefused(
+                f"version {manifest['version']}: tensor {name!r} has shape {list(given[name])},"
+                f" the model's has {list(shapes[name])}"
+            )
+
+
+def _shapes_of(path: Path) -> Shapes:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}

