@@ -69,7 +69,7 @@ class CheckpointStore:
         for path in temporary.iterdir():
             _fsync(path)
         _fsync(temporary)
-        if final.exists():  # of an earlier life of the run that went back behind this step, or found it damaged
+        if final.exists():  # of an earlier life of the run that went back behind this step
             shutil.rmtree(final)
         temporary.rename(final)
         _fsync(self.folder)
@@ -77,20 +77,28 @@ class CheckpointStore:
         return Found(final, step, data_cursor, ranks)
 
     def newest(self) -> Found | None:
-        """The newest whole checkpoint; every damaged one that is passed over is said in the log."""
+        """The newest whole checkpoint. A damaged one is said in the log and set aside under another name, so that it
+        neither counts among those kept nor stands in the way of a new one."""
         for path in self._newest_first():
             try:
                 return read_marker(path)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 logger.error("checkpoint %s is damaged (%s); taking the one before", path, error)
+                _set_aside(path)
         return None
 
     def _newest_first(self) -> list[Path]:
-        return sorted((p for p in self.folder.glob("step_*") if p.suffix != ".tmp"), reverse=True)
+        return sorted((p for p in self.folder.glob("step_*") if not p.suffix), reverse=True)
 
     def _delete_old(self) -> None:
         for path in self._newest_first()[self._keep :]:
             shutil.rmtree(path)
+
+
+def _set_aside(path: Path) -> None:
+    aside = path.with_suffix(".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
 
 
 def read_marker(path: Path) -> Found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.job import TrainJob
 from penstock.transfer_queue.ledger import Announcement, BadPayload, Batch, Limits, Status, StepError, Waiting
 from penstock.transfer_queue.trajectory import COMPLETED, Segment, Task, Trajectory
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = 64
 
@@ -90,6 +92,8 @@ class ScriptedLedger:
         self.waits: dict[str, float] = {}
         self.crash_at: str | None = None
         self.starved = False
+        self.twin = False
+        """In a process that neither feeds nor publishes: batches are made as the first rank's ledger makes them."""
 
     @property
     def version(self) -> int:
@@ -117,6 +121,11 @@ class ScriptedLedger:
         self._maybe_crash(f"before:lease:{step}")
         if step < self.committed:
             raise StepError(f"step {step} is committed")
+        if step not in self.steps and self.twin:
+            first = step * self.limits.groups_per_step
+            names = [f"train/{n:08d}" for n in range(first, first + self.limits.groups_per_step)]
+            self.queued = [Task(name, "train", [], "test", None) for name in names]
+            self._make(step)
         if step not in self.steps:
             if self.starved or len(self.queued) < self.limits.groups_per_step:
                 return Waiting(f"{len(self.queued)} groups queued")
@@ -210,7 +219,10 @@ def write_rows(path: Path, count: int = 10) -> str:
         }
         for n in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Replaced, not written: two ranks of a test do this at once.
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.replace(path)
     return str(path)
 
 
