@@ -1,0 +1,27 @@
+"""Makes the folder's helpers importable, also for the programs that torchrun starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from trainer_support import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def ranks():
+    """A process group of this process alone."""
+    from penstock.trainer.ranks import Ranks
+
+    opened = Ranks.open(timeout_s=30)
+    yield opened
+    opened.close()

@@ -1,0 +1,81 @@
+"""Rows from segments: what is trained on, what is masked, and what is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from trainer_support import make_segment, make_trajectory
+
+from penstock.trainer.batch import (
+    BadBatch,
+    ModelLimits,
+    make_row,
+    make_step_batch,
+    minibatch_bounds,
+    share_of,
+)
+from penstock.transfer_queue.ledger import Batch
+
+pytestmark = pytest.mark.torch
+LIMITS = ModelLimits(context=64, vocab=64)
+
+
+def segment():
+    return make_segment(np.random.default_rng(0), version=3, prompt=4, response=9)
+
+
+def row_of(given, step: int = 3, bound: int = 2):
+    return make_row(0, given, "episode e, segment 0", step=step, bound=bound, model=LIMITS)
+
+
+def test_targets_are_the_sampled_positions() -> None:
+    row = row_of(segment())
+    assert row.targets.tolist() == [4, 5, 6, 8, 9, 10, 11, 12]
+    assert row.mask.all()
+    assert row.staleness.tolist() == [0] * 8
+
+
+def test_tokens_over_the_bound_and_without_logprob_are_masked() -> None:
+    given = segment()
+    mixed = replace(given, version_spans=np.array([[3, 0, 5], [5, 5, 9]], dtype=np.int32))
+    assert row_of(mixed, step=6).mask.tolist() == [False] * 4 + [True] * 4
+    logprobs = given.response_logprobs.copy()
+    logprobs[[0, 8]] = [np.nan, -np.inf]
+    row = row_of(replace(given, response_logprobs=logprobs))
+    assert row.mask.tolist() == [False, *[True] * 6, False]
+    assert np.isfinite(row.behaviour).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "message"),
+    [
+        ({"prompt_ids": np.zeros(60, np.int32)}, 3, "69 tokens, the model's context holds 64"),
+        ({"prompt_ids": np.full(4, 64, np.int32)}, 3, "token id 64, the trainer's vocabulary has 64"),
+        ({"prompt_ids": np.full(4, -2, np.int32)}, 3, "token id -2"),
+        ({"prompt_ids": np.zeros(0, np.int32)}, 3, "the prompt is empty"),
+        ({}, 2, "version 3 in step 2"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(changes: dict, step: int, message: str) -> None:
+    with pytest.raises(BadBatch, match=f"episode e, segment 0.*{message}"):
+        row_of(replace(segment(), **changes), step=step)
+
+
+def test_a_reward_that_is_missing_or_not_finite_is_refused() -> None:
+    trajectory = replace(make_trajectory("train/0", 0, 0), reward=float("nan"))
+    batch = Batch(0, [[trajectory.episode_id]])
+    with pytest.raises(BadBatch, match="episode train/0#0: reward is nan"):
+        make_step_batch(batch, [0], [trajectory], 2, LIMITS)
+
+
+def test_ranks_share_whole_groups_and_minibatches_stay_the_same_sets() -> None:
+    batch = Batch(0, [[f"g{n}"] for n in range(5)])
+    assert minibatch_bounds(5, 2) == [(0, 2), (2, 5)]
+    shares = [share_of(batch, rank, 2, 2) for rank in range(2)]
+    assert shares == [[0, 2, 4], [1, 3]]
+    assert sorted(shares[0] + shares[1]) == list(range(5))

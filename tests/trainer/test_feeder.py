@@ -1,0 +1,52 @@
+"""How far ahead tasks are queued, and that losses are made good."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from trainer_support import ScriptedLedger
+
+from penstock.trainer.data import Row, Stream
+from penstock.trainer.feeder import Feeder, missing_groups
+from penstock.transfer_queue.ledger import Limits, Status
+
+LIMITS = Limits(group_size=4, groups_per_step=8, max_staleness=2)
+
+
+def status(version: int, **groups: int) -> Status:
+    return Status(version, version, 0, groups, {}, 0, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (status(0), 32),
+        (status(0, queued=8, admitted=20, ready=4), 0),
+        (status(5, queued=8, admitted=10, ready=4, shipped=8, trained=40), 10),
+        (status(5, queued=8, admitted=10, ready=4, dropped_over_age=7, dead=3), 10),
+        (status(37, queued=4, admitted=6), 14),
+        (status(38, shipped=8, ready=5), 3),
+        (status(39, shipped=8), 0),
+        (status(40), 0),
+    ],
+)
+def test_missing_groups_of_forty_steps(given: Status, expected: int) -> None:
+    assert missing_groups(given, LIMITS, steps=40) == expected
+
+
+async def test_tasks_follow_the_stream_and_a_restart_goes_on_where_the_ledger_is() -> None:
+    limits = Limits(group_size=2, groups_per_step=2, max_staleness=0)
+    rows = [Row([{"role": "user", "content": str(n)}], "test", n, None, {}) for n in range(3)]
+    ledger = ScriptedLedger(limits)
+    stream = Stream(3, seed=1, shuffle=True)
+    feeder = Feeder(ledger, limits, rows, stream, steps=5)
+    await feeder.start()
+    assert (feeder.position, [t.task_id for t in ledger.queued]) == (4, [f"train/{n:08d}" for n in range(4)])
+    assert [t.ground_truth for t in ledger.queued] == [stream.row_index(n) for n in range(4)]
+    assert await feeder.fill() == 0
+    del ledger.queued[:3]
+    again = Feeder(ledger, limits, rows, stream, steps=5)
+    await again.start()
+    assert [t.task_id for t in ledger.queued] == [f"train/{n:08d}" for n in range(3, 7)]

@@ -1,0 +1,200 @@
+"""One step: the gradient by hand, invariance to the split, masked tokens, bad gradients, mismatch metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trainer_support import make_trajectory  # noqa: E402
+
+from penstock.trainer.batch import StepBatch, make_step_batch  # noqa: E402
+from penstock.trainer.config import TrainerConfig  # noqa: E402
+from penstock.trainer.engine import FSDPEngine  # noqa: E402
+from penstock.trainer.learner import Learner, TrainingDiverged  # noqa: E402
+from penstock.trainer.losses import LOSSES  # noqa: E402
+from penstock.trainer.objective import Objective  # noqa: E402
+from penstock.trainer.packing import join_rows, pack_rows, split_by_budget  # noqa: E402
+from penstock.trainer.ranks import Ranks  # noqa: E402
+from penstock.trainer.tally import Tally  # noqa: E402
+from penstock.transfer_queue.ledger import Batch  # noqa: E402
+from penstock.transfer_queue.trajectory import Trajectory  # noqa: E402
+
+pytestmark = pytest.mark.torch
+CONFIG = {"lr": 1e-2, "eps": 1e-4, "max_grad_norm": 1e9}
+
+
+def learner(model: str, ranks: Ranks, **settings: Any) -> tuple[Learner, FSDPEngine]:
+    config = TrainerConfig(**(CONFIG | settings))
+    engine = FSDPEngine(model, config, ranks)
+    return Learner(config, engine, ranks), engine
+
+
+def trajectories(groups: int = 4, members: int = 4, version: int = 0) -> list[list[Trajectory]]:
+    return [[make_trajectory(f"train/{g}", m, version) for m in range(members)] for g in range(groups)]
+
+
+def batch_of(engine: FSDPEngine, groups: list[list[Trajectory]], step: int = 1, bound: int = 2) -> StepBatch:
+    ids = Batch(step, [[t.episode_id for t in group] for group in groups])
+    flat = [t for group in groups for t in group]
+    return make_step_batch(ids, list(range(len(groups))), flat, bound, engine.limits)
+
+
+def run(pair: tuple[Learner, FSDPEngine], groups: list[list[Trajectory]], **where: int) -> tuple[dict, torch.Tensor]:
+    learn, engine = pair
+    batch = batch_of(engine, groups, **where)
+    metrics = learn.update(batch, learn.score(batch), learn.advantages(batch))
+    return metrics, torch.cat([tensor.flatten() for _, tensor in engine.weights(torch.float32)])
+
+
+def test_the_loss_is_bit_identical_however_tokens_are_split(tiny_model: str, ranks: Ranks) -> None:
+    _, engine = learner(tiny_model, ranks)
+    batch = batch_of(engine, trajectories())
+    advantages = torch.linspace(-2, 2, len(batch.trajectories))
+    known = {row.targets.tobytes() + row.ids.tobytes(): torch.randn(len(row.targets)) - 3 for row in batch.rows}
+    losses = []
+    for budget in (1, 60, 100000):
+        tally = Tally()
+        objective = Objective(TrainerConfig(), advantages, tally)
+        for chosen in split_by_budget([len(row.ids) for row in batch.rows], budget):
+            rows = [batch.rows[index] for index in chosen]
+            objective(join_rows(rows), torch.cat([known[row.targets.tobytes() + row.ids.tobytes()] for row in rows]))
+        losses.append(tally.reduce(ranks).mean("loss"))
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_the_step_does_not_depend_on_the_micro_batches(tiny_model: str, ranks: Ranks) -> None:
+    results = [run(learner(tiny_model, ranks, micro_batch_tokens=b), trajectories()) for b in (1, 64, 4096)]
+    for metrics, weights in results[1:]:
+        assert metrics["loss"] == pytest.approx(results[0][0]["loss"], abs=1e-7)
+        assert metrics["grad_norm"] == pytest.approx(results[0][0]["grad_norm"], rel=1e-5)
+        torch.testing.assert_close(weights, results[0][1], atol=1e-5, rtol=0)
+
+
+def test_the_gradient_is_the_hand_written_one(tiny_model: str, ranks: Ranks) -> None:
+    """At one minibatch ρ = 1: the gradient is −mean over tokens of w · A · ∇logπ."""
+    learn, engine = learner(tiny_model, ranks)
+    batch = batch_of(engine, trajectories())
+    advantages = learn.advantages(batch).float()
+    (pack,) = pack_rows(batch.rows, 100000)
+    logprobs = engine.policy(pack)
+    weights = (logprobs - pack.behaviour).exp().clamp(max=2.0).detach()
+    expected = -(weights * advantages[pack.episode] * logprobs).sum() / len(logprobs)
+    grads = torch.autograd.grad(expected, list(engine.policy.parameters()))
+    norm = torch.sqrt(sum(g.square().sum() for g in grads))
+    metrics = learn.update(batch, learn.score(batch), advantages.double())
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_tokens_over_the_bound_carry_no_gradient(tiny_model: str, ranks: Ranks) -> None:
+    def spoiled(value: float) -> list[list[Trajectory]]:
+        groups = trajectories(groups=1, version=1)
+        segment = groups[0][0].segments[0]
+        logprobs = segment.response_logprobs.copy()
+        logprobs[0] = value
+        spans = np.array([[0, 0, 1], [1, 1, len(logprobs)]], dtype=np.int32)
+        changed = replace(segment, response_logprobs=logprobs, version_spans=spans)
+        groups[0][0] = replace(groups[0][0], segments=[changed])
+        return groups
+
+    one, one_weights = run(learner(tiny_model, ranks), spoiled(-1.0), step=2, bound=1)
+    two, two_weights = run(learner(tiny_model, ranks), spoiled(-9.0), step=2, bound=1)
+    assert one["tokens_masked"] == 1
+    assert one["staleness_max"] == 1
+    assert one["tokens_trained"] == one["tokens_sampled"] - 1
+    assert torch.equal(one_weights, two_weights)
+    assert one["loss"] == two["loss"]
+
+
+def test_an_episode_weighs_the_same_in_one_segment_and_in_two(tiny_model: str, ranks: Ranks) -> None:
+    """Doubled segments (same tokens twice) weigh as two; the same tokens split over episodes weigh as they are."""
+    groups = trajectories(groups=1, members=2)
+    first, second = groups[0]
+    moved = [[replace(first, segments=[*first.segments, *second.segments]), replace(second, segments=[])]]
+    learn, engine = learner(tiny_model, ranks)
+    joined = batch_of(engine, moved)
+    metrics = learn.update(joined, learn.score(joined), torch.tensor([0.5, 0.5], dtype=torch.float64))
+    apart, other = learner(tiny_model, ranks)
+    batch = batch_of(other, groups)
+    expected = apart.update(batch, apart.score(batch), torch.tensor([0.5, 0.5], dtype=torch.float64))
+    assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-9)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
+
+
+def test_minibatches_clip_against_the_policy_at_the_start_of_the_step(tiny_model: str, ranks: Ranks) -> None:
+    metrics, _ = run(learner(tiny_model, ranks, minibatches=2, lr=0.1), trajectories())
+    assert metrics["updates"] == 2
+    assert metrics["clip_fraction_high"] + metrics["clip_fraction_low"] > 0.05
+    single, _ = run(learner(tiny_model, ranks), trajectories())
+    assert single["clip_fraction_high"] == single["clip_fraction_low"] == 0
+    assert single["logprob_abs_diff_all_mean"] == pytest.approx(metrics["logprob_abs_diff_all_mean"], abs=1e-6)
+
+
+def test_the_mismatch_is_zero_for_the_trainers_own_logprobs(tiny_model: str, ranks: Ranks) -> None:
+    learn, engine = learner(tiny_model, ranks)
+    groups = trajectories(version=1)
+    batch = batch_of(engine, groups)
+    for index, row in enumerate(batch.rows):
+        (own,) = engine.score(pack_rows([row], 1))
+        batch.rows[index] = replace(row, behaviour=own.numpy())
+    metrics = learn.update(batch, learn.score(batch), learn.advantages(batch))
+    assert metrics["logprob_abs_diff_max"] < 1e-5
+    assert metrics["logprob_abs_diff_tokens"] == metrics["tokens_trained"]
+    assert metrics["effective_sample_share"] == pytest.approx(1.0, abs=1e-5)
+    assert abs(metrics["kl_k3"]) < 1e-9
+    assert metrics["staleness_tokens"] == {"0": metrics["tokens_trained"]}
+
+
+def test_an_update_raises_the_probability_of_what_was_better(tiny_model: str, ranks: Ranks) -> None:
+    learn, engine = learner(tiny_model, ranks, correction=None)
+    batch = batch_of(engine, trajectories(groups=2))
+    (pack,) = pack_rows(batch.rows, 100000)
+    advantages = learn.advantages(batch)
+    (before,) = engine.score([pack])
+    learn.update(batch, learn.score(batch), advantages)
+    (after,) = engine.score([pack])
+    gain = ((after - before) * advantages.float()[pack.episode]).mean()
+    assert gain > 0.01
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_counted_and_then_stops(tiny_model: str, ranks: Ranks) -> None:
+    @LOSSES.register("broken")
+    def broken(batch):
+        result = LOSSES.get("decoupled_ppo")(batch)
+        return replace(result, per_token=result.per_token * float("nan"))
+
+    pair = learner(tiny_model, ranks, loss="broken", max_bad_steps=2)
+    before = torch.cat([t.flatten() for _, t in pair[1].weights(torch.float32)])
+    for _ in range(2):
+        metrics, weights = run(pair, trajectories())
+        assert (metrics["updates"], metrics["updates_skipped"]) == (0, 1)
+        assert torch.equal(weights, before)
+    with pytest.raises(TrainingDiverged, match="gradient norm nan; 3 steps in a row"):
+        run(pair, trajectories())
+
+
+def test_a_step_with_nothing_to_train_changes_nothing(tiny_model: str, ranks: Ranks) -> None:
+    pair = learner(tiny_model, ranks)
+    before = torch.cat([t.flatten() for _, t in pair[1].weights(torch.float32)])
+    metrics, weights = run(pair, trajectories(), step=9, bound=0)
+    assert metrics["tokens_trained"] == 0
+    assert metrics["updates_skipped"] == 1
+    assert torch.equal(weights, before)
+
+
+def test_metrics_of_the_batch(tiny_model: str, ranks: Ranks) -> None:
+    groups = trajectories(groups=2)
+    groups[1] = [replace(t, reward=1.0) for t in groups[1]]
+    rewards = np.array([t.reward for group in groups for t in group])
+    metrics, _ = run(learner(tiny_model, ranks), groups)
+    assert metrics["reward"] == pytest.approx(rewards.mean())
+    assert metrics["reward_std"] == pytest.approx(rewards.std())
+    assert metrics["zero_variance_groups"] == 1
+    assert metrics["episode/tool_calls"] == pytest.approx(2.5)
+    assert metrics["outcome/completed"] == 8
+    assert metrics["tokens_sampled"] == sum(t.num_sampled for group in groups for t in group)
+    assert metrics["staleness_tokens"] == {"1": metrics["tokens_trained"]}

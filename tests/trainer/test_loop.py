@@ -1,0 +1,262 @@
+"""Whole runs against a scripted ledger: what is left behind, crashes in every gap, stops, clear failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+from trainer_support import Crash, make_job, make_tiny_model, write_rows  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from penstock.rollout_server.weights import read_verified  # noqa: E402
+from penstock.trainer.data import DataError  # noqa: E402
+from penstock.trainer.job import BadJob, TrainJob  # noqa: E402
+from penstock.trainer.loop import train  # noqa: E402
+from penstock.trainer.registry import UnknownName  # noqa: E402
+from penstock.trainer.source import BatchTimeout  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def lines(job: TrainJob, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (job.run_dir / name).read_text().splitlines()]
+
+
+def final_weights(job: TrainJob) -> dict[str, torch.Tensor]:
+    return load_file(job.run_dir / "final_model" / "model.safetensors")
+
+
+def check_accounts(job: TrainJob) -> None:
+    steps = job.config.steps
+    assert [line["step"] for line in lines(job, "metrics.jsonl")] == list(range(steps))
+    recorded = {line["step"]: line["episodes"] for line in lines(job, "steps.jsonl")}
+    assert recorded == {s: [e for g in groups for e in g] for s, groups in job.ledger.steps.items()}
+    episodes = [episode for ids in recorded.values() for episode in ids]
+    assert len(set(episodes)) == len(episodes) == steps * 8
+    assert [a.version for a in job.ledger.announced] == list(range(1, steps + 1))
+    assert job.ledger.committed == steps
+    assert job.ledger.payloads == {}
+    assert job.ledger.position == steps * 2
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict[str, torch.Tensor]:
+    """The weights of a run that nothing disturbed."""
+    job = make_job(tmp_path_factory.mktemp("reference"), tiny_model)
+    asyncio.run(train(job))
+    return final_weights(job)
+
+
+async def test_a_run_leaves_everything(tmp_path: Path, tiny_model: str) -> None:
+    evals = write_rows(tmp_path / "eval.jsonl", 5)
+    job = make_job(tmp_path, tiny_model, {"eval_every": 3}, eval_data=evals, eval_limit=3)
+    await train(job)
+    check_accounts(job)
+    metrics = lines(job, "metrics.jsonl")
+    assert [line["version"] for line in lines(job, "eval.jsonl")] == [3, 6]
+    assert [line["step"] for line in metrics if "eval/reward" in line] == [2, 5]
+    assert all(line["staleness_max"] <= 1 and line["wall_s"] > 0 and line["tokens_per_s"] > 0 for line in metrics)
+    assert sorted(p.name for p in (job.run_dir / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
+    assert {"trainer:batch", "trainer:publish", "trainer:checkpoint"} <= set(job.ledger.waits)
+    first = json.loads((job.run_dir / "trajectories" / "step_000000.jsonl").read_text().splitlines()[0])
+    assert [run["mask"] for run in first["segments"][0]["runs"]] == [1, 0, 1]
+    assert first["segments"][0]["runs"][0]["text"].startswith("t")
+    assert list((job.run_dir / "tensorboard").iterdir())
+
+
+async def test_versions_are_the_models_own_tensors_and_the_last_is_the_final_model(
+    tmp_path: Path, tiny_model: str
+) -> None:
+    job = make_job(tmp_path, tiny_model)
+    await train(job)
+    published = read_verified(job.ledger.announced[-1].manifest)
+    assert published.keys() == load_file(Path(tiny_model) / "model.safetensors").keys()
+    for name, tensor in final_weights(job).items():
+        assert torch.equal(tensor, published[name])
+    model = AutoModelForCausalLM.from_pretrained(job.run_dir / "final_model")
+    assert torch.equal(model.lm_head.weight, published["model.embed_tokens.weight"])
+    assert AutoTokenizer.from_pretrained(job.run_dir / "final_model").decode([5, 6]) == "t5 t6"
+
+
+async def test_an_untied_head_is_published_too_and_in_the_engines_dtype(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", tied=False)
+    job = make_job(tmp_path, model, {"steps": 1}, publish_dtype="bfloat16")
+    await train(job)
+    published = read_verified(job.ledger.announced[-1].manifest)
+    assert "lm_head.weight" in published
+    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
+
+
+GAPS = [
+    f"{moment}:{call}"
+    for call in ("lease:0", "lease:3", "publish:1", "publish:3", "publish:4", "publish:6", "commit:2", "commit:4")
+    for moment in ("before", "after")
+]
+
+
+@pytest.mark.parametrize("gap", [*GAPS, "before:commit:6", "after:commit:6"])
+async def test_a_crash_in_any_gap_changes_nothing(
+    tmp_path: Path, tiny_model: str, gap: str, reference: dict[str, torch.Tensor]
+) -> None:
+    job = make_job(tmp_path, tiny_model)
+    job.ledger.crash_at = gap
+    with pytest.raises(Crash):
+        await train(job)
+    await train(job)
+    check_accounts(job)
+    for name, tensor in final_weights(job).items():
+        assert torch.equal(tensor, reference[name]), name
+
+
+async def test_a_crash_between_rename_and_commit_and_in_the_middle_of_a_save(
+    tmp_path: Path, tiny_model: str, reference: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.trainer.checkpoint import CheckpointStore
+
+    seal = CheckpointStore.seal
+
+    def dying(self: CheckpointStore, step: int, *rest: int):
+        monkeypatch.setattr(CheckpointStore, "seal", seal)
+        raise Crash(f"seal {step}")
+
+    job = make_job(tmp_path, tiny_model)
+    monkeypatch.setattr(CheckpointStore, "seal", dying)
+    with pytest.raises(Crash, match="seal 2"):
+        await train(job)
+    assert (job.run_dir / "checkpoints" / "step_00000002.tmp").exists()
+    await train(job)
+    check_accounts(job)
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in final_weights(job).items())
+
+
+async def test_weights_that_went_with_the_machine_are_written_anew(tmp_path: Path, tiny_model: str) -> None:
+    job = make_job(tmp_path, tiny_model)
+    job.ledger.crash_at = "before:publish:4"
+    with pytest.raises(Crash):
+        await train(job)
+    lost = read_verified(job.ledger.announced[-1].manifest)
+    for path in job.weights_dir.iterdir():
+        path.unlink()
+    await train(job)
+    assert job.ledger.renewed == [3]
+    check_accounts(job)
+    assert lost.keys() == final_weights(job).keys()
+
+
+async def test_cancelling_saves_commits_and_the_next_start_goes_on(
+    tmp_path: Path, tiny_model: str, reference: dict[str, torch.Tensor]
+) -> None:
+    job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100})
+    running = asyncio.create_task(train(job))
+    async with asyncio.timeout(20):
+        while job.ledger.version < 3:
+            await asyncio.sleep(0.005)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    stopped_at = job.ledger.version
+    assert job.ledger.committed == stopped_at >= 3
+    assert (job.run_dir / "checkpoints" / f"step_{stopped_at:08d}" / "complete").exists()
+    assert not (job.run_dir / "final_model").exists()
+    await train(job)
+    check_accounts(job)
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in final_weights(job).items())
+
+
+async def test_cancelling_while_no_batch_comes_is_quick(tmp_path: Path, tiny_model: str) -> None:
+    job = make_job(tmp_path, tiny_model)
+    job.ledger.starved = True
+    running = asyncio.create_task(train(job))
+    async with asyncio.timeout(20):
+        while not job.ledger.position:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
+async def test_a_finished_run_is_finished(tmp_path: Path, tiny_model: str) -> None:
+    job = make_job(tmp_path, tiny_model)
+    await train(job)
+    before = (job.run_dir / "metrics.jsonl").read_text()
+    await train(job)
+    check_accounts(job)
+    assert (job.run_dir / "metrics.jsonl").read_text() == before
+
+
+async def test_a_damaged_checkpoint_is_passed_over_aloud(
+    tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job(tmp_path, tiny_model)
+    job.ledger.crash_at = "before:commit:4"
+    with pytest.raises(Crash):
+        await train(job)
+    shard = job.run_dir / "checkpoints" / "step_00000004" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with caplog.at_level(logging.ERROR):
+        await train(job)
+    assert "step_00000004 is damaged (__0_0.distcp differs from its checksum); taking the one before" in caplog.text
+    check_accounts(job)
+
+
+async def test_lost_updates_are_said_and_lost_checkpoints_stop(
+    tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = make_job(tmp_path, tiny_model)
+    job.ledger.crash_at = "after:commit:4"
+    with pytest.raises(Crash):
+        await train(job)
+    (job.run_dir / "checkpoints" / "step_00000004" / "complete").unlink()
+    with caplog.at_level(logging.ERROR):
+        await train(job)
+    assert "the updates of steps 2 to 3 are lost" in caplog.text
+    assert job.ledger.committed == 6
+    assert sorted(p.name for p in (job.run_dir / "checkpoints").iterdir()) == [
+        "step_00000002",
+        "step_00000004.damaged",
+        "step_00000006",
+    ]
+    for marker in (job.run_dir / "checkpoints").glob("*/complete"):
+        marker.unlink()
+    with pytest.raises(RuntimeError, match=r"committed 6 steps, and .* holds no whole checkpoint"):
+        await train(job)
+
+
+async def test_a_batch_that_does_not_come_names_the_cause(tmp_path: Path, tiny_model: str) -> None:
+    job = make_job(tmp_path, tiny_model, {"batch_timeout_s": 0.3})
+    job.ledger.starved = True
+    with pytest.raises(BatchTimeout, match=r"no batch for step 0 within 0 s .*: 6 groups queued\. Ledger: version 0"):
+        await train(job)
+
+
+async def test_what_cannot_be_right_is_refused_before_the_ledger_is_touched(tmp_path: Path, tiny_model: str) -> None:
+    with pytest.raises(BadJob, match=r"max_staleness is 1 and trainer\.correction is null.*Set trainer\.correction"):
+        await train(make_job(tmp_path, tiny_model, {"correction": None}))
+    with pytest.raises(BadJob, match=r"trainer\.minibatches is 3, groups_per_step only 2"):
+        await train(make_job(tmp_path, tiny_model, {"minibatches": 3}))
+    with pytest.raises(UnknownName, match="unknown advantage estimator 'grop'; did you mean 'grpo'"):
+        await train(make_job(tmp_path, tiny_model, {"advantage": "grop"}))
+    job = make_job(tmp_path, tiny_model)
+    with pytest.raises(DataError, match="no such file"):
+        await train(replace(job, train_data=str(tmp_path / "none.jsonl")))
+    with pytest.raises(OSError, match="nowhere"):
+        await train(replace(job, model=str(tmp_path / "nowhere")))
+    assert job.ledger.position == 0
+
+
+async def test_synchronous_without_correction(tmp_path: Path, tiny_model: str) -> None:
+    job = make_job(tmp_path, tiny_model, {"correction": None, "steps": 3}, max_staleness=0)
+    await train(job)
+    assert all(line["staleness_max"] == 0 for line in lines(job, "metrics.jsonl"))
+    assert all(line["logprob_abs_diff_tokens"] == line["tokens_trained"] for line in lines(job, "metrics.jsonl"))

@@ -1,0 +1,106 @@
+"""Logprobs: packed equals one by one, chunks equal the whole, temperature divides, models are probed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trainer_support import make_segment, make_tiny_model  # noqa: E402
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM  # noqa: E402
+
+from penstock.trainer import attention, policy  # noqa: E402
+from penstock.trainer.batch import ModelLimits, Row, make_row  # noqa: E402
+from penstock.trainer.packing import join_rows  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def rows(count: int) -> list[Row]:
+    rng = np.random.default_rng(1)
+    limits = ModelLimits(context=256, vocab=64)
+    made = [make_segment(rng, 0, int(rng.integers(1, 40)), int(rng.integers(9, 60))) for _ in range(count)]
+    return [make_row(n, s, "", step=0, bound=0, model=limits) for n, s in enumerate(made)]
+
+
+def plain_logprobs(model: str, row: Row, temperature: float = 1.0) -> torch.Tensor:
+    """The reference: transformers' own forward of one row, all logits."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = loaded(input_ids=torch.from_numpy(row.ids)[None]).logits[0] / temperature
+    logprobs = logits.log_softmax(-1)
+    targets = torch.from_numpy(row.targets)
+    return logprobs[targets - 1, torch.from_numpy(row.ids)[targets]]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_equals_one_by_one(tiny_model: str, temperature: float) -> None:
+    loaded = policy.load_policy(tiny_model, temperature)
+    given = rows(6)
+    with torch.no_grad():
+        packed = loaded(join_rows(given))
+    alone = torch.cat([plain_logprobs(tiny_model, row, temperature) for row in given])
+    assert loaded.chunked
+    assert loaded.model.config._attn_implementation == attention.NAME
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+
+
+def test_chunks_change_neither_logprobs_nor_gradients(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = policy.load_policy(tiny_model, 1.0)
+    pack = join_rows(rows(4))
+    results = []
+    for elements in (1 << 24, 7 * 64):
+        monkeypatch.setattr(policy, "CHUNK_ELEMENTS", elements)
+        loaded.zero_grad()
+        logprobs = loaded(pack)
+        logprobs.sum().backward()
+        results.append((logprobs.detach(), loaded.model.model.embed_tokens.weight.grad.clone()))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(results[0][1], results[1][1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_is_blind_to_its_neighbours(tiny_model: str) -> None:
+    loaded = policy.load_policy(tiny_model, 1.0)
+    first, second, third = rows(3)
+    other = replace(second, ids=np.flip(second.ids).copy())
+    with torch.no_grad():
+        before, after = loaded(join_rows([first, second, third])), loaded(join_rows([first, other, third]))
+    n = len(first.targets)
+    assert torch.equal(before[:n], after[:n])
+    assert torch.equal(before[-len(third.targets) :], after[-len(third.targets) :])
+
+
+def test_a_model_with_capped_logits_and_a_sliding_window_is_exact_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=16,
+        final_logit_softcapping=2.0,
+        attn_logit_softcapping=None,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    loaded = policy.load_policy(str(tmp_path), 1.0)
+    given = rows(4)
+    assert not loaded.chunked
+    with torch.no_grad():
+        packed = loaded(join_rows(given))
+    alone = torch.cat([plain_logprobs(str(tmp_path), row) for row in given])
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+
+
+def test_a_model_that_mixes_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_two_rows_packed", lambda model: attention._two_rows_alone(model) + 1)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM lets packed rows see each other"):
+        policy.load_policy(make_tiny_model(tmp_path), 1.0)

@@ -1,0 +1,242 @@
+"""A tiny random Qwen3, deterministic trajectories, and a ledger whose rollout side is a function."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.job import TrainJob
+from penstock.transfer_queue.ledger import Announcement, BadPayload, Batch, Limits, Status, StepError, Waiting
+from penstock.transfer_queue.trajectory import COMPLETED, Segment, Task, Trajectory
+
+VOCAB = 64
+
+
+def make_tiny_model(folder: Path, *, tied: bool = True, context: int = 256) -> str:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=context,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(folder)
+    return str(folder)
+
+
+def make_segment(rng: np.random.Generator, version: int, prompt: int = 6, response: int = 14) -> Segment:
+    """Two sampled runs with an observation between them."""
+    mask = np.ones(response, dtype=np.uint8)
+    mask[response // 3 : response // 2] = 0
+    logprobs = np.where(mask == 1, -np.abs(rng.normal(3.0, 0.5, response)), 0.0)
+    return Segment(
+        prompt_ids=rng.integers(1, VOCAB, prompt).astype(np.int32),
+        response_ids=rng.integers(1, VOCAB, response).astype(np.int32),
+        response_mask=mask,
+        response_logprobs=logprobs.astype(np.float32),
+        version_spans=np.array([[version, 0, response]], dtype=np.int32),
+        turn_starts=np.array([0, response // 2], dtype=np.int32),
+    )
+
+
+def make_trajectory(task_id: str, member: int, version: int) -> Trajectory:
+    episode_id = f"{task_id}#{member}"
+    rng = np.random.default_rng(xxhash.xxh32_intdigest(episode_id.encode()))
+    segment = make_segment(rng, version, int(rng.integers(3, 9)), int(rng.integers(9, 24)))
+    reward = float(rng.integers(0, 2))
+    return Trajectory(
+        episode_id, task_id, [segment], reward, COMPLETED, num_turns=2, metrics={"tool_calls": 1.0 + member}
+    )
+
+
+class Crash(Exception):
+    """The process died here."""
+
+
+class ScriptedLedger:
+    """The trainer's side of the ledger protocol. Episodes of queued tasks are there as soon as they are asked for.
+
+    `crash_at` names a call, such as ``before:commit:2``: it raises `Crash` once, before or after its effect.
+    """
+
+    def __init__(self, limits: Limits, produce: Callable[[str, int, int], Trajectory] = make_trajectory) -> None:
+        self.limits = limits
+        self.produce = produce
+        self.queued: list[Task] = []
+        self.position = 0
+        self.steps: dict[int, list[list[str]]] = {}
+        self.payloads: dict[str, Trajectory] = {}
+        self.announced: list[Announcement] = []
+        self.renewed: list[int] = []
+        self.committed = 0
+        self.lanes: dict[str, list[Task]] = {}
+        self.waits: dict[str, float] = {}
+        self.crash_at: str | None = None
+        self.starved = False
+        self.twin = False
+        """In a process that neither feeds nor publishes: batches are made as the first rank's ledger makes them."""
+
+    @property
+    def version(self) -> int:
+        return self.announced[-1].version if self.announced else 0
+
+    def _maybe_crash(self, moment: str) -> None:
+        if moment == self.crash_at:
+            self.crash_at = None
+            raise Crash(moment)
+
+    async def submit(self, tasks: Sequence[Task], cursor: int | None = None) -> int:
+        if cursor is None:
+            self.lanes[tasks[0].lane] = list(tasks)
+            return len(tasks)
+        if cursor <= self.position:
+            return 0
+        self.queued += tasks
+        self.position = cursor
+        return len(tasks)
+
+    async def cursor(self) -> int:
+        return self.position
+
+    async def lease_batch(self, step: int) -> Batch | Waiting:
+        self._maybe_crash(f"before:lease:{step}")
+        if step < self.committed:
+            raise StepError(f"step {step} is committed")
+        if step not in self.steps and self.twin:
+            first = step * self.limits.groups_per_step
+            names = [f"train/{n:08d}" for n in range(first, first + self.limits.groups_per_step)]
+            self.queued = [Task(name, "train", [], "test", None) for name in names]
+            self._make(step)
+        if step not in self.steps:
+            if self.starved or len(self.queued) < self.limits.groups_per_step:
+                return Waiting(f"{len(self.queued)} groups queued")
+            if step > self.version + self.limits.max_staleness:
+                return Waiting("admission")
+            self._make(step)
+        self._maybe_crash(f"after:lease:{step}")
+        return Batch(step, self.steps[step])
+
+    def _make(self, step: int) -> None:
+        # Not the present version: how far the loop got ahead must not change what it trains on.
+        version = max(0, step - self.limits.max_staleness)
+        tasks, self.queued = (
+            self.queued[: self.limits.groups_per_step],
+            self.queued[self.limits.groups_per_step :],
+        )
+        made = [[self.produce(t.task_id, m, version) for m in range(self.limits.group_size)] for t in tasks]
+        self.payloads |= {t.episode_id: t for group in made for t in group}
+        self.steps[step] = [[t.episode_id for t in group] for group in made]
+
+    async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
+        missing = [e for e in episode_ids if e not in self.payloads]
+        if missing:
+            raise BadPayload(f"no payload of {missing[0]}")
+        return [self.payloads[e] for e in episode_ids]
+
+    async def publish_version(self, announcement: Announcement) -> bool:
+        self._maybe_crash(f"before:publish:{announcement.version}")
+        if announcement.version <= self.version:
+            return False
+        assert announcement.version == self.version + 1, "versions come in order"
+        assert announcement.version - 1 in self.steps
+        self.announced.append(announcement)
+        self._maybe_crash(f"after:publish:{announcement.version}")
+        return True
+
+    async def renew_manifest(self, announcement: Announcement) -> bool:
+        assert announcement.version == self.version
+        self.renewed.append(announcement.version)
+        self.announced[-1] = announcement
+        return True
+
+    async def latest_version(self) -> Announcement | None:
+        return self.announced[-1] if self.announced else None
+
+    async def commit(self, step: int) -> None:
+        self._maybe_crash(f"before:commit:{step}")
+        assert step <= self.version, "only trained steps are committed"
+        for old in range(self.committed, step):
+            for group in self.steps[old]:
+                for episode in group:
+                    del self.payloads[episode]
+        self.committed = max(self.committed, step)
+        self._maybe_crash(f"after:commit:{step}")
+
+    async def rewind(self, step: int) -> int:
+        assert step >= self.committed
+        return sum(1 for recorded in self.steps if recorded >= step)
+
+    async def results(self, lane: str) -> tuple[list[Trajectory], int]:
+        return [make_trajectory(t.task_id, 0, t.min_version) for t in self.lanes[lane]], 0
+
+    async def drop_lane(self, lane: str) -> None:
+        self.lanes[lane] = []
+
+    async def add_wait(self, role: str, cause: str, seconds: float) -> None:
+        key = f"{role}:{cause}"
+        self.waits[key] = self.waits.get(key, 0.0) + seconds
+
+    async def status(self) -> Status:
+        shipped = sum(len(groups) for step, groups in self.steps.items() if step >= self.version)
+        return Status(
+            version=self.version,
+            step=max(self.steps, default=-1) + 1,
+            committed_step=self.committed,
+            groups={"queued": len(self.queued), "shipped": shipped},
+            episodes={},
+            bytes=0,
+            waits_s=self.waits,
+            workers={},
+            other_lanes={lane: {"queued": 0, "leased": 0, "done": len(t)} for lane, t in self.lanes.items()},
+        )
+
+
+def write_rows(path: Path, count: int = 10) -> str:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"question {n}"}],
+            "data_source": "test",
+            "reward_model": {"ground_truth": str(n)},
+        }
+        for n in range(count)
+    ]
+    # Replaced, not written: two ranks of a test do this at once.
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    temporary.replace(path)
+    return str(path)
+
+
+def make_job(folder: Path, model: str, config: Mapping[str, Any] | None = None, **changes: Any) -> TrainJob:
+    limits = Limits(group_size=4, groups_per_step=2, max_staleness=changes.pop("max_staleness", 1))
+    settings = {"steps": 6, "lr": 1e-3, "eps": 1e-4, "checkpoint_every": 2, "batch_timeout_s": 20.0, **(config or {})}
+    values: dict[str, Any] = {
+        "config": TrainerConfig(**settings),
+        "ledger": ScriptedLedger(limits),
+        "limits": limits,
+        "model": model,
+        "run_dir": folder / "run",
+        "weights_dir": folder / "weights",
+        "train_data": write_rows(folder / "train.jsonl"),
+        **changes,
+    }
+    return TrainJob(**values)

@@ -1,0 +1,128 @@
+"""What one optimizer step trains on: checked rows of this rank's episodes.
+
+ledger.Batch (all groups, ids only) ──share──► ledger.read ──► `StepBatch` (episodes, rows) ──pack──► engine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.transfer_queue.ledger import Batch
+from penstock.transfer_queue.trajectory import Segment, Trajectory
+
+
+class BadBatch(ValueError):
+    """A trajectory cannot be trained on; the message names the episode, the segment and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the trainer's model can take."""
+
+    context: int
+    """Longest row, in tokens."""
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One segment as the model reads it. L = prompt + response tokens, N = sampled tokens."""
+
+    episode: int
+    """Index into the batch's episodes."""
+    ids: NDArray[np.int64]
+    """[L]"""
+    targets: NDArray[np.int64]
+    """[N] positions in `ids` of the sampled tokens, each at least 1."""
+    behaviour: NDArray[np.float32]
+    """[N] the engine's logprobs."""
+    staleness: NDArray[np.int64]
+    """[N] step − policy version of each token."""
+    mask: NDArray[np.bool_]
+    """[N] trained on; False where the token is over the staleness bound or has no finite logprob."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """A rank's share of a step. E = its episodes."""
+
+    step: int
+    groups: Sequence[Sequence[str]]
+    """All groups of the step on all ranks: episode ids."""
+    trajectories: Sequence[Trajectory]
+    """[E] of this rank."""
+    group: NDArray[np.int64]
+    """[E] index into `groups`."""
+    rows: Sequence[Row]
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        return np.array([t.reward for t in self.trajectories], dtype=np.float64)
+
+
+def share_of(batch: Batch, rank: int, world: int, minibatches: int) -> list[int]:
+    """The groups of `batch` that `rank` trains: whole groups, dealt in turn inside each minibatch.
+
+    Dealing inside minibatches keeps every minibatch the same set of groups on any number of ranks.
+    """
+    bounds = minibatch_bounds(len(batch.groups), minibatches)
+    return [group for start, end in bounds for group in range(start + rank, end, world)]
+
+
+def minibatch_bounds(groups: int, minibatches: int) -> list[tuple[int, int]]:
+    """[minibatches] half-open ranges that share out 0 … groups − 1 in order, sizes differing by at most one."""
+    edges = [groups * index // minibatches for index in range(minibatches + 1)]
+    return list(pairwise(edges))
+
+
+def make_step_batch(
+    batch: Batch, share: Sequence[int], trajectories: Sequence[Trajectory], bound: int, model: ModelLimits
+) -> StepBatch:
+    """`trajectories` are those of the groups in `share`, in order; `bound` is max_staleness. Raises `BadBatch`."""
+    group = [index for index in share for _ in batch.groups[index]]
+    for trajectory in trajectories:
+        if trajectory.reward is None or not np.isfinite(trajectory.reward):
+            raise BadBatch(f"episode {trajectory.episode_id}: reward is {trajectory.reward}")
+    rows = [
+        make_row(index, segment, _where(trajectory, number), step=batch.step, bound=bound, model=model)
+        for index, trajectory in enumerate(trajectories)
+        for number, segment in enumerate(trajectory.segments)
+    ]
+    return StepBatch(batch.step, batch.groups, trajectories, np.array(group, dtype=np.int64), rows)
+
+
+def make_row(episode: int, segment: Segment, where: str, *, step: int, bound: int, model: ModelLimits) -> Row:
+    """Check one segment and lay it out. Raises `BadBatch` with `where` in front."""
+    ids = np.concatenate([segment.prompt_ids, segment.response_ids]).astype(np.int64)
+    _check_ids(ids, where, model)
+    sampled = np.flatnonzero(segment.response_mask)
+    targets = sampled + len(segment.prompt_ids)
+    if len(sampled) and targets[0] == 0:
+        raise BadBatch(f"{where}: the prompt is empty, so its first sampled token has no context")
+    staleness = step - segment.versions()[sampled].astype(np.int64)
+    if (staleness < 0).any():
+        raise BadBatch(
+            f"{where}: a token of version {step - staleness.min()} in step {step}, before that was published"
+        )
+    behaviour = segment.response_logprobs[sampled].astype(np.float32)
+    mask = (staleness <= bound) & np.isfinite(behaviour)
+    return Row(episode, ids, targets, np.nan_to_num(behaviour, nan=0.0, posinf=0.0, neginf=0.0), staleness, mask)
+
+
+def _where(trajectory: Trajectory, segment: int) -> str:
+    return f"episode {trajectory.episode_id}, segment {segment}"
+
+
+def _check_ids(ids: NDArray[np.int64], where: str, model: ModelLimits) -> None:
+    if len(ids) > model.context:
+        raise BadBatch(
+            f"{where}: {len(ids)} tokens, the model's context holds {model.context}; lower rollout.max_model_len"
+        )
+    if len(ids) and (ids.min() < 0 or ids.max() >= model.vocab):
+        bad = ids.max() if ids.max() >= model.vocab else ids.min()
+        raise BadBatch(f"{where}: token id {bad}, the trainer's vocabulary has {model.vocab}; do both load one model?")

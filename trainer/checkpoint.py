@@ -1,0 +1,179 @@
+"""Checkpoints: written in the background, whole or not at all, checked before they are used.
+
+    save(step) ──► copy the state (torch thread) ──► step_00000010.tmp/  DCP shards of all ranks
+               ──► rank 0: checksums into ``complete``, fsync, rename to step_00000010/, delete the oldest
+
+A folder without ``complete``, or with a file that differs from it, is not a checkpoint. The folder is readable by its
+owner only: DCP's metadata is a pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from penstock.trainer.engine import FSDPEngine
+from penstock.trainer.ranks import Ranks
+
+COMPLETE = "complete"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A whole checkpoint."""
+
+    path: Path
+    step: int
+    """Optimizer steps in it: training goes on with this one."""
+    data_cursor: int
+    ranks: int
+    """How many wrote it; another number can read it."""
+
+
+class CheckpointStore:
+    """The folder ``checkpoints/`` of a run. Only rank 0 seals, finds and deletes; the shards come from all ranks."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self._keep = keep
+
+    def open(self) -> None:
+        """Make the folder, private to its owner; what a killed trainer left half-written goes."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for leftover in self.folder.glob("*.tmp"):
+            shutil.rmtree(leftover)
+
+    def unfinished(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}.tmp"
+
+    def seal(self, step: int, data_cursor: int, ranks: int) -> Found:
+        """Make the unfinished folder a checkpoint. When this returns it survives a power cut."""
+        temporary, final = self.unfinished(step), self.unfinished(step).with_suffix("")
+        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+        marker = {"step": step, "data_cursor": data_cursor, "ranks": ranks, "files": files}
+        (temporary / COMPLETE).write_text(json.dumps(marker, indent=1))
+        for path in temporary.iterdir():
+            _fsync(path)
+        _fsync(temporary)
+        if final.exists():  # of an earlier life of the run that went back behind this step
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _fsync(self.folder)
+        self._delete_old()
+        return Found(final, step, data_cursor, ranks)
+
+    def newest(self) -> Found | None:
+        """The newest whole checkpoint. A damaged one is said in the log and set aside under another name, so that it
+        neither counts among those kept nor stands in the way of a new one."""
+        for path in self._newest_first():
+            try:
+                return read_marker(path)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                logger.error("checkpoint %s is damaged (%s); taking the one before", path, error)
+                _set_aside(path)
+        return None
+
+    def _newest_first(self) -> list[Path]:
+        return sorted((p for p in self.folder.glob("step_*") if not p.suffix), reverse=True)
+
+    def _delete_old(self) -> None:
+        for path in self._newest_first()[self._keep :]:
+            shutil.rmtree(path)
+
+
+def _set_aside(path: Path) -> None:
+    aside = path.with_suffix(".damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def read_marker(path: Path) -> Found:
+    """Check every file of a checkpoint. Raises `OSError` or `ValueError` naming what is missing or different."""
+    marker = json.loads((path / COMPLETE).read_text())
+    for name, expected in marker["files"].items():
+        if _fingerprint(path / name) != expected:
+            raise ValueError(f"{name} differs from its checksum")
+    return Found(path, int(marker["step"]), int(marker["data_cursor"]), int(marker["ranks"]))
+
+
+def begin_save(engine: FSDPEngine, ranks: Ranks, path: Path) -> Future[Any]:
+    """Copy this rank's shards and write them in a thread. A collective; the future is done when all ranks wrote."""
+    state = {**_model_state(engine), f"rng_{ranks.rank}": torch.get_rng_state()}
+    future = dcp.async_save(state, checkpoint_id=path, process_group=ranks.background)
+    assert isinstance(future, Future)
+    return future
+
+
+def load(engine: FSDPEngine, ranks: Ranks, found: Found) -> None:
+    """Restore weights, moments and, where this rank existed, the random state. A collective."""
+    state = _model_state(engine)
+    if ranks.rank < found.ranks:
+        state[f"rng_{ranks.rank}"] = torch.get_rng_state()
+    dcp.load(state, checkpoint_id=found.path)
+    set_state_dict(
+        engine.policy, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    if ranks.rank < found.ranks:
+        torch.set_rng_state(state[f"rng_{ranks.rank}"])
+
+
+def save_final_model(engine: FSDPEngine, ranks: Ranks, source: str, folder: Path) -> None:
+    """A Hugging Face folder with the tokenizer of `source`; written beside and renamed. A collective."""
+    weights = dict(engine.weights(torch.float32))
+    if not ranks.first:
+        return
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    engine.policy.model.save_pretrained(temporary, state_dict=weights)
+    _save_tokenizer(source, temporary)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def _save_tokenizer(source: str, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    except (OSError, ValueError) as error:
+        logger.warning("final model without tokenizer: %s has none (%s)", source, error)
+
+
+def _model_state(engine: FSDPEngine) -> dict[str, Any]:
+    model, optimizer = get_state_dict(engine.policy, engine.optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        for block in _blocks(file):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
+
+
+def _blocks(file: Any, size: int = 1 << 22) -> Iterator[bytes]:
+    while block := file.read(size):
+        yield block
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,178 @@
+"""Dataset rows with verl's columns → tasks. Every row is checked when the file is opened, by number (from 1)."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from penstock.transfer_queue.trajectory import Task
+
+NEEDED = ("prompt", "data_source", "reward_model")
+PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+class DataError(ValueError):
+    """The dataset cannot be used; the message names the file, the row and the column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One checked dataset row, ready to become a task of any lane."""
+
+    messages: Sequence[Mapping[str, Any]]
+    data_source: str
+    ground_truth: Any
+    agent_name: str | None
+    extra_info: Mapping[str, Any]
+
+    def task(self, task_id: str, lane: str, sampling: Mapping[str, Any] | None = None, min_version: int = 0) -> Task:
+        return Task(
+            task_id=task_id,
+            lane=lane,
+            messages=self.messages,
+            data_source=self.data_source,
+            ground_truth=self.ground_truth,
+            agent_name=self.agent_name,
+            extra_info=self.extra_info,
+            sampling=sampling or {},
+            min_version=min_version,
+        )
+
+
+def load_rows(path: str | Path, limit: int = 0) -> list[Row]:
+    """The rows of a ``.parquet`` or ``.jsonl`` file (the first `limit`, where not 0). Raises `DataError`."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"dataset {path}: no such file")
+    rows = []
+    for number, raw in enumerate(_raw_rows(path), start=1):
+        rows.append(_check_row(raw, f"dataset {path}, row {number}"))
+        if number == limit:
+            break
+    if not rows:
+        raise DataError(f"dataset {path} has no rows")
+    return rows
+
+
+def _raw_rows(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    if path.suffix in (".jsonl", ".ndjson"):
+        return _jsonl_rows(path)
+    raise DataError(f"dataset {path}: unknown kind {path.suffix!r}; give a .parquet or .jsonl file")
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        _check_columns(file.schema_arrow.names, f"dataset {path}")
+        for batch in file.iter_batches(batch_size=1024):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"dataset {path} is not readable as Parquet: {error}") from error
+
+
+def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            yield _json_row(line, f"dataset {path}, row {number}")
+
+
+def _json_row(line: str, where: str) -> dict[str, Any]:
+    if not line.strip():
+        raise DataError(f"{where}: the line is empty")
+    try:
+        raw = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise DataError(f"{where}: expected an object, found {type(raw).__name__}")
+    _check_columns(list(raw), where)
+    return raw
+
+
+def _check_columns(found: Sequence[str], where: str) -> None:
+    for name in NEEDED:
+        if name not in found:
+            raise DataError(f"{where}: column {name!r} is missing; found {', '.join(sorted(found)) or 'none'}")
+
+
+def _check_row(raw: Mapping[str, Any], where: str) -> Row:
+    reward_model = raw["reward_model"]
+    if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
+        raise DataError(f"{where}: reward_model.ground_truth is missing; found {reward_model!r}")
+    if not isinstance(raw["data_source"], str) or not raw["data_source"]:
+        raise DataError(f"{where}: data_source must be a name, found {raw['data_source']!r}")
+    agent_name = raw.get("agent_name")
+    if not (agent_name is None or isinstance(agent_name, str)):
+        raise DataError(f"{where}: agent_name must be text, found {agent_name!r}")
+    return Row(
+        messages=_check_messages(raw["prompt"], where),
+        data_source=raw["data_source"],
+        ground_truth=_check_plain(reward_model["ground_truth"], f"{where}: reward_model.ground_truth"),
+        agent_name=agent_name,
+        extra_info=_extra_info(raw, where),
+    )
+
+
+def _check_messages(prompt: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{where}: prompt must be a list of chat messages, found {prompt!r}")
+    for index, message in enumerate(prompt):
+        if not _is_message(message):
+            raise DataError(f"{where}: prompt[{index}] must be {{'role', 'content'}}, found {message!r}")
+    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    return bool(message.get("content") or message.get("tool_calls"))
+
+
+def _extra_info(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """verl's extra_info with the other columns beside it; a key that extra_info itself has is kept."""
+    own = raw.get("extra_info") or {}
+    if not isinstance(own, Mapping):
+        raise DataError(f"{where}: extra_info must be a mapping, found {own!r}")
+    others = {key: value for key, value in raw.items() if key not in (*NEEDED, "extra_info", "agent_name")}
+    checked: dict[str, Any] = _check_plain({**others, **own}, f"{where}: extra_info")
+    return checked
+
+
+def _check_plain(value: Any, where: str) -> Any:
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, list | tuple):
+        return [_check_plain(item, where) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _check_plain(item, f"{where}.{key}") for key, item in value.items()}
+    raise DataError(f"{where}: {type(value).__name__} is not plain data: {value!r}")
+
+
+class Stream:
+    """An endless order over `count` rows, the same after a restart: position n is in epoch n // count."""
+
+    def __init__(self, count: int, seed: int, shuffle: bool) -> None:
+        self._count = count
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order = lru_cache(maxsize=2)(self._make_order)
+
+    def row_index(self, position: int) -> int:
+        epoch, index = divmod(position, self._count)
+        return self._order(epoch)[index]
+
+    def _make_order(self, epoch: int) -> list[int]:
+        order = list(range(self._count))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order

@@ -1,0 +1,102 @@
+"""Evaluation beside training: greedy episodes in a lane of their own, on a policy version or newer.
+
+    start(v) ──► task: submit lane eval/v ─► poll until all are done ─► mean reward ─► eval.jsonl, metrics.jsonl
+
+Neither training nor rollout waits for it. One at a time: one that falls due while another runs is left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.trainer.data import Row
+from penstock.trainer.recorder import Recorder
+from penstock.transfer_queue.ledger import Ledger
+from penstock.transfer_queue.trajectory import Trajectory
+
+POLL_S = 0.25
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """Only rank 0 evaluates. Without rows every method is a no-op."""
+
+    def __init__(self, ledger: Ledger, rows: Sequence[Row], recorder: Recorder) -> None:
+        self._ledger = ledger
+        self._rows = rows
+        self._recorder = recorder
+        self._task: asyncio.Task[None] | None = None
+        self._version = -1
+
+    def start(self, version: int) -> bool:
+        """Begin to evaluate `version`; False where there is nothing to evaluate on, or one is under way."""
+        busy = self._task is not None and not self._task.done()
+        if not self._rows or busy:
+            return False
+        self._raise_failure()
+        self._version = version
+        self._task = asyncio.create_task(self._run(version), name=f"evaluate version {version}")
+        return True
+
+    async def finish(self, version: int, timeout_s: float) -> None:
+        """Evaluate `version` and wait for it; a log line says so where `timeout_s` was too short."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.settle()
+                if self._version != version and self.start(version):
+                    await self.settle()
+        except TimeoutError:
+            await self.close()
+            lanes = (await self._ledger.status()).other_lanes
+            logger.error("the evaluation of version %d was not done within %.0f s: %s", version, timeout_s, lanes)
+
+    async def settle(self) -> None:
+        if self._task is not None:
+            await asyncio.wait({self._task})
+            self._raise_failure()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def _raise_failure(self) -> None:
+        if self._task is not None:
+            self._task.result()
+
+    async def _run(self, version: int) -> None:
+        began = time.monotonic()
+        lane = f"eval/{version}"
+        tasks = [
+            row.task(f"{lane}/{number:08d}", lane, sampling={"temperature": 0.0}, min_version=version)
+            for number, row in enumerate(self._rows)
+        ]
+        await self._ledger.submit(tasks)
+        # Bounded by `finish`, and by the end of the run.
+        while await self._still_out(lane):  # noqa: ASYNC110 - the event is in another process
+            await asyncio.sleep(POLL_S)
+        trajectories, _ = await self._ledger.results(lane)
+        self._recorder.evaluation(version, summarise(trajectories, len(tasks)), time.monotonic() - began)
+        await self._ledger.drop_lane(lane)
+
+    async def _still_out(self, lane: str) -> int:
+        counts = (await self._ledger.status()).other_lanes.get(lane, {})
+        return counts.get("queued", 0) + counts.get("leased", 0)
+
+
+def summarise(trajectories: Sequence[Trajectory], asked: int) -> dict[str, float]:
+    """Mean over the episodes that carry a reward; those lost to infrastructure are counted, never scored 0."""
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    result = {"episodes": float(len(rewards)), "failed": float(asked - len(rewards))}
+    if rewards:
+        result |= {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
+    for name in sorted({name for t in trajectories for name in t.metrics}):
+        result[f"episode/{name}"] = float(np.mean([t.metrics[name] for t in trajectories if name in t.metrics]))
+    return result

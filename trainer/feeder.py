@@ -1,0 +1,51 @@
+"""Keeps the ledger filled a little beyond what admission can take, so that rollout never waits for data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.trainer.data import Row, Stream
+from penstock.transfer_queue.ledger import Ledger, Limits, Status
+from penstock.transfer_queue.trajectory import Task
+
+
+class Feeder:
+    """Submits training tasks in stream order. Only rank 0 feeds.
+
+    The position is the ledger's own cursor: tasks that were submitted once stay there over a restart of the trainer,
+    and `submit(tasks, cursor)` is a no-op for a position that the ledger has passed.
+    """
+
+    def __init__(self, ledger: Ledger, limits: Limits, rows: Sequence[Row], stream: Stream, steps: int) -> None:
+        self._ledger = ledger
+        self._limits = limits
+        self._rows = rows
+        self._stream = stream
+        self._steps = steps
+        self.position = 0
+        """Position in the data stream after the last submitted task."""
+
+    async def start(self) -> None:
+        self.position = await self._ledger.cursor()
+        await self.fill()
+
+    async def fill(self) -> int:
+        """Submit what is missing; returns how many groups. Groups that were dropped or died are replaced here."""
+        count = missing_groups(await self._ledger.status(), self._limits, self._steps)
+        if count > 0:
+            end = self.position + count
+            await self._ledger.submit([self._task(n) for n in range(self.position, end)], cursor=end)
+            self.position = end
+        return max(count, 0)
+
+    def _task(self, position: int) -> Task:
+        row = self._rows[self._stream.row_index(position)]
+        return row.task(task_id=f"train/{position:08d}", lane="train")
+
+
+def missing_groups(status: Status, limits: Limits, steps: int) -> int:
+    """Groups to submit: (max_staleness + 2) steps ahead of consumption, never more than the run can still train."""
+    waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready"))
+    ahead = (limits.max_staleness + 2) * limits.groups_per_step
+    still_needed = (steps - status.version) * limits.groups_per_step - status.groups.get("shipped", 0)
+    return min(ahead, still_needed) - waiting

@@ -1,0 +1,75 @@
+"""Everything a trainer process is given, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.trainer.config import TrainerConfig
+from penstock.transfer_queue.ledger import Ledger, Limits
+
+
+class BadJob(ValueError):
+    """The job cannot be right; the message names the setting and the mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJob:
+    """One run of the trainer. Every rank is given the same job."""
+
+    config: TrainerConfig
+    ledger: Ledger
+    """Connected, and its run created with `limits`."""
+    limits: Limits
+    model: str
+    """Model folder or hub name; its weights are policy version 0."""
+    run_dir: Path
+    """Checkpoints, metrics, trajectories and the final model go here."""
+    weights_dir: Path
+    """Published versions are written here; the folder is the trainer's own."""
+    train_data: str
+    """Path of a Parquet or JSONL file with verl's columns."""
+    eval_data: str | None = None
+    eval_limit: int = 0
+    """Evaluate on the first rows only; 0 takes all."""
+    shuffle: bool = True
+    seed: int = 0
+    transport: Literal["shm", "disk"] = "shm"
+    publish_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What the rollout engine computes in: more bytes would be rounded away there."""
+    temperature: float = 1.0
+    """The sampling temperature of training episodes: the engine's logprobs are those of logits / temperature."""
+    eval_timeout_s: float = 600.0
+    """How long the end of the run waits for the last evaluation."""
+    stop_timeout_s: float = 60.0
+    """After a cancellation: time for the step under way, the last checkpoint and its commit."""
+
+
+def check_job(job: TrainJob) -> None:
+    """Raises `BadJob`, or `UnknownName` for an algorithm that is not registered."""
+    config = job.config
+    if job.limits.max_staleness > 0 and config.correction is None:
+        raise BadJob(
+            f"max_staleness is {job.limits.max_staleness} and trainer.correction is null: stale tokens without an "
+            "off-policy correction collapse a run. Set trainer.correction (truncated_is) or max_staleness=0"
+        )
+    if config.minibatches > job.limits.groups_per_step:
+        raise BadJob(
+            f"trainer.minibatches is {config.minibatches}, groups_per_step only {job.limits.groups_per_step}: "
+            "every minibatch needs a group"
+        )
+    if job.temperature <= 0:
+        raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")
+    _check_algorithms(config)
+
+
+def _check_algorithms(config: TrainerConfig) -> None:
+    from penstock.trainer.advantages import ADVANTAGES
+    from penstock.trainer.corrections import CORRECTIONS
+    from penstock.trainer.losses import LOSSES
+
+    ADVANTAGES.get(config.advantage)
+    LOSSES.get(config.loss)
+    if config.correction is not None:
+        CORRECTIONS.get(config.correction)

@@ -1,0 +1,67 @@
+"""The training loop. One process per rank, started by torchrun or alone; the same steps in the same order on each.
+
+    event loop            ledger calls, deadlines, files; tasks: the next batch, the last version, the last checkpoint
+    torch thread          every forward, backward, update, copy of weights and collective, one after the other
+
+Step s is trained at version s and publishes version s + 1. After a crash the loop starts at the newest checkpoint and
+trains the recorded batches again, publishing nothing until it is past the newest version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from penstock.trainer.job import TrainJob, check_job
+from penstock.trainer.parts import Parts
+
+logger = logging.getLogger(__name__)
+
+
+async def train(job: TrainJob) -> None:
+    """Train to `job.config.steps`, resuming where an earlier call stopped; then write ``final_model/``.
+
+    Cancelled, it finishes the step under way, saves, commits and raises `CancelledError`, all within
+    `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`, `BadBatch`, `TrainingDiverged`, `LedgerError`.
+    """
+    check_job(job)
+    stop = asyncio.Event()
+    running = asyncio.create_task(_train(job, stop), name="train")
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        stop.set()
+        await _stopped(running, job.stop_timeout_s)
+        raise
+
+
+async def _stopped(running: asyncio.Task[None], timeout_s: float) -> None:
+    """Let the loop end by itself; cancel it where that takes too long, or where this is cancelled too."""
+    try:
+        _, late = await asyncio.wait({running}, timeout=timeout_s)
+        if late:
+            logger.error("not stopped within %.0f s; what was not committed will be trained again", timeout_s)
+    finally:
+        running.cancel()
+        (result,) = await asyncio.gather(running, return_exceptions=True)
+        if isinstance(result, Exception):
+            logger.error("while stopping: %s", result, exc_info=result)
+
+
+async def _train(job: TrainJob, stop: asyncio.Event) -> None:
+    async with Parts.started(job) as p:
+        for step in range(p.step, job.config.steps):
+            batch = await p.source.take(step, stop)
+            if await p.in_torch(p.ranks.any, batch is None) or batch is None:
+                break
+            p.source.prefetch(step + 1)
+            minibatches = await p.in_torch(p.learner.score, batch)
+            advantages = p.learner.advantages(batch)
+            metrics = await p.in_torch(p.learner.update, batch, minibatches, advantages)
+            await p.publisher.announce(step + 1)
+            await p.record(batch, metrics, advantages)
+            if (step + 1) % job.config.checkpoint_every == 0:
+                await p.save()
+            if job.config.eval_every and (step + 1) % job.config.eval_every == 0:
+                p.evaluate()
+        await p.finish()

@@ -1,0 +1,148 @@
+"""The parts of one trainer process, built in the order in which a restart needs them, closed in the opposite one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from penstock.trainer.batch import StepBatch
+from penstock.trainer.checkpoint import save_final_model
+from penstock.trainer.data import Stream, load_rows
+from penstock.trainer.engine import FSDPEngine
+from penstock.trainer.evaluate import Evaluator
+from penstock.trainer.feeder import Feeder
+from penstock.trainer.job import TrainJob
+from penstock.trainer.learner import Learner
+from penstock.trainer.publish import Publisher
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.recorder import Recorder
+from penstock.trainer.saver import Saver
+from penstock.trainer.source import BatchSource
+from penstock.trainer.torch_thread import TorchThread
+
+CLOSE_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Parts:
+    """What the loop works with. `recorder`, `evaluator` and `feeder` are there on rank 0 only."""
+
+    job: TrainJob
+    in_torch: TorchThread
+    ranks: Ranks
+    engine: FSDPEngine
+    learner: Learner
+    publisher: Publisher
+    saver: Saver
+    source: BatchSource
+    recorder: Recorder | None
+    evaluator: Evaluator | None
+    feeder: Feeder | None
+    step: int
+    """The step to be trained next; also the version of the weights."""
+    step_began: float
+
+    @classmethod
+    @asynccontextmanager
+    async def started(cls, job: TrainJob) -> AsyncIterator[Parts]:
+        """Bad data and a bad model are found before anything is changed in the ledger."""
+        async with AsyncExitStack() as stack:
+            in_torch = TorchThread(job.config.threads)
+            stack.callback(in_torch.close)
+            # Longer than a batch may take: one rank may hold its batch while another still waits for it.
+            ranks = await in_torch(Ranks.open, job.config.batch_timeout_s + 120)
+            stack.push_async_callback(_close_ranks, in_torch, ranks)
+            feeder, recorder, evaluator = await asyncio.to_thread(_first_rank_parts, job) if ranks.first else [None] * 3
+            engine = await in_torch(FSDPEngine, job.model, job.config, ranks, job.temperature)
+            publisher = Publisher(job, engine, ranks, in_torch)
+            saver = Saver(job, engine, ranks, in_torch)
+            source = BatchSource(job, feeder, engine.limits, ranks.rank, ranks.world)
+            for part in (saver, publisher, evaluator, source):
+                if part is not None:
+                    stack.push_async_callback(part.close)
+            if recorder is not None:
+                stack.callback(recorder.close)
+            learner = Learner(job.config, engine, ranks)
+            parts = cls(
+                job, in_torch, ranks, engine, learner, publisher, saver, source, recorder, evaluator, feeder, 0, 0.0
+            )
+            await parts._resume()
+            yield parts
+
+    async def record(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
+        """The step is trained: its numbers and times are written, and the next one begins."""
+        now = time.monotonic()
+        wall_s, self.step_began, self.step = now - self.step_began, now, batch.step + 1
+        if self.recorder is None:
+            return
+        wait_s = self.source.last_wait_s
+        busy_s = max(wall_s - wait_s, 1e-9)
+        times = {
+            "wall_s": wall_s,
+            "wait_s": wait_s,
+            "train_s": busy_s,
+            "publish_s": self.publisher.last_s,
+            "tokens_per_s": metrics["tokens"] / busy_s,
+        }
+        await asyncio.to_thread(self.recorder.step, batch, {**metrics, **times}, advantages)
+
+    async def save(self) -> None:
+        await self.saver.save(self.step, self.feeder.position if self.feeder else 0, self.publisher)
+
+    def evaluate(self) -> None:
+        if self.evaluator is not None:
+            self.evaluator.start(self.step)
+
+    async def finish(self) -> None:
+        """Publish, save and commit what is trained; after the last step also the final model and evaluation."""
+        await self.publisher.settle()
+        await self.save()
+        await self.saver.settle()
+        if self.step < self.job.config.steps:
+            return
+        folder = self.job.run_dir / "final_model"
+        await self.in_torch(save_final_model, self.engine, self.ranks, self.job.model, folder)
+        if self.evaluator is not None:
+            await self.evaluator.finish(self.step, self.job.eval_timeout_s)
+
+    async def _resume(self) -> None:
+        self.step = await self.saver.restore()
+        if self.ranks.first:
+            again = await self.job.ledger.rewind(self.step)
+            logger.info("step %d of %d, %d recorded batches to replay", self.step, self.job.config.steps, again)
+        # No rank leases before the ledger is rewound.
+        await self.in_torch(self.ranks.any, False)
+        await self.publisher.start(self.step)
+        if self.feeder is not None and self.recorder is not None:
+            await self.job.ledger.commit(self.step)
+            await asyncio.to_thread(self.recorder.rewind, self.step)
+            await self.feeder.start()
+        self.step_began = time.monotonic()
+
+
+def _first_rank_parts(job: TrainJob) -> tuple[Feeder, Recorder, Evaluator]:
+    rows = load_rows(job.train_data)
+    eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
+    stream = Stream(len(rows), job.seed, job.shuffle)
+    feeder = Feeder(job.ledger, job.limits, rows, stream, job.config.steps)
+    recorder = Recorder(job.run_dir, job.model, job.config.save_trajectories)
+    return feeder, recorder, Evaluator(job.ledger, eval_rows, recorder)
+
+
+async def _close_ranks(in_torch: TorchThread, ranks: Ranks) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await in_torch(ranks.close)
+    except TimeoutError:
+        logger.error(
+            "torch work did not end within %.0f s; the process group is left to the operating system", CLOSE_TIMEOUT_S
+        )

@@ -1,0 +1,121 @@
+"""New weights on their way to rollout servers, while the trainer goes on.
+
+    announce(v) ──► the version before is out? ──► copy weights (torch thread) ──► task: write ─► ledger.publish_version
+
+The copy is taken before the next step may change the weights; at most one copy exists, because a version is announced
+only when the one before is out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.rollout_server.weights import WeightPublisher
+from penstock.trainer.engine import Engine
+from penstock.trainer.job import TrainJob
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.torch_thread import TorchThread
+from penstock.transfer_queue.ledger import Announcement
+
+logger = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Every rank has one (gathering the weights is a collective); rank 0's writes. `published` is equal on all."""
+
+    def __init__(self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread) -> None:
+        self._ledger = job.ledger
+        self._dtype = getattr(torch, job.publish_dtype)
+        self._engine = engine
+        self._ranks = ranks
+        self._in_torch = in_torch
+        self._writer = WeightPublisher(job.weights_dir, job.transport, keep=2) if ranks.first else None
+        self._task: asyncio.Task[None] | None = None
+        self.published = 0
+        """Newest version that the ledger has, or will have when `settle` returns."""
+        self.last_s = 0.0
+        """How long the last version took from copy to announcement."""
+        self._out = 0
+        self._changed = asyncio.Condition()
+
+    async def start(self, version: int) -> None:
+        """`version` is that of the restored weights: publish it where the ledger has not seen it yet."""
+        self.published = int(await self._in_torch(self._ranks.from_first, await self._ledger_version()))
+        self._out = self.published
+        if version > self.published + 1:
+            raise RuntimeError(
+                f"the checkpoint is of version {version}, the ledger is at {self.published}: they are not of one run. "
+                "Start a run with a new name, or bring back the ledger's data"
+            )
+        await self.announce(version)
+        await self.settle()
+
+    async def announce(self, version: int) -> None:
+        """Publish the engine's present weights as `version`, in the background.
+
+        A version that the ledger already has is not published again (a replay after a restart); only if its file is
+        gone is the current one written anew.
+        """
+        await self.settle()
+        renew = version == self.published and await self._in_torch(self._ranks.from_first, await self._file_is_gone())
+        if version <= self.published and not renew:
+            return
+        weights = await self._in_torch(lambda: list(self._engine.weights(self._dtype)))
+        self.published = max(version, self.published)
+        if self._writer is not None:
+            self._task = asyncio.create_task(self._write(version, weights, renew), name=f"publish version {version}")
+
+    async def settle(self) -> None:
+        """Wait until what was announced is out; raises what went wrong (no space, ledger away)."""
+        if self._task is not None:
+            began = time.monotonic()
+            try:
+                await self._task
+            finally:
+                self._task = None
+            await self._ledger.add_wait("trainer", "publish", time.monotonic() - began)
+
+    async def until_published(self, version: int) -> None:
+        """Wait until the ledger has `version`, without taking part in the writing."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._out >= version)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
+        assert self._writer is not None
+        began = time.monotonic()
+        manifest = await asyncio.to_thread(self._writer.write, version, weights)
+        announcement = Announcement(version, manifest)
+        if renew:
+            logger.warning("the weights of version %d were gone; written again to %s", version, manifest["path"])
+            await self._ledger.renew_manifest(announcement)
+        else:
+            await self._ledger.publish_version(announcement)
+        self.last_s = time.monotonic() - began
+        async with self._changed:
+            self._out = max(self._out, version)
+            self._changed.notify_all()
+
+    async def _ledger_version(self) -> int | None:
+        return (await self._ledger.status()).version if self._ranks.first else None
+
+    async def _file_is_gone(self) -> bool | None:
+        if not self._ranks.first:
+            return None
+        current = await self._ledger.latest_version()
+        return current is not None and not _path_exists(current.manifest)
+
+
+def _path_exists(manifest: Any) -> bool:
+    return Path(str(manifest.get("path", ""))).is_file()

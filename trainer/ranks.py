@@ -1,0 +1,90 @@
+"""The trainer's processes as one group: who am I, and the few collectives that the loop needs.
+
+Every method is a collective: all ranks call it, in the same order, from the thread that does the torch work.
+Data travels as numbers and JSON, never pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks:
+    """Owns the process group: `open` makes it, `close` ends it."""
+
+    def __init__(self, device: torch.device, background: dist.ProcessGroup | None) -> None:
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self.device = device
+        self.background = background
+        """A group of its own for checkpoint writing: its collectives must not mix with those of the steps."""
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @classmethod
+    def open(cls, timeout_s: float) -> Ranks:
+        """gloo for CPUs, nccl for GPUs; under torchrun its ranks, otherwise a group of this process alone."""
+        cuda = torch.cuda.is_available()
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        timeout = timedelta(seconds=timeout_s)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            # Alone there is nobody to find; loopback keeps gloo from looking up this machine's name.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        return cls(device, dist.new_group(backend="gloo", timeout=timeout))
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def sum(self, value: float) -> float:
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def max(self, value: float) -> float:
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def any(self, flag: bool) -> bool:
+        return self.max(float(flag)) > 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """JSON data of every rank, by rank; floats arrive exactly."""
+        if self.world == 1:
+            return [value]
+        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        longest = int(self.max(len(encoded)))
+        padded = torch.full((longest,), ord(" "), dtype=torch.uint8)
+        padded[: len(encoded)] = encoded
+        received = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(received, padded)
+        return [json.loads(bytes(part.tolist())) for part in received]
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's JSON data on every rank."""
+        return self.gather(value if self.first else None)[0]
+
+    def _reduce(self, value: float, operation: Any) -> float:
+        if self.world == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, operation)
+        return float(tensor)
+
+
+def merge_by_name(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """name → the values of all parts that have it."""
+    names = {name for part in parts for name in part}
+    return {name: [part[name] for part in parts if name in part] for name in sorted(names)}

@@ -1,0 +1,119 @@
+"""What a run leaves for people and programs: metrics, steps, evaluations, readable trajectories, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from penstock.trainer.batch import StepBatch
+from penstock.trainer.readable import readable_trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Only rank 0 records. Lines are flushed as they are written; a rewritten file is replaced atomically."""
+
+    def __init__(self, run_dir: Path, model: str, save_trajectories: int) -> None:
+        self._metrics = run_dir / "metrics.jsonl"
+        self._steps = run_dir / "steps.jsonl"
+        self._evaluations = run_dir / "eval.jsonl"
+        self._trajectories = run_dir / "trajectories"
+        self._save_trajectories = save_trajectories
+        self._trajectories.mkdir(parents=True, exist_ok=True)
+        self._tokenizer = _tokenizer(model)
+        self._board = _tensorboard(run_dir / "tensorboard")
+
+    def rewind(self, step: int) -> None:
+        """Forget `step` and later: they are trained again. A line that a crash cut short goes too."""
+        for path, last in ((self._metrics, step - 1), (self._steps, step - 1)):
+            _rewrite(path, (line for line in read_lines(path) if line["step"] <= last))
+        _rewrite(self._evaluations, (line for line in read_lines(self._evaluations) if line["version"] <= step))
+
+    def step(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
+        """Everything of one step. The step's episodes are written first: the account is never behind the metrics."""
+        episodes = [episode for group in batch.groups for episode in group]
+        _append(self._steps, {"step": batch.step, "version": batch.step + 1, "episodes": episodes})
+        self._write_trajectories(batch, advantages)
+        _append(self._metrics, metrics)
+        self._to_board(metrics, batch.step + 1)
+
+    def evaluation(self, version: int, result: Mapping[str, float], wall_s: float) -> None:
+        """A line of ``eval.jsonl``; its numbers also join the line of the step that made the version."""
+        _append(self._evaluations, {"version": version, **result, "wall_s": wall_s})
+        named = {f"eval/{name}": value for name, value in result.items()}
+        lines = [{**line, **named} if line["version"] == version else line for line in read_lines(self._metrics)]
+        _rewrite(self._metrics, lines)
+        self._to_board(named, version)
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._board.close()
+
+    def _write_trajectories(self, batch: StepBatch, advantages: Tensor) -> None:
+        path = self._trajectories / f"step_{batch.step:06d}.jsonl"
+        chosen = zip(batch.trajectories, advantages.tolist(), strict=True)
+        lines = [readable_trajectory(t, a, self._tokenizer) for t, a in list(chosen)[: self._save_trajectories]]
+        if lines:
+            _rewrite(path, lines)
+
+    def _to_board(self, metrics: Mapping[str, Any], version: int) -> None:
+        if self._board is None:
+            return
+        for name, value in metrics.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(name, value, version)
+        self._board.flush()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file; one that a crash cut short ends it. Empty where there is no file."""
+    lines: list[dict[str, Any]] = []
+    if not path.exists():
+        return lines
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            logger.warning("%s: line %d is cut short and left out", path, len(lines) + 1)
+            break
+    return lines
+
+
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _rewrite(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    if not text and not path.exists():
+        return
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        logger.warning("trajectories are written as token ids: %s has no tokenizer (%s)", model, error)
+        return None
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        logger.warning("no TensorBoard files: install penstock[train] for them")
+        return None
+    return SummaryWriter(str(folder))

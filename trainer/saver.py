@@ -1,0 +1,111 @@
+"""Checkpoint, then commit: the ledger forgets a step's trajectories only when a durable checkpoint holds the step.
+
+save(step) ──► the save before is done? ──► copy (torch thread) ──► task: shards ─► seal ─► version is out? ─► commit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from penstock.trainer.checkpoint import CheckpointStore, Found, begin_save, load
+from penstock.trainer.engine import FSDPEngine
+from penstock.trainer.job import TrainJob
+from penstock.trainer.publish import Publisher
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.torch_thread import TorchThread
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Every rank has one; rank 0's seals and commits."""
+
+    def __init__(self, job: TrainJob, engine: FSDPEngine, ranks: Ranks, in_torch: TorchThread) -> None:
+        self._ledger = job.ledger
+        self._engine = engine
+        self._ranks = ranks
+        self._in_torch = in_torch
+        self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.keep_checkpoints)
+        self._task: asyncio.Task[None] | None = None
+        self._saved = -1
+
+    async def restore(self) -> int:
+        """Load the newest whole checkpoint; returns the step to go on with, 0 for a fresh run.
+
+        Raises `RuntimeError` where the ledger has committed steps and no checkpoint is left at all.
+        """
+        found, committed = await self._in_torch(self._ranks.from_first, await self._find())
+        if found is None:
+            return 0
+        checkpoint = Found(self._store.folder / found["name"], found["step"], found["data_cursor"], found["ranks"])
+        await self._in_torch(load, self._engine, self._ranks, checkpoint)
+        self._saved = checkpoint.step
+        logger.info("restored %s: step %d", checkpoint.path, checkpoint.step)
+        return max(checkpoint.step, committed)
+
+    async def save(self, step: int, data_cursor: int, publisher: Publisher) -> None:
+        """Begin to save the state after `step` steps; a no-op where that is saved already."""
+        if step == self._saved:
+            return
+        await self.settle()
+        self._saved = step
+        future = await self._in_torch(begin_save, self._engine, self._ranks, self._store.unfinished(step))
+        self._task = asyncio.create_task(self._finish(step, data_cursor, future, publisher), name=f"save {step}")
+
+    async def settle(self) -> None:
+        """Wait for the save under way and its commit; raises what went wrong."""
+        if self._task is not None:
+            began = time.monotonic()
+            try:
+                await self._task
+            finally:
+                self._task = None
+            await self._ledger.add_wait("trainer", "checkpoint", time.monotonic() - began)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _find(self) -> tuple[dict[str, Any] | None, int]:
+        """(newest whole checkpoint as JSON data, steps committed); rank 0's answer counts."""
+        if not self._ranks.first:
+            return None, 0
+        await asyncio.to_thread(self._store.open)
+        found = await asyncio.to_thread(self._store.newest)
+        committed = (await self._ledger.status()).committed_step
+        if committed > (found.step if found else 0):
+            self._report_lost_updates(found, committed)
+        if found is None:
+            return None, committed
+        data = {"name": found.path.name, "step": found.step, "data_cursor": found.data_cursor, "ranks": found.ranks}
+        return data, committed
+
+    def _report_lost_updates(self, found: Found | None, committed: int) -> None:
+        if found is None:
+            raise RuntimeError(
+                f"the ledger has committed {committed} steps, and {self._store.folder} holds no whole checkpoint: what "
+                "they learned is gone. Bring the checkpoints back, or start a run with a new name"
+            )
+        # Their trajectories are deleted: training them again is impossible, and stopping would help nobody.
+        logger.error(
+            "the updates of steps %d to %d are lost with the damaged checkpoint; going on at step %d with the weights "
+            "after step %d",
+            found.step,
+            committed - 1,
+            committed,
+            found.step - 1,
+        )
+
+    async def _finish(self, step: int, data_cursor: int, future: Future[Any], publisher: Publisher) -> None:
+        await asyncio.wrap_future(future)
+        if not self._ranks.first:
+            return
+        await asyncio.to_thread(self._store.seal, step, data_cursor, self._ranks.world)
+        # A step counts as trained when its version is out; the ledger commits trained steps only.
+        await publisher.until_published(step)
+        await self._ledger.commit(step)

@@ -1,0 +1,98 @@
+"""Batches for the loop: step s + 1 is leased and read while step s trains.
+
+    prefetch(s) ──► task: feed ─► lease_batch(s) ⟲ until there ─► read this rank's share ─► check ──► take(s)
+
+The task waits for the ledger, polling with a growing pause. Its deadline counts only while the loop itself waits in
+`take`: a batch that cannot be there before the step under way is published is not late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, share_of
+from penstock.trainer.feeder import Feeder
+from penstock.trainer.job import TrainJob
+from penstock.transfer_queue.ledger import Batch
+
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 0.25
+
+
+class BatchTimeout(RuntimeError):
+    """No batch within trainer.batch_timeout_s; the message has the ledger's cause and state."""
+
+
+class BatchSource:
+    """Owns the prefetching task; `close` ends it. `feeder` is None on all ranks but the first."""
+
+    def __init__(self, job: TrainJob, feeder: Feeder | None, model: ModelLimits, rank: int, world: int) -> None:
+        self._job = job
+        self._feeder = feeder
+        self._model = model
+        self._rank = rank
+        self._world = world
+        self._task: asyncio.Task[StepBatch] | None = None
+        self._step = -1
+        self._waiting_since: float | None = None
+        self.last_wait_s = 0.0
+        """How long the loop waited in the last `take`."""
+
+    def prefetch(self, step: int) -> None:
+        if self._step != step and step < self._job.config.steps:
+            self._step = step
+            self._task = asyncio.create_task(self._fetch(step), name=f"batch of step {step}")
+
+    async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
+        """The batch of `step`; None where `stop` was set first. Raises `BatchTimeout`, `BadBatch`, `LedgerError`."""
+        self.prefetch(step)
+        assert self._task is not None
+        self._waiting_since = time.monotonic()
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({self._task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            self.last_wait_s, self._waiting_since = time.monotonic() - self._waiting_since, None
+        if stop.is_set():
+            return None
+        if self._rank == 0:
+            await self._job.ledger.add_wait("trainer", "batch", self.last_wait_s)
+        return self._task.result()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _fetch(self, step: int) -> StepBatch:
+        batch = await self._lease(step)
+        share = share_of(batch, self._rank, self._world, self._job.config.minibatches)
+        ids = [episode for group in share for episode in batch.groups[group]]
+        trajectories = await self._job.ledger.read(ids)
+        bound = self._job.limits.max_staleness
+        return await asyncio.to_thread(make_step_batch, batch, share, trajectories, bound, self._model)
+
+    async def _lease(self, step: int) -> Batch:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            if self._feeder is not None:
+                await self._feeder.fill()
+            answer = await self._job.ledger.lease_batch(step)
+            if isinstance(answer, Batch):
+                return answer
+            await self._check_deadline(step, answer.cause)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _check_deadline(self, step: int, cause: str) -> None:
+        waited_s = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
+        if waited_s <= self._job.config.batch_timeout_s:
+            return
+        status = await self._job.ledger.status()
+        raise BatchTimeout(
+            f"no batch for step {step} within {waited_s:.0f} s (trainer.batch_timeout_s): {cause}. "
+            f"Ledger: version {status.version}, groups {dict(status.groups)}, episodes {dict(status.episodes)}, "
+            f"workers {dict(status.workers)}"
+        )
