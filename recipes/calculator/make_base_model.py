@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from traces import PYTHON_TOOL, Trace, trace
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -38,6 +39,10 @@ PIECES = Regex(r"\d|[-+*/()]|\.(?=\d)|(?:(?!\.\d)[^\d+*/()\-])*[A-Za-z]\(|(?:(?!
 """Digits and signs stand alone, so that copying is token by token; all other text may become long tokens."""
 
 
+Row = tuple[torch.Tensor, torch.Tensor]
+"""ids [L] and labels [L], IGNORED where the model does not write."""
+
+
 def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
@@ -53,7 +58,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=64, help="traces per step")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--threads", type=int, default=1)
@@ -139,15 +144,14 @@ def fit(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, options: ar
     rng, started = Random(options.seed + 1), time.monotonic()
     for step in range(options.steps):
         call_share = CALL_SHARE_LEARNING if step < (1 - FINAL_PHASE) * options.steps else CALL_SHARE_FINAL
-        ids, labels = make_batch(tokenizer, [trace(rng, call_share) for _ in range(options.batch)], rng)
-        loss = next_token_loss(model, ids, labels)
+        rows = make_rows(tokenizer, [trace(rng, call_share) for _ in range(options.batch)], rng)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss = backward(model, rows, tokenizer.pad_token_id)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         if step % 100 == 0 or step == options.steps - 1:
-            print(f"step {step:5d}  loss {loss.item():.4f}  {time.monotonic() - started:6.0f} s", flush=True)
+            print(f"step {step:5d}  loss {loss:.4f}  {time.monotonic() - started:6.0f} s", flush=True)
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -155,15 +159,33 @@ def learning_rate(step: int, steps: int) -> float:
     return min((step + 1) / 50, 0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
 
 
-def make_batch(
-    tokenizer: PreTrainedTokenizerFast, traces: list[Trace], rng: Random
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and labels [B, L], padded on the right; labels are IGNORED where the model does not write."""
-    rows = [spans(tokenizer, preamble_pieces(rng), drawn) for drawn in traces]
-    ids = [torch.tensor([token for span, _ in row for token in span]) for row in rows]
-    labels = [torch.tensor([t if written else IGNORED for span, written in row for t in span]) for row in rows]
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(ids, True, float(tokenizer.pad_token_id or 0)), pad(labels, True, IGNORED)
+def make_rows(tokenizer: PreTrainedTokenizerFast, traces: list[Trace], rng: Random) -> list[Row]:
+    """One row per trace, shortest first; all of a batch carry the same system block."""
+    preamble = preamble_pieces(rng)
+    rows = []
+    for drawn in traces:
+        pieces = spans(tokenizer, preamble, drawn)
+        ids = [token for span, _ in pieces for token in span]
+        labels = [token if written else IGNORED for span, written in pieces for token in span]
+        rows.append((torch.tensor(ids), torch.tensor(labels)))
+    return sorted(rows, key=lambda row: len(row[0]))
+
+
+def backward(model: Qwen3ForCausalLM, rows: list[Row], pad_id: int) -> float:
+    """Gradients of the mean loss per written token, in quarters of like length so that little is padding."""
+    written = sum(int((labels != IGNORED).sum()) for _, labels in rows)
+    total = 0.0
+    for part in batched(rows, math.ceil(len(rows) / 4)):
+        ids = pad_sequence([ids for ids, _ in part], batch_first=True, padding_value=pad_id)
+        labels = pad_sequence([labels for _, labels in part], batch_first=True, padding_value=IGNORED)
+        loss = next_token_loss(model, ids, labels) / written
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def batched(rows: list[Row], size: int) -> list[list[Row]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def preamble_pieces(rng: Random) -> list[str]:
@@ -196,9 +218,10 @@ def observation_text(observation: str) -> str:
 
 
 def next_token_loss(model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum over the written tokens; right padding needs no mask, because attention is causal."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     written = labels[:, 1:] != IGNORED  # [B, L-1]
-    return F.cross_entropy(model.lm_head(hidden[written]), labels[:, 1:][written])
+    return F.cross_entropy(model.lm_head(hidden[written]), labels[:, 1:][written], reduction="sum")
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
