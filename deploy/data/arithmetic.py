@@ -1,0 +1,95 @@
+"""Arithmetic expressions as tasks: read safely, evaluated, printed as the tool prints them, and judged for range.
+
+The digit range that the calculator base model was made for is `in_range`, and only that: the generator of
+problems, the base model's traces and the GSM8K converter all ask it.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+MAX_OPERATORS = 3
+MAX_OPERAND_DIGITS = 6
+MAX_EXPRESSION_CHARS = 22
+MAX_RESULT_CHARS = 10
+RESULT_DECIMALS = 4
+"""The base model's calls read `print(round(EXPRESSION,4))`: results are short and have one spelling."""
+
+Number = int | float
+
+_ALLOWED = re.compile(r"[\d.+\-*/()]{1,200}")
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class BadExpression(ValueError):
+    """The text is no expression of numbers, + - * / and parentheses, or has no value (division by zero)."""
+
+
+def canonical(text: str) -> str:
+    """The expression without spaces and with `0.5` for `.5`, so that it is spelled in one way."""
+    return re.sub(r"(?<![\d.])\.(?=\d)", "0.", re.sub(r"\s+", "", text))
+
+
+def evaluate(expression: str) -> Number:
+    """Value of `expression` by walking its syntax tree; nothing is ever executed. Raises `BadExpression`."""
+    # `//` and `**` are other operators in Python: refused here rather than read as two signs.
+    if not _ALLOWED.fullmatch(expression) or "//" in expression or "**" in expression:
+        raise BadExpression(f"not an arithmetic expression: {expression[:80]!r}")
+    try:
+        return _value(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, OverflowError) as error:
+        raise BadExpression(f"cannot evaluate {expression!r}: {error}") from error
+
+
+def printed(value: Number) -> str:
+    """What `print(round(value, 4))` writes: the base model's answer to a problem."""
+    return str(round(value, RESULT_DECIMALS))
+
+
+def operands(expression: str) -> list[str]:
+    """The numbers of the expression, as written."""
+    return re.findall(r"\d+\.?\d*", expression)
+
+
+def in_range(expression: str) -> bool:
+    """Whether the base model was made for it: operand digits, operator count, length, and length of the result."""
+    numbers = operands(expression)
+    signed = re.search(r"(^|[-+*/(])[-+]", expression)
+    return (
+        signed is None
+        and 2 <= len(numbers) <= MAX_OPERATORS + 1
+        and len(expression) <= MAX_EXPRESSION_CHARS
+        and all(len(number.replace(".", "")) <= MAX_OPERAND_DIGITS for number in numbers)
+        and _result_fits(expression)
+    )
+
+
+def _result_fits(expression: str) -> bool:
+    try:
+        text = printed(evaluate(expression))
+    except BadExpression:
+        return False
+    return len(text) <= MAX_RESULT_CHARS and "e" not in text
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return number
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            result: Number = _OPERATORS[type(op)](_value(left), _value(right))
+            return result
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+            value = _value(operand)
+            return -value if isinstance(node.op, ast.USub) else value
+        case _:
+            raise BadExpression(f"not an arithmetic expression: {ast.unparse(node)!r}")
