@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from penstock.agent_loops.chat import ChatTokens
     from penstock.agent_loops.llm import EpisodeLLM
     from penstock.agent_loops.toolbox import ToolBox
-
     from penstock.sandbox.protocol import Sandbox
 
 

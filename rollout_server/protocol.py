@@ -7,6 +7,7 @@ RolloutClient ──POST /generate──► sidecar ──Engine protocol──�
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -50,6 +51,23 @@ class Chunk(BaseModel):
     version_spans: list[tuple[int, int, int]] = []
     """(version, start, end) over positions of THIS chunk's `token_ids`; covers all of them."""
     finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A whole answer, as the client hands it to an agent: N sampled ids, however many servers sampled them."""
+
+    token_ids: list[int]
+    """[N]"""
+    logprobs: list[float]
+    """[N] of the distribution that each id was drawn from."""
+    version_spans: list[tuple[int, int, int]]
+    """(policy version, start, end) over positions of `token_ids`; they cover all of them."""
+    finish_reason: FinishReason
+    continued_over_update: bool = False
+    """Weights were swapped under this answer while one server sampled it, without a break."""
+    resumed: int = 0
+    """Times it went on at a server after a break, with the tokens so far."""
 
 
 class LoadReport(BaseModel):
