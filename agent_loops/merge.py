@@ -19,9 +19,9 @@ from penstock.transfer_queue.trajectory import Segment, Trajectory
 def as_outputs(returned: Any) -> list[AgentLoopOutput]:
     """The loop's return value as a list. Raises `InfraFailure("loop")` where it is something else, or empty."""
     outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
-    wrong = next((one for one in outputs if not isinstance(one, AgentLoopOutput)), None)
-    if not outputs or wrong is not None:
-        raise InfraFailure("loop", f"run() returned {wrong!r}; return segment.output() or a list of them")
+    wrong = [one for one in outputs if not isinstance(one, AgentLoopOutput)]
+    if not outputs or wrong:
+        raise InfraFailure("loop", f"run() returned {returned!r}; return segment.output() or a list of them")
     return outputs
 
 

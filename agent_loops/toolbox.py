@@ -127,8 +127,8 @@ class ToolBox:
         return [ToolResult(**{**result, "images": tuple(result["images"])}) for result in entry.data["results"]]
 
     def _open_sessions(self) -> dict[str, str]:
-        named = {name: getattr(held.state, "session_id", None) for name, held in self._held.items()}
-        return {name: session for name, session in named.items() if isinstance(session, str)}
+        named = {name: self._tools[name].session_id(held.state) for name, held in self._held.items() if held.ready}
+        return {name: session for name, session in named.items() if session is not None}
 
     def _count(self, results: Sequence[ToolResult]) -> None:
         self.counts.calls += len(results)
@@ -162,9 +162,9 @@ class ToolBox:
         try:
             async with asyncio.timeout(config.timeout_s) as deadline:
                 result: ToolResult = await self._infra(call.name, self._tools[call.name].execute(state, call.arguments))
-        except TimeoutError:
+        except TimeoutError as error:
             if not deadline.expired():
-                raise
+                raise InfraFailure(f"tool {call.name}", f"{type(error).__name__}: {error}") from error
             return ToolResult(f"Error: {call.name} did not finish within {config.timeout_s:g} s", is_error=True)
         return _cut(result, config.max_output_chars)
 

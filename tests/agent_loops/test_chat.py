@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def split_anyhow(chat: Any, text: str, draw: Any) -> list[int]:
     """Ids that decode to `text`, cut at random characters: mostly not what the tokenizer would produce."""
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
     bounds = [0, *cuts, len(text)]
-    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
     return [token for piece in pieces for token in chat.encode(piece)]
 
 
@@ -146,14 +147,15 @@ def test_a_model_without_template_is_refused(tokenizer_for, chat_for):
 
 
 def test_a_template_that_ignores_tools_is_refused_by_name(chat_for):
-    with pytest.raises(TemplateError, match="ignores tools .not shown: calculator"):
+    with pytest.raises(TemplateError, match=r"ignores tools \(not shown: calculator\)"):
         chat_for("chatml").prove(TOOLS)
     assert chat_for("chatml").prove().conversations == 2
 
 
 def test_a_template_that_drops_tool_results_is_refused(chat_for):
     text = "{%- for tool in tools or [] %}{{ tool | tojson }}{%- endfor %}"
-    text += "{%- for m in messages %}{%- if m.role != 'tool' %}{{ m.role + m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+    text += "{%- for m in messages %}{%- if m.role != 'tool' %}"
+    text += "{{ m.role + m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
     with pytest.raises(TemplateError, match="ignores messages of role tool"):
         chat_for(text).prove(TOOLS)
 
@@ -166,9 +168,10 @@ def test_a_template_that_refuses_the_tool_role_is_refused(chat_for):
 
 
 def test_a_template_whose_delta_depends_on_the_turn_is_refused_with_the_difference(chat_for):
-    text = "{{ tools | tojson if tools else '' }}{%- for m in messages %}{{ loop.index0 ~ m.role ~ ':' ~ m.content ~ '<|im_end|>' }}"
+    text = "{{ tools | tojson if tools else '' }}{%- for m in messages %}"
+    text += "{{ loop.index0 ~ m.role ~ ':' ~ m.content ~ '<|im_end|>' }}"
     text += "{%- endfor %}{%- if add_generation_prompt %}assistant:{%- endif %}"
-    with pytest.raises(TemplateError, match="the splice has .* the template"):
+    with pytest.raises(TemplateError, match=r"the splice has .* the template"):
         chat_for(text).prove(TOOLS)
 
 

@@ -30,7 +30,7 @@ def make(ledger_of, tasks_of):
 
 async def test_the_exact_context_is_sent_and_the_answer_appended(make):
     client = FakeClient(echo, version=3)
-    llm, ledger = make(client, max_new_tokens=50)
+    llm, _ledger = make(client, max_new_tokens=50)
     segment = SegmentBuilder([10, 11], Budget(4, 20))
     reply = await llm.generate(segment, temperature=0.5)
     assert (reply.ids, reply.finish_reason) == ([2, 2], "stop")

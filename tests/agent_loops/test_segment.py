@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import xxhash
@@ -27,7 +29,7 @@ def test_output_is_what_happened_in_order(prompt, turns):
         contexts.append(segment.context())
         segment.observe(observed)
         contexts.append(segment.context())
-    for shorter, longer in zip(contexts, contexts[1:], strict=False):
+    for shorter, longer in itertools.pairwise(contexts):
         assert longer[: len(shorter)] == shorter
     output = segment.output()
     assert [*output.prompt_ids, *output.response_ids] == contexts[-1]
