@@ -1,0 +1,197 @@
+"""The `llm` of a loop: token in, token out, journaled before the loop sees it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.agent_loops.client import GenerateClient
+from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure, TokenMismatch
+from penstock.agent_loops.journal import EpisodeJournal
+from penstock.agent_loops.segment import SegmentBuilder
+from penstock.rollout_server.protocol import FinishReason, GenerateRequest, Generation, Sampling
+from penstock.transfer_queue.ledger import Lease
+from penstock.transfer_queue.trajectory import JournalEntry, JournalKind
+
+LOGPROB_EPSILON = 1e-4
+"""A log-softmax in low precision may end this far above 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One answer of the model, already appended to its segment. N = sampled tokens."""
+
+    ids: list[int]
+    """[N]"""
+    text: str
+    """Decoded from `ids`, special tokens kept."""
+    logprobs: list[float]
+    """[N]"""
+    finish_reason: str
+    """``stop`` or ``length``"""
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """Numbers of one episode's model calls."""
+
+    calls: int = 0
+    continued_over_update: int = 0
+    resumed: int = 0
+    latency_s: float = 0.0
+    """Time spent waiting for the model, all calls together."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the engine was fed and gave, to hold a loop's outputs against (invariant 1)."""
+
+    before: set[tuple[int, int]] = field(default_factory=set)
+    """(length, xxh3-64) of each context that was fed."""
+    after: set[tuple[int, int]] = field(default_factory=set)
+    """The same with the answer appended."""
+
+
+class EpisodeLLM:
+    """Made for one lease of an episode. `segments` are those it appended to, in order of their first call."""
+
+    def __init__(
+        self,
+        client: GenerateClient,
+        lease: Lease,
+        journal: EpisodeJournal,
+        sampling: Sampling,
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.counts = CallCounts()
+        self.segments: list[SegmentBuilder] = []
+        self.seen = Seen()
+        self.failure: AgentError | None = None
+        """The failure that ends the episode, also where the loop swallowed it."""
+        self._client = client
+        self._lease = lease
+        self._journal = journal
+        self._sampling = sampling
+        self._decode = decode
+
+    async def generate(self, segment: SegmentBuilder, **overrides: Any) -> Reply:
+        """Sample on the segment's exact context and append the answer to it.
+
+        `overrides` are fields of `Sampling`. Raises `InfraFailure` where no server answered, `TokenMismatch` where ids,
+        logprobs and versions of the answer do not fit together; the episode then ends without a reward.
+        """
+        if segment.done:
+            raise AgentError("generate() on a segment that is done; ask `segment.done` before each call")
+        asked = (segment.context_len, segment.context_hash)
+        try:
+            entry = self._journal.take(JournalKind.SAMPLED, asked[1])
+            generation = _from_entry(entry) if entry else await self._sample(segment, asked, overrides)
+        except (InfraFailure, EpisodeRestart) as error:
+            self.failure = error
+            raise
+        self._append(segment, asked, generation)
+        text = self._decode(generation.token_ids)
+        return Reply(generation.token_ids, text, generation.logprobs, generation.finish_reason)
+
+    async def _sample(
+        self, segment: SegmentBuilder, asked: tuple[int, int], overrides: Mapping[str, Any]
+    ) -> Generation:
+        request = self._request(segment, overrides)
+        started = time.monotonic()
+        try:
+            generation = await self._client.generate(request)
+        except InfraFailure:
+            raise
+        except Exception as error:
+            raise InfraFailure("rollout", f"{type(error).__name__}: {error}") from error
+        self.counts.latency_s += time.monotonic() - started
+        check_generation(generation, self._lease.min_version)
+        await self._journal.append(_to_entry(generation, asked))
+        return generation
+
+    def _request(self, segment: SegmentBuilder, overrides: Mapping[str, Any]) -> GenerateRequest:
+        wanted = {**self._sampling.model_dump(), **overrides}
+        wanted["max_new_tokens"] = min(wanted["max_new_tokens"], segment.budget.tokens_left)
+        return GenerateRequest(
+            token_ids=segment.context(),
+            sampling=Sampling(**wanted),
+            request_id=f"{self._lease.episode_id}:{self._lease.fence}:{self.counts.calls}",
+            episode_id=self._lease.episode_id,
+            min_version=self._lease.min_version,
+        )
+
+    def _append(self, segment: SegmentBuilder, asked: tuple[int, int], generation: Generation) -> None:
+        if not any(known is segment for known in self.segments):
+            self.segments.append(segment)
+        segment.append_sampled(
+            generation.token_ids, generation.logprobs, generation.version_spans, generation.finish_reason
+        )
+        self.seen.before.add(asked)
+        self.seen.after.add((segment.context_len, segment.context_hash))
+        self.counts.calls += 1
+        self.counts.continued_over_update += generation.continued_over_update
+        self.counts.resumed += generation.resumed
+
+
+def check_generation(generation: Generation, min_version: int) -> None:
+    """Invariant 1 at the edge. Raises `TokenMismatch` naming what does not fit, `InfraFailure` for an aborted call."""
+    ids, logprobs = generation.token_ids, generation.logprobs
+    if generation.finish_reason == "abort":
+        raise InfraFailure("rollout", "the engine aborted the call")
+    if not ids:
+        raise TokenMismatch("rollout", "the engine returned no tokens")
+    if len(ids) != len(logprobs):
+        raise TokenMismatch("rollout", f"{len(ids)} token ids but {len(logprobs)} logprobs")
+    bad = [value for value in logprobs if not math.isfinite(value) or value > LOGPROB_EPSILON]
+    if bad:
+        raise TokenMismatch("rollout", f"logprob {bad[0]} is not a finite number below 0")
+    _check_spans(generation.version_spans, len(ids), min_version)
+
+
+def _check_spans(spans: Sequence[tuple[int, int, int]], length: int, min_version: int) -> None:
+    position = 0
+    for version, start, end in spans:
+        if start != position or end <= start:
+            raise TokenMismatch("rollout", f"version spans {list(spans)} do not cover {length} tokens once")
+        if version < min_version:
+            raise TokenMismatch("rollout", f"tokens of version {version}, below the episode's floor {min_version}")
+        position = end
+    if position != length:
+        raise TokenMismatch("rollout", f"version spans {list(spans)} do not cover {length} tokens once")
+
+
+def _to_entry(generation: Generation, asked: tuple[int, int]) -> JournalEntry:
+    return JournalEntry(
+        kind=JournalKind.SAMPLED,
+        context_len=asked[0],
+        context_hash=asked[1],
+        ids=np.array(generation.token_ids, dtype=np.int32),
+        logprobs=np.array(generation.logprobs, dtype=np.float32),
+        version_spans=np.array(generation.version_spans, dtype=np.int32).reshape(-1, 3),
+        data={
+            "finish_reason": generation.finish_reason,
+            "continued_over_update": generation.continued_over_update,
+            "resumed": generation.resumed,
+        },
+    )
+
+
+def _from_entry(entry: JournalEntry) -> Generation:
+    assert entry.ids is not None
+    assert entry.logprobs is not None
+    assert entry.version_spans is not None
+    reason: FinishReason = entry.data["finish_reason"]
+    spans = [(int(version), int(start), int(end)) for version, start, end in entry.version_spans]
+    return Generation(
+        token_ids=entry.ids.tolist(),
+        logprobs=entry.logprobs.tolist(),
+        version_spans=spans,
+        finish_reason=reason,
+        continued_over_update=bool(entry.data.get("continued_over_update")),
+        resumed=int(entry.data.get("resumed", 0)),
+    )

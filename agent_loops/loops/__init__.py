@@ -1,0 +1,6 @@
+"""Loops in the box. Importing this package registers them."""
+
+from penstock.agent_loops.loops.single_turn import SingleTurnLoop
+from penstock.agent_loops.loops.tool_agent import ToolAgentLoop
+
+__all__ = ["SingleTurnLoop", "ToolAgentLoop"]

@@ -1,0 +1,100 @@
+"""What a loop handed back becomes a trajectory, after a check that it is what the engine was fed and gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from penstock.agent_loops.base import AgentLoopOutput
+from penstock.agent_loops.errors import InfraFailure, TokenMismatch
+from penstock.agent_loops.llm import Seen
+from penstock.agent_loops.segment import little_endian
+from penstock.transfer_queue.ledger import Lease
+from penstock.transfer_queue.trajectory import Segment, Trajectory
+
+
+def as_outputs(returned: Any) -> list[AgentLoopOutput]:
+    """The loop's return value as a list. Raises `InfraFailure("loop")` where it is something else, or empty."""
+    outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
+    wrong = [one for one in outputs if not isinstance(one, AgentLoopOutput)]
+    if not outputs or wrong:
+        raise InfraFailure("loop", f"run() returned {returned!r}; return segment.output() or a list of them")
+    return outputs
+
+
+def check_output(output: AgentLoopOutput, seen: Seen) -> None:
+    """Invariant 1 on the finished segment: each turn's context was fed as it stands here, and its answer follows it.
+
+    By construction this holds for `SegmentBuilder`; it refuses outputs that were edited by hand.
+    Raises `TokenMismatch`.
+    """
+    _check_lengths(output)
+    ids = np.concatenate([output.prompt_ids, output.response_ids]).astype(np.int32)
+    digest, position = xxhash.xxh3_64(), 0
+    for start, end in turn_bounds(output):
+        for at, known, what in ((start, seen.before, "was fed"), (end, seen.after, "sampled")):
+            stop = len(output.prompt_ids) + at
+            digest.update(little_endian(ids[position:stop]))
+            position = stop
+            if (stop, digest.intdigest()) not in known:
+                raise TokenMismatch("loop", f"the ids up to {stop} are not what the engine {what}")
+
+
+def turn_bounds(output: AgentLoopOutput) -> list[tuple[int, int]]:
+    """(start, end) of each turn's sampled ids, as response positions."""
+    starts = [int(start) for start in output.turn_starts]
+    limits = [*starts[1:], len(output.response_ids)]
+    bounds = []
+    for start, limit in zip(starts, limits, strict=True):
+        fed = np.flatnonzero(output.response_mask[start:limit] == 0)
+        bounds.append((start, start + int(fed[0]) if len(fed) else limit))
+    return bounds
+
+
+def to_trajectory(
+    lease: Lease,
+    outputs: Sequence[AgentLoopOutput],
+    reward: float | None,
+    metrics: Mapping[str, float],
+    extra: Mapping[str, Any],
+) -> Trajectory:
+    """Segments in order; the episode's outcome is its last segment's."""
+    merged_metrics = {key: value for output in outputs for key, value in output.metrics.items()}
+    merged_extra = {key: value for output in outputs for key, value in output.extra.items()}
+    return Trajectory(
+        episode_id=lease.episode_id,
+        task_id=lease.task.task_id,
+        segments=tuple(_to_segment(output) for output in outputs),
+        reward=reward,
+        outcome=outputs[-1].outcome,
+        turn_rewards=tuple(value for output in outputs for value in output.turn_rewards),
+        num_turns=sum(output.num_turns for output in outputs),
+        metrics={**merged_metrics, **metrics},
+        extra={**merged_extra, **extra},
+        data_source=lease.task.data_source,
+    )
+
+
+def _to_segment(output: AgentLoopOutput) -> Segment:
+    return Segment(
+        prompt_ids=output.prompt_ids,
+        response_ids=output.response_ids,
+        response_mask=output.response_mask,
+        response_logprobs=output.response_logprobs,
+        version_spans=output.version_spans,
+        turn_starts=output.turn_starts,
+    )
+
+
+def _check_lengths(output: AgentLoopOutput) -> None:
+    lengths = {len(output.response_ids), len(output.response_mask), len(output.response_logprobs)}
+    if len(lengths) != 1:
+        raise TokenMismatch("loop", f"response ids, mask and logprobs have different lengths {sorted(lengths)}")
+    if not output.num_turns:
+        raise InfraFailure("loop", "run() returned a segment in which nothing was sampled")
+    sampled = sum(end - start for start, end in turn_bounds(output))
+    if sampled != int(output.response_mask.sum()):
+        raise TokenMismatch("loop", "the mask marks ids as sampled that belong to no turn")

@@ -1,0 +1,44 @@
+"""Agent loops by name: ``@register("my_agent")``, or any class by its path."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.errors import LoadError
+from penstock.agent_loops.load import load_object, nearest
+
+Loop = TypeVar("Loop", bound=type[AgentLoopBase])
+_LOOPS: dict[str, type[AgentLoopBase]] = {}
+
+
+def register(name: str) -> Callable[[Loop], Loop]:
+    """Class decorator: makes a loop known as `name`. Raises `LoadError` where another class has the name."""
+
+    def add(loop: Loop) -> Loop:
+        known = _LOOPS.get(name)
+        if known is not None and known.__qualname__ != loop.__qualname__:
+            raise LoadError(f"two agent loops are called {name!r}: {known.__qualname__} and {loop.__qualname__}")
+        _LOOPS[name] = loop
+        return loop
+
+    return add
+
+
+def find_loop(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
+    """The class for a registered name, ``package.module:Class`` or ``folder/file.py:Class``. Raises `LoadError`."""
+    import penstock.agent_loops.loops  # noqa: F401 - registers the loops in the box
+
+    if name in _LOOPS:
+        return _LOOPS[name]
+    if not any(mark in name for mark in ":./"):
+        raise LoadError(f"no agent loop {name!r}{nearest(name, _LOOPS)} (known: {', '.join(sorted(_LOOPS))})")
+    found = load_object(name, recipe_dir)
+    if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
+        raise LoadError(f"{name} is not a subclass of AgentLoopBase")
+    if inspect.isabstract(found):
+        raise LoadError(f"{name} has no `async def run(self, task)`")
+    return found

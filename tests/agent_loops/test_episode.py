@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.client import FakeClient
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.episode import Episode
+from penstock.agent_loops.errors import InfraFailure
+from penstock.agent_loops.reward import RewardFunction
+from penstock.rollout_server.protocol import Generation
+from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+
+
+@pytest.fixture
+def run(ledger_of, tasks_of, parts_of, calling_policy):
+    async def go(client=None, tool=None, loop=None, ledger=None, **fields):
+        ledger = ledger or ledger_of(tasks_of())
+        parts = parts_of(ledger, client or FakeClient(calling_policy()), tool, **fields)
+        if loop is not None:
+            parts = dataclasses.replace(parts, find_loop=lambda name: loop)
+        outcome = await Episode(parts, ledger.lease(tasks_of()[0])).run()
+        return outcome, ledger.done.get("train/00000000"), ledger
+
+    return go
+
+
+async def test_an_episode_with_a_tool_is_recorded_token_for_token(run, calculator, chat_for):
+    outcome, trajectory, _ = await run(tool=calculator)
+    (segment,) = trajectory.segments
+    chat = chat_for()
+    text = chat.decode(segment.response_ids)
+    assert text.startswith('<tool_call>\n{"name": "calculator"')
+    assert "<tool_response>\n46 (call 1)\n</tool_response>" in text
+    assert text.endswith("The answer is 46.<|im_end|>")
+    assert (trajectory.reward, outcome.kind, trajectory.num_turns) == (1.0, OutcomeKind.COMPLETED, 2)
+    assert segment.turn_starts.tolist()[0] == 0
+    assert trajectory.extra["tool_results"] == ["46 (call 1)"]
+    wanted = {"num_turns": 2, "tool_calls": 1, "tool_errors": 0, "calls": 2, "token_mismatches": 0, "calls_resumed": 0}
+    assert wanted.items() <= trajectory.metrics.items()
+    assert trajectory.metrics["response_tokens"] == len(segment.response_ids)
+    assert (calculator.created, calculator.open) == (1, 0)
+
+
+async def test_turns_that_run_out_truncate_and_the_last_calls_are_not_run(run, calculator, calling_policy):
+    config = AgentConfig(max_turns=2, max_response_tokens=1000)
+    outcome, trajectory, _ = await run(FakeClient(calling_policy(turns=9)), calculator, config=config)
+    assert outcome == Outcome(OutcomeKind.TRUNCATED, "turns")
+    assert calculator.executed == ["12+34"]
+    assert trajectory.reward == 1.0
+    assert trajectory.segments[0].response_mask[-1] == 1
+
+
+async def test_length_truncates(run, calculator, calling_policy):
+    config = AgentConfig(max_new_tokens=5, max_response_tokens=1000)
+    outcome, trajectory, _ = await run(FakeClient(calling_policy()), calculator, config=config)
+    assert outcome == Outcome(OutcomeKind.TRUNCATED, "length")
+    assert len(trajectory.segments[0].response_ids) == 5
+    assert trajectory.reward == 0.0
+
+
+async def test_the_deadline_keeps_what_was_sampled(run, calculator):
+    calculator.delay_s = 30
+    config = AgentConfig(episode_deadline_s=0.2, max_response_tokens=1000)
+    outcome, trajectory, _ = await run(tool=calculator, config=config, tool_timeout_s=60)
+    assert outcome == Outcome(OutcomeKind.TRUNCATED, "deadline")
+    assert trajectory.num_turns == 1
+    assert trajectory.reward == 0.0
+    assert calculator.open == 0
+
+
+async def test_a_deadline_before_anything_was_sampled_is_infrastructure(run, calling_policy):
+    config = AgentConfig(episode_deadline_s=0.05)
+    outcome, trajectory, ledger = await run(FakeClient(calling_policy(), latency_s=9), config=config)
+    assert (outcome.kind, outcome.component, trajectory) == (OutcomeKind.INFRA_ERROR, "rollout", None)
+    assert ledger.failed[0][1].reason == "nothing was sampled within 0.05 s"
+
+
+class Recording(AgentLoopBase):
+    log: list[str] = []  # noqa: RUF012
+
+    async def setup(self, task):
+        self.log.append("setup")
+
+    async def run(self, task):
+        self.log.append("run")
+        raise KeyError("a bug of the user's")
+
+    async def teardown(self):
+        self.log.append("teardown")
+
+
+async def test_teardown_always_runs_and_a_loops_bug_is_no_reward_of_zero(run):
+    Recording.log.clear()
+    outcome, trajectory, _ = await run(loop=Recording)
+    assert Recording.log == ["setup", "run", "teardown"]
+    assert (outcome.kind, outcome.component) == (OutcomeKind.INFRA_ERROR, "loop")
+    assert "a bug of the user's" in outcome.reason
+    assert trajectory is None
+
+
+async def test_cancellation_tears_down_and_releases(run, calculator):
+    torn = []
+
+    class Careful(AgentLoopBase):
+        async def run(self, task):
+            segment = self.chat.start(task.messages, tools=self.tools.schemas)
+            await self.tools.call_all(self.chat.tool_calls(await self.llm.generate(segment)))
+
+        async def teardown(self):
+            torn.append(True)
+
+    calculator.delay_s = 30
+    task = asyncio.create_task(run(tool=calculator, loop=Careful, tool_timeout_s=60))
+    await calculator.entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert torn == [True]
+    assert calculator.open == 0
+
+
+async def test_a_loop_that_swallows_our_failure_is_not_rewarded(run):
+    class Stubborn(AgentLoopBase):
+        async def run(self, task):
+            segment = self.chat.start(task.messages)
+            await self.llm.generate(segment)
+            try:
+                await self.llm.generate(segment)
+            except InfraFailure:
+                return segment.output(reward=1.0)
+
+    answers = iter([[5, 2]])
+    outcome, trajectory, _ = await run(FakeClient(lambda context: next(answers)), loop=Stubborn)
+    assert (outcome.kind, outcome.component, trajectory) == (OutcomeKind.INFRA_ERROR, "rollout", None)
+
+
+async def test_outputs_edited_by_hand_are_refused_and_counted(run, ledger_of, tasks_of, parts_of, calling_policy):
+    class Edited(AgentLoopBase):
+        async def run(self, task):
+            segment = self.chat.start(task.messages)
+            await self.llm.generate(segment)
+            output = segment.output(reward=1.0)
+            output.response_ids[0] += 1
+            return output
+
+    outcome, _, _ = await run(loop=Edited)
+    assert (outcome.kind, outcome.component) == (OutcomeKind.INFRA_ERROR, "loop")
+    assert "not what the engine sampled" in outcome.reason
+
+
+async def test_a_token_mismatch_shows_in_the_next_trajectory(ledger_of, tasks_of, parts_of, calling_policy):
+    class Broken(FakeClient):
+        async def generate(self, request):
+            whole = await super().generate(request)
+            logprobs = whole.logprobs[1:] if len(self.requests) == 1 else whole.logprobs
+            return Generation(whole.token_ids, logprobs, whole.version_spans, whole.finish_reason)
+
+    ledger = ledger_of(tasks_of(2))
+    parts = parts_of(ledger, Broken(calling_policy(turns=0)))
+    first, second = [await Episode(parts, ledger.lease(task)).run() for task in tasks_of(2)]
+    assert (first.kind, first.component) == (OutcomeKind.INFRA_ERROR, "rollout")
+    assert second.kind is OutcomeKind.COMPLETED
+    assert ledger.done["train/00000001"].metrics["token_mismatches"] == 1
+
+
+@pytest.mark.parametrize("returned", [None, [], "text"])
+async def test_a_loop_that_returns_something_else_is_told_what_to_return(run, returned):
+    class Wrong(AgentLoopBase):
+        async def run(self, task):
+            return returned
+
+    outcome, _, _ = await run(loop=Wrong)
+    assert outcome.component == "loop"
+    assert "segment.output()" in outcome.reason
+
+
+async def test_several_segments_make_one_trajectory_with_the_last_reward(run):
+    class Two(AgentLoopBase):
+        async def run(self, task):
+            first, second = self.chat.start(task.messages), self.chat.start(task.messages)
+            await self.llm.generate(first)
+            await self.llm.generate(second)
+            return [first.output(reward=0.25, turn_rewards=[0.1]), second.output(turn_rewards=[0.2])]
+
+    _, trajectory, _ = await run(loop=Two)
+    assert len(trajectory.segments) == 2
+    assert (trajectory.reward, trajectory.turn_rewards, trajectory.num_turns) == (0.25, (0.1, 0.2), 2)
+
+
+async def test_a_policy_error_may_carry_a_reward_and_cancelled_may_not(run):
+    def ending(outcome):
+        class Ending(AgentLoopBase):
+            async def run(self, task):
+                segment = self.chat.start(task.messages)
+                await self.llm.generate(segment)
+                return segment.output(reward=-1.0, outcome=outcome)
+
+        return Ending
+
+    _, trajectory, _ = await run(loop=ending(Outcome(OutcomeKind.POLICY_ERROR, "no answer")))
+    assert trajectory.reward == -1.0
+    outcome, trajectory, ledger = await run(loop=ending(Outcome(OutcomeKind.CANCELLED)))
+    assert (outcome.kind, trajectory) == (OutcomeKind.CANCELLED, None)
+    assert len(ledger.failed) == 1
+
+
+async def test_without_any_reward_the_episode_fails_and_says_how_to_mend_it(run):
+    outcome, _, _ = await run(reward=None)
+    assert outcome.component == "reward"
+    assert "agent.reward" in outcome.reason
+
+
+async def test_a_tools_reward_serves_where_there_is_no_other(run, calculator):
+    async def calc_reward(state):
+        return len(state.history) / 4
+
+    calculator.calc_reward = calc_reward
+    _, trajectory, _ = await run(tool=calculator, reward=None)
+    assert trajectory.reward == 0.25
+    assert trajectory.metrics["tool_reward/calculator"] == 0.25
+
+
+async def test_a_loop_that_is_not_deterministic_starts_afresh_once_and_is_counted(
+    ledger_of, tasks_of, parts_of, calling_policy
+):
+    class Fickle(AgentLoopBase):
+        runs = 0
+
+        async def run(self, task):
+            Fickle.runs += 1
+            segment = self.chat.start([{"role": "user", "content": f"try {Fickle.runs}"}])
+            await self.llm.generate(segment)
+            await self.llm.generate(segment)
+            return segment.output(reward=1.0)
+
+    ledger = ledger_of(tasks_of())
+    answers = iter([[5, 2], None, [6, 2], [7, 2]])
+    parts = dataclasses.replace(parts_of(ledger, FakeClient(lambda _: next(answers))), find_loop=lambda name: Fickle)
+    await Episode(parts, ledger.lease(tasks_of()[0])).run()
+    assert ledger.failed
+    ledger.failed.clear()
+    await Episode(parts, ledger.lease(tasks_of()[0])).run()
+    trajectory = ledger.done["train/00000000"]
+    assert trajectory.metrics["restarts"] == 1
+    assert trajectory.segments[0].response_ids.tolist() == [6, 2, 7, 2]
+
+
+async def test_the_rows_sampling_overrides_the_runs(run, ledger_of, tasks_of, parts_of, calling_policy):
+    client = FakeClient(calling_policy(turns=0))
+    tasks = tasks_of(sampling={"temperature": 0.0})
+    ledger = ledger_of(tasks)
+    await Episode(parts_of(ledger, client), ledger.lease(tasks[0])).run()
+    assert client.requests[0].sampling.temperature == 0.0
+    assert client.requests[0].sampling.stop_token_ids == (2,)
+    (bad,) = tasks_of(sampling={"temprature": 0.0})
+    outcome = await Episode(parts_of(ledger, client), ledger.lease(bad)).run()
+    assert outcome.component == "task"
+    assert "temprature" in outcome.reason
+
+
+async def test_the_reward_function_sees_text_without_special_tokens(run):
+    seen = {}
+
+    async def judge(data_source, solution_str, ground_truth, extra_info):
+        seen.update(extra_info, solution=solution_str, source=data_source)
+        return {"score": 0.5, "format": 1, "note": "fine"}
+
+    _, trajectory, _ = await run(reward=RewardFunction(judge))
+    assert "<|im_" not in seen["solution"]
+    assert seen["source"] == "sums"
+    assert trajectory.reward == 0.5
+    assert trajectory.metrics["reward/format"] == 1.0
+    assert "reward/note" not in trajectory.metrics

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from penstock.agent_loops.client import FakeClient
+from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure, TokenMismatch
+from penstock.agent_loops.journal import EpisodeJournal
+from penstock.agent_loops.llm import EpisodeLLM, check_generation
+from penstock.agent_loops.segment import Budget, SegmentBuilder
+from penstock.rollout_server.protocol import Generation, Sampling
+from penstock.transfer_queue.trajectory import JournalKind
+
+
+def echo(context: list[int]) -> list[int]:
+    return [len(context), 2]
+
+
+@pytest.fixture
+def make(ledger_of, tasks_of):
+    def build(client, ledger=None, **sampling):
+        ledger = ledger or ledger_of(tasks_of())
+        lease = ledger.lease((ledger.queue or tasks_of())[0])
+        journal = EpisodeJournal(ledger, lease)
+        return EpisodeLLM(client, lease, journal, Sampling(**sampling), str), ledger
+
+    return build
+
+
+async def test_the_exact_context_is_sent_and_the_answer_appended(make):
+    client = FakeClient(echo, version=3)
+    llm, _ledger = make(client, max_new_tokens=50)
+    segment = SegmentBuilder([10, 11], Budget(4, 20))
+    reply = await llm.generate(segment, temperature=0.5)
+    assert (reply.ids, reply.finish_reason) == ([2, 2], "stop")
+    segment.observe([30])
+    await llm.generate(segment)
+    assert [request.token_ids for request in client.requests] == [[10, 11], [10, 11, 2, 2, 30]]
+    assert [request.sampling.temperature for request in client.requests] == [0.5, 1.0]
+    assert [request.sampling.max_new_tokens for request in client.requests] == [20, 17]
+    assert segment.output().version_spans.tolist() == [[3, 0, 2], [3, 3, 5]]
+
+
+async def test_an_answer_is_journaled_before_the_loop_sees_it(make):
+    llm, ledger = make(FakeClient(echo))
+    segment = SegmentBuilder([10, 11], Budget(4, 20))
+    asked = segment.context_hash
+    await llm.generate(segment)
+    (entry,) = next(iter(ledger.journals.values()))
+    assert (entry.kind, entry.context_len, entry.context_hash) == (JournalKind.SAMPLED, 2, asked)
+    assert entry.ids.tolist() == [2, 2]
+    assert entry.data["finish_reason"] == "stop"
+
+
+async def test_a_resumed_episode_is_answered_from_the_journal_then_live(make):
+    first = FakeClient(echo, version=1)
+    llm, ledger = make(first)
+    segment = SegmentBuilder([10, 11], Budget(4, 20))
+    await llm.generate(segment)
+
+    second = FakeClient(echo, version=2)
+    again, _ = make(second, ledger)
+    replayed = SegmentBuilder([10, 11], Budget(4, 20))
+    await again.generate(replayed)
+    assert second.requests == []
+    replayed.observe([30])
+    await again.generate(replayed)
+    assert len(second.requests) == 1
+    assert replayed.output().version_spans.tolist() == [[1, 0, 2], [2, 3, 5]]
+
+
+async def test_another_context_than_the_journals_restarts_the_episode(make):
+    llm, ledger = make(FakeClient(echo))
+    await llm.generate(SegmentBuilder([10, 11], Budget(4, 20)))
+    again, _ = make(FakeClient(echo), ledger)
+    with pytest.raises(EpisodeRestart):
+        await again.generate(SegmentBuilder([10, 12], Budget(4, 20)))
+    assert isinstance(again.failure, EpisodeRestart)
+
+
+async def test_after_a_restart_the_old_path_is_never_followed_again(make):
+    llm, ledger = make(FakeClient(echo))
+    await llm.generate(SegmentBuilder([10, 11], Budget(4, 20)))
+    again, _ = make(FakeClient(echo), ledger)
+    await again._journal.restart("test")
+    await again.generate(SegmentBuilder([10, 12], Budget(4, 20)))
+    third_client = FakeClient(echo)
+    third, _ = make(third_client, ledger)
+    await third.generate(SegmentBuilder([10, 12], Budget(4, 20)))
+    assert third_client.requests == []
+
+
+async def test_a_client_that_fails_is_the_rollouts_failure(make):
+    def broken(context):
+        raise ConnectionError("no server answered in 120 s")
+
+    llm, _ = make(FakeClient(broken))
+    with pytest.raises(InfraFailure, match="rollout: ConnectionError: no server answered"):
+        await llm.generate(SegmentBuilder([1], Budget(4, 20)))
+
+
+async def test_generating_on_a_finished_segment_is_a_bug_of_the_loop(make):
+    llm, _ = make(FakeClient(echo))
+    with pytest.raises(AgentError, match="done"):
+        await llm.generate(SegmentBuilder([1], Budget(0, 20)))
+
+
+GOOD = {"token_ids": [5, 6], "logprobs": [-0.1, 0.0], "version_spans": [(4, 0, 1), (5, 1, 2)], "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": []}, "no tokens"),
+        ({"logprobs": [-0.1]}, "2 token ids but 1 logprobs"),
+        ({"logprobs": [-0.1, math.nan]}, "nan"),
+        ({"logprobs": [-0.1, 0.2]}, "not a finite number below 0"),
+        ({"logprobs": [-math.inf, -0.1]}, "inf"),
+        ({"version_spans": []}, "do not cover 2 tokens"),
+        ({"version_spans": [(4, 0, 1)]}, "do not cover"),
+        ({"version_spans": [(4, 0, 2), (5, 1, 2)]}, "do not cover"),
+        ({"version_spans": [(4, 0, 1), (3, 1, 2)]}, "version 3, below the episode's floor 4"),
+    ],
+)
+def test_answers_that_do_not_fit_together_are_refused(change, message):
+    check_generation(Generation(**GOOD), min_version=4)
+    with pytest.raises(TokenMismatch, match=message):
+        check_generation(Generation(**{**GOOD, **change}), min_version=4)
+
+
+def test_an_aborted_call_is_no_answer():
+    with pytest.raises(InfraFailure, match="aborted"):
+        check_generation(Generation(**{**GOOD, "finish_reason": "abort"}), 0)

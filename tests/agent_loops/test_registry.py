@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.errors import LoadError
+from penstock.agent_loops.loops import SingleTurnLoop, ToolAgentLoop
+from penstock.agent_loops.registry import find_loop, register
+
+
+def test_loops_in_the_box_have_names(tmp_path):
+    assert find_loop("tool_agent", tmp_path) is ToolAgentLoop
+    assert find_loop("single_turn", tmp_path) is SingleTurnLoop
+
+
+@pytest.mark.parametrize(
+    "spec", ["penstock.agent_loops.loops:SingleTurnLoop", "penstock.agent_loops.loops.SingleTurnLoop"]
+)
+def test_a_class_is_found_by_dotted_path(spec, tmp_path):
+    assert find_loop(spec, tmp_path) is SingleTurnLoop
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("tool_agnet", "no agent loop 'tool_agnet'; did you mean 'tool_agent'"),
+        ("penstock.agent_loops.loops:ToolAgentLop", "has no 'ToolAgentLop'; did you mean 'ToolAgentLoop'"),
+        ("penstock.agent_lops:X", "module 'penstock.agent_lops' cannot be imported"),
+        ("nowhere.py:X", "no file 'nowhere.py'"),
+        ("penstock.agent_loops.config:AgentConfig", "not a subclass of AgentLoopBase"),
+        ("penstock.agent_loops.base:AgentLoopBase", "has no `async def run"),
+    ],
+)
+def test_a_wrong_name_is_told_what_is_near(spec, message, tmp_path):
+    with pytest.raises(LoadError, match=message):
+        find_loop(spec, tmp_path)
+
+
+def test_a_file_that_does_not_import_names_the_cause(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    with pytest.raises(LoadError, match=r"broken.py cannot be imported: ModuleNotFoundError"):
+        find_loop("broken.py:X", tmp_path)
+
+
+def test_two_loops_cannot_have_one_name():
+    class Other(AgentLoopBase):
+        pass
+
+    with pytest.raises(LoadError, match="two agent loops are called 'tool_agent'"):
+        register("tool_agent")(Other)

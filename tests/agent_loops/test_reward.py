@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.agent_loops import reward as reward_module
+from penstock.agent_loops.errors import InfraFailure, LoadError
+from penstock.agent_loops.reward import RewardFunction
+
+
+@pytest.fixture
+def score_with(tasks_of):
+    async def score(function):
+        (task,) = tasks_of(extra_info={"index": 7})
+        return await RewardFunction(function).score(task, "The answer is 46.", {"num_turns": 2})
+
+    return score
+
+
+async def test_verls_signature_sync_and_async(score_with):
+    def plain(data_source, solution_str, ground_truth, extra_info):
+        assert (data_source, extra_info) == ("sums", {"index": 7, "num_turns": 2})
+        return ground_truth in solution_str
+
+    async def later(data_source, solution_str, ground_truth, extra_info=None):
+        await asyncio.sleep(0)
+        return {"score": 0.25, "length": 3, "text": "x"}
+
+    assert (await score_with(plain)).reward == 1.0
+    score = await score_with(later)
+    assert (score.reward, score.metrics) == (0.25, {"reward/length": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(None, "not a finite number"), (float("nan"), "nan"), ({"points": 1}, "without 'score'"), ("1", "'1'")],
+)
+async def test_anything_else_than_a_number_is_a_failure_and_never_zero(score_with, answer, message):
+    with pytest.raises(InfraFailure, match=message):
+        await score_with(lambda data_source, solution_str, ground_truth, extra_info: answer)
+
+
+async def test_a_function_that_raises_is_a_failure_of_the_reward(score_with):
+    def broken(data_source, solution_str, ground_truth, extra_info):
+        raise ValueError("no number in answer")
+
+    with pytest.raises(InfraFailure, match="ValueError: no number in answer") as failure:
+        await score_with(broken)
+    assert failure.value.component == "reward"
+
+
+async def test_a_function_that_never_ends_is_stopped(score_with, monkeypatch):
+    monkeypatch.setattr(reward_module, "REWARD_DEADLINE_S", 0.05)
+
+    async def endless(data_source, solution_str, ground_truth, extra_info):
+        await asyncio.sleep(60)
+
+    with pytest.raises(InfraFailure, match="longer than"):
+        await score_with(endless)
+
+
+def test_a_function_is_loaded_by_file_and_its_signature_is_checked(tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "def good(data_source, solution_str, ground_truth, extra_info=None): return 1\ndef bad(solution): return 1\n"
+    )
+    RewardFunction.load("judge.py:good", tmp_path)
+    with pytest.raises(LoadError, match=r"must take \(data_source, solution_str, ground_truth, extra_info\)"):
+        RewardFunction.load("judge.py:bad", tmp_path)
+    with pytest.raises(LoadError, match="did you mean 'good'"):
+        RewardFunction.load("judge.py:goood", tmp_path)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.agent_loops.errors import AgentError
+from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, Budget, SegmentBuilder
+from penstock.transfer_queue.trajectory import COMPLETED
+
+STOP = 2
+ids_lists = st.lists(st.integers(0, 500), min_size=1, max_size=8)
+
+
+def sample(segment: SegmentBuilder, ids: list[int], version: int = 0, reason: str = "stop") -> None:
+    segment.append_sampled(ids, [-0.5] * len(ids), [(version, 0, len(ids))], reason)
+
+
+@given(prompt=ids_lists, turns=st.lists(st.tuples(ids_lists, ids_lists), max_size=5))
+def test_output_is_what_happened_in_order(prompt, turns):
+    segment = SegmentBuilder(prompt, Budget(100, 10_000), {STOP})
+    contexts = [segment.context()]
+    for number, (sampled, observed) in enumerate(turns):
+        sample(segment, sampled, version=number)
+        contexts.append(segment.context())
+        segment.observe(observed)
+        contexts.append(segment.context())
+    for shorter, longer in itertools.pairwise(contexts):
+        assert longer[: len(shorter)] == shorter
+    output = segment.output()
+    assert [*output.prompt_ids, *output.response_ids] == contexts[-1]
+    sampled_ids = [token for sampled, _ in turns for token in sampled]
+    assert list(output.response_ids[output.response_mask == 1]) == sampled_ids
+    assert [row[2] - row[1] for row in output.version_spans.tolist()] == [len(sampled) for sampled, _ in turns]
+    assert (output.response_logprobs[output.response_mask == 0] == 0).all()
+    assert output.num_turns == len(turns)
+    whole = np.array(contexts[-1], dtype="<i4").tobytes()
+    assert segment.context_hash == xxhash.xxh3_64_intdigest(whole)
+
+
+def test_dtypes_are_those_of_the_contract():
+    segment = SegmentBuilder([1], Budget(2, 10))
+    sample(segment, [5, 6])
+    output = segment.output()
+    kinds = [output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs]
+    assert [array.dtype.name for array in kinds] == ["int32", "int32", "uint8", "float32"]
+    assert output.version_spans.tolist() == [[0, 0, 2]]
+    assert output.version_spans.dtype == np.int32
+
+
+def test_a_sampled_stop_token_is_not_repeated_and_an_unsampled_one_is_added():
+    for sampled, expected in (([7, STOP], [7, STOP, 8]), ([7], [7, STOP, 8])):
+        segment = SegmentBuilder([1], Budget(5, 100), {STOP})
+        sample(segment, sampled)
+        segment.observe([STOP, 8])
+        assert segment.output().response_ids.tolist() == expected
+
+
+def test_an_ordinary_token_that_happens_to_be_equal_is_kept():
+    segment = SegmentBuilder([1], Budget(5, 100), {STOP})
+    sample(segment, [7])
+    segment.observe([7, 8])
+    assert segment.output().response_ids.tolist() == [7, 7, 8]
+
+
+def test_the_ending_is_read_off_the_segment():
+    finished = SegmentBuilder([1], Budget(2, 100))
+    sample(finished, [7, STOP])
+    assert finished.output().outcome == COMPLETED
+
+    cut = SegmentBuilder([1], Budget(2, 100))
+    sample(cut, [7, 8], reason="length")
+    assert cut.done
+    assert cut.output().outcome == TRUNCATED_LENGTH
+
+    out_of_turns = SegmentBuilder([1], Budget(1, 100))
+    sample(out_of_turns, [7, STOP])
+    out_of_turns.observe([9])
+    assert out_of_turns.done
+    assert out_of_turns.output().outcome == TRUNCATED_TURNS
+
+
+def test_an_observation_that_leaves_no_room_to_answer_is_not_appended():
+    segment = SegmentBuilder([1], Budget(5, 6), {STOP})
+    sample(segment, [7, STOP])
+    assert segment.observe([9, 9, 9, 9]) is False
+    assert segment.done
+    assert segment.output().response_ids.tolist() == [7, STOP]
+    assert segment.output().outcome == TRUNCATED_LENGTH
+
+
+def test_segments_of_one_episode_share_its_budget():
+    budget = Budget(2, 100)
+    first, second = SegmentBuilder([1], budget), SegmentBuilder([2], budget)
+    sample(first, [7])
+    assert not second.done
+    sample(second, [7])
+    assert first.done
+    assert second.done
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(AgentError, match="at least one prompt token"):
+        SegmentBuilder([], Budget(1, 1))

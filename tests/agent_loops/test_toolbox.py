@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from penstock.agent_loops.errors import EpisodeRestart, InfraFailure
+from penstock.agent_loops.journal import EpisodeJournal
+from penstock.agent_loops.toolbox import ToolBox
+from penstock.sandbox.protocol import SandboxError
+from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
+from penstock.tools.config import ToolConfig
+from penstock.tools.parsers import ToolCall
+
+
+def add(expression: str) -> ToolCall:
+    return ToolCall("calculator", {"expression": expression})
+
+
+@pytest.fixture
+def box_of(ledger_of, tasks_of):
+    def make(*tools: BaseTool, ledger=None, on_lost="replay", timeout_s=5.0, max_output_chars=2000):
+        ledger = ledger or ledger_of(tasks_of())
+        task = tasks_of()[0]
+        configs = {
+            t.name: ToolConfig(name=t.name, timeout_s=timeout_s, max_output_chars=max_output_chars) for t in tools
+        }
+        journal = EpisodeJournal(ledger, ledger.lease(task))
+        return ToolBox({tool.name: tool for tool in tools}, configs, task, journal, on_lost), ledger
+
+    return make
+
+
+class Stateless(BaseTool):
+    name = "wait"
+    description = "Waits."
+    parameters = {"type": "object", "properties": {"s": {"type": "number"}}}  # noqa: RUF012
+
+    def __init__(self, error: Exception | None = None):
+        super().__init__()
+        self.error = error
+        self.cancelled = 0
+
+    async def execute(self, state, arguments):
+        if self.error and not arguments.get("s"):
+            raise self.error
+        try:
+            await asyncio.sleep(arguments.get("s", 0))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return ToolResult("waited")
+
+
+async def test_results_come_in_the_order_of_calls_and_state_is_made_once(box_of, calculator):
+    box, _ = box_of(calculator)
+    results = await box.call_all([add("1+1"), add("2+2"), add("3+3")])
+    assert [result.text for result in results] == ["2 (call 1)", "4 (call 2)", "6 (call 3)"]
+    assert (calculator.created, box.counts.calls, box.counts.errors) == (1, 3, 0)
+    await box.release()
+    assert calculator.open == 0
+
+
+async def test_stateless_calls_run_in_parallel(box_of):
+    box, _ = box_of(Stateless())
+    async with asyncio.timeout(0.5):
+        await box.call_all([ToolCall("wait", {"s": 0.2})] * 20)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (ToolCall("calculater", {}), "there is no tool 'calculater'; did you mean 'calculator'"),
+        (ToolCall("calculator", {}), "expression"),
+        (ToolCall("calculator", {"expression": 5}), "5 is not of type 'string'"),
+        (ToolCall("", {}, "not valid JSON at column 7"), "not valid JSON at column 7"),
+    ],
+)
+async def test_what_the_model_did_wrong_is_told_to_the_model(box_of, calculator, call, message):
+    box, _ = box_of(calculator)
+    (result,) = await box.call_all([call])
+    assert result.is_error
+    assert message in result.text
+    assert calculator.executed == []
+    assert box.counts.errors == 1
+
+
+async def test_a_call_past_its_deadline_reads_a_timeout(box_of):
+    tool = Stateless()
+    box, _ = box_of(tool, timeout_s=0.05)
+    (result,) = await box.call_all([ToolCall("wait", {"s": 5})])
+    assert result.is_error
+    assert "did not finish within 0.05 s" in result.text
+    assert tool.cancelled == 1
+
+
+async def test_long_output_is_cut(box_of, calculator):
+    class Loud(Stateless):
+        async def execute(self, state, arguments):
+            return ToolResult("x" * 10_000)
+
+    box, _ = box_of(Loud(), max_output_chars=100)
+    (result,) = await box.call_all([ToolCall("wait", {})])
+    assert len(result.text) < 200
+
+
+@pytest.mark.parametrize(
+    ("error", "component"),
+    [
+        (ToolInfraError("search", "index gone"), "search"),
+        (SandboxError("box vanished"), "sandbox"),
+        (ZeroDivisionError("a bug"), "tool wait"),
+        (TimeoutError("its own"), "tool wait"),
+    ],
+)
+async def test_a_tool_that_fails_is_infrastructure_and_its_neighbours_are_cancelled(box_of, error, component):
+    tool = Stateless(error)
+    box, ledger = box_of(tool)
+    with pytest.raises(InfraFailure) as failure:
+        await box.call_all([ToolCall("wait", {"s": 9}), ToolCall("wait", {})])
+    assert failure.value.component == component
+    assert box.failure is failure.value
+    assert tool.cancelled == 1
+    assert ledger.journals["train/00000000"] == []
+
+
+async def test_a_resumed_episode_repeats_no_tool_call(box_of, calculator):
+    box, ledger = box_of(calculator)
+    first = await box.call_all([add("1+1"), ToolCall("calculator", {})])
+    again, _ = box_of(calculator, ledger=ledger)
+    assert await again.call_all([add("1+1"), ToolCall("calculator", {})]) == first
+    assert calculator.executed == ["1+1"]
+    assert again.counts == box.counts
+
+
+async def test_a_lost_session_is_brought_back_by_its_earlier_calls(box_of, calculator):
+    box, ledger = box_of(calculator)
+    await box.call_all([add("1+1")])
+    again, _ = box_of(calculator, ledger=ledger)
+    await again.call_all([add("1+1")])
+    (result,) = await again.call_all([add("2+2")])
+    assert result.text == "4 (call 2)"
+    assert calculator.executed == ["1+1", "1+1", "2+2"]
+
+
+async def test_or_the_episode_restarts_where_the_recipe_says_so(box_of, calculator):
+    box, ledger = box_of(calculator)
+    await box.call_all([add("1+1")])
+    again, _ = box_of(calculator, ledger=ledger, on_lost="restart")
+    await again.call_all([add("1+1")])
+    with pytest.raises(EpisodeRestart, match="calculator"):
+        await again.call_all([add("2+2")])
+    await again.release()
+    assert calculator.released == 1
+
+
+async def test_a_session_that_lives_is_attached_and_nothing_is_repeated(box_of, calculator):
+    box, ledger = box_of(calculator)
+    await box.call_all([add("1+1")])
+    state = box._held["calculator"].state
+    asked = []
+
+    async def attach(task, session_id):
+        asked.append(session_id)
+        return state
+
+    calculator.attach = attach
+    again, _ = box_of(calculator, ledger=ledger)
+    await again.call_all([add("1+1")])
+    (result,) = await again.call_all([add("2+2")])
+    assert result.text == "4 (call 2)"
+    assert asked == ["box-1"]
+    assert calculator.created == 1
+
+
+async def test_cancellation_in_mid_call_leaves_nothing_running_and_releases_state(box_of, calculator):
+    calculator.delay_s = 30
+    box, _ = box_of(calculator)
+    running = asyncio.create_task(box.call_all([add("1+1"), add("2+2")]))
+    await calculator.entered.wait()
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    await box.release()
+    assert calculator.open == 0
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_tool_that_cannot_be_released_is_logged_and_hides_nothing(box_of, calculator, caplog):
+    async def broken(state):
+        raise RuntimeError("stuck")
+
+    calculator.release = broken
+    box, _ = box_of(calculator)
+    await box.call_all([add("1+1")])
+    await box.release()
+    assert "calculator could not be released" in caplog.text

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+
+import pytest
+
+from penstock.agent_loops import worker as worker_module
+from penstock.agent_loops.client import FakeClient
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.errors import WorkerStopped
+from penstock.agent_loops.worker import Worker, WorkerJob
+
+
+@pytest.fixture
+def worker_of(parts_of):
+    def make(ledger, client, tool=None, **fields):
+        job_fields = {key: fields.pop(key) for key in ("lease_ttl_s", "max_failures_in_a_row") if key in fields}
+        parts = parts_of(ledger, client, tool, **fields)
+        job = WorkerJob(name="w", config=parts.config, ledger=ledger, client=client, model="", **job_fields)
+        return Worker(job, parts)
+
+    return make
+
+
+@contextlib.asynccontextmanager
+async def running(worker):
+    task = asyncio.create_task(worker.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, WorkerStopped):
+            await task
+
+
+async def until(condition, deadline_s=5.0):
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_runs_what_the_ledger_gives_within_its_concurrency(
+    worker_of, ledger_of, tasks_of, calling_policy, calculator
+):
+    ledger = ledger_of(tasks_of(40))
+    config = AgentConfig(concurrency=7, max_response_tokens=1000)
+    worker = worker_of(ledger, FakeClient(calling_policy(), latency_s=0.01), calculator, config=config)
+    most = 0
+    async with running(worker):
+        while len(ledger.done) < 40:
+            await asyncio.sleep(0.005)
+            most = max(most, len(ledger.held))
+    assert most == 7
+    assert all(trajectory.reward == 1.0 for trajectory in ledger.done.values())
+    assert (calculator.created, calculator.open) == (40, 0)
+    assert ledger.waits["agent:admission"] >= 0
+
+
+async def test_a_killed_workers_episode_goes_on_elsewhere_and_repeats_nothing(
+    worker_of, ledger_of, tasks_of, calling_policy, calculator
+):
+    """Killed while the second model call is out: the first call and its tools are in the journal."""
+    ledger = ledger_of(tasks_of(3))
+    policy = calling_policy(turns=2)
+    answered = {"first": 0}
+
+    class Hanging(FakeClient):
+        async def generate(self, request):
+            if self.version == 0 and "tool_response" in texts(request.token_ids):
+                await asyncio.sleep(60)
+            answered["first"] += 1
+            return await super().generate(request)
+
+    def texts(ids):
+        return worker._parts.chat.decode(ids)[len("<|im_start|>") :].split("# Tools")[-1]
+
+    first_client = Hanging(policy)
+    worker = worker_of(ledger, first_client, calculator)
+    dead = asyncio.create_task(worker.run())
+    await until(lambda: len(calculator.executed) == 3 and all(len(j) == 2 for j in ledger.journals.values()))
+    ledger.expire_all()  # from here on nothing that the dead worker does counts
+    second_client = FakeClient(policy, version=1)
+    async with running(worker_of(ledger, second_client, calculator)):
+        await until(lambda: len(ledger.done) == 3)
+    dead.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await dead
+    assert answered["first"] == 3
+    assert len(second_client.requests) == 6  # turns two and three of each episode, never turn one
+    for trajectory in ledger.done.values():
+        assert trajectory.extra["replayed_calls"] == 1
+        assert trajectory.extra["replayed_tool_turns"] == 1
+        assert [span[0] for span in trajectory.segments[0].version_spans.tolist()] == [0, 1, 1]
+        assert trajectory.extra["tool_results"] == ["46 (call 1)", "46 (call 2)"]
+    assert calculator.open == 0
+
+
+async def test_a_stateless_tool_turn_is_not_run_again_after_a_kill(
+    worker_of, ledger_of, tasks_of, calling_policy, calculator
+):
+    ledger = ledger_of(tasks_of(1))
+    first = worker_of(ledger, FakeClient(calling_policy(), latency_s=0), calculator)
+    stop = asyncio.Event()
+    complete = ledger.complete
+
+    async def never(lease, trajectory):
+        stop.set()
+        await asyncio.sleep(60)
+
+    ledger.complete = never
+    dead = asyncio.create_task(first.run())
+    await stop.wait()
+    ledger.expire_all()
+    ledger.complete = complete
+    second_client = FakeClient(calling_policy())
+    async with running(worker_of(ledger, second_client, calculator)):
+        await until(lambda: ledger.done)
+    dead.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await dead
+    assert calculator.executed == ["12+34"]
+    assert second_client.requests == []
+
+
+async def test_sigterm_hands_every_lease_back_with_its_journal(
+    worker_of, ledger_of, tasks_of, calling_policy, calculator
+):
+    calculator.delay_s = 60
+    ledger = ledger_of(tasks_of(5))
+    async with running(worker_of(ledger, FakeClient(calling_policy()), calculator, tool_timeout_s=90)):
+        await until(lambda: calculator.created == 5)
+    assert sorted(ledger.released) == sorted(ledger.journals)
+    assert ledger.held == {}
+    assert calculator.open == 0
+    assert all(len(journal) == 1 for journal in ledger.journals.values())
+
+
+async def test_a_lost_lease_stops_its_episode_only(worker_of, ledger_of, tasks_of, calling_policy, calculator):
+    calculator.delay_s = 60
+    ledger = ledger_of(tasks_of(2))
+    worker = worker_of(ledger, FakeClient(calling_policy()), calculator, tool_timeout_s=90, lease_ttl_s=0.1)
+    async with running(worker):
+        await until(lambda: calculator.created == 2)
+        ledger.fences["train/00000000"] += 1
+        await until(lambda: len(worker._running) == 1)
+        assert list(worker._running) == ["train/00000001"]
+        assert calculator.open == 1
+    assert ledger.released == ["train/00000001"]
+
+
+async def test_failures_in_a_row_stop_the_worker_with_their_cause(worker_of, ledger_of, tasks_of):
+    def broken(context):
+        raise ConnectionError("port 8000 refused")
+
+    ledger = ledger_of(tasks_of(100))
+    config = AgentConfig(concurrency=4)
+    with pytest.raises(WorkerStopped, match=r"infrastructure failures in a row.*rollout: ConnectionError: port 8000"):
+        await worker_of(ledger, FakeClient(broken), config=config).run()
+    assert 20 <= len(ledger.failed) <= 28
+    assert ledger.held == {}
+
+
+async def test_without_a_server_nothing_is_leased_and_the_wait_is_counted(
+    worker_of, ledger_of, tasks_of, calling_policy
+):
+    ledger, client = ledger_of(tasks_of(1)), FakeClient(calling_policy(turns=0), version=None)
+    async with running(worker_of(ledger, client)):
+        await asyncio.sleep(0.2)
+        assert ledger.held == {}
+        assert not ledger.done
+        client.version = 0
+        await until(lambda: ledger.done)
+    assert ledger.waits["agent:server"] > 0.1
+
+
+async def test_no_server_for_too_long_stops_the_worker(worker_of, ledger_of, calling_policy, monkeypatch):
+    monkeypatch.setattr(worker_module, "NO_SERVER_DEADLINE_S", 0.1)
+    client = FakeClient(calling_policy(), version=None)
+    with pytest.raises(WorkerStopped, match="no rollout server"):
+        await worker_of(ledger_of([]), client).run()
+
+
+async def test_a_ledger_that_is_gone_ends_the_worker(worker_of, ledger_of, calling_policy):
+    from penstock.transfer_queue.ledger import LedgerUnavailable
+
+    ledger = ledger_of([])
+
+    async def gone(worker, count, version):
+        raise LedgerUnavailable("redis did not answer for 60 s")
+
+    ledger.lease_episodes = gone
+    with pytest.raises(LedgerUnavailable, match="60 s"):
+        await worker_of(ledger, FakeClient(calling_policy())).run()
+
+
+USER_LOOP = """
+from penstock.agent_loops.base import AgentLoopBase
+from neighbour import QUESTION
+
+
+class Twice(AgentLoopBase):
+    async def run(self, task):
+        segment = self.chat.start([*task.messages, {"role": "user", "content": QUESTION}])
+        while not segment.done:
+            reply = await self.llm.generate(segment)
+            if segment.num_turns == self.config["rounds"]:
+                break
+            segment.observe(self.chat.render([{"role": "user", "content": "Are you sure?"}]))
+        return segment.output(extra={"last": reply.text})
+"""
+
+
+async def test_a_users_loop_is_found_by_file_path(worker_of, ledger_of, tasks_of, calling_policy, tmp_path):
+    (tmp_path / "loops").mkdir()
+    (tmp_path / "loops" / "mine.py").write_text(USER_LOOP)
+    (tmp_path / "loops" / "neighbour.py").write_text("QUESTION = 'Really?'\n")
+    ledger = ledger_of(tasks_of(1, agent_name="loops/mine.py:Twice"))
+    config = AgentConfig(settings={"rounds": 2})
+    async with running(worker_of(ledger, FakeClient(calling_policy(turns=0)), config=config, recipe_dir=tmp_path)):
+        await until(lambda: ledger.done or ledger.failed)
+    assert not ledger.failed
+    trajectory = ledger.done["train/00000000"]
+    assert trajectory.num_turns == 2
+    assert trajectory.extra["last"] == "The answer is 46.<|im_end|>"
+    assert trajectory.reward == 1.0
+
+
+def test_importing_the_worker_imports_no_torch():
+    code = "import sys, penstock.agent_loops.worker; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, timeout=60)
