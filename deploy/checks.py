@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.generate import PREFIX
+from penstock.deploy.data.generate import PREFIX
 from penstock.deploy.roles import SHARED_MEMORY
 
 
@@ -71,11 +71,11 @@ def check_engine(config: RunConfig) -> Check:
         return Check(
             "rollout.engine", not missing, f"hf, missing {missing}" if missing else "hf", "pip install 'penstock[hf]'"
         )
-    from penstock.rollout_server.engines.vllm import find_vllm_python
+    from penstock.rollout_server.engines.vllm_server import find_python
     from penstock.rollout_server.protocol import EngineError
 
     try:
-        return Check("rollout.engine", True, f"vllm in {find_vllm_python(config.rollout)}")
+        return Check("rollout.engine", True, f"vllm in {find_python(config.rollout.vllm_python)}")
     except EngineError as error:
         return Check("rollout.engine", False, "vllm", str(error))
 
@@ -106,26 +106,31 @@ def check_template(config: RunConfig) -> Check | None:
     """The chat template takes tools and can be spliced token for token."""
     if not Path(config.model).is_dir():
         return None
-    from penstock.agent_loops.chat import TemplateError, prove_template
+    from penstock.agent_loops.chat import ChatTokens, load_tokenizer
+    from penstock.agent_loops.errors import TemplateError
+    from penstock.sandbox.make import make_sandbox
+    from penstock.sandbox.protocol import SandboxError
+    from penstock.tools.parsers import get_parser
     from penstock.tools.registry import make_tools
 
     try:
-        schemas = [tool.schema for tool in make_tools(config.tools, sandbox=None).values()]
-        prove_template(config.model, config.agent.parser, schemas)
-    except (TemplateError, OSError, ValueError) as error:
+        sandbox = make_sandbox(config.sandbox, owner="doctor") if config.tools else None
+        schemas = [tool.schema for tool in make_tools(config.tools, sandbox).values()]
+        ChatTokens(load_tokenizer(config.model), get_parser(config.agent.parser)).prove(schemas)
+    except (TemplateError, SandboxError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
     return Check("chat template", True, "splices exactly")
 
 
 def check_data(config: RunConfig) -> Check:
-    from penstock.trainer.data import DataError, check_dataset
+    from penstock.trainer.data import DataError, load_rows
 
     counts = []
     for spec in (config.data.train, config.data.eval):
         if spec is None or spec.startswith(PREFIX):
             continue
         try:
-            counts.append(f"{check_dataset(spec)} rows in {spec}")
+            counts.append(f"{len(load_rows(spec))} rows in {spec}")
         except DataError as error:
             return Check("data", False, spec, str(error))
     return Check("data", True, "; ".join(counts) or "generated for the run")

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.generate import materialise_data
+from penstock.deploy.data.generate import materialise
 from penstock.deploy.link import Link, limits_of
 from penstock.deploy.load_config import dump_config
 from penstock.deploy.processes import RoleProcess, RoleSpec
@@ -46,12 +46,21 @@ async def launch(config: RunConfig, *, resume: bool = False) -> Path:
     run = RunDir.of(config)
     with RunLock(run, resume=resume):
         run.logs.mkdir(exist_ok=True)
-        config = materialise_data(config, run)
+        config = _with_data(config, run)
         run.config.write_text(dump_config(config))
         async with _ledger(config, run) as (link, ledger), _cleaned(run, config):
             await ledger.create_run(limits_of(config), dump_config(config))
             await _run_roles(config, run, link, ledger)
     return run.summary
+
+
+def _with_data(config: RunConfig, run: RunDir) -> RunConfig:
+    """Generated datasets are written to the run's folder; files stay where they are."""
+    paths = {
+        split: source and materialise(source, run.data)
+        for split, source in (("train", config.data.train), ("eval", config.data.eval))
+    }
+    return config.model_copy(update={"data": config.data.model_copy(update=paths)})
 
 
 @contextlib.asynccontextmanager

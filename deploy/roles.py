@@ -86,6 +86,8 @@ async def agent(link: Link, name: str) -> None:
         sandbox=config.sandbox,
         seed=config.seed,
         recipe_dir=Path.cwd(),
+        lease_ttl_s=config.transfer_queue.lease_ttl_s,
+        sandbox_token=link.token,
     )
     await _closing(client, _closing(ledger, run_worker(job)))
 
@@ -111,6 +113,7 @@ async def train_rank(link: Link) -> None:
         weights_dir=weights_dir(config),
         transport=config.rollout.weight_transport,
         temperature=config.agent.temperature,
+        publish_dtype=config.rollout.dtype,
     )
     await _closing(ledger, train(job))
 

@@ -73,13 +73,13 @@ def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> di
 
 
 def _tokens(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    exact = [row for row in rows if row.get("logprob_tokens_on_policy")]
-    weights = [row["logprob_tokens_on_policy"] for row in exact]
+    exact = [row for row in rows if row.get("logprob_abs_diff_tokens")]
+    weights = [row["logprob_abs_diff_tokens"] for row in exact]
     return {
         "tokens_sampled": sum(row["tokens_sampled"] for row in rows),
-        "requests_continued_over_update": sum(row.get("calls_continued_over_update_sum", 0) for row in rows),
-        "requests_resumed": sum(row.get("calls_resumed_sum", 0) for row in rows),
-        "token_mismatches": sum(row.get("token_mismatches_sum", 0) for row in rows),
+        "requests_continued_over_update": _total(rows, "calls_continued_over_update"),
+        "requests_resumed": _total(rows, "calls_resumed"),
+        "token_mismatches": _total(rows, "token_mismatches"),
         "staleness_max": max((row["staleness_max"] for row in rows), default=0),
         "staleness_mean": _mean([row["staleness_mean"] for row in rows]),
         "logprob_abs_diff_mean": (
@@ -97,6 +97,11 @@ def _updates(updates: Sequence[WeightUpdate]) -> dict[str, Any]:
         "pause_ms_p50": round(float(np.percentile(pauses, 50)), 2) if pauses else None,
         "pause_ms_p99": round(float(np.percentile(pauses, 99)), 2) if pauses else None,
     }
+
+
+def _total(rows: list[dict[str, Any]], metric: str) -> int:
+    """Sum over all trained episodes of a metric that steps hold as a mean."""
+    return round(sum(row.get(f"episode/{metric}", 0.0) * row["episodes"] for row in rows))
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -35,11 +35,11 @@ def test_a_replayed_step_counts_once_and_a_half_written_line_is_passed_over(tmp_
 
 
 def test_the_logprob_difference_is_weighted_by_the_tokens_it_was_measured_on() -> None:
-    common = {"tokens_sampled": 10, "staleness_max": 1, "staleness_mean": 0.5}
+    common = {"tokens_sampled": 10, "staleness_max": 1, "staleness_mean": 0.5, "episodes": 4}
     rows = [
-        {**common, "logprob_tokens_on_policy": 30, "logprob_abs_diff_mean": 0.1, "logprob_abs_diff_max": 0.2},
-        {**common, "logprob_tokens_on_policy": 10, "logprob_abs_diff_mean": 0.5, "logprob_abs_diff_max": 0.6},
-        {**common, "logprob_tokens_on_policy": 0, "logprob_abs_diff_mean": None, "logprob_abs_diff_max": None},
+        {**common, "logprob_abs_diff_tokens": 30, "logprob_abs_diff_mean": 0.1, "logprob_abs_diff_max": 0.2},
+        {**common, "logprob_abs_diff_tokens": 10, "logprob_abs_diff_mean": 0.5, "logprob_abs_diff_max": 0.6},
+        {**common, "logprob_abs_diff_tokens": 0, "logprob_abs_diff_mean": None, "logprob_abs_diff_max": None},
     ]
     tokens = _tokens(rows)
     assert abs(tokens["logprob_abs_diff_mean"] - 0.2) < 1e-12
