@@ -1,1 +1,6 @@
 """Agent loops: how an episode is run, token in and token out."""
+
+from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
+from penstock.agent_loops.registry import register
+
+__all__ = ["AgentLoopBase", "AgentLoopOutput", "register"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class AgentLoopOutput:
     """One segment of an episode as its loop hands it back (P prompt tokens, T response tokens).
 
-    Made by `Segment.output()`; the token fields are never edited by hand (invariant 1).
+    Made by `SegmentBuilder.output()`; the token fields are never edited by hand (invariant 1).
     """
 
     prompt_ids: Ids

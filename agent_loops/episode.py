@@ -251,6 +251,7 @@ def _numbers(llm: EpisodeLLM, tools: ToolBox) -> dict[str, float]:
         "tool_calls": tools.counts.calls,
         "tool_errors": tools.counts.errors,
         "tool_call_reward": tools.counts.reward,
+        **{f"tool/{key}": value for key, value in tools.counts.metrics.items()},
     }
 
 

@@ -70,9 +70,9 @@ def to_trajectory(
         segments=tuple(_to_segment(output) for output in outputs),
         reward=reward,
         outcome=outputs[-1].outcome,
-        turn_rewards=tuple(value for output in outputs for value in output.turn_rewards),
+        turn_rewards=tuple(float(value) for output in outputs for value in output.turn_rewards),
         num_turns=sum(output.num_turns for output in outputs),
-        metrics={**merged_metrics, **metrics},
+        metrics={key: float(value) for key, value in {**merged_metrics, **metrics}.items()},
         extra={**merged_extra, **extra},
         data_source=lease.task.data_source,
     )

@@ -42,6 +42,8 @@ class ToolCounts:
     reward: float = 0.0
     """Sum of `ToolResult.reward`."""
     texts: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Sums of `ToolResult.metrics`."""
 
 
 @dataclass(slots=True)
@@ -135,6 +137,8 @@ class ToolBox:
         self.counts.errors += sum(result.is_error for result in results)
         self.counts.reward += sum(result.reward or 0.0 for result in results)
         self.counts.texts.extend(result.text for result in results)
+        for key, value in ((key, value) for result in results for key, value in result.metrics.items()):
+            self.counts.metrics[key] = self.counts.metrics.get(key, 0.0) + float(value)
 
     # one call ------------------------------------------------------------------------------------------------------
     async def _run_one(self, call: ToolCall) -> ToolResult:

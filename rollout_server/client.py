@@ -24,7 +24,7 @@ from penstock.transfer_queue.ledger import LedgerError
 CONNECT_S = 5.0
 SILENCE_S = 20.0
 """Servers send a line every 5 s while they live."""
-BACKOFF_S = (0.05, 1.0)
+BACKOFF_S = (0.05, 0.5)
 LINE_LIMIT_BYTES = 16 << 20
 
 
@@ -67,14 +67,15 @@ class RolloutClient:
         request = answer.request
         server = await self._router.pick(request.episode_id, request.min_version)
         if server is None:
-            raise _Broken(await self._nobody(request.min_version))
+            raise _Broken(self._nobody(request.min_version))
         self._router.opened(server.url)
         try:
             await self._stream(server.url, answer)
             self._router.worked(server.url)
         except (aiohttp.ClientError, TimeoutError, _Broken) as error:
-            self._router.failed(server.url)
-            raise _Broken(f"{server.server_id} at {server.url}: {error or type(error).__name__}") from error
+            cause = f"{server.server_id} at {server.url}: {error or type(error).__name__}"
+            self._router.failed(server.url, cause)
+            raise _Broken(cause) from error
         finally:
             self._router.closed(server.url)
 
@@ -91,13 +92,10 @@ class RolloutClient:
                     return
         raise _Broken("the answer broke off")
 
-    async def _nobody(self, min_version: int) -> str:
-        servers = await self._router.servers()
-        if not servers:
+    def _nobody(self, min_version: int) -> str:
+        states = self._router.describe()
+        if not states:
             return "no rollout server is registered"
-        states = ", ".join(
-            f"{s.server_id} v{s.version} {'accepts' if s.accepting else 'does not accept'}" for s in servers
-        )
         return f"no rollout server takes requests at version {min_version} or newer ({states})"
 
     async def best_version(self) -> int | None:

@@ -34,8 +34,8 @@ class Router:
         self._read_at = -CACHE_S
         self._sticky: OrderedDict[str, str] = OrderedDict()
         self._open: Counter[str] = Counter()
-        self._resting: dict[str, tuple[float, float]] = {}
-        """URL → (rests until, for how long)"""
+        self._resting: dict[str, tuple[float, float, str]] = {}
+        """URL → (rests until, for how long, why)"""
 
     async def servers(self) -> Sequence[ServerInfo]:
         """The registry, at most `CACHE_S` old; older where the ledger does not answer and something is known."""
@@ -52,8 +52,8 @@ class Router:
 
     async def pick(self, episode_id: str, min_version: int) -> ServerInfo | None:
         """The server for this episode; None where none accepts requests at `min_version` or newer."""
-        able = [s for s in await self.servers() if s.accepting and s.version >= min_version]
-        able = [s for s in able if not self._rests(s.url)] or []
+        servers = await self.servers()
+        able = [s for s in servers if s.accepting and s.version >= min_version and not self._rests(s.url)]
         if not able:
             return None
         before = self._sticky.get(episode_id)
@@ -73,7 +73,7 @@ class Router:
             self._sticky.popitem(last=False)
 
     def _rests(self, url: str) -> bool:
-        return time.monotonic() < self._resting.get(url, (0.0, 0.0))[0]
+        return url in self._resting and time.monotonic() < self._resting[url][0]
 
     def opened(self, url: str) -> None:
         self._open[url] += 1
@@ -86,10 +86,19 @@ class Router:
     def worked(self, url: str) -> None:
         self._resting.pop(url, None)
 
-    def failed(self, url: str) -> None:
+    def describe(self) -> str:
+        """The servers that are known and what keeps each from being asked, for error messages."""
+        return ", ".join(f"{s.server_id} v{s.version} {self._state(s)}" for s in self._servers)
+
+    def _state(self, server: ServerInfo) -> str:
+        if self._rests(server.url):
+            return f"rests after: {self._resting[server.url][2]}"
+        return "accepts" if server.accepting else "does not accept"
+
+    def failed(self, url: str, cause: str) -> None:
         """Leave the server alone, twice as long as the last time. One that already rests is not punished twice."""
         if self._rests(url):
             return
-        rest_s = min(2 * self._resting.get(url, (0.0, REST_S / 2))[1], MAX_REST_S)
-        self._resting[url] = (time.monotonic() + rest_s, rest_s)
+        rest_s = min(2 * self._resting[url][1], MAX_REST_S) if url in self._resting else REST_S
+        self._resting[url] = (time.monotonic() + rest_s, rest_s, cause)
         self._read_at = -CACHE_S

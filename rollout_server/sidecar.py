@@ -87,6 +87,8 @@ class Sidecar:
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._refused: Announcement | None = None
+        self._suspect = False
+        """A request failed in the engine: do not wait for the next look at its health."""
 
     async def run(self, max_restarts: int) -> None:
         """Keep an engine serving until cancelled. Raises `EngineError` after `max_restarts` in a row."""
@@ -123,7 +125,8 @@ class Sidecar:
             while True:
                 if await self._pull() and not self.open:
                     self._open()
-                if time.monotonic() - checked > HEALTH_S:
+                if self._suspect or time.monotonic() - checked > HEALTH_S:
+                    self._suspect = False
                     await self._check_health()
                     checked = time.monotonic()
                 await asyncio.sleep(PULL_S)
@@ -238,6 +241,9 @@ class Sidecar:
                     self.metrics.tokens.inc(len(chunk.token_ids))
                     outcome = chunk.finish_reason or outcome
                     yield chunk
+        except EngineError:
+            self._suspect = True
+            raise
         finally:
             self._count(-1)
             self.metrics.requests.labels(outcome).inc()

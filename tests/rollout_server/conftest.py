@@ -197,7 +197,7 @@ class RunningServer:
     def engine(self) -> Any:
         return self.engines[-1]
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 if self.task.done():
