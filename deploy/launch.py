@@ -25,7 +25,7 @@ from pathlib import Path
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.data.generate import materialise
-from penstock.deploy.link import Link, limits_of
+from penstock.deploy.link import PASSWORD_VARIABLE, TOKEN_VARIABLE, Link, limits_of
 from penstock.deploy.load_config import dump_config
 from penstock.deploy.processes import RoleProcess, RoleSpec
 from penstock.deploy.report import Reporter, StalledRun
@@ -66,28 +66,35 @@ def _with_data(config: RunConfig, run: RunDir) -> RunConfig:
 @contextlib.asynccontextmanager
 async def _ledger(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[Link, RedisLedger]]:
     """A connection to the run's Redis: the one the recipe names, or one of our own that ends with the run."""
-    token = os.environ.get("PENSTOCK_TOKEN") or secrets.token_urlsafe(32)
-    if config.transfer_queue.url:
-        link = Link(config.transfer_queue.url, config.name, os.environ.get("PENSTOCK_REDIS_PASSWORD"), token)
-        async with contextlib.aclosing(_connected(link, config, run)) as connected:
-            async for ledger in connected:
-                yield link, ledger
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+    url = config.transfer_queue.url
+    if url:
+        link = Link(url, config.name, os.environ.get(PASSWORD_VARIABLE), token)
+        async with _connected(link, config, run) as ledger:
+            yield link, ledger
         return
+    async with _own_redis(config, run) as (own_url, password):
+        link = Link(own_url, config.name, password, token)
+        async with _connected(link, config, run) as ledger:
+            yield link, ledger
+
+
+@contextlib.asynccontextmanager
+async def _own_redis(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[str, str]]:
+    """Address and password of a redis-server that lives as long as the run."""
     password = secrets.token_urlsafe(32)
     server = RedisServer(run.redis, password=password, appendfsync=config.transfer_queue.appendfsync)
     await server.start()
     keeper = asyncio.create_task(_keep_alive(server), name="redis keeper")
     try:
-        link = Link(server.url, config.name, password, token)
-        async with contextlib.aclosing(_connected(link, config, run)) as connected:
-            async for ledger in connected:
-                yield link, ledger
+        yield server.url, password
     finally:
         keeper.cancel()
         await asyncio.wait([keeper])
         await server.stop()
 
 
+@contextlib.asynccontextmanager
 async def _connected(link: Link, config: RunConfig, run: RunDir) -> AsyncIterator[RedisLedger]:
     ledger = await link.connect(config.transfer_queue)
     lines = [f"export {name}={value}\n" for name, value in link.environment().items()]

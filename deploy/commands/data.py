@@ -20,11 +20,9 @@ def calculator(
     seed: int = 0,
 ) -> None:
     """Generated arithmetic: what the quickstart trains on."""
-    from penstock.deploy.data import GENERATORS
+    from penstock.deploy.data import calculator as generator
 
-    out.mkdir(parents=True, exist_ok=True)
-    for split, count in (("train", train), ("eval", evaluation)):
-        GENERATORS["calculator"](out / f"{split}.parquet", split=split, count=count, seed=seed)
+    for split, count in generator.write(out, train, evaluation, seed).items():
         typer.echo(f"{out / f'{split}.parquet'}: {count} problems")
 
 
@@ -40,7 +38,7 @@ def gsm8k_equations(
     from penstock.deploy.data import gsm8k_equations as converter
 
     try:
-        counts = converter.write(source, out, everything=everything)
+        counts = converter.write(source, out, all_rows=everything)
     except converter.BadInput as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None
