@@ -42,7 +42,9 @@ class BaseTool(ABC):
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """JSON schema of the arguments (type object)."""
+    """JSON schema of the arguments (type object). It is rendered into every prompt: keep it small and stable."""
+    max_output_chars: int = 2000
+    """Results are cut to this; `make_tools` sets it from the tool's configuration."""
 
     def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
         self.sandbox = sandbox
@@ -60,7 +62,7 @@ class BaseTool(ABC):
 
     def session_id(self, state: Any) -> str | None:
         """Names what `state` holds outside this process (a box), for `attach` by another worker; None: nothing."""
-        return None
+        return getattr(state, "session_id", None)
 
     async def attach(self, task: Task, session_id: str) -> Any:
         """The state around a session that a dead worker left. Raises `SandboxLost` where it is gone."""
