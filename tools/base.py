@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.sandbox.protocol import SandboxLost
 from penstock.transfer_queue.trajectory import Task
 
 if TYPE_CHECKING:
@@ -57,14 +56,6 @@ class BaseTool(ABC):
     async def create(self, task: Task) -> Any:
         """State for one episode; called on the tool's first use in it."""
         return None
-
-    def session_id(self, state: Any) -> str | None:
-        """Names what `state` holds outside this process (a box), for `attach` by another worker; None: nothing."""
-        return None
-
-    async def attach(self, task: Task, session_id: str) -> Any:
-        """The state around a session that a dead worker left. Raises `SandboxLost` where it is gone."""
-        raise SandboxLost(f"{self.name} keeps no session that outlives its worker")
 
     @abstractmethod
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
