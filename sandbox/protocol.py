@@ -25,6 +25,8 @@ class RunResult:
     limit: str | None = None
     """``wall``, ``cpu``, ``memory`` or ``output`` where a limit ended or cut it."""
     duration_s: float = 0.0
+    state_lost: bool = False
+    """The interpreter (or the whole box) had to be ended: names that earlier `run_python` calls defined are gone."""
 
 
 class Session(Protocol):
@@ -38,9 +40,11 @@ class Session(Protocol):
     async def run_python(self, code: str, *, timeout_s: float | None = None) -> RunResult:
         """Run code in the session's own interpreter: names defined by one call are there in the next."""
 
-    async def write_file(self, path: str, data: bytes) -> None: ...
+    async def write_file(self, path: str, data: bytes) -> None:
+        """Replace or make a file; `path` is the box's (relative to its /tmp). Raises `OSError` as open() would."""
 
-    async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes: ...
+    async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+        """At most the first `max_bytes` of a regular file. Raises `OSError` as open() would."""
 
     async def close(self) -> None:
         """End everything in the box; safe to call twice."""

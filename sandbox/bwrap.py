@@ -1,0 +1,168 @@
+"""Boxes made by bubblewrap: own namespaces, no network, read-only root, private /tmp, a uid and cgroups of their own.
+
+    worker ─► sh (enters the cgroups) ─► setpriv (takes the box's uid) ─► bwrap ─► driver (pid 1 in the box)
+
+All four are one process that execs on, but for bwrap's monitor. The worker's death closes the driver's socket and
+reaches bwrap by ``--die-with-parent``: either ends the whole box.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from penstock.sandbox.box import Box, BoxCommand
+from penstock.sandbox.bundle import compile_driver, driver_command
+from penstock.sandbox.cgroups import CgroupMaker, open_cgroups
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.maker import QUEUE_TIMEOUT_S, DriverSandbox
+from penstock.sandbox.protocol import SandboxError
+from penstock.sandbox.seccomp import build_filter
+
+logger = logging.getLogger(__name__)
+
+PYTHON = "/usr/bin/python3"
+"""The system's: the interpreter that runs Penstock may lie where a box's uid cannot read."""
+UID_BASE = 1_879_048_192
+"""Above every range that distributions and container engines hand out; 16 Mi uids from here."""
+_UIDS_PER_WORKER = 1024
+_ENTER_CGROUPS = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
+_SHM_BYTES = 16 << 20
+
+INSTALL = "bubblewrap is missing: `apt-get install bubblewrap` (or `dnf install bubblewrap`)"
+ALLOW_NAMESPACES = (
+    "allow user namespaces: `sysctl -w user.max_user_namespaces=10000`, on Debian also "
+    "`kernel.unprivileged_userns_clone=1`, on Ubuntu 24.04 `kernel.apparmor_restrict_unprivileged_userns=0`; in Docker start the container with "
+    "`--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
+)
+
+
+class BwrapSandbox(DriverSandbox):
+    """Maker of bubblewrap boxes for one worker process. `containment` says in words which walls stand."""
+
+    def __init__(self, config: SandboxConfig, owner: str, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
+        """Clears away what a killed process of the same `owner` left, then proves that a box can be made here.
+
+        Raises:
+            SandboxError: it cannot, with the mend.
+        """
+        super().__init__(config, queue_timeout_s)
+        self._features = probe()
+        self._filter = build_filter()
+        self._driver = compile_driver(PYTHON)
+        self._cgroups, self._why_no_cgroups = _cgroups(owner, config)
+        self.containment = self._describe()
+        logger.log(logging.INFO if self._cgroups else logging.WARNING, "sandbox: %s", self.containment)
+
+    async def close(self) -> None:
+        await super().close()
+        if self._cgroups is not None:
+            self._cgroups.close()
+
+    async def _launch(self, slot: int) -> Box:
+        try:
+            cgroup = self._cgroups.make(slot) if self._cgroups else None
+        except OSError as error:
+            raise SandboxError(f"the box's cgroup cannot be made: {error}") from error
+        argv = [*self._bwrap(), "--", *driver_command(PYTHON, self._settings(), "{0}")]
+        blobs = [self._driver]
+        if self._filter is not None:
+            blobs.append(self._filter)
+        if os.geteuid() == 0:
+            argv = [*_as_uid(slot), *argv]
+        if cgroup is not None:
+            argv = ["/bin/sh", "-c", _ENTER_CGROUPS, "box", *cgroup.join_files, "--", *argv]
+        return await Box.start(BoxCommand(tuple(argv), tuple(blobs), cgroup=cgroup))
+
+    def _bwrap(self) -> list[str]:
+        tmp_bytes = self.config.tmp_mb << 20
+        return [
+            *"bwrap --unshare-all --unshare-user --die-with-parent --new-session --as-pid-1".split(),
+            *self._features,
+            *"--clearenv --setenv PATH /usr/bin:/bin --setenv HOME /tmp --setenv LANG C.UTF-8".split(),
+            *_system_folders(),
+            *f"--proc /proc --dev /dev --size {_SHM_BYTES} --tmpfs /dev/shm --size {tmp_bytes} --tmpfs /tmp".split(),
+            *"--remount-ro /dev --remount-ro / --chdir /tmp --hostname sandbox --cap-drop ALL".split(),
+            *(("--seccomp", "{1}") if self._filter is not None else ()),
+        ]
+
+    def _settings(self) -> dict[str, object]:
+        """Without cgroups the nearest that rlimits can do: memory per process, processes per user namespace."""
+        settings: dict[str, object] = {
+            "boxed": True,
+            "cpu_s": self.config.cpu_s,
+            "output_bytes": self.config.output_bytes,
+        }
+        if self._cgroups is None:
+            settings |= {"processes": self.config.pids, "address_space": self.config.memory_mb << 20}
+        return settings
+
+    def _describe(self) -> str:
+        walls = ["bwrap: no network, read-only root, private /tmp"]
+        walls.append("a uid per box" if os.geteuid() == 0 else f"uid {os.geteuid()} for all boxes (not root)")
+        walls.append("seccomp" if self._filter is not None else "no seccomp filter for this architecture")
+        if "--disable-userns" not in self._features:
+            walls.append("nested user namespaces are held by seccomp alone (bwrap older than 0.8)")
+        if self._cgroups is not None:
+            walls.append(f"cgroup v{self._cgroups.version} for memory, processes and CPU")
+        else:
+            weaker = "rlimits only: memory is limited per process, not per box, and CPU share not at all"
+            walls.append(f"{weaker} ({self._why_no_cgroups})")
+        return "; ".join(walls)
+
+
+def _cgroups(owner: str, config: SandboxConfig) -> tuple[CgroupMaker | None, str]:
+    if os.geteuid() != 0:
+        return None, "not root"
+    cgroups, reason = open_cgroups(owner, config)
+    if cgroups is not None and (count := cgroups.reap()):
+        logger.warning("sandbox: cleared away %d boxes that an earlier process of %s left", count, owner)
+    return cgroups, reason
+
+
+def _as_uid(slot: int) -> list[str]:
+    """A uid that no other box on this machine has at this time; bwrap as real root would only relabel root."""
+    uid = UID_BASE + os.getpid() % 16384 * _UIDS_PER_WORKER + slot % _UIDS_PER_WORKER
+    return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
+
+
+def _system_folders() -> list[str]:
+    """/usr read-only, and /bin, /lib ... as this system has them: links into /usr, or folders."""
+    arguments = ["--ro-bind", "/usr", "/usr"]
+    for path in map(Path, ("/bin", "/sbin", "/lib", "/lib64")):
+        if path.is_symlink():
+            arguments += ["--symlink", os.readlink(path), str(path)]
+        elif path.is_dir():
+            arguments += ["--ro-bind", str(path), str(path)]
+    for path in map(Path, ("/etc/alternatives", "/etc/ld.so.cache")):
+        arguments += ["--ro-bind-try", str(path), str(path)]
+    return arguments
+
+
+def probe() -> tuple[str, ...]:
+    """Makes one empty box; returns the options that only newer versions have. Raises `SandboxError` with the mend."""
+    if shutil.which("bwrap") is None:
+        raise SandboxError(INSTALL)
+    if os.geteuid() == 0 and shutil.which("setpriv") is None:
+        raise SandboxError("setpriv is missing: `apt-get install util-linux`")
+    first = _try_box("--disable-userns")
+    if first is None:
+        return ("--disable-userns",)
+    second = _try_box()
+    if second is None:
+        return ()
+    raise SandboxError(f"bwrap cannot make a box here ({second}); {ALLOW_NAMESPACES}")
+
+
+def _try_box(*options: str) -> str | None:
+    """None where it worked, else what bwrap said."""
+    box = ["bwrap", "--unshare-all", "--unshare-user", *options, *_system_folders(), "--proc", "/proc", "--dev", "/dev"]
+    command = [*(_as_uid(0) if os.geteuid() == 0 else []), *box, "--", "/usr/bin/true"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else done.stderr.decode("utf-8", "replace").strip() or f"exit {done.returncode}"

@@ -1,0 +1,184 @@
+"""Control groups of boxes, version 1 and 2: memory, processes and CPU of a whole box, whatever it forks.
+
+    <hierarchy>/penstock/<owner>/<pid>-<start>-<slot>      pid, start: of the process that made it
+
+The name says who made a group and whether that process still lives, so the next start of the same owner can clear
+away what a killed one left. Only groups under ``penstock/`` are ever touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.sandbox.config import SandboxConfig
+
+ROOT = Path("/sys/fs/cgroup")
+_PERIOD_US = 100_000
+_V1 = ("memory", "pids", "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroup:
+    """The groups of one box: one directory (version 2) or one per hierarchy (version 1)."""
+
+    directories: tuple[Path, ...]
+    oom_file: Path
+    """Holds the line ``oom_kill N``."""
+
+    @property
+    def join_files(self) -> list[str]:
+        """A process enters by writing its pid to each."""
+        return [str(directory / "cgroup.procs") for directory in self.directories]
+
+    def oom_kills(self) -> int:
+        """Processes of this box that the kernel ended for want of memory, so far."""
+        try:
+            lines = self.oom_file.read_text(encoding="ascii").splitlines()
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+    def kill(self) -> None:
+        for directory in self.directories:
+            for pid in _read_pids(directory):
+                _kill(pid)
+
+    def remove(self) -> bool:
+        """True once nothing is left; False while members still exit (call again a little later)."""
+        return all([_remove_directory(directory) for directory in self.directories])
+
+
+class CgroupMaker:
+    """Makes the groups of one owner's boxes under the parents in `parents`."""
+
+    def __init__(self, version: int, parents: tuple[Path, ...], config: SandboxConfig) -> None:
+        self.version = version
+        self.parents = parents
+        self.config = config
+        self.prefix = f"{os.getpid()}-{process_start(os.getpid())}"
+
+    def make(self, slot: int) -> Cgroup:
+        """Raises `OSError` where the hierarchy is gone or full."""
+        directories = tuple(parent / f"{self.prefix}-{slot}" for parent in self.parents)
+        for directory in directories:
+            directory.mkdir(parents=True, exist_ok=True)  # another process may just have removed the empty parents
+        oom_file = directories[0] / ("memory.events" if self.version == 2 else "memory.oom_control")
+        self._limit(directories)
+        return Cgroup(directories, oom_file)
+
+    def _limit(self, directories: tuple[Path, ...]) -> None:
+        memory, processes, cpu = directories if self.version == 1 else directories * 3
+        memory_bytes, quota_us = str(self.config.memory_mb << 20), str(int(self.config.cpus * _PERIOD_US))
+        _write(processes / "pids.max", str(self.config.pids))
+        if self.version == 2:
+            _write(memory / "memory.max", memory_bytes)
+            _write(memory / "memory.swap.max", "0", optional=True)
+            _write(cpu / "cpu.max", f"{quota_us} {_PERIOD_US}")
+            return
+        _write(memory / "memory.limit_in_bytes", memory_bytes)
+        _write(memory / "memory.memsw.limit_in_bytes", memory_bytes, optional=True)
+        _write(cpu / "cpu.cfs_quota_us", quota_us)
+
+    def reap(self) -> int:
+        """Clear away groups of this owner whose maker is gone; returns how many boxes that were."""
+        left = {path.name for parent in self.parents for path in _subdirectories(parent) if not _maker_lives(path.name)}
+        for name in left:
+            leftover = Cgroup(tuple(p / name for p in self.parents), self.parents[0] / name / "memory.events")
+            _end(leftover)
+        return len(left)
+
+    def close(self) -> None:
+        """Remove the owner's own directories where no other process has boxes in them."""
+        for parent in self.parents:
+            _remove_directory(parent)
+            _remove_directory(parent.parent)
+
+
+def open_cgroups(owner: str, config: SandboxConfig, root: Path = ROOT) -> tuple[CgroupMaker | None, str]:
+    """The maker for `owner`, or None and the reason in words."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", owner).strip(".") or "run"
+    try:
+        if (root / "cgroup.controllers").exists():
+            return CgroupMaker(2, (_delegate(root, name),), config), ""
+        if all((root / controller).is_dir() for controller in _V1):
+            parents = tuple(root / controller / "penstock" / name for controller in _V1)
+            for parent in parents:
+                parent.mkdir(parents=True, exist_ok=True)
+            return CgroupMaker(1, parents, config), ""
+    except OSError as error:
+        return None, f"cgroups are not writable ({error})"
+    return None, f"no cgroup hierarchy with {', '.join(_V1)} under {root}"
+
+
+def _delegate(root: Path, name: str) -> Path:
+    """Version 2: every level must hand the controllers down before its children can use them."""
+    level = root
+    for part in ("penstock", name):
+        _write(level / "cgroup.subtree_control", "+memory +pids +cpu")
+        level = level / part
+        level.mkdir(exist_ok=True)
+    _write(level / "cgroup.subtree_control", "+memory +pids +cpu")
+    return level
+
+
+def process_start(pid: int) -> str:
+    """Start time of a live process in clock ticks after boot; '' where it is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def _maker_lives(name: str) -> bool:
+    pid, _, rest = name.partition("-")
+    start = rest.partition("-")[0]
+    return not pid.isdigit() or process_start(int(pid)) == start
+
+
+def _end(leftover: Cgroup, deadline_s: float = 5.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not leftover.remove() and time.monotonic() < deadline:
+        leftover.kill()
+        time.sleep(0.01)
+
+
+def _subdirectories(parent: Path) -> Iterator[Path]:
+    if parent.is_dir():
+        yield from (path for path in parent.iterdir() if path.is_dir())
+
+
+def _read_pids(directory: Path) -> list[int]:
+    try:
+        return [int(line) for line in (directory / "cgroup.procs").read_text(encoding="ascii").split()]
+    except OSError:
+        return []
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _remove_directory(directory: Path) -> bool:
+    try:
+        directory.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _write(path: Path, value: str, optional: bool = False) -> None:
+    if optional and not path.exists():
+        return
+    path.write_text(value, encoding="ascii")

@@ -1,0 +1,51 @@
+"""Output of one run: read at once so that no writer blocks, kept up to a limit, counted beyond it."""
+
+from __future__ import annotations
+
+import os
+
+CHUNK_BYTES = 65536
+FLOOD_FACTOR = 16
+"""A run that writes this many times its limit is ended; up to there it is only cut."""
+FLOOD_FLOOR_BYTES = 8 << 20
+
+
+class Capture:
+    """The first `limit_bytes` of stdout and stderr together; a quarter is kept free for stderr, where tracebacks go."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.stdout = bytearray()
+        self.stderr = bytearray()
+        self.total_bytes = 0
+
+    def read_stdout(self, fd: int) -> bool:
+        return self._read(fd, self.stdout)
+
+    def read_stderr(self, fd: int) -> bool:
+        return self._read(fd, self.stderr)
+
+    def _read(self, fd: int, kept: bytearray) -> bool:
+        """One chunk from a non-blocking `fd`; False where there is none now or will be none any more."""
+        try:
+            data = os.read(fd, CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        self.total_bytes += len(data)
+        kept += data[: self.limit_bytes - len(kept)]
+        return bool(data)
+
+    @property
+    def flooded(self) -> bool:
+        return self.total_bytes > max(FLOOD_FACTOR * self.limit_bytes, FLOOD_FLOOR_BYTES)
+
+    @property
+    def cut(self) -> bool:
+        return self.total_bytes > self.limit_bytes
+
+    def texts(self) -> tuple[str, str]:
+        """(stdout, stderr) as text, together at most `limit_bytes`; bytes that are no UTF-8 become U+FFFD."""
+        for_stderr = max(self.limit_bytes // 4, self.limit_bytes - len(self.stdout))
+        stderr = bytes(self.stderr[:for_stderr])
+        stdout = bytes(self.stdout[: self.limit_bytes - len(stderr)])
+        return stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace")

@@ -1,0 +1,114 @@
+"""The driver's table of children: fork, reap, end. As pid 1 of the box it also inherits and reaps every orphan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from penstock.sandbox.inside import children
+
+KILL_ROUNDS = 500
+PAUSE_S = 0.002
+
+
+class Processes:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.exits: dict[int, tuple[int, float]] = {}
+        """pid → (wait status, CPU seconds) of those in `tracked` that ended."""
+        self.tracked: set[int] = set()
+        self.wakeup, signal_end = os.pipe()
+        """Readable after a child ended."""
+        os.set_blocking(self.wakeup, False)
+        os.set_blocking(signal_end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(signal_end, warn_on_full_buffer=False)
+
+    @property
+    def boxed(self) -> bool:
+        """True only as pid 1 of a box's own namespace: anywhere else ``kill(-1)`` would end the whole machine."""
+        return bool(self.settings["boxed"]) and os.getpid() == 1
+
+    def spawn(self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = ()) -> children.Child:
+        """Raises OSError where the box has no process or descriptor left."""
+        child = children.spawn(body, self.settings, stdin, keep)
+        self.tracked.add(child.pid)
+        return child
+
+    def forget(self, child: children.Child) -> None:
+        child.close()
+        self.tracked.discard(child.pid)
+        self.exits.pop(child.pid, None)  # its number may be given to another process
+
+    def ended(self, child: children.Child) -> bool:
+        self.reap()
+        return child.pid in self.exits
+
+    def reap(self) -> bool:
+        """Always True: stay registered with the poller that calls this."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wakeup, 4096)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                if pid in self.tracked:
+                    self.exits[pid] = (status, usage.ru_utime + usage.ru_stime)
+        return True
+
+    def kill_all(self, child: children.Child) -> None:
+        """Every process but the driver, atomically against forks; without a box only the child's session."""
+        kill_session(child.pid)
+        for _ in range(KILL_ROUNDS if self.boxed else 0):
+            try:
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                break
+            self.reap()
+            time.sleep(PAUSE_S)
+        self.reap()
+
+    def kill_all_but(self, spared: children.Child | None) -> bool:
+        """Every process that does not descend from `spared`; False where they fork faster than this can end them."""
+        for _ in range(20):
+            strangers = strangers_to(spared.pid if spared else 0) if self.boxed else []
+            if not strangers:
+                return True
+            for pid in strangers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.reap()
+            time.sleep(PAUSE_S)
+        return False
+
+
+def strangers_to(spared: int) -> list[int]:
+    """Living processes of this pid namespace but pid 1, `spared` and its descendants."""
+    parents = {pid: _parent_of(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != 1}
+    own = {spared}
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    return [pid for pid, parent in parents.items() if parent and pid not in own]
+
+
+def _parent_of(pid: int) -> int:
+    """-1 would be a valid kill target, so: 0 where the process is gone or a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+    except OSError:
+        return 0
+    return 0 if state in (b"Z", b"X") else int(parent)
+
+
+def kill_session(pid: int) -> None:
+    """A child leads its own process group, but for the moment right after its fork."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)

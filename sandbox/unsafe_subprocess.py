@@ -1,0 +1,50 @@
+"""No box at all: a subprocess in a temporary folder, as this process's own user. Only for code that you trust.
+
+It speaks the same protocol, so tests and machines without namespaces can run tools; a time limit, the output limit
+and CPU seconds hold, nothing else does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+
+from penstock.sandbox.box import Box, BoxCommand
+from penstock.sandbox.bundle import compile_driver, driver_command
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.maker import QUEUE_TIMEOUT_S, DriverSandbox
+
+logger = logging.getLogger(__name__)
+
+
+class UnsafeSubprocessSandbox(DriverSandbox):
+    """Code runs with this user's rights, sees the network and every file this user sees."""
+
+    containment = "unsafe_subprocess: none; code runs with this user's rights"
+
+    def __init__(self, config: SandboxConfig, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
+        super().__init__(config, queue_timeout_s)
+        self._driver = compile_driver(sys.executable)
+        self._folder = tempfile.mkdtemp(prefix="penstock-unsafe-")
+        logger.warning("sandbox: %s", self.containment)
+
+    async def _launch(self, slot: int) -> Box:
+        root = os.path.join(self._folder, str(slot))
+        shutil.rmtree(root, ignore_errors=True)
+        os.makedirs(root)
+        settings: dict[str, object] = {
+            "boxed": False,
+            "root": root,
+            "cpu_s": self.config.cpu_s,
+            "output_bytes": self.config.output_bytes,
+        }
+        env = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": root, "LANG": "C.UTF-8"}
+        argv = tuple(driver_command(sys.executable, settings, "{0}"))
+        return await Box.start(BoxCommand(argv, (self._driver,), cwd=root, env=env))
+
+    async def close(self) -> None:
+        await super().close()
+        shutil.rmtree(self._folder, ignore_errors=True)
