@@ -22,8 +22,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from penstock.sandbox.make import make_sandbox
-
 from penstock.agent_loops.chat import ChatTokens, load_tokenizer
 from penstock.agent_loops.client import GenerateClient
 from penstock.agent_loops.config import AgentConfig
@@ -34,6 +32,7 @@ from penstock.agent_loops.registry import find_loop
 from penstock.agent_loops.reward import RewardFunction
 from penstock.agent_loops.stats import WorkerStats
 from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox
 from penstock.tools.config import ToolConfig
 from penstock.tools.parsers import get_parser
