@@ -35,9 +35,16 @@ _SHM_BYTES = 16 << 20
 INSTALL = "bubblewrap is missing: `apt-get install bubblewrap` (or `dnf install bubblewrap`)"
 ALLOW_NAMESPACES = (
     "allow user namespaces: `sysctl -w user.max_user_namespaces=10000`, on Debian also "
-    "`kernel.unprivileged_userns_clone=1`, on Ubuntu 24.04 `kernel.apparmor_restrict_unprivileged_userns=0`; in Docker start the container with "
-    "`--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
+    "`kernel.unprivileged_userns_clone=1`, on Ubuntu 24.04 `kernel.apparmor_restrict_unprivileged_userns=0`; in Docker "
+    "start the container with `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
 )
+_WALLS = "--unshare-all --unshare-user --die-with-parent --new-session --as-pid-1 --cap-drop ALL --hostname sandbox"
+_ENVIRONMENT = "--clearenv --setenv PATH /usr/bin:/bin --setenv HOME /tmp --setenv LANG C.UTF-8"
+_FILES = (
+    "--proc /proc --dev /dev --size {shm_bytes} --tmpfs /dev/shm --size {tmp_bytes} --tmpfs /tmp "
+    "--remount-ro /dev --remount-ro / --chdir /tmp"
+)
+"""Without the two remounts /dev and the root itself would be writable, unlimited memory file systems."""
 
 
 class BwrapSandbox(DriverSandbox):
@@ -78,16 +85,10 @@ class BwrapSandbox(DriverSandbox):
         return await Box.start(BoxCommand(tuple(argv), tuple(blobs), cgroup=cgroup))
 
     def _bwrap(self) -> list[str]:
-        tmp_bytes = self.config.tmp_mb << 20
-        return [
-            *"bwrap --unshare-all --unshare-user --die-with-parent --new-session --as-pid-1".split(),
-            *self._features,
-            *"--clearenv --setenv PATH /usr/bin:/bin --setenv HOME /tmp --setenv LANG C.UTF-8".split(),
-            *_system_folders(),
-            *f"--proc /proc --dev /dev --size {_SHM_BYTES} --tmpfs /dev/shm --size {tmp_bytes} --tmpfs /tmp".split(),
-            *"--remount-ro /dev --remount-ro / --chdir /tmp --hostname sandbox --cap-drop ALL".split(),
-            *(("--seccomp", "{1}") if self._filter is not None else ()),
-        ]
+        files = _FILES.format(shm_bytes=_SHM_BYTES, tmp_bytes=self.config.tmp_mb << 20)
+        seccomp = ["--seccomp", "{1}"] if self._filter is not None else []
+        options = [*_WALLS.split(), *self._features, *_ENVIRONMENT.split()]
+        return ["bwrap", *options, *_system_folders(), *files.split(), *seccomp]
 
     def _settings(self) -> dict[str, object]:
         """Without cgroups the nearest that rlimits can do: memory per process, processes per user namespace."""

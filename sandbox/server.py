@@ -22,7 +22,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
@@ -75,7 +75,8 @@ def build_app(sandbox: Sandbox, token: str, max_boxes: int) -> FastAPI:
             await asyncio.gather(reaper, return_exceptions=True)
             await sandbox.close()
 
-    app = FastAPI(title="penstock sandbox", lifespan=lifespan, dependencies=[Depends(_authorize(token))])
+    no_pages = {"docs_url": None, "redoc_url": None, "openapi_url": None}  # they would not ask for the token
+    app = FastAPI(lifespan=lifespan, dependencies=[Depends(_authorize(token))], **no_pages)
     _add_error_handlers(app)
     _add_session_routes(app, sessions)
     _add_work_routes(app, sessions)
@@ -135,19 +136,19 @@ def _add_work_routes(app: FastAPI, sessions: SessionRegistry) -> None:
             yield entry
 
     @app.post("/sessions/{session_id}/run")
-    async def run(body: RunRequest, entry: Annotated[Entry, Depends(in_use)]) -> dict[str, Any]:
+    async def run(body: RunRequest, entry: Entry = Depends(in_use)) -> dict[str, Any]:
         return asdict(await entry.session.run(body.argv, stdin=body.stdin, timeout_s=body.timeout_s))
 
     @app.post("/sessions/{session_id}/run_python")
-    async def run_python(body: RunPythonRequest, entry: Annotated[Entry, Depends(in_use)]) -> dict[str, Any]:
+    async def run_python(body: RunPythonRequest, entry: Entry = Depends(in_use)) -> dict[str, Any]:
         return asdict(await entry.session.run_python(body.code, timeout_s=body.timeout_s))
 
     @app.put("/sessions/{session_id}/files", status_code=204)
-    async def write_file(path: str, request: Request, entry: Annotated[Entry, Depends(in_use)]) -> None:
+    async def write_file(path: str, request: Request, entry: Entry = Depends(in_use)) -> None:
         await entry.session.write_file(path, await _body(request))
 
     @app.get("/sessions/{session_id}/files")
-    async def read_file(path: str, entry: Annotated[Entry, Depends(in_use)], max_bytes: int = 1 << 20) -> Response:
+    async def read_file(path: str, max_bytes: int = 1 << 20, entry: Entry = Depends(in_use)) -> Response:
         data = await entry.session.read_file(path, max(0, max_bytes))
         return Response(data, media_type="application/octet-stream")
 

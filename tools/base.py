@@ -41,7 +41,9 @@ class BaseTool(ABC):
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """JSON schema of the arguments (type object)."""
+    """JSON schema of the arguments (type object). It is rendered into every prompt: keep it small and stable."""
+    max_output_chars: int = 2000
+    """Results are cut to this; `make_tools` sets it from the tool's configuration."""
 
     def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
         self.sandbox = sandbox
@@ -55,6 +57,13 @@ class BaseTool(ABC):
 
     async def create(self, task: Task) -> Any:
         """State for one episode; called on the tool's first use in it."""
+        return None
+
+    async def attach(self, task: Task, session_id: str) -> Any:
+        """State around the session that another worker's state had, told by its `session_id`; None: make a new one.
+
+        Raises `SandboxLost` where the session is gone.
+        """
         return None
 
     @abstractmethod

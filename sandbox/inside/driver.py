@@ -37,7 +37,6 @@ class Driver:
         self.processes = Processes(settings)
         self.interpreter: children.Child | None = None
         self.requests = self.outcomes = -1
-        self.calls = 0
         self.nothing = os.open(os.devnull, os.O_RDONLY)
 
     # ---- the loop: receive, do, answer
@@ -91,7 +90,7 @@ class Driver:
     def run(self, command: dict[str, Any]) -> dict[str, Any]:
         stdin_read, stdin_write = os.pipe()
         try:
-            child = self.processes.spawn(lambda: children.command(command["argv"]), stdin_read)
+            child = self.processes.spawn(lambda: children.command(command["argv"]), stdin_read, spared=self.interpreter)
         except OSError:
             os.close(stdin_write)
             raise
@@ -110,11 +109,12 @@ class Driver:
         if self.interpreter is None or ended_before:
             self.start_interpreter()
         assert self.interpreter is not None
-        self.calls += 1
+        number = int.from_bytes(os.urandom(4), "big") | 1  # not to be guessed by what earlier calls left running
         code = command["code"].encode("utf-8", "replace")
-        feed = interpreter.REQUEST.pack(self.calls, len(code)) + code
+        feed = interpreter.REQUEST.pack(number, len(code)) + code
         run = Run(self.interpreter, self.settings["output_bytes"], self.requests, feed)
-        run.number, run.outcomes = self.calls, self.outcomes
+        run.number, run.outcomes = number, self.outcomes
+        run.drop_old_outcomes()
         answer = self.watch(run, command["timeout_s"])
         return {**answer, "state_lost": ended_before or self.interpreter is None}
 
@@ -144,17 +144,18 @@ class Driver:
 
     def end_run(self, run: Run) -> None:
         if run.child is self.interpreter:
-            self.processes.kill_all(run.child)
+            self.processes.kill_all()
             return
         kill_session(run.child.pid)
         if not self.processes.kill_all_but(self.interpreter):
-            self.processes.kill_all(run.child)
+            self.processes.kill_all()
             self.end_interpreter()
 
     def start_interpreter(self) -> None:
         self.end_interpreter()
         requests, self.requests = os.pipe()
         self.outcomes, outcomes = os.pipe()
+        os.set_blocking(self.outcomes, False)
         try:
             body = lambda: interpreter.serve(requests, outcomes)  # noqa: E731
             self.interpreter = self.processes.spawn(body, self.nothing, (requests, outcomes))
@@ -169,7 +170,7 @@ class Driver:
         """With it goes everything else in the box: what its code started must not live on unwatched."""
         if self.interpreter is None:
             return
-        self.processes.kill_all(self.interpreter)
+        self.processes.kill_all()
         self.processes.forget(self.interpreter)
         os.close(self.requests)
         os.close(self.outcomes)

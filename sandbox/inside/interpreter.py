@@ -27,7 +27,7 @@ def serve(requests: int, outcomes: int) -> int:
     sources: dict[str, str] = {}
     while header := _read_exactly(requests, REQUEST.size):
         number, size = REQUEST.unpack(header)
-        name = f"<call {number}>"
+        name = f"<call {len(sources) + 1}>"
         sources[name] = _read_exactly(requests, size).decode("utf-8")
         exit_code = execute(sources[name], name, namespace, sources)
         _flush()

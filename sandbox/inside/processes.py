@@ -34,9 +34,19 @@ class Processes:
         """True only as pid 1 of a box's own namespace: anywhere else ``kill(-1)`` would end the whole machine."""
         return bool(self.settings["boxed"]) and os.getpid() == 1
 
-    def spawn(self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = ()) -> children.Child:
-        """Raises OSError where the box has no process or descriptor left."""
-        child = children.spawn(body, self.settings, stdin, keep)
+    def spawn(
+        self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = (), spared: children.Child | None = None
+    ) -> children.Child:
+        """Where the box is full, what earlier code left running is ended first, `spared` last of all.
+
+        Raises OSError where even that makes no room.
+        """
+        try:
+            child = children.spawn(body, self.settings, stdin, keep)
+        except BlockingIOError:
+            if not self.kill_all_but(spared):
+                self.kill_all()
+            child = children.spawn(body, self.settings, stdin, keep)
         self.tracked.add(child.pid)
         return child
 
@@ -62,9 +72,10 @@ class Processes:
                     self.exits[pid] = (status, usage.ru_utime + usage.ru_stime)
         return True
 
-    def kill_all(self, child: children.Child) -> None:
-        """Every process but the driver, atomically against forks; without a box only the child's session."""
-        kill_session(child.pid)
+    def kill_all(self) -> None:
+        """Every process but the driver, atomically against forks; without a box only the children's sessions."""
+        for child in self.tracked - set(self.exits):
+            kill_session(child)
         for _ in range(KILL_ROUNDS if self.boxed else 0):
             try:
                 os.kill(-1, signal.SIGKILL)

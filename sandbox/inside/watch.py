@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -51,6 +52,11 @@ class Run:
         if self.number == 0 and self.feed_fd >= 0:
             os.close(self.feed_fd)
             self.feed_fd = -1
+
+    def drop_old_outcomes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.outcomes, 65536):
+                continue
 
     def note_outcome(self) -> bool:
         data = os.read(self.outcomes, interpreter.OUTCOME.size)

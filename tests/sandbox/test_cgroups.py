@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from penstock.sandbox.cgroups import CgroupMaker, open_cgroups, process_start
+from penstock.sandbox.config import SandboxConfig
+
+CONFIG = SandboxConfig(memory_mb=100, pids=10, cpus=0.5)
+
+
+def test_version_2_hands_controllers_down_and_sets_each_limit(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids")
+    maker, reason = open_cgroups("my run/1", CONFIG, tmp_path)
+    assert maker is not None
+    assert (maker.version, reason) == (2, "")
+    for level in (tmp_path, tmp_path / "penstock", tmp_path / "penstock" / "my_run_1"):
+        assert (level / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+    (box,) = maker.make(3).directories
+    assert box.parent == tmp_path / "penstock" / "my_run_1"
+    limits = {name: (box / name).read_text() for name in ("memory.max", "pids.max", "cpu.max")}
+    assert limits == {"memory.max": str(100 << 20), "pids.max": "10", "cpu.max": "50000 100000"}
+
+
+def test_version_1_sets_each_limit_in_its_own_hierarchy(tmp_path: Path) -> None:
+    for controller in ("memory", "pids", "cpu"):
+        (tmp_path / controller).mkdir()
+    maker, _ = open_cgroups("run", CONFIG, tmp_path)
+    assert maker is not None
+    memory, pids, cpu = maker.make(0).directories
+    assert (memory / "memory.limit_in_bytes").read_text() == str(100 << 20)
+    assert (pids / "pids.max").read_text() == "10"
+    assert (cpu / "cpu.cfs_quota_us").read_text() == "50000"
+
+
+def test_no_hierarchy_gives_the_reason(tmp_path: Path) -> None:
+    maker, reason = open_cgroups("run", CONFIG, tmp_path)
+    assert maker is None
+    assert "no cgroup hierarchy with memory, pids, cpu" in reason
+
+
+def test_only_groups_of_dead_makers_are_reaped(tmp_path: Path) -> None:
+    maker = CgroupMaker(2, (tmp_path,), CONFIG)
+    mine, older, gone = f"{maker.prefix}-0", f"{os.getpid()}-1-0", "999999999-5-0"
+    for name in (mine, older, gone, "not-ours"):
+        (tmp_path / name).mkdir()
+    assert maker.reap() == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([mine, "not-ours"])
+
+
+def test_oom_kills_are_counted_from_either_format(tmp_path: Path) -> None:
+    cgroup = CgroupMaker(2, (tmp_path,), CONFIG).make(0)
+    assert cgroup.oom_kills() == 0
+    cgroup.oom_file.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert cgroup.oom_kills() == 3
+
+
+def test_process_start_tells_lives_apart() -> None:
+    assert process_start(os.getpid()).isdigit()
+    assert process_start(999999999) == ""

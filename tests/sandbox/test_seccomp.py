@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from penstock.sandbox.seccomp import build_filter
+
+ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+X86_64, AARCH64 = 0xC000003E, 0xC00000B7
+
+
+def decide(program: bytes, arch: int, number: int, argument: int = 0) -> int:
+    """Run the filter as the kernel would."""
+    steps = list(struct.iter_unpack("=HBBI", program))
+    data = struct.pack("<IIQQ", number, arch, 0, argument)
+    accumulator = position = 0
+    while True:
+        code, if_true, if_false, value = steps[position]
+        position += 1
+        if code == 0x06:
+            return value
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("<I", data, value)
+        else:
+            hit = {0x15: accumulator == value, 0x35: accumulator >= value, 0x45: accumulator & value != 0}[code]
+            position += if_true if hit else if_false
+
+
+@pytest.mark.parametrize(
+    ("number", "argument", "expected"),
+    [
+        (0, 0, ALLOW),
+        (59, 0, ALLOW),
+        (56, 0x11, ALLOW),
+        (56, 0x10000011, EPERM),
+        (435, 0, ENOSYS),
+        (101, 0, EPERM),
+        (272, 0, EPERM),
+        (425, 0, EPERM),
+        (438, 0, EPERM),
+        (41, 1, ALLOW),
+        (41, 2, ALLOW),
+        (41, 40, EPERM),
+        (41, 38, EPERM),
+        (0x40000000, 0, EPERM),
+    ],
+)
+def test_x86_64(number: int, argument: int, expected: int) -> None:
+    program = build_filter("x86_64")
+    assert program is not None
+    assert decide(program, X86_64, number, argument) == expected
+
+
+def test_aarch64_and_foreign_architectures() -> None:
+    program = build_filter("aarch64")
+    assert program is not None
+    assert [decide(program, AARCH64, n) for n in (63, 117, 97, 280)] == [ALLOW, EPERM, EPERM, EPERM]
+    assert [decide(program, AARCH64, 198, family) for family in (2, 40)] == [ALLOW, EPERM]
+    assert decide(program, X86_64, 0) == KILL
+    assert build_filter("sparc") is None

@@ -1,0 +1,117 @@
+"""A tool from one typed function:
+
+@function_tool
+def add(a: int, b: int) -> int:
+    '''Add two numbers.'''
+    return a + b
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, overload
+
+from pydantic import TypeAdapter, ValidationError
+
+from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
+from penstock.tools.docstring import describe
+from penstock.tools.validate import check_schema
+
+THE_CALLS_FAULT = (ValueError, TypeError, LookupError, ArithmeticError)
+"""What a function raises for arguments it cannot use: the model reads it and may try again."""
+_THREADS = ThreadPoolExecutor(max_workers=64, thread_name_prefix="function-tool")
+
+
+class FunctionTool(BaseTool):
+    """Made by `function_tool`. Stateless: one object serves all episodes."""
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None, description: str | None = None) -> None:
+        """Raises `ValueError` or `TypeError` where a parameter has no type that JSON knows."""
+        super().__init__()
+        self.function = function
+        self.name = name or function.__name__
+        summary, arguments = describe(function)
+        self.description = description or summary
+        self._adapters = {parameter: TypeAdapter(hint) for parameter, hint in _hints(function).items()}
+        self.parameters = _schema(function, self._adapters, arguments)
+        check_schema(self.name, self.parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself, for its own tests."""
+        return self.function(*args, **kwargs)
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
+        """Of the function's exceptions, `THE_CALLS_FAULT` go to the model; any other is the tool's failure."""
+        try:
+            values = {name: self._adapters[name].validate_python(value) for name, value in arguments.items()}
+            return _to_result(await self._call(values))
+        except ToolInfraError:
+            raise
+        except ValidationError as error:
+            return ToolResult(f"Error: {error.errors()[0]['msg']}", is_error=True)
+        except THE_CALLS_FAULT as error:
+            return ToolResult(f"Error: {type(error).__name__}: {error}", is_error=True)
+        except Exception as error:
+            raise ToolInfraError(self.name, f"{type(error).__name__}: {error}") from error
+
+    async def _call(self, values: dict[str, Any]) -> Any:
+        """Sync functions run in a thread: one that blocks must not stop the other episodes of this worker."""
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(**values)
+        return await asyncio.get_running_loop().run_in_executor(_THREADS, functools.partial(self.function, **values))
+
+
+@overload
+def function_tool(function: Callable[..., Any]) -> FunctionTool: ...
+@overload
+def function_tool(*, name: str | None = None, description: str | None = None) -> Callable[..., FunctionTool]: ...
+def function_tool(
+    function: Callable[..., Any] | None = None, *, name: str | None = None, description: str | None = None
+) -> FunctionTool | Callable[..., FunctionTool]:
+    """Schema from the type hints, descriptions from the docstring (its first paragraph, and an ``Args:`` section)."""
+    if function is not None:
+        return FunctionTool(function)
+    return lambda decorated: FunctionTool(decorated, name, description)
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(function, include_extras=True)
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"{function.__name__}: parameter {parameter.name!r} must be an ordinary named one")
+        if parameter.name not in hints:
+            raise TypeError(f"{function.__name__}: parameter {parameter.name!r} needs a type hint")
+    hints.pop("return", None)
+    return hints
+
+
+def _schema(
+    function: Callable[..., Any], adapters: dict[str, TypeAdapter[Any]], descriptions: dict[str, str]
+) -> dict[str, Any]:
+    properties, required = {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        properties[name] = _without_titles(adapters[name].json_schema())
+        if descriptions.get(name):
+            properties[name]["description"] = descriptions[name]
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _without_titles(schema: Any) -> Any:
+    """Pydantic's titles repeat the names: tokens for nothing."""
+    if isinstance(schema, dict):
+        return {k: _without_titles(v) for k, v in schema.items() if not (k == "title" and isinstance(v, str))}
+    return [_without_titles(item) for item in schema] if isinstance(schema, list) else schema
+
+
+def _to_result(value: Any) -> ToolResult:
+    if isinstance(value, ToolResult):
+        return value
+    return ToolResult(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))

@@ -1,0 +1,89 @@
+"""Tools by name: those in the box, those that users registered, and dotted paths."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from penstock.sandbox.protocol import Sandbox
+from penstock.tools.base import BaseTool
+from penstock.tools.config import ToolConfig
+from penstock.tools.validate import check_schema
+
+T = TypeVar("T", bound=type[BaseTool] | BaseTool)
+
+_TOOLS: dict[str, type[BaseTool] | BaseTool | str] = {"python": "penstock.tools.python:PythonTool"}
+"""A string is the path of a tool in the box, imported when it is used."""
+
+
+class ToolConfigError(ValueError):
+    """A recipe names a tool that does not exist or cannot be made; the text names the entry and the mend."""
+
+
+def register_tool(name: str) -> Callable[[T], T]:
+    """Decorator for a `BaseTool` subclass or a `@function_tool`: recipes can then say `name`."""
+
+    def register(tool: T) -> T:
+        _TOOLS[name] = tool
+        return tool
+
+    return register
+
+
+def make_tools(configs: Sequence[ToolConfig], sandbox: Sandbox | None) -> dict[str, BaseTool]:
+    """Name that the model calls → tool, in the order of the recipe. Raises `ToolConfigError`."""
+    tools: dict[str, BaseTool] = {}
+    for config in configs:
+        tool = _make_tool(config, sandbox)
+        if tool.name in tools:
+            raise ToolConfigError(f"tools: two of them are called {tool.name!r}")
+        tools[tool.name] = tool
+    return tools
+
+
+def _make_tool(config: ToolConfig, sandbox: Sandbox | None) -> BaseTool:
+    found = _find(config.name)
+    try:
+        tool = _instance(found, config, sandbox)
+        check_schema(tool.name, tool.parameters)
+    except (TypeError, ValueError) as error:
+        raise ToolConfigError(f"tool {config.name!r} with settings {config.settings}: {error}") from error
+    tool.max_output_chars = config.max_output_chars
+    return tool
+
+
+def _instance(found: Any, config: ToolConfig, sandbox: Sandbox | None) -> BaseTool:
+    if isinstance(found, type) and issubclass(found, BaseTool):
+        return found(sandbox, **config.settings)
+    if not isinstance(found, BaseTool):
+        raise TypeError(f"it is a {type(found).__name__}: a BaseTool subclass or a @function_tool is needed")
+    if config.settings:
+        raise ValueError("a @function_tool takes no settings")
+    return copy.copy(found)
+
+
+def _find(name: str) -> Any:
+    found = _TOOLS.get(name)
+    if found is None and ("." in name or ":" in name):
+        return _import(name)
+    if found is None:
+        close = difflib.get_close_matches(name, _TOOLS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(sorted(_TOOLS))}"
+        raise ToolConfigError(f"no tool {name!r}; {hint} (or give a dotted path)")
+    return _import(found) if isinstance(found, str) else found
+
+
+def _import(path: str) -> Any:
+    module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ToolConfigError(f"tool {path!r}: cannot import {module_name!r}: {error}") from error
+    if not hasattr(module, name):
+        close = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ToolConfigError(f"tool {path!r}: {module_name} has no {name!r}{hint}")
+    return getattr(module, name)

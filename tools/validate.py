@@ -1,0 +1,50 @@
+"""Arguments of a call against the tool's schema; what is wrong is told to the model, by the argument's name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, cast
+
+from jsonschema import Draft202012Validator, SchemaError, ValidationError
+
+
+def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
+    """Raises `ValueError` naming the tool where `schema` is no JSON schema of an object."""
+    if schema.get("type") != "object":
+        raise ValueError(f"tool {tool}: parameters must be a JSON schema of type object")
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"tool {tool}: parameters are no JSON schema: {error.message}") from error
+
+
+def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    """None where they fit, else one line for the model.
+
+    Arguments that the schema does not name are refused, unless it says ``additionalProperties``: tools are functions,
+    and spelling this out in every schema would cost tokens in every prompt.
+    """
+    known = schema.get("properties", {})
+    if "additionalProperties" not in schema:
+        for name in arguments:
+            if name not in known:
+                return f"unknown argument {name!r}{_nearest(name, known)}"
+    errors = sorted(Draft202012Validator(schema).iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+    return _describe(errors[0]) if errors else None
+
+
+def _describe(error: ValidationError) -> str:
+    if error.validator == "required" and not error.path:
+        required, given = cast("list[str]", error.validator_value), cast("dict[str, Any]", error.instance)
+        return f"argument {next(name for name in required if name not in given)!r} is missing"
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.path).lstrip(".")
+    message = error.message if len(error.message) <= 200 else f"{error.message[:100]} ... {error.message[-90:]}"
+    return f"argument {where!r}: {message}" if where else message
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f" (this tool takes: {', '.join(known)})" if known else " (this tool takes no arguments)"
