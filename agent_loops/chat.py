@@ -14,7 +14,7 @@ from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.segment import Budget, SegmentBuilder
 from penstock.agent_loops.template import ChatTemplate, Message
 from penstock.tools.base import ToolResult
-from penstock.tools.parsers import Parser, ToolCall
+from penstock.tools.parsers import ToolCall, ToolCallParser
 
 if TYPE_CHECKING:
     from penstock.agent_loops.llm import Reply
@@ -39,7 +39,7 @@ class ChatTokens:
     def __init__(
         self,
         tokenizer: Any,
-        parser: Parser,
+        parser: ToolCallParser,
         budget: Budget | None = None,
         template_settings: Mapping[str, Any] | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class ChatTokens:
 
     def tool_calls(self, reply: Reply) -> list[ToolCall]:
         """Calls in a reply, malformed ones included (they carry their error). None from a reply cut by length."""
-        return [] if reply.finish_reason == "length" else self.parser.parse(reply.text)
+        return [] if reply.finish_reason == "length" else list(self.parser.parse(reply.text).calls)
 
     def render_tools(self, results: Sequence[ToolResult]) -> list[int]:
         """The delta for tool results, in the order of their calls; for `segment.observe`."""

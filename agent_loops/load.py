@@ -46,7 +46,7 @@ def _load_file(path: str, recipe_dir: Path) -> ModuleType:
     module_name = f"penstock_user_{found.stem}_{xxhash.xxh3_64_hexdigest(bytes(found))[:8]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    _allow_imports_from(found.parent)
+    allow_imports_from(found.parent)
     return _execute(module_name, found)
 
 
@@ -66,14 +66,14 @@ def _execute(module_name: str, file: Path) -> ModuleType:
 
 def _import(module_name: str, recipe_dir: Path) -> ModuleType:
     for folder in (recipe_dir.resolve(), Path.cwd()):
-        _allow_imports_from(folder)
+        allow_imports_from(folder)
     try:
         return importlib.import_module(module_name)
     except Exception as error:
         raise LoadError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _allow_imports_from(folder: Path) -> None:
-    """At the end of the path: a user's file must not shadow an installed package."""
+def allow_imports_from(folder: Path) -> None:
+    """Puts a folder at the end of the import path, once: a user's file must not shadow an installed package."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -69,7 +69,7 @@ def _check_calls_are_parsed(chat: ChatTokens, tools: Tools) -> None:
     text = chat.template.reply_with_call(tools, {"function": {"name": name, "arguments": arguments}})
     if text is None or name not in text:
         return
-    found = [(call.name, call.arguments) for call in chat.parser.parse(text)]
+    found = [(call.name, call.arguments) for call in chat.parser.parse(text).calls]
     if found != [(name, arguments)]:
         raise TemplateError(f"the parser of tool calls does not read this model's calls; the template writes {text!r}")
 

@@ -129,7 +129,7 @@ class ToolBox:
         return [ToolResult(**{**result, "images": tuple(result["images"])}) for result in entry.data["results"]]
 
     def _open_sessions(self) -> dict[str, str]:
-        named = {name: self._tools[name].session_id(held.state) for name, held in self._held.items() if held.ready}
+        named = {name: getattr(held.state, "session_id", None) for name, held in self._held.items()}
         return {name: session for name, session in named.items() if session is not None}
 
     def _count(self, results: Sequence[ToolResult]) -> None:

@@ -27,6 +27,7 @@ from penstock.agent_loops.client import GenerateClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode, EpisodeParts
 from penstock.agent_loops.errors import WorkerStopped
+from penstock.agent_loops.load import allow_imports_from
 from penstock.agent_loops.registry import find_loop
 from penstock.agent_loops.reward import RewardFunction
 from penstock.agent_loops.stats import WorkerStats
@@ -87,6 +88,7 @@ async def run_worker(job: WorkerJob) -> None:
 
 def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
     """What a worker's episodes share, checked before the first lease: template, tools, loop, reward."""
+    allow_imports_from(job.recipe_dir.resolve())
     tools = make_tools(job.tools, sandbox)
     chat = ChatTokens(load_tokenizer(job.model), get_parser(job.config.parser))
     proof = chat.prove([tool.schema for tool in tools.values()])

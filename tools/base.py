@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.sandbox.protocol import SandboxLost
 from penstock.transfer_queue.trajectory import Task
 
 if TYPE_CHECKING:
@@ -60,13 +59,12 @@ class BaseTool(ABC):
         """State for one episode; called on the tool's first use in it."""
         return None
 
-    def session_id(self, state: Any) -> str | None:
-        """Names what `state` holds outside this process (a box), for `attach` by another worker; None: nothing."""
-        return getattr(state, "session_id", None)
-
     async def attach(self, task: Task, session_id: str) -> Any:
-        """The state around a session that a dead worker left. Raises `SandboxLost` where it is gone."""
-        raise SandboxLost(f"{self.name} keeps no session that outlives its worker")
+        """State around the session that another worker's state had, told by its `session_id`; None: make a new one.
+
+        Raises `SandboxLost` where the session is gone.
+        """
+        return None
 
     @abstractmethod
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:

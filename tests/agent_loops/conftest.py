@@ -99,9 +99,6 @@ class Calculator(BaseTool):
         total = sum(int(term) for term in arguments["expression"].split("+"))
         return ToolResult(f"{total} (call {len(state.history)})")
 
-    def session_id(self, state: Any) -> str | None:
-        return state.session_id
-
     async def release(self, state: Any) -> None:
         self.open -= 1
         self.released += 1

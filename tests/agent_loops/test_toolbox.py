@@ -74,7 +74,7 @@ async def test_stateless_calls_run_in_parallel(box_of):
         (ToolCall("calculater", {}), "there is no tool 'calculater'; did you mean 'calculator'"),
         (ToolCall("calculator", {}), "expression"),
         (ToolCall("calculator", {"expression": 5}), "5 is not of type 'string'"),
-        (ToolCall("", {}, "not valid JSON at column 7"), "not valid JSON at column 7"),
+        (ToolCall("", error="not valid JSON at column 7"), "not valid JSON at column 7"),
     ],
 )
 async def test_what_the_model_did_wrong_is_told_to_the_model(box_of, calculator, call, message):

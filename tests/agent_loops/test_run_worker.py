@@ -1,0 +1,80 @@
+"""The whole worker on real parts: tokenizer folder, bubblewrap, the python tool, a reward file beside the recipe."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+
+import pytest
+
+from penstock.agent_loops.client import FakeClient
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.errors import LoadError, TemplateError
+from penstock.agent_loops.worker import WorkerJob, run_worker
+from penstock.tools.config import ToolConfig
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    last = solution_str.rsplit("The answer is ", 1)[-1]
+    return {"score": float(last.startswith(ground_truth)), "tool_calls": extra_info["tool_calls"]}
+"""
+
+
+@pytest.fixture
+def job_of(tmp_path, tokenizer_for, ledger_of):
+    def make(client, tasks, template="qwen2_5", **fields):
+        tokenizer_for(template).save_pretrained(tmp_path / "model")
+        (tmp_path / "judge.py").write_text(REWARD)
+        plain = {
+            "name": "test-worker",
+            "config": AgentConfig(max_response_tokens=1000, reward="judge.py:compute_score", concurrency=4),
+            "ledger": ledger_of(tasks),
+            "client": client,
+            "model": str(tmp_path / "model"),
+            "tools": [ToolConfig(name="python")],
+            "recipe_dir": tmp_path,
+        }
+        return WorkerJob(**{**plain, **fields})
+
+    return make
+
+
+def python_call(code: str) -> str:
+    call = json.dumps({"name": "python", "arguments": {"code": code}})
+    return f"<tool_call>\n{call}\n</tool_call><|im_end|>"
+
+
+@pytest.mark.bwrap
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+async def test_python_in_a_box_answers_and_remembers(job_of, tasks_of, chat_for):
+    chat = chat_for()
+    script = [python_call("x = 12 + 34"), python_call("print(x)"), "The answer is 46.<|im_end|>"]
+
+    def policy(context):
+        return chat.encode(script[chat.decode(context).count("<|im_start|>user\n<tool_response>")])
+
+    job = job_of(FakeClient(policy), tasks_of(4))
+    worker = asyncio.create_task(run_worker(job))
+    async with asyncio.timeout(30):
+        while len(job.ledger.done) < 4 and not worker.done():
+            await asyncio.sleep(0.02)
+    worker.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await worker
+    assert job.ledger.failed == []
+    for trajectory in job.ledger.done.values():
+        assert trajectory.reward == 1.0
+        assert trajectory.extra["tool_results"][1] == "46"
+        assert trajectory.metrics["reward/tool_calls"] == 2.0
+
+
+async def test_a_bad_recipe_is_refused_before_anything_is_leased(job_of, tasks_of):
+    unused = FakeClient(lambda context: [2])
+    with pytest.raises(TemplateError, match="no tokenizer in '/nowhere'"):
+        await run_worker(job_of(unused, tasks_of(), model="/nowhere", tools=[]))
+    with pytest.raises(LoadError, match="did you mean 'tool_agent'"):
+        await run_worker(job_of(unused, tasks_of(), config=AgentConfig(loop="tool_agnt"), tools=[]))
+    with pytest.raises(LoadError, match=r"no file 'reward\.py'"):
+        await run_worker(job_of(unused, tasks_of(), config=AgentConfig(reward="reward.py:f"), tools=[]))
