@@ -83,7 +83,8 @@ class Evaluator:
         while await self._still_out(lane):  # noqa: ASYNC110 - the event is in another process
             await asyncio.sleep(POLL_S)
         trajectories, _ = await self._ledger.results(lane)
-        self._recorder.evaluation(version, summarise(trajectories, len(tasks)), time.monotonic() - began)
+        result = summarise(trajectories, len(tasks))
+        await asyncio.to_thread(self._recorder.evaluation, version, result, time.monotonic() - began)
         await self._ledger.drop_lane(lane)
 
     async def _still_out(self, lane: str) -> int:

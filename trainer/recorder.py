@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Only rank 0 records. Lines are flushed as they are written; a rewritten file is replaced atomically."""
+    """Only rank 0 records, one call at a time: a line appended while the file is rewritten would be lost.
+
+    Lines are flushed as they are written; a rewritten file is replaced atomically.
+    """
 
     def __init__(self, run_dir: Path, model: str, save_trajectories: int) -> None:
         self._metrics = run_dir / "metrics.jsonl"
@@ -26,6 +30,7 @@ class Recorder:
         self._evaluations = run_dir / "eval.jsonl"
         self._trajectories = run_dir / "trajectories"
         self._save_trajectories = save_trajectories
+        self._one_at_a_time = threading.Lock()
         self._trajectories.mkdir(parents=True, exist_ok=True)
         self._tokenizer = _tokenizer(model)
         self._board = _tensorboard(run_dir / "tensorboard")
@@ -39,18 +44,20 @@ class Recorder:
     def step(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
         """Everything of one step. The step's episodes are written first: the account is never behind the metrics."""
         episodes = [episode for group in batch.groups for episode in group]
-        _append(self._steps, {"step": batch.step, "version": batch.step + 1, "episodes": episodes})
-        self._write_trajectories(batch, advantages)
-        _append(self._metrics, metrics)
-        self._to_board(metrics, batch.step + 1)
+        with self._one_at_a_time:
+            _append(self._steps, {"step": batch.step, "version": batch.step + 1, "episodes": episodes})
+            self._write_trajectories(batch, advantages)
+            _append(self._metrics, metrics)
+            self._to_board(metrics, batch.step + 1)
 
     def evaluation(self, version: int, result: Mapping[str, float], wall_s: float) -> None:
         """A line of ``eval.jsonl``; its numbers also join the line of the step that made the version."""
-        _append(self._evaluations, {"version": version, **result, "wall_s": wall_s})
         named = {f"eval/{name}": value for name, value in result.items()}
-        lines = [{**line, **named} if line["version"] == version else line for line in read_lines(self._metrics)]
-        _rewrite(self._metrics, lines)
-        self._to_board(named, version)
+        with self._one_at_a_time:
+            _append(self._evaluations, {"version": version, **result, "wall_s": wall_s})
+            lines = [{**line, **named} if line["version"] == version else line for line in read_lines(self._metrics)]
+            _rewrite(self._metrics, lines)
+            self._to_board(named, version)
 
     def close(self) -> None:
         if self._board is not None:

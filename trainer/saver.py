@@ -18,6 +18,9 @@ from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.torch_thread import TorchThread
 
+SAVE_TIMEOUT_S = 1800.0
+"""A checkpoint that is not durable and committed by then stops the run."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -102,10 +105,11 @@ class Saver:
         )
 
     async def _finish(self, step: int, data_cursor: int, future: Future[Any], publisher: Publisher) -> None:
-        await asyncio.wrap_future(future)
-        if not self._ranks.first:
-            return
-        await asyncio.to_thread(self._store.seal, step, data_cursor, self._ranks.world)
-        # A step counts as trained when its version is out; the ledger commits trained steps only.
-        await publisher.until_published(step)
-        await self._ledger.commit(step)
+        async with asyncio.timeout(SAVE_TIMEOUT_S):
+            await asyncio.wrap_future(future)
+            if not self._ranks.first:
+                return
+            await asyncio.to_thread(self._store.seal, step, data_cursor, self._ranks.world)
+            # A step counts as trained when its version is out; the ledger commits trained steps only.
+            await publisher.until_published(step)
+            await self._ledger.commit(step)
