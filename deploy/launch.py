@@ -189,9 +189,12 @@ def role_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
         settings = {**env, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
         return RoleSpec(name, [*command, *argv], settings, run.logs / f"{name}.log", max_restarts)
 
+    def port(server: int) -> str:
+        return str(config.rollout.port and config.rollout.port + server)
+
     rollouts = [
-        spec(f"rollout-{i}", "rollout", "--name", f"rollout-{i}", max_restarts=config.rollout.max_restarts)
-        for i in range(config.rollout.servers)
+        spec(name, "rollout", "--name", name, "--port", port(i), max_restarts=config.rollout.max_restarts)
+        for i, name in ((i, f"rollout-{i}") for i in range(config.rollout.servers))
     ]
     agents = [
         spec(f"agent-{i}", "agent", "--name", f"agent-{i}", max_restarts=config.agent.max_restarts)

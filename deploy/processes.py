@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-GAVE_UP = 3
-"""Exit status of a role that stops on purpose and must not be restarted (its log says why)."""
+STOP_FILE_VARIABLE = "PENSTOCK_STOP_FILE"
+"""Where a role writes why it must not be started again, before it exits."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class RoleSpec:
     log: Path
     max_restarts: int
     stop_grace_s: float = 15.0
+
+    @property
+    def stop_file(self) -> Path:
+        return self.log.with_suffix(".stop")
 
 
 class RoleFailed(Exception):
@@ -56,8 +60,8 @@ class RoleProcess:
             status = await self._run_once()
             if status == 0 or self._stopping:
                 return
-            if status == GAVE_UP:
-                raise RoleFailed(f"{self.spec.name} stopped the run:\n{self._log_tail()}")
+            if self.spec.stop_file.exists():
+                raise RoleFailed(f"{self.spec.name} stopped the run: {self.spec.stop_file.read_text().strip()}")
             if time.monotonic() - started > _HEALTHY_AFTER_S:
                 self._backoff_s = _FIRST_BACKOFF_S
             self.restarts += 1
@@ -86,10 +90,11 @@ class RoleProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     async def _run_once(self) -> int:
+        self.spec.stop_file.unlink(missing_ok=True)
         with self.spec.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *self.spec.argv,
-                env=dict(self.spec.env),
+                env={**self.spec.env, STOP_FILE_VARIABLE: str(self.spec.stop_file)},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

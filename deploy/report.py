@@ -101,7 +101,7 @@ class Reporter:
 
     def _say(self, line: str) -> None:
         console = self._bar.console if self._bar is not None else self._console
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
         sys.stderr.flush()
 
 

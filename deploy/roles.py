@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of
 from penstock.deploy.load_config import ConfigError
-from penstock.deploy.processes import die_with_parent
+from penstock.deploy.processes import STOP_FILE_VARIABLE, die_with_parent
 from penstock.deploy.run_dir import RunDir
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there belong to one run, mode 0600, and the run removes them
@@ -31,7 +32,30 @@ def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: boo
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(_until_told(main()))
+        try:
+            runner.run(_until_told(main()))
+        except GaveUp as reason:
+            _write_stop_file(str(reason))
+            logging.getLogger("penstock").exception("starting this role again would not help")
+            raise SystemExit(1) from None
+
+
+class GaveUp(Exception):
+    """The role failed for a cause that a restart does not mend: the run stops and shows it."""
+
+
+@contextlib.contextmanager
+def _no_use_restarting(*kinds: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except kinds as error:
+        raise GaveUp(f"{type(error).__name__}: {error}") from error
+
+
+def _write_stop_file(reason: str) -> None:
+    path = os.environ.get(STOP_FILE_VARIABLE)
+    if path:
+        Path(path).write_text(reason + "\n")
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -52,6 +76,7 @@ async def _until_told(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def rollout(link: Link, name: str, host: str | None, port: int | None) -> None:
+    from penstock.rollout_server.protocol import EngineError
     from penstock.rollout_server.server import ServerJob, serve
 
     ledger, config = await link.join()
@@ -66,12 +91,16 @@ async def rollout(link: Link, name: str, host: str | None, port: int | None) -> 
         port=config.rollout.port if port is None else port,
         seed=config.seed,
     )
-    await _closing(ledger, serve(job))
+    with _no_use_restarting(EngineError, OSError):  # the sidecar has restarted its engine as often as it may
+        await _closing(ledger, serve(job))
 
 
 async def agent(link: Link, name: str) -> None:
+    from penstock.agent_loops.errors import AgentError
     from penstock.agent_loops.worker import WorkerJob, run_worker
     from penstock.rollout_server.client import RolloutClient
+    from penstock.sandbox.protocol import SandboxError
+    from penstock.tools.registry import ToolConfigError
 
     ledger, config = await link.join()
     sys.path.insert(0, os.getcwd())  # users' loops and tools by dotted path
@@ -89,13 +118,18 @@ async def agent(link: Link, name: str) -> None:
         lease_ttl_s=config.transfer_queue.lease_ttl_s,
         sandbox_token=link.token,
     )
-    await _closing(client, _closing(ledger, run_worker(job)))
+    with _no_use_restarting(AgentError, SandboxError, ToolConfigError):
+        await _closing(client, _closing(ledger, run_worker(job)))
 
 
 async def train_rank(link: Link) -> None:
     """One rank of the trainer; torchrun starts as many as `trainer.ranks`."""
-    from penstock.trainer.job import TrainJob
+    from penstock.trainer.data import DataError
+    from penstock.trainer.job import BadJob, TrainJob
+    from penstock.trainer.learner import TrainingDiverged
     from penstock.trainer.loop import train
+    from penstock.trainer.registry import UnknownName
+    from penstock.trainer.source import BatchTimeout
 
     ledger, config = await link.join()
     run = RunDir.of(config)
@@ -115,7 +149,8 @@ async def train_rank(link: Link) -> None:
         temperature=config.agent.temperature,
         publish_dtype=config.rollout.dtype,
     )
-    await _closing(ledger, train(job))
+    with _no_use_restarting(BadJob, DataError, UnknownName, BatchTimeout, TrainingDiverged):
+        await _closing(ledger, train(job))
 
 
 async def sandbox(host: str, port: int) -> None:

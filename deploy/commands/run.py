@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
 from penstock.deploy.checks import Check, run_checks
@@ -26,7 +25,7 @@ def run_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool, dry_run:
         config = load_config(recipe, overrides)
         if dry_run:
             print(dump_config(config))
-            console.print(describe(config), markup=False)
+            console.print(describe(config), markup=False, soft_wrap=True)
             return 0
         _refuse_doomed(config)
         summary = asyncio.run(launch(config, resume=resume))
@@ -36,8 +35,8 @@ def run_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool, dry_run:
         return _complain(str(error), 1)
     except Interrupted:
         return _complain(f"interrupted; go on with: penstock run {recipe} {' '.join(overrides)} --resume", 130)
-    console.print(summary.read_text(), markup=False)
-    console.print(f"done: {summary}", markup=False)
+    console.print(summary.read_text(), markup=False, soft_wrap=True)
+    console.print(f"done: {summary}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -61,16 +60,11 @@ def _refuse_doomed(config: RunConfig) -> None:
 
 
 def _print_check(check: Check) -> None:
-    console.print(f"{'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.found}", markup=False)
+    console.print(f"{'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.found}", markup=False, soft_wrap=True)
     if not check.ok:
-        console.print(f"      mend: {check.mend}", markup=False)
+        console.print(f"      mend: {check.mend}", markup=False, soft_wrap=True)
 
 
 def _complain(message: str, status: int) -> int:
-    console.print(message, style="red", markup=False)
+    console.print(message, style="red", markup=False, soft_wrap=True)
     return status
-
-
-def read_config(path: Path) -> dict[str, object]:
-    """The resolved configuration that a run left."""
-    return yaml.safe_load(path.read_text())

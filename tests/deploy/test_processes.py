@@ -75,3 +75,15 @@ async def gone(pid: int) -> bool:
             return True
         await asyncio.sleep(0.02)
     return False
+
+
+async def test_a_role_that_says_why_it_stops_is_not_started_again(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib\n"
+        "pathlib.Path(os.environ['PENSTOCK_STOP_FILE']).write_text('DataError: row 7 has no prompt')\n"
+        "raise SystemExit(1)\n"
+    )
+    process = role(tmp_path, code)
+    with pytest.raises(RoleFailed, match="worker stopped the run: DataError: row 7 has no prompt"):
+        await process.run()
+    assert process.restarts == 0
