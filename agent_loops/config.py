@@ -13,6 +13,7 @@ class AgentConfig(BaseModel):
     loop: str = Field("tool_agent", description="Registered name or dotted path of the AgentLoopBase to run.")
     settings: dict[str, Any] = Field(default_factory=dict, description="The loop's own settings, as self.config.")
     workers: int = Field(2, ge=0, description="Agent workers that `penstock run` starts.")
+    max_restarts: int = Field(5, ge=0, description="Restarts of one worker before the run stops.")
     concurrency: int = Field(32, gt=0, description="Episodes one worker runs at once.")
     max_turns: int = Field(4, gt=0, description="Model calls per episode.")
     max_new_tokens: int = Field(256, gt=0, description="Tokens sampled per model call.")

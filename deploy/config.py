@@ -46,6 +46,9 @@ class RunConfig(BaseModel):
     )
     group_size: int = Field(8, ge=1, description="Episodes per task.")
     groups_per_step: int = Field(8, ge=1, description="Tasks per optimizer step.")
+    stall_timeout_s: float = Field(
+        300.0, gt=0, description="A run in which nothing moves for this long stops and says who waits for whom."
+    )
     data: DataConfig
     agent: AgentConfig = AgentConfig()
     tools: list[ToolConfig] = Field(default_factory=list, description="Tools the agent may call.")

@@ -253,6 +253,10 @@ class Ledger(Protocol):
 
     async def updates(self) -> list[WeightUpdate]: ...
 
+    async def held(self) -> set[str]:
+        """Ids of all finished training episodes that the ledger still keeps: in groups unfinished, ready or shipped and
+        not yet committed. For audits; linear in what is held."""
+
     # other lanes ---------------------------------------------------------------------------------------------------
     async def results(self, lane: str) -> tuple[list[Trajectory], int]:
         """Finished trajectories of a lane and how many episodes are still out."""

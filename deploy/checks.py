@@ -1,0 +1,188 @@
+"""What must hold before a run costs anything: `penstock doctor` prints it, `penstock run` refuses on a failure."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.generate import PREFIX
+from penstock.deploy.roles import SHARED_MEMORY
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. `mend` says what to do where it is not ok."""
+
+    name: str
+    ok: bool
+    found: str
+    mend: str = ""
+
+
+def run_checks(config: RunConfig) -> Iterator[Check]:
+    """All checks, cheapest first, one at a time so that a person sees them come."""
+    for check in CHECKS:
+        found = check(config)
+        if found is not None:
+            yield found
+
+
+def check_correction(config: RunConfig) -> Check:
+    needed = config.max_staleness > 0 and config.trainer.correction is None
+    return Check(
+        "trainer.correction",
+        not needed,
+        f"{config.trainer.correction} at max_staleness {config.max_staleness}",
+        "stale tokens need an off-policy correction: set trainer.correction=truncated_is, or max_staleness=0",
+    )
+
+
+def check_group(config: RunConfig) -> Check:
+    return Check(
+        "group_size",
+        config.group_size >= 2 or config.trainer.advantage != "grpo",
+        f"{config.group_size} episodes per task for {config.trainer.advantage}",
+        "GRPO compares the episodes of one task: set group_size to 2 or more",
+    )
+
+
+def check_redis(config: RunConfig) -> Check:
+    from penstock.transfer_queue.redis_server import RedisServerError, find_redis_server
+
+    if config.transfer_queue.url:
+        return Check("redis", True, f"the one at {config.transfer_queue.url}")
+    try:
+        found = find_redis_server()
+    except RedisServerError as error:
+        return Check("redis-server", False, "not usable", str(error))
+    return Check("redis-server", True, str(found))
+
+
+def check_engine(config: RunConfig) -> Check:
+    if config.rollout.servers == 0:
+        return Check("rollout.engine", True, "no server on this machine")
+    if config.rollout.engine == "hf":
+        missing = [name for name in ("torch", "safetensors") if importlib.util.find_spec(name) is None]
+        return Check(
+            "rollout.engine", not missing, f"hf, missing {missing}" if missing else "hf", "pip install 'penstock[hf]'"
+        )
+    from penstock.rollout_server.engines.vllm import find_vllm_python
+    from penstock.rollout_server.protocol import EngineError
+
+    try:
+        return Check("rollout.engine", True, f"vllm in {find_vllm_python(config.rollout)}")
+    except EngineError as error:
+        return Check("rollout.engine", False, "vllm", str(error))
+
+
+def check_trainer(config: RunConfig) -> Check:
+    missing = [
+        name for name in ("torch", "safetensors", "tensorboard", "matplotlib") if not importlib.util.find_spec(name)
+    ]
+    return Check(
+        "trainer", not missing, f"missing {missing}" if missing else "torch found", "pip install 'penstock[train]'"
+    )
+
+
+def check_model(config: RunConfig) -> Check:
+    folder = Path(config.model)
+    if not folder.is_dir():
+        hub_name = config.model.count("/") == 1 and not config.model.startswith((".", "/"))
+        mend = "give a folder with config.json, tokenizer and *.safetensors, or a hub name such as Qwen/Qwen3-0.6B"
+        return Check(
+            "model", hub_name, f"{config.model} (no such folder{'; taken as a hub name' if hub_name else ''})", mend
+        )
+    missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
+    return Check("model", not missing, f"{folder}{' lacks ' + ', '.join(missing) if missing else ''}",
+                 "save the model and its tokenizer with save_pretrained into this folder")  # fmt: skip
+
+
+def check_template(config: RunConfig) -> Check | None:
+    """The chat template takes tools and can be spliced token for token."""
+    if not Path(config.model).is_dir():
+        return None
+    from penstock.agent_loops.chat import TemplateError, prove_template
+    from penstock.tools.registry import make_tools
+
+    try:
+        schemas = [tool.schema for tool in make_tools(config.tools, sandbox=None).values()]
+        prove_template(config.model, config.agent.parser, schemas)
+    except (TemplateError, OSError, ValueError) as error:
+        return Check("chat template", False, config.model, str(error))
+    return Check("chat template", True, "splices exactly")
+
+
+def check_data(config: RunConfig) -> Check:
+    from penstock.trainer.data import DataError, check_dataset
+
+    counts = []
+    for spec in (config.data.train, config.data.eval):
+        if spec is None or spec.startswith(PREFIX):
+            continue
+        try:
+            counts.append(f"{check_dataset(spec)} rows in {spec}")
+        except DataError as error:
+            return Check("data", False, spec, str(error))
+    return Check("data", True, "; ".join(counts) or "generated for the run")
+
+
+def check_sandbox(config: RunConfig) -> Check | None:
+    if not config.tools:
+        return None
+    from penstock.sandbox.make import make_sandbox
+    from penstock.sandbox.protocol import SandboxError
+
+    try:
+        make_sandbox(config.sandbox, owner="doctor")
+    except SandboxError as error:
+        return Check("sandbox", False, config.sandbox.backend, str(error))
+    return Check("sandbox", True, config.sandbox.backend)
+
+
+def check_shared_memory(config: RunConfig) -> Check | None:
+    """Three copies of the weights at once: the version that is read, the one that is written, and one in between."""
+    folder = Path(config.model)
+    if config.rollout.weight_transport != "shm" or not folder.is_dir():
+        return None
+    needed = 3 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    return Check(
+        "shared memory",
+        free > needed,
+        f"{needed >> 20} MiB of {free >> 20} MiB free in {SHARED_MEMORY}",
+        "free some, give the container more (--shm-size), or set rollout.weight_transport=disk",
+    )
+
+
+def check_ports(config: RunConfig) -> Check | None:
+    if config.rollout.port == 0:
+        return None
+    for port in range(config.rollout.port, config.rollout.port + config.rollout.servers):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((config.rollout.host, port))
+            except OSError as error:
+                mend = "stop what listens there, or set rollout.port=0 to take free ports"
+                return Check("rollout.port", False, f"{config.rollout.host}:{port}: {error.strerror}", mend)
+    return Check("rollout.port", True, f"{config.rollout.port} and up are free")
+
+
+CHECKS: tuple[Callable[[RunConfig], Check | None], ...] = (
+    check_correction,
+    check_group,
+    check_ports,
+    check_redis,
+    check_engine,
+    check_trainer,
+    check_model,
+    check_shared_memory,
+    check_sandbox,
+    check_data,
+    check_template,
+)

@@ -1,0 +1,134 @@
+"""The `penstock` command line. Heavy imports happen inside commands: `--help` loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.deploy.commands import bench, data, queue
+from penstock.deploy.load_config import ConfigError
+
+app = typer.Typer(
+    help="Asynchronous, disaggregated reinforcement learning for agents that use tools.",
+    epilog="First run: penstock run recipes/calculator.yaml    Every key: docs/configuration.md",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(data.app, name="data")
+app.add_typer(queue.app, name="queue")
+app.add_typer(bench.app, name="bench")
+
+Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]
+LedgerUrl = Annotated[str | None, typer.Option("--ledger", help="redis:// URL of the run's ledger [PENSTOCK_LEDGER].")]
+RunName = Annotated[str | None, typer.Option("--run", help="Name of the run [PENSTOCK_RUN].")]
+
+
+@app.command()
+def run(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="Go on with an earlier run of this name.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print the resolved recipe and what it means; start nothing.")] = False,
+) -> None:
+    """Train: start and supervise every part of a recipe on this machine.
+
+    Example: penstock run recipes/calculator.yaml name=mine max_staleness=sync trainer.lr=3e-4
+    """
+    from penstock.deploy.commands.run import run_recipe
+
+    raise typer.Exit(run_recipe(recipe, overrides or [], resume=resume, dry_run=dry_run))
+
+
+@app.command()
+def doctor(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Check that this machine can run a recipe, and say what to change where it cannot."""
+    from penstock.deploy.commands.run import examine
+
+    raise typer.Exit(examine(recipe, overrides or []))
+
+
+@app.command()
+def rollout(
+    name: Annotated[str, typer.Option(help="Unique name of this server in the run.")],
+    ledger: LedgerUrl = None,
+    run: RunName = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; default: the recipe's.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one; default: the recipe's.")] = None,
+) -> None:
+    """Start one rollout server (sidecar and engine) and join a running ledger."""
+    from penstock.deploy import roles
+
+    _run(lambda: roles.rollout(_link(ledger, run), name, host, port))
+
+
+@app.command()
+def agent(
+    name: Annotated[str, typer.Option(help="Unique name of this worker in the run.")],
+    ledger: LedgerUrl = None,
+    run: RunName = None,
+) -> None:
+    """Start one agent worker and join a running ledger."""
+    from penstock.deploy import roles
+
+    _run(lambda: roles.agent(_link(ledger, run), name))
+
+
+@app.command()
+def train(ledger: LedgerUrl = None, run: RunName = None) -> None:
+    """Start the trainer (torchrun with trainer.ranks processes) and join a running ledger."""
+    from penstock.deploy.commands.train import exec_torchrun
+
+    _guarded(lambda: exec_torchrun(_link(ledger, run)))
+
+
+@app.command(hidden=True)
+def train_rank() -> None:
+    """One rank of the trainer; started by torchrun."""
+    from penstock.deploy import roles
+
+    _run(lambda: roles.train_rank(_link(None, None)))
+
+
+@app.command()
+def sandbox(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8700,
+) -> None:
+    """Start a sandbox server: boxes for tool code over HTTP, for agent workers on other machines [PENSTOCK_TOKEN]."""
+    from penstock.deploy import roles
+
+    _run(lambda: roles.sandbox(host, port))
+
+
+def _link(ledger: str | None, run: str | None) -> Any:
+    from penstock.deploy.link import Link
+
+    return Link.from_environment(ledger, run)
+
+
+def _run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    from penstock.deploy.roles import run_role
+
+    _guarded(lambda: run_role(main))
+
+
+def _guarded(work: Callable[[], None]) -> None:
+    """Mistakes of people are one message, not a traceback."""
+    try:
+        work()
+    except ConfigError as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

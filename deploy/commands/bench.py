@@ -1,0 +1,51 @@
+"""`penstock bench`: figures with a ratio against a reference taken in the same minute."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Measure one part against a named reference, in the same minute.", no_args_is_help=True)
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    name: Annotated[str, typer.Argument(help="One of the files in benchmarks/, without .py; `list` names them.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Run benchmarks/NAME.py. Its `measure()` returns {bench, ratio, figures, setup}."""
+    if name == "list":
+        for file in _available():
+            typer.echo(file)
+        return
+    result = _load(name).measure()
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    for part in ("setup", "figures", "ratio"):
+        typer.echo(f"{part}:")
+        for key, value in result[part].items():
+            typer.echo(f"  {key}: {value}")
+
+
+def _available() -> list[str]:
+    return sorted(file.stem for file in FOLDER.glob("*.py"))
+
+
+def _load(name: str) -> ModuleType:
+    if name not in _available():
+        typer.secho(f"{name}: no such benchmark; there are: {', '.join(_available()) or 'none'}", fg="red", err=True)
+        raise typer.Exit(2)
+    spec = importlib.util.spec_from_file_location(f"penstock_bench_{name}", FOLDER / f"{name}.py")
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{FOLDER / name}.py cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,48 @@
+"""`penstock data`: turn raw data into Parquet files with verl's columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Turn raw data into Parquet files with verl's columns.", no_args_is_help=True)
+
+Out = Annotated[Path, typer.Option("--out", help="Folder for train.parquet and the other splits.")]
+
+
+@app.command()
+def calculator(
+    out: Out,
+    train: Annotated[int, typer.Option(help="Training problems.")] = 4096,
+    evaluation: Annotated[int, typer.Option("--eval", help="Evaluation problems, none of them in training.")] = 128,
+    seed: int = 0,
+) -> None:
+    """Generated arithmetic: what the quickstart trains on."""
+    from penstock.deploy.data import GENERATORS
+
+    out.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", train), ("eval", evaluation)):
+        GENERATORS["calculator"](out / f"{split}.parquet", split=split, count=count, seed=seed)
+        typer.echo(f"{out / f'{split}.parquet'}: {count} problems")
+
+
+@app.command()
+def gsm8k_equations(
+    source: Annotated[Path, typer.Option("--input", help="Folder with GSM8K's train.jsonl and test.jsonl.")],
+    out: Out = Path("data/gsm8k-equations"),
+    everything: Annotated[
+        bool, typer.Option("--all", help="Keep problems outside the base model's range too.")
+    ] = False,
+) -> None:
+    """One task per calculator annotation of GSM8K (<<48/2=24>>), train and test split."""
+    from penstock.deploy.data import gsm8k_equations as converter
+
+    try:
+        counts = converter.write(source, out, everything=everything)
+    except converter.BadInput as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+    for name, count in counts.items():
+        typer.echo(f"{name}: {count}")

@@ -1,0 +1,188 @@
+"""`penstock run`: one machine, every role a supervised process, from a recipe to a summary.
+
+    check ─► lock the run's folder ─► redis ─► ledger ─► data ─► rollout servers, agent workers, trainer
+                                                                    │ restarted with back-off when they die
+    summary ◄─ stop everything we started ◄─ trainer finished, a role failed for good, stalled, or Ctrl-C
+
+Tasks: one per role (waits for its process), one for redis (restarts it), one reporter (reads metrics and the ledger
+every second). The first that ends, ends the run; the others are cancelled and their processes stopped in order:
+trainer (saves a checkpoint), agent workers (hand leases back), rollout servers, redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.generate import materialise_data
+from penstock.deploy.link import Link, limits_of
+from penstock.deploy.load_config import dump_config
+from penstock.deploy.processes import RoleProcess, RoleSpec
+from penstock.deploy.report import Reporter, StalledRun
+from penstock.deploy.roles import weights_dir
+from penstock.deploy.run_dir import RunDir, RunLock
+from penstock.deploy.summary import write_summary
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_server import RedisServer
+
+logger = logging.getLogger("penstock.run")
+
+
+async def launch(config: RunConfig, *, resume: bool = False) -> Path:
+    """Run to the end and return the path of summary.json. Raises `RoleFailed`, `StalledRun`, `ConfigError`.
+
+    A cancelled run (Ctrl-C) stops its processes, writes its summary and raises `CancelledError`.
+    """
+    run = RunDir.of(config)
+    with RunLock(run, resume=resume):
+        run.logs.mkdir(exist_ok=True)
+        config = materialise_data(config, run)
+        run.config.write_text(dump_config(config))
+        async with _ledger(config, run) as (link, ledger), _cleaned(run, config):
+            await ledger.create_run(limits_of(config), dump_config(config))
+            await _run_roles(config, run, link, ledger)
+    return run.summary
+
+
+@contextlib.asynccontextmanager
+async def _ledger(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[Link, RedisLedger]]:
+    """A connection to the run's Redis: the one the recipe names, or one of our own that ends with the run."""
+    token = os.environ.get("PENSTOCK_TOKEN") or secrets.token_urlsafe(32)
+    if config.transfer_queue.url:
+        link = Link(config.transfer_queue.url, config.name, os.environ.get("PENSTOCK_REDIS_PASSWORD"), token)
+        async with contextlib.aclosing(_connected(link, config, run)) as connected:
+            async for ledger in connected:
+                yield link, ledger
+        return
+    password = secrets.token_urlsafe(32)
+    server = RedisServer(run.redis, password=password, appendfsync=config.transfer_queue.appendfsync)
+    await server.start()
+    keeper = asyncio.create_task(_keep_alive(server), name="redis keeper")
+    try:
+        link = Link(server.url, config.name, password, token)
+        async with contextlib.aclosing(_connected(link, config, run)) as connected:
+            async for ledger in connected:
+                yield link, ledger
+    finally:
+        keeper.cancel()
+        await asyncio.wait([keeper])
+        await server.stop()
+
+
+async def _connected(link: Link, config: RunConfig, run: RunDir) -> AsyncIterator[RedisLedger]:
+    ledger = await link.connect(config.transfer_queue)
+    lines = [f"export {name}={value}\n" for name, value in link.environment().items()]
+    with os.fdopen(os.open(run.connect_env, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.writelines(lines)
+    try:
+        yield ledger
+    finally:
+        run.connect_env.unlink(missing_ok=True)
+        await ledger.close()
+
+
+async def _keep_alive(server: RedisServer) -> None:
+    """Redis killed from outside comes back with its append-only file; clients retry meanwhile."""
+    while True:
+        await server.wait()
+        logger.warning("redis-server ended unexpectedly; starting it again from its append-only file")
+        await server.restart()
+
+
+@contextlib.asynccontextmanager
+async def _cleaned(run: RunDir, config: RunConfig) -> AsyncIterator[None]:
+    """Published weights in shared memory are gone when the run is, however it ended."""
+    directory = weights_dir(config)
+    try:
+        yield
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLedger) -> None:
+    started = time.time()
+    processes = [RoleProcess(spec) for spec in role_specs(config, run, link)]
+    reporter = Reporter(config, run, ledger, processes)
+    interrupt = _interrupt_event()
+    tasks = [asyncio.create_task(p.run(), name=p.spec.name) for p in processes]
+    watchers = [
+        asyncio.create_task(reporter.run(), name="reporter"),
+        asyncio.create_task(_raise_when_set(interrupt), name="interrupt"),
+    ]
+    trainer = tasks[-1]
+    try:
+        pending = {*tasks, *watchers}
+        while not trainer.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a role that failed for good, a stalled run or Ctrl-C ends the run here
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+        await _stop_in_order(processes)
+        await asyncio.gather(*tasks, *watchers, return_exceptions=True)
+        reporter.close()
+        await write_summary(config, run, ledger, wall_s=time.time() - started, processes=processes)
+
+
+async def _stop_in_order(processes: Sequence[RoleProcess]) -> None:
+    for kind in ("trainer", "agent", "rollout"):
+        await asyncio.gather(*(p.stop() for p in processes if p.spec.name.startswith(kind)))
+
+
+def _interrupt_event() -> asyncio.Event:
+    """Set by the first Ctrl-C or SIGTERM: the run stops in order. A second Ctrl-C is the shell's usual one."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        logger.warning("%s: saving a checkpoint and stopping every process of this run", number.name)
+        event.set()
+        loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return event
+
+
+async def _raise_when_set(event: asyncio.Event) -> None:
+    await event.wait()
+    raise Interrupted
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM: the run stopped in order and can be resumed."""
+
+
+def role_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
+    """The processes of a run on one machine, the trainer last."""
+    command = [sys.executable, "-m", "penstock.deploy.cli"]
+    env = {**os.environ, **link.environment(), "PENSTOCK_SUPERVISED": "1", "PYTHONUNBUFFERED": "1"}
+
+    def spec(name: str, *argv: str, max_restarts: int, threads: int = 1) -> RoleSpec:
+        settings = {**env, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        return RoleSpec(name, [*command, *argv], settings, run.logs / f"{name}.log", max_restarts)
+
+    rollouts = [
+        spec(f"rollout-{i}", "rollout", "--name", f"rollout-{i}", max_restarts=config.rollout.max_restarts)
+        for i in range(config.rollout.servers)
+    ]
+    agents = [
+        spec(f"agent-{i}", "agent", "--name", f"agent-{i}", max_restarts=config.agent.max_restarts)
+        for i in range(config.agent.workers)
+    ]
+    trainer = spec("trainer", "train", max_restarts=config.trainer.max_restarts, threads=config.trainer.threads)
+    return [*rollouts, *agents, trainer]
+
+
+__all__ = ["Interrupted", "StalledRun", "launch", "role_specs"]

@@ -1,0 +1,145 @@
+"""From a recipe file and dotted overrides to a checked `RunConfig`; every complaint names the key and the mend."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from penstock.deploy.config import RunConfig
+
+
+class ConfigError(Exception):
+    """The recipe or an override is wrong; the message is for people and may have several lines."""
+
+
+def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `recipe`, apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
+
+    Paths of `model`, `data.train`, `data.eval`, `agent.reward` and `agent.loop` that exist relative to the current
+    directory, or else to the recipe's folder, become absolute, so that every role finds them. Raises `ConfigError`.
+    """
+    tree = _read_yaml(recipe)
+    for override in overrides:
+        _apply_override(tree, override)
+    _resolve_paths(tree, [Path.cwd(), recipe.parent.resolve()])
+    return parse_config(tree, source=str(recipe))
+
+
+def parse_config(tree: Mapping[str, Any], source: str) -> RunConfig:
+    """Check a plain tree. Raises `ConfigError` with one line per problem."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [f"  {_explain(dict(problem), tree)}" for problem in error.errors()]
+        raise ConfigError("\n".join([f"{source}: {len(lines)} problem(s)", *lines])) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved tree as YAML; `parse_config(yaml.safe_load(text))` gives the same config again."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _read_yaml(recipe: Path) -> dict[str, Any]:
+    if not recipe.is_file():
+        raise ConfigError(f"{recipe}: no such recipe file; the ones that come with Penstock are in recipes/*.yaml")
+    try:
+        tree = yaml.safe_load(recipe.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{recipe}: not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{recipe}: a recipe is a mapping of sections (model, data, trainer …), not {type(tree).__name__}"
+        )
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise ConfigError(f"override {override!r}: write it as section.key=value, for example trainer.lr=1e-6")
+    node = tree
+    *sections, leaf = dotted.split(".")
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
+    node[leaf] = _parse_value(text)
+
+
+def _parse_value(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:  # YAML 1.1 reads 1e-6 as a string; people mean the number
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+_PATH_KEYS = (("model",), ("data", "train"), ("data", "eval"), ("agent", "reward"), ("agent", "loop"))
+
+
+def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
+    for *sections, leaf in _PATH_KEYS:
+        node: Any = tree
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if isinstance(node, dict) and isinstance(node.get(leaf), str):
+            node[leaf] = _resolve_path(node[leaf], roots)
+
+
+def _resolve_path(text: str, roots: Sequence[Path]) -> str:
+    """`FILE.py:name` keeps its name; hub names, dotted paths and generators stay as they are."""
+    file, colon, name = text.partition(":") if ".py:" in text else (text, "", "")
+    for root in roots:
+        if file and (root / file).exists():
+            return f"{(root / file).resolve()}{colon}{name}"
+    return text
+
+
+def _explain(problem: dict[str, Any], tree: Mapping[str, Any]) -> str:
+    location = [str(part) for part in problem["loc"] if not str(part).startswith("function-")]
+    dotted = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        return f"{dotted}: no such key{_nearest(location)}"
+    if problem["type"] == "missing":
+        return f"{dotted}: is needed; {_description(location)}"
+    return f"{dotted}: {problem['msg'].lower()} (got {problem['input']!r}); {_description(location)}"
+
+
+def _nearest(location: Sequence[str]) -> str:
+    model = _section(location[:-1])
+    valid = list(model.model_fields) if model else []
+    close = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {'.'.join([*location[:-1], close[0]])!r}?"
+    return f"; valid keys here are {', '.join(valid)}"
+
+
+def _description(location: Sequence[str]) -> str:
+    model = _section(location[:-1])
+    field = model.model_fields.get(location[-1]) if model else None
+    return (field.description if field else None) or "see docs/configuration.md"
+
+
+def _section(location: Sequence[str]) -> type[BaseModel] | None:
+    """The model class of a section, by its path; list positions are passed over."""
+    model: type[BaseModel] = RunConfig
+    for name in location:
+        if name.isdigit():
+            continue
+        annotation = model.model_fields[name].annotation if name in model.model_fields else None
+        found = next((t for t in (annotation, *get_args(annotation)) if _is_model(t)), None)
+        if found is None:
+            return None
+        model = found
+    return model
+
+
+def _is_model(candidate: Any) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, BaseModel)

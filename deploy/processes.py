@@ -1,0 +1,124 @@
+"""Child processes of a run: each in a session of its own, restarted with back-off, ended with everything it started.
+
+starting ──► running ──exit 0──► finished
+   ▲            │ exit ≠ 0
+   └─ back-off ─┘ (at most max_restarts times, then failed)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GAVE_UP = 3
+"""Exit status of a role that stops on purpose and must not be restarted (its log says why)."""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """How to start one role."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    log: Path
+    max_restarts: int
+    stop_grace_s: float = 15.0
+
+
+class RoleFailed(Exception):
+    """A role ended for good without finishing; the message ends with the last lines of its log."""
+
+
+class RoleProcess:
+    """Owns one role's process over all its restarts. `run` until it ends; `stop` ends it from outside."""
+
+    def __init__(self, spec: RoleSpec) -> None:
+        self.spec = spec
+        self.pid: int | None = None
+        self.restarts = 0
+        self._stopping = False
+        self._ended = asyncio.Event()
+        self._backoff_s = _FIRST_BACKOFF_S
+
+    async def run(self) -> None:
+        """Start, watch, restart. Returns when the role exits 0 or was stopped; raises `RoleFailed`."""
+        while not self._stopping:
+            started = time.monotonic()
+            status = await self._run_once()
+            if status == 0 or self._stopping:
+                return
+            if status == GAVE_UP:
+                raise RoleFailed(f"{self.spec.name} stopped the run:\n{self._log_tail()}")
+            if time.monotonic() - started > _HEALTHY_AFTER_S:
+                self._backoff_s = _FIRST_BACKOFF_S
+            self.restarts += 1
+            if self.restarts > self.spec.max_restarts:
+                cause = f"exit status {status}, {self.spec.max_restarts} restarts used up"
+                raise RoleFailed(f"{self.spec.name} failed ({cause}); {self.spec.log} ends:\n{self._log_tail()}")
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(self._backoff_s * 2, 10.0)
+
+    async def stop(self) -> None:
+        """SIGTERM to the role, a grace period, then SIGKILL to its whole session."""
+        self._stopping = True
+        if self.pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.spec.stop_grace_s):
+                await self._ended.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to everything in the role's session that is still in its process group."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    async def _run_once(self) -> int:
+        with self.spec.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *self.spec.argv,
+                env=dict(self.spec.env),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.pid = process.pid
+        self._ended.clear()
+        try:
+            return await process.wait()
+        finally:
+            self.kill()  # what a role that died started must not outlive it
+            self.pid = None
+            self._ended.set()
+
+    def _log_tail(self, lines: int = 12) -> str:
+        text = self.spec.log.read_text(errors="replace") if self.spec.log.exists() else ""
+        return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+
+
+_FIRST_BACKOFF_S = 0.5
+_HEALTHY_AFTER_S = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Called first thing in every role: SIGTERM when the parent dies, however it dies. Linux only; else a no-op."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died between the two calls
+        os.kill(os.getpid(), signal.SIGTERM)

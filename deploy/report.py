@@ -1,0 +1,137 @@
+"""What a person sees while a run goes on, and the watchdog that ends a run that makes no progress.
+
+The reporter consumes metrics.jsonl and the ledger's status once a second; it is woken by nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.jsonl import last_by_step, read_lines
+from penstock.deploy.processes import RoleProcess
+from penstock.deploy.run_dir import RunDir
+from penstock.transfer_queue.ledger import Ledger, LedgerError, Status
+
+
+class StalledRun(Exception):
+    """Nothing moved for longer than `stall_timeout_s`; the message says what every part was waiting for."""
+
+
+class Reporter:
+    """Draws one progress bar on a terminal, or prints one line per step elsewhere."""
+
+    def __init__(self, config: RunConfig, run: RunDir, ledger: Ledger, processes: Sequence[RoleProcess]) -> None:
+        self._config = config
+        self._run = run
+        self._ledger = ledger
+        self._processes = processes
+        self._steps_seen = 0
+        self._last_change = time.monotonic()
+        self._fingerprint: tuple[int, ...] = ()
+        self._console = Console(stderr=True, highlight=False)
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = _progress_bar(self._console)
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=config.trainer.steps)
+        self._say(f"run {config.name}: {describe(config)}")
+        self._say(f"  everything it leaves: {run.root}")
+
+    async def run(self) -> None:
+        """Until cancelled; raises `StalledRun`."""
+        while True:
+            await asyncio.sleep(1.0)
+            rows = last_by_step(read_lines(self._run.metrics))
+            status = await self._status()
+            self._show(rows, status)
+            self._check_progress(len(rows), status)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    async def _status(self) -> Status | None:
+        try:
+            return await self._ledger.status()
+        except LedgerError as error:
+            self._say(f"  ledger: {error}")
+            return None
+
+    def _show(self, rows: list[dict[str, Any]], status: Status | None) -> None:
+        for row in rows[self._steps_seen :]:
+            self._say_step(row)
+        self._steps_seen = max(self._steps_seen, len(rows))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=len(rows), description=_pipeline(status))
+
+    def _say_step(self, row: dict[str, Any]) -> None:
+        self._say(
+            f"  step {row['step'] + 1:>3}/{self._config.trainer.steps}  reward {row['reward']:.3f}  "
+            f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  tokens {row['tokens']}  "
+            f"train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s"
+        )
+
+    def _check_progress(self, steps: int, status: Status | None) -> None:
+        if status is not None:
+            moved = (steps, status.version, status.episodes.get("completed", 0), status.committed_step)
+            lanes = tuple(n for lane in status.other_lanes.values() for n in lane.values())
+            if (*moved, *lanes) != self._fingerprint:
+                self._fingerprint = (*moved, *lanes)
+                self._last_change = time.monotonic()
+        quiet_s = time.monotonic() - self._last_change
+        if quiet_s > self._config.stall_timeout_s:
+            raise StalledRun(f"no progress for {quiet_s:.0f} s.\n{self._who_waits(status)}")
+
+    def _who_waits(self, status: Status | None) -> str:
+        lines = [f"  {p.spec.name}: {'running' if p.pid else 'not running'}, {p.restarts} restarts, see {p.spec.log}"
+                 for p in self._processes]  # fmt: skip
+        if status is not None:
+            lines.append(
+                f"  ledger: version {status.version}, groups {dict(status.groups)}, episodes {dict(status.episodes)}"
+            )
+        return "\n".join(lines)
+
+    def _say(self, line: str) -> None:
+        console = self._bar.console if self._bar is not None else self._console
+        console.print(line, markup=False)
+        sys.stderr.flush()
+
+
+def describe(config: RunConfig) -> str:
+    """What the knobs mean together, in one line."""
+    groups = (config.max_staleness + 1) * config.groups_per_step
+    return (
+        f"at most {config.max_staleness + 1} x {config.groups_per_step} = {groups} groups of {config.group_size} "
+        f"episodes in flight; tokens up to {config.max_staleness} versions old; {config.trainer.steps} steps; "
+        f"{config.rollout.servers} {config.rollout.engine} server(s), {config.agent.workers} agent worker(s), "
+        f"{config.trainer.ranks} trainer rank(s)"
+    )
+
+
+def _progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def _pipeline(status: Status | None) -> str:
+    if status is None:
+        return "ledger away"
+    groups = status.groups
+    return (
+        f"v{status.version} | {groups.get('admitted', 0)} groups in flight, {groups.get('ready', 0)} ready, "
+        f"{groups.get('shipped', 0)} in training"
+    )

@@ -1,0 +1,140 @@
+"""The roles of a run, each the main of one process: join the ledger, build the job, run it until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of
+from penstock.deploy.load_config import ConfigError
+from penstock.deploy.processes import die_with_parent
+from penstock.deploy.run_dir import RunDir
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there belong to one run, mode 0600, and the run removes them
+
+
+def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: bool = True) -> None:
+    """Run a role's coroutine to its end; SIGTERM and SIGINT cancel it, and it cleans up before the process ends."""
+    if watch_parent and os.environ.get("PENSTOCK_SUPERVISED"):
+        die_with_parent()
+    logging.basicConfig(
+        level=os.environ.get("PENSTOCK_LOG", "INFO"),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        runner.run(_until_told(main()))
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+async def _until_told(main: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(main)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        logging.getLogger("penstock").info("stopped on request")
+
+
+async def rollout(link: Link, name: str, host: str | None, port: int | None) -> None:
+    from penstock.rollout_server.server import ServerJob, serve
+
+    ledger, config = await link.join()
+    job = ServerJob(
+        name=name,
+        config=config.rollout,
+        ledger=ledger,
+        model=config.model,
+        token=link.token,
+        log_dir=RunDir.of(config).logs,
+        host=host or config.rollout.host,
+        port=config.rollout.port if port is None else port,
+        seed=config.seed,
+    )
+    await _closing(ledger, serve(job))
+
+
+async def agent(link: Link, name: str) -> None:
+    from penstock.agent_loops.worker import WorkerJob, run_worker
+    from penstock.rollout_server.client import RolloutClient
+
+    ledger, config = await link.join()
+    sys.path.insert(0, os.getcwd())  # users' loops and tools by dotted path
+    client = RolloutClient(ledger, link.token, config.rollout.request_timeout_s)
+    job = WorkerJob(
+        name=name,
+        config=config.agent,
+        ledger=ledger,
+        client=client,
+        model=config.model,
+        tools=config.tools,
+        sandbox=config.sandbox,
+        seed=config.seed,
+        recipe_dir=Path.cwd(),
+    )
+    await _closing(client, _closing(ledger, run_worker(job)))
+
+
+async def train_rank(link: Link) -> None:
+    """One rank of the trainer; torchrun starts as many as `trainer.ranks`."""
+    from penstock.trainer.job import TrainJob
+    from penstock.trainer.loop import train
+
+    ledger, config = await link.join()
+    run = RunDir.of(config)
+    job = TrainJob(
+        config=config.trainer,
+        ledger=ledger,
+        limits=limits_of(config),
+        model=config.model,
+        run_dir=run.root,
+        seed=config.seed,
+        train_data=config.data.train,
+        eval_data=config.data.eval,
+        eval_limit=config.data.eval_limit,
+        shuffle=config.data.shuffle,
+        weights_dir=weights_dir(config),
+        transport=config.rollout.weight_transport,
+        temperature=config.agent.temperature,
+    )
+    await _closing(ledger, train(job))
+
+
+async def sandbox(host: str, port: int) -> None:
+    """A sandbox server belongs to no run: it needs the token alone."""
+    from penstock.sandbox.config import SandboxConfig
+    from penstock.sandbox.server import serve
+
+    token = os.environ.get(TOKEN_VARIABLE)
+    if not token:
+        raise ConfigError(f"{TOKEN_VARIABLE} is not set: callers of the sandbox server must present it")
+    await serve(SandboxConfig(), host, port, token)
+
+
+def weights_dir(config: RunConfig) -> Path:
+    """Where published weights lie: shared memory, or the run's folder on a shared disk."""
+    if config.rollout.weight_transport == "shm":
+        return SHARED_MEMORY / f"penstock-{config.name}"
+    return RunDir.of(config).root / "weights"
+
+
+async def _closing(resource: Any, work: Awaitable[None]) -> None:
+    try:
+        await work
+    finally:
+        await resource.close()

@@ -1,0 +1,126 @@
+"""summary.json and reward.png: what a run did, from what it wrote and what the ledger counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.jsonl import last_by_step, read_lines
+from penstock.deploy.processes import RoleProcess
+from penstock.deploy.run_dir import RunDir
+from penstock.transfer_queue.ledger import Ledger, Status, WeightUpdate
+
+
+async def write_summary(
+    config: RunConfig, run: RunDir, ledger: Ledger, *, wall_s: float, processes: Sequence[RoleProcess]
+) -> dict[str, Any]:
+    """Collect, write and return the summary. Also draws the reward curve."""
+    rows = last_by_step(read_lines(run.metrics))
+    status = await ledger.status()
+    summary = {
+        "name": config.name,
+        "steps": len(rows),
+        "wall_s": round(wall_s, 1),
+        **_learning(rows, read_lines(run.evaluations)),
+        **_accounts(last_by_step(read_lines(run.steps)), status, await ledger.held()),
+        **_tokens(rows),
+        **_updates(await ledger.updates()),
+        "wait_s": {key: round(seconds, 2) for key, seconds in sorted(status.waits_s.items())},
+        "restarts": {p.spec.name: p.restarts for p in processes},
+    }
+    run.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    if rows:
+        draw_reward(run.plot, rows, read_lines(run.evaluations))
+    return summary
+
+
+def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Any]:
+    rewards = [row["reward"] for row in rows]
+    return {
+        "reward_first": _mean(rewards[:3]),
+        "reward_last": _mean(rewards[-5:]),
+        "eval_reward": evaluations[-1]["reward"] if evaluations else None,
+        "eval_episodes": evaluations[-1]["episodes"] if evaluations else 0,
+    }
+
+
+def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> dict[str, Any]:
+    """Invariant 2 from the outside: the trainer's own record of what it trained against what the ledger acknowledged.
+
+    `lost` = episodes acknowledged as complete − (trained + still held + counted under a reason).
+    """
+    trained = Counter(episode for row in steps for episode in row["episodes"])
+    episodes = status.episodes
+    counted = episodes.get("dropped", 0)
+    still_held = len(held - set(trained))
+    return {
+        "episodes": episodes.get("completed", 0),
+        "episodes_trained": len(trained),
+        "episodes_held": still_held,
+        "episodes_dropped": counted,
+        "episodes_failed": episodes.get("failed", 0),
+        "episodes_retried": episodes.get("retried", 0),
+        "leases_expired": episodes.get("expired", 0),
+        "trained_twice": sum(1 for times in trained.values() if times > 1),
+        "lost": episodes.get("completed", 0) - len(trained) - still_held - counted,
+    }
+
+
+def _tokens(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    exact = [row for row in rows if row.get("logprob_tokens_on_policy")]
+    weights = [row["logprob_tokens_on_policy"] for row in exact]
+    return {
+        "tokens_sampled": sum(row["tokens_sampled"] for row in rows),
+        "requests_continued_over_update": sum(row.get("calls_continued_over_update_sum", 0) for row in rows),
+        "requests_resumed": sum(row.get("calls_resumed_sum", 0) for row in rows),
+        "token_mismatches": sum(row.get("token_mismatches_sum", 0) for row in rows),
+        "staleness_max": max((row["staleness_max"] for row in rows), default=0),
+        "staleness_mean": _mean([row["staleness_mean"] for row in rows]),
+        "logprob_abs_diff_mean": (
+            float(np.average([row["logprob_abs_diff_mean"] for row in exact], weights=weights)) if exact else None
+        ),
+        "logprob_abs_diff_max": max((row["logprob_abs_diff_max"] for row in exact), default=None),
+    }
+
+
+def _updates(updates: Sequence[WeightUpdate]) -> dict[str, Any]:
+    pauses = [1000 * update.pause_s for update in updates]
+    return {
+        "weight_updates": len(updates),
+        "requests_in_flight_at_updates": sum(update.in_flight for update in updates),
+        "pause_ms_p50": round(float(np.percentile(pauses, 50)), 2) if pauses else None,
+        "pause_ms_p99": round(float(np.percentile(pauses, 99)), 2) if pauses else None,
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def draw_reward(path: Path, rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+    """The reward curve, evaluations on it, and staleness below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
+    steps = [row["step"] for row in rows]
+    top.plot(steps, [row["reward"] for row in rows], label="training reward")
+    if evaluations:
+        top.plot([e["version"] for e in evaluations], [e["reward"] for e in evaluations], "o", label="evaluation")
+    top.set(ylabel="mean reward", ylim=(0, 1.05))
+    top.legend(loc="lower right")
+    bottom.plot(steps, [row["staleness_mean"] for row in rows], label="mean")
+    bottom.step(steps, [row["staleness_max"] for row in rows], where="mid", label="max")
+    bottom.set(ylabel="staleness", xlabel="step")
+    bottom.legend(loc="upper right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,124 @@
+"""Whole runs of the calculator recipe, as a person would start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
+
+
+class LivingRun:
+    """A `penstock run` in a process of its own, and its parts by role."""
+
+    def __init__(
+        self, runs_dir: Path, name: str, *overrides: str, resume: bool = False, cwd: Path | None = None
+    ) -> None:
+        self.root = runs_dir / name
+        self.log = runs_dir / f"{name}.log"
+        argv = [sys.executable, "-m", "penstock.deploy.cli", "run", str(RECIPE), f"name={name}", f"runs_dir={runs_dir}"]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*argv, *overrides, *(["--resume"] if resume else [])],
+                stdout=log,
+                stderr=log,
+                cwd=cwd or REPOSITORY,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")},
+            )
+
+    def pids(self, *words: str) -> list[int]:
+        """Living descendants whose command line holds all the words."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                command = " ".join(child.cmdline())
+            except psutil.Error:
+                continue
+            if child.status() != psutil.STATUS_ZOMBIE and all(word in command for word in words):
+                found.append(child.pid)
+        return found
+
+    def kill_one(self, *words: str) -> int:
+        pid = self.pids(*words)[0]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def steps(self) -> int:
+        metrics = self.root / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 180) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"the run ended early:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"it took longer than {timeout_s} s:\n{self.tail()}"
+            time.sleep(0.1)
+
+    def finish(self, timeout_s: float = 400) -> dict[str, Any]:
+        status = self.process.wait(timeout_s)
+        assert status == 0, f"exit status {status}:\n{self.tail()}"
+        return self.summary()
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.root / "summary.json").read_text())
+
+    def tail(self) -> str:
+        texts = [f"== {file.name}\n{file.read_text(errors='replace')[-2500:]}" for file in self._logs()]
+        return "\n".join(texts)
+
+    def _logs(self) -> list[Path]:
+        return [self.log, *sorted((self.root / "logs").glob("*.log"))]
+
+
+def assert_accounts_balance(summary: dict[str, Any]) -> None:
+    """Invariants 1 to 3 as a run's summary states them."""
+    assert summary["trained_twice"] == 0
+    assert summary["lost"] == 0
+    assert summary["token_mismatches"] == 0
+    assert summary["episodes_failed"] == 0
+
+
+def assert_nothing_left(pids: list[int], run_name: str) -> None:
+    """Every process that the run started is gone (a zombie not yet reaped counts as gone), its shared memory too."""
+    deadline = time.monotonic() + 20
+    while (alive := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert alive == []
+    assert not list(Path("/dev/shm").glob(f"penstock-{run_name}*"))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def start_run(tmp_path: Path) -> Iterator[Callable[..., LivingRun]]:
+    started: list[LivingRun] = []
+
+    def start(name: str, *overrides: str, **options: Any) -> LivingRun:
+        started.append(LivingRun(tmp_path, name, *overrides, **options))
+        return started[-1]
+
+    yield start
+    for run in started:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
+            try:
+                run.process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(run.process.pid, signal.SIGKILL)

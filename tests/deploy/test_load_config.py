@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.deploy.load_config import ConfigError, dump_config, load_config, parse_config
+
+RECIPE = """
+model: some-org/some-model
+data: {train: rows.parquet}
+trainer: {lr: 1e-6}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    return file
+
+
+def test_overrides_are_yaml_values_and_names_of_staleness_are_numbers(recipe: Path) -> None:
+    config = load_config(recipe, ["trainer.lr=3e-4", "max_staleness=one_step_off", "data.shuffle=false", "name=mine"])
+    assert config.trainer.lr == 3e-4
+    assert config.max_staleness == 1
+    assert config.data.shuffle is False
+    assert config.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainer.lrr=1", ["trainer.lrr: no such key", "did you mean 'trainer.lr'?"]),
+        ("rollout.engin=vllm", ["rollout.engin: no such key", "'rollout.engine'"]),
+        ("max_stalenes=1", ["max_stalenes: no such key", "'max_staleness'"]),
+        ("trainer.lr=fast", ["trainer.lr:", "valid number", "'fast'", "AdamW learning rate"]),
+        ("rollout.engine=tpu", ["rollout.engine:", "'hf' or 'vllm'"]),
+        ("group_size=0", ["group_size:", "greater than or equal to 1", "Episodes per task"]),
+        ("trainer", ["override 'trainer'", "section.key=value"]),
+        ("model.name=x", ["'model' is a value, not a section"]),
+        ("name=../evil", ["name:", "Names runs/NAME"]),
+    ],
+)
+def test_mistakes_name_the_key_and_the_mend(recipe: Path, override: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, [override])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("{}")
+    with pytest.raises(ConfigError, match="model: is needed; Model folder or hub name"):
+        load_config(tmp_path / "empty.yaml")
+    with pytest.raises(ConfigError, match="no such recipe file"):
+        load_config(tmp_path / "absent.yaml")
+
+
+def test_all_problems_are_told_at_once(recipe: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, ["trainer.lrr=1", "agent.wokers=3"])
+    assert "2 problem(s)" in str(caught.value)
+
+
+def test_paths_are_resolved_against_the_recipe_and_names_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "reward.py").write_text("")
+    (tmp_path / "r.yaml").write_text(
+        "model: model\ndata: {train: generate:calculator:8}\n"
+        "agent: {reward: 'reward.py:compute_score', loop: tool_agent}\n"
+    )
+    config = load_config(tmp_path / "r.yaml")
+    assert config.model == str(tmp_path / "model")
+    assert config.agent.reward == f"{tmp_path / 'reward.py'}:compute_score"
+    assert config.agent.loop == "tool_agent"
+    assert config.data.train == "generate:calculator:8"
+
+
+def test_the_dumped_tree_reads_back_as_the_same_config(recipe: Path) -> None:
+    config = load_config(recipe, ["max_staleness=4"])
+    assert parse_config(yaml.safe_load(dump_config(config)), source="dump") == config

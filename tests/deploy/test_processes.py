@@ -1,0 +1,77 @@
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
+
+
+def role(tmp_path: Path, code: str, *, max_restarts: int = 3, stop_grace_s: float = 5.0) -> RoleProcess:
+    argv = [sys.executable, "-u", "-c", code]
+    return RoleProcess(RoleSpec("worker", argv, dict(os.environ), tmp_path / "worker.log", max_restarts, stop_grace_s))
+
+
+async def started(process: RoleProcess, text: str) -> int:
+    async with asyncio.timeout(20):
+        while process.pid is None or text not in process.spec.log.read_text():
+            await asyncio.sleep(0.01)
+    return process.pid
+
+
+async def test_a_role_that_finishes_is_not_started_again(tmp_path: Path) -> None:
+    process = role(tmp_path, "print('done')")
+    await process.run()
+    assert process.restarts == 0
+    assert process.spec.log.read_text() == "done\n"
+
+
+async def test_a_killed_role_comes_back(tmp_path: Path) -> None:
+    code = "import pathlib,sys,time; p=pathlib.Path(sys.argv[0] or '.'); print('up'); time.sleep(60)"
+    process = role(tmp_path, code)
+    task = asyncio.create_task(process.run())
+    first = await started(process, "up\n")
+    os.kill(first, signal.SIGKILL)
+    second = await started(process, "up\nup\n")
+    assert second != first
+    assert process.restarts == 1
+    await process.stop()
+    await task
+
+
+async def test_a_role_that_keeps_failing_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+    process = role(tmp_path, "raise SystemExit('the disk is full')", max_restarts=1)
+    with pytest.raises(RoleFailed, match=r"1 restarts used up[\s\S]*the disk is full"):
+        await process.run()
+
+
+async def test_stop_ends_the_role_and_what_it_started(tmp_path: Path) -> None:
+    code = (
+        "import signal,subprocess,sys,time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print(child.pid, 'up')\n"
+        "time.sleep(60)\n"
+    )
+    process = role(tmp_path, code, stop_grace_s=0.2)
+    task = asyncio.create_task(process.run())
+    await started(process, "up")
+    child = int(process.spec.log.read_text().split()[0])
+    await process.stop()
+    await task
+    assert await gone(child)
+
+
+async def gone(pid: int) -> bool:
+    """Ended, or a zombie that init has not reaped yet."""
+    for _ in range(200):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        await asyncio.sleep(0.02)
+    return False

@@ -1,0 +1,78 @@
+"""Short whole runs on the real parts: real redis, engine, sandbox, trainer."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from tests.deploy.conftest import assert_accounts_balance, assert_nothing_left
+
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(600)]
+
+SHORT = ("trainer.steps=4", "groups_per_step=4", "group_size=4", "data.eval_limit=16", "trainer.checkpoint_every=2")
+
+
+def test_a_short_run_leaves_what_is_promised(start_run) -> None:
+    run = start_run("short", *SHORT)
+    run.wait_for(lambda: run.steps() >= 1)
+    pids = run.pids()
+    summary = run.finish()
+    assert summary["steps"] == 4
+    assert summary["weight_updates"] >= 3
+    assert summary["staleness_max"] <= 2
+    assert summary["logprob_abs_diff_mean"] <= 1e-3
+    assert summary["eval_episodes"] == 16
+    assert_accounts_balance(summary)
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "steps.jsonl",
+        "eval.jsonl",
+        "reward.png",
+        "tensorboard",
+        "final_model",
+    ):
+        assert (run.root / name).exists(), name
+    rows = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    episodes = [e for line in (run.root / "steps.jsonl").read_text().splitlines() for e in json.loads(line)["episodes"]]
+    assert len(episodes) == len(set(episodes)) == 4 * 4 * 4
+    assert_nothing_left(pids, "short")
+    assert not (run.root / "connect.env").exists()
+
+
+def test_synchronous_is_the_same_recipe_with_another_value(start_run) -> None:
+    summary = start_run("sync", *SHORT, "max_staleness=sync").finish()
+    assert summary["staleness_max"] == 0
+    assert_accounts_balance(summary)
+
+
+def test_two_ranks(start_run) -> None:
+    summary = start_run("ranks", *SHORT, "trainer.ranks=2").finish()
+    assert summary["steps"] == 4
+    assert_accounts_balance(summary)
+
+
+def test_ctrl_c_ends_every_process_and_the_run_goes_on_later(start_run) -> None:
+    run = start_run("stopped", *SHORT, "trainer.steps=6")
+    run.wait_for(lambda: run.steps() >= 2)
+    pids = run.pids()
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.wait(90) == 130
+    assert_nothing_left(pids, "stopped")
+    summary = start_run("stopped", *SHORT, "trainer.steps=6", resume=True).finish()
+    assert summary["steps"] == 6
+    assert_accounts_balance(summary)
+
+
+def test_an_own_loop_by_dotted_path(start_run, tmp_path: Path) -> None:
+    """The loop of the README, in a folder of its own, outside of the package."""
+    folder = tmp_path / "my_agents"
+    folder.mkdir()
+    example = Path(__file__).parents[2] / "recipes" / "own_loop" / "agent.py"
+    (folder / "shortest.py").write_text(example.read_text())
+    summary = start_run("own", *SHORT, "agent.loop=my_agents.shortest:MyAgent", cwd=tmp_path).finish()
+    assert summary["steps"] == 4
+    assert_accounts_balance(summary)
+    trajectories = sorted((tmp_path / "own" / "trajectories").glob("*.jsonl"))
+    assert json.loads(trajectories[0].read_text().splitlines()[0])["extra"]["agent"] == "MyAgent"

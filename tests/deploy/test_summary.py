@@ -1,0 +1,55 @@
+import json
+from pathlib import Path
+
+from penstock.deploy.jsonl import last_by_step, read_lines
+from penstock.deploy.summary import _accounts, _tokens, _updates
+from penstock.transfer_queue.ledger import Status, WeightUpdate
+
+
+def status(**episodes: int) -> Status:
+    return Status(version=2, step=2, committed_step=2, groups={}, episodes=episodes, bytes=0, waits_s={}, workers={})
+
+
+def step(number: int, *episodes: str) -> dict:
+    return {"step": number, "episodes": list(episodes)}
+
+
+def test_accounts_balance_when_every_completed_episode_is_trained_held_or_counted() -> None:
+    accounts = _accounts([step(0, "a", "b"), step(1, "c")], status(completed=6, dropped=1), held={"c", "d", "e"})
+    assert accounts["lost"] == 0
+    assert accounts["trained_twice"] == 0
+    assert accounts["episodes_held"] == 2
+
+
+def test_a_missing_episode_is_lost_and_a_repeated_one_is_seen() -> None:
+    accounts = _accounts([step(0, "a", "b"), step(1, "a")], status(completed=4), held=set())
+    assert accounts["lost"] == 2
+    assert accounts["trained_twice"] == 1
+
+
+def test_a_replayed_step_counts_once_and_a_half_written_line_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    lines = [json.dumps(step(0, "a")), json.dumps(step(1, "b")), json.dumps(step(1, "b"))]
+    file.write_text("\n".join(lines) + '\n{"step": 2, "epis')
+    assert last_by_step(read_lines(file)) == [step(0, "a"), step(1, "b")]
+
+
+def test_the_logprob_difference_is_weighted_by_the_tokens_it_was_measured_on() -> None:
+    common = {"tokens_sampled": 10, "staleness_max": 1, "staleness_mean": 0.5}
+    rows = [
+        {**common, "logprob_tokens_on_policy": 30, "logprob_abs_diff_mean": 0.1, "logprob_abs_diff_max": 0.2},
+        {**common, "logprob_tokens_on_policy": 10, "logprob_abs_diff_mean": 0.5, "logprob_abs_diff_max": 0.6},
+        {**common, "logprob_tokens_on_policy": 0, "logprob_abs_diff_mean": None, "logprob_abs_diff_max": None},
+    ]
+    tokens = _tokens(rows)
+    assert abs(tokens["logprob_abs_diff_mean"] - 0.2) < 1e-12
+    assert tokens["logprob_abs_diff_max"] == 0.6
+    assert tokens["tokens_sampled"] == 30
+
+
+def test_pauses_are_in_milliseconds() -> None:
+    updates = [WeightUpdate("s", v, pause_s=0.01 * v, fetch_s=0, load_s=0, in_flight=3) for v in (1, 2, 3)]
+    figures = _updates(updates)
+    assert figures["weight_updates"] == 3
+    assert figures["pause_ms_p50"] == 20.0
+    assert figures["requests_in_flight_at_updates"] == 9
