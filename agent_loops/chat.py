@@ -14,7 +14,7 @@ from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.segment import Budget, SegmentBuilder
 from penstock.agent_loops.template import ChatTemplate, Message
 from penstock.tools.base import ToolResult
-from penstock.tools.parsers import ToolCall, ToolCallParser
+from penstock.tools.parsers import ToolCall, ToolCallParser, get_parser
 
 if TYPE_CHECKING:
     from penstock.agent_loops.llm import Reply
@@ -128,6 +128,11 @@ class ChatTokens:
         if not isinstance(content, str) or not self._special_text.search(content):
             return message
         return {**message, "content": self._special_text.sub(_spaced, content)}
+
+
+def prove_template(model: str, parser: str, tools: Sequence[Mapping[str, Any]]) -> Proof:
+    """`ChatTokens.prove` for a model folder or hub name, before anything runs. Raises `TemplateError`."""
+    return ChatTokens(load_tokenizer(model), get_parser(parser)).prove(tools)
 
 
 def new_budget(config: AgentConfig) -> Budget:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.agent_loops.chat import prove_template
 from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.segment import Budget
 from penstock.tools.base import ToolResult
@@ -150,6 +151,13 @@ def test_a_template_that_ignores_tools_is_refused_by_name(chat_for):
     with pytest.raises(TemplateError, match=r"ignores tools \(not shown: calculator\)"):
         chat_for("chatml").prove(TOOLS)
     assert chat_for("chatml").prove().conversations == 2
+
+
+def test_a_model_folder_is_proven_by_its_path(tokenizer_for, tmp_path):
+    tokenizer_for("qwen3").save_pretrained(tmp_path)
+    assert prove_template(str(tmp_path), "hermes", TOOLS).conversations > 30
+    with pytest.raises(TemplateError, match="no tokenizer in"):
+        prove_template(str(tmp_path / "nothing"), "hermes", TOOLS)
 
 
 def test_a_template_that_drops_tool_results_is_refused(chat_for):
