@@ -75,8 +75,8 @@ def build_app(sandbox: Sandbox, token: str, max_boxes: int) -> FastAPI:
             await asyncio.gather(reaper, return_exceptions=True)
             await sandbox.close()
 
-    no_pages = {"docs_url": None, "redoc_url": None, "openapi_url": None}  # they would not ask for the token
-    app = FastAPI(lifespan=lifespan, dependencies=[Depends(_authorize(token))], **no_pages)
+    # without an openapi_url there are no pages about the routes, which would not ask for the token
+    app = FastAPI(lifespan=lifespan, dependencies=[Depends(_authorize(token))], openapi_url=None)
     _add_error_handlers(app)
     _add_session_routes(app, sessions)
     _add_work_routes(app, sessions)

@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups, box_processes
 
 from penstock.sandbox import bwrap
 from penstock.sandbox.bwrap import BwrapSandbox
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxError, SandboxLost
-from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups, box_processes
 
 pytestmark = pytest.mark.bwrap
 
@@ -32,8 +32,8 @@ async def test_boxes_do_not_see_each_other(sandbox: BwrapSandbox) -> None:
     assert seen.stdout.split()[1] != uid
 
 
-async def test_cpu_seconds_are_limited(session_config: SandboxConfig = CONFIG) -> None:
-    sandbox = BwrapSandbox(session_config.model_copy(update={"cpu_s": 1}), OWNER)
+async def test_cpu_seconds_are_limited() -> None:
+    sandbox = BwrapSandbox(CONFIG.model_copy(update={"cpu_s": 1}), OWNER)
     session = await sandbox.start("busy")
     result = await session.run_python("while True: pass", timeout_s=20.0)
     assert (result.exit_code, result.limit, result.state_lost) == (None, "cpu", True)

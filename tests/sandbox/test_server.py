@@ -72,7 +72,7 @@ async def test_errors_keep_their_kind(url: str) -> None:
         await session.run_python("1", timeout_s=-1.0)
     await sandbox.close()
     nowhere = remote("http://127.0.0.1:9")
-    with pytest.raises(SandboxError, match="127.0.0.1:9"):
+    with pytest.raises(SandboxError, match=r"127\.0\.0\.1:9"):
         await nowhere.start("x")
     await nowhere.close()
 

@@ -108,7 +108,7 @@ async def test_files_go_in_and_come_out(session: Session) -> None:
 
 async def test_a_fifo_does_not_block_the_file_route(session: Session) -> None:
     await session.run_python("import os; os.mkfifo('pipe')")
-    with pytest.raises(OSError, match="regular|No such device"):
+    with pytest.raises(OSError, match=r"regular|No such device"):
         await session.write_file("pipe", b"x")
     with pytest.raises(PermissionError):
         await session.read_file("pipe")

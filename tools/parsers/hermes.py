@@ -1,4 +1,4 @@
-"""Hermes and Qwen: ``<tool_call>{"name": "python", "arguments": {"code": "1 + 1"}}</tool_call>``, any number of them."""
+"""Hermes and Qwen: ``<tool_call>{"name": "python", "arguments": {"code": "1 + 1"}}</tool_call>``, several times."""
 
 from __future__ import annotations
 

@@ -42,11 +42,11 @@ async def test_four_gigabytes_in_one_process(session: Session) -> None:
 async def test_four_gigabytes_in_many_processes(session: Session) -> None:
     code = """
 import os
-for _ in range(40):
+for _ in range(12):
     if os.fork() == 0:
         x = b'x' * (100 << 20)
         os._exit(0)
-for _ in range(40):
+for _ in range(12):
     os.wait()
 """
     result = await attack(session, code, timeout_s=20.0)
@@ -172,11 +172,11 @@ for path in ('/usr/x', '/usr/lib/x', '/bin/x', '/x', '/dev/x', '/etc/x', '/proc/
 @pytest.mark.parametrize("path", ["/etc/shadow", "../../etc/shadow", "link/shadow", "/proc/1/root/etc/shadow"])
 async def test_file_routes_do_not_lead_out(session: Session, path: str, tmp_path: Path) -> None:
     await session.run_python(f"import os\nos.symlink('/etc', 'link')\nos.symlink({str(tmp_path)!r}, 'out')")
-    with pytest.raises(OSError, match="No such file|denied"):
+    with pytest.raises(OSError, match=r"No such file|denied"):
         await session.read_file(path)
-    with pytest.raises(OSError, match="No such file|Read-only|denied"):
+    with pytest.raises(OSError, match=r"No such file|Read-only|denied"):
         await session.write_file("out/x", b"x")
-    with pytest.raises(OSError, match="Read-only|No such file"):
+    with pytest.raises(OSError, match=r"Read-only|No such file"):
         await session.write_file("../usr/x", b"x")
     assert not list(tmp_path.iterdir())
 
@@ -199,7 +199,7 @@ for fd in range(256):
 async def test_forged_outcomes_only_cut_short_the_codes_own_call(session: Session) -> None:
     code = """
 import os, struct, sys, time
-number = sys._getframe(1).f_locals['number']
+number = sys._getframe(2).f_locals['number']
 for fd in range(3, 20):
     for forged in (number, *range(100)):
         try:

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.protocol import Sandbox, SandboxError
+from penstock.tools.base import ToolInfraError
+from penstock.tools.config import ToolConfig
+from penstock.tools.python import STATE_LOST, PythonTool
+from penstock.tools.registry import make_tools
+from penstock.transfer_queue.trajectory import Task
+
+pytestmark = pytest.mark.bwrap
+TASK = Task("train/00000001", "train", [], "tests", None)
+
+
+@pytest_asyncio.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    made = make_sandbox(SandboxConfig(max_boxes=2, run_timeout_s=1.0), "tests-tools")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def tool(sandbox: Sandbox) -> PythonTool:
+    made = make_tools([ToolConfig(name="python", max_output_chars=200)], sandbox)["python"]
+    assert isinstance(made, PythonTool)
+    return made
+
+
+async def run(tool: PythonTool, state: object, code: str) -> tuple[str, bool]:
+    result = await tool.execute(state, {"code": code})  # type: ignore[arg-type]
+    return result.text, result.is_error
+
+
+async def test_the_box_is_opened_at_the_first_call_and_kept_until_release(tool: PythonTool) -> None:
+    state = await tool.create(TASK)
+    assert state.session_id is None
+    assert await run(tool, state, "x = 6") == ("(no output)", False)
+    session_id = state.session_id
+    assert await run(tool, state, "print(x * 7)") == ("42", False)
+    assert (state.session_id, state.history) == (session_id, ["x = 6", "print(x * 7)"])
+    await tool.release(state)
+    await tool.release(state)
+    assert state.session_id is None
+
+
+async def test_what_the_model_reads_when_its_code_fails(tool: PythonTool) -> None:
+    state = await tool.create(TASK)
+    text, is_error = await run(tool, state, "print('so far')\nundefined")
+    assert is_error
+    assert text.splitlines()[0] == "so far"
+    assert text.splitlines()[-1] == "NameError: name 'undefined' is not defined"
+    assert await run(tool, state, "exit(3)") == ("Error: exit code 3", True)
+    text, is_error = await run(tool, state, "y = 1\nwhile True: pass")
+    assert (text, is_error) == ("Error: the code ran longer than it may and was stopped.\n" + STATE_LOST, True)
+    assert state.history == []
+    text, _ = await run(tool, state, "print('x' * 5000)")
+    assert len(text) <= 200
+    assert "5000 characters in all" in text
+    await tool.release(state)
+
+
+async def test_another_worker_attaches_by_session_id(tool: PythonTool) -> None:
+    state = await tool.create(TASK)
+    await run(tool, state, "x = 5")
+    attached = await tool.attach(TASK, state.session_id or "")
+    assert await run(tool, attached, "x") == ("5", False)
+    await tool.release(attached)
+
+
+async def test_a_lost_box_is_replaced_and_earlier_code_run_again(tool: PythonTool) -> None:
+    state = await tool.create(TASK)
+    await run(tool, state, "x = 5; print('only once')")
+    assert state.session is not None
+    await state.session.close()
+    assert await run(tool, state, "x + 1") == ("6", False)
+    await tool.release(state)
+
+
+async def test_a_lost_box_without_replay_and_a_sandbox_that_fails_are_infrastructure(sandbox: Sandbox) -> None:
+    tool = PythonTool(sandbox, replay_lost=False)
+    state = await tool.create(TASK)
+    await run(tool, state, "1")
+    assert state.session is not None
+    await state.session.close()
+    with pytest.raises(ToolInfraError, match="closed") as raised:
+        await run(tool, state, "1")
+    assert raised.value.component == "sandbox"
+
+    async def fail(_: str) -> None:
+        raise SandboxError("no room")
+
+    sandbox.start = fail  # type: ignore[assignment,method-assign]
+    with pytest.raises(ToolInfraError, match="sandbox: no room"):
+        await run(tool, await tool.create(TASK), "1")

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+
+from penstock.tools.base import BaseTool, ToolResult
+from penstock.tools.config import ToolConfig
+from penstock.tools.function_tool import function_tool
+from penstock.tools.registry import ToolConfigError, make_tools, register_tool
+
+
+@register_tool("echo")
+class Echo(BaseTool):
+    name = "echo_it"
+    description = "Say it back."
+    parameters: ClassVar[Any] = {"type": "object", "properties": {"text": {"type": "string"}}}
+
+    async def execute(self, state: Any, arguments: Any) -> ToolResult:
+        return ToolResult(arguments["text"] * self.settings.get("times", 1))
+
+
+@register_tool("add")
+@function_tool
+def add(a: int, b: int) -> int:
+    """Add."""
+    return a + b
+
+
+def make(name: str, **fields: Any) -> dict[str, BaseTool]:
+    return make_tools([ToolConfig(name=name, **fields)], None)
+
+
+async def test_names_paths_settings_and_order() -> None:
+    tools = make_tools(
+        [ToolConfig(name="add"), ToolConfig(name="echo", settings={"times": 2}, max_output_chars=9)], None
+    )
+    assert list(tools) == ["add", "echo_it"]
+    assert (await tools["echo_it"].execute(None, {"text": "ab"})).text == "abab"
+    assert tools["echo_it"].max_output_chars == 9
+    assert (await tools["add"].execute(None, {"a": 1, "b": 2})).text == "3"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("pyton", {}, "no tool 'pyton'; did you mean 'python'"),
+        ("zzz", {}, "there are: .*python"),
+        ("penstock.tools.pythn:PythonTool", {}, "cannot import 'penstock.tools.pythn'"),
+        ("penstock.tools.python.PythonTol", {}, "did you mean 'PythonTool'"),
+        ("penstock.tools.python.STATE_LOST", {}, "a BaseTool subclass or a @function_tool is needed"),
+        ("python", {}, "tool python needs a sandbox"),
+        ("add", {"settings": {"x": 1}}, "takes no settings"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_named(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ToolConfigError, match=message):
+        make(name, **fields)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ToolConfigError, match="two of them are called 'add'"):
+        make_tools([ToolConfig(name="add"), ToolConfig(name="add")], None)
+
+
+def test_a_tool_without_a_schema_of_type_object_is_refused() -> None:
+    @register_tool("bad")
+    class Bad(Echo):
+        parameters: ClassVar[Any] = {"type": "array"}
+
+    with pytest.raises(ToolConfigError, match="must be a JSON schema of type object"):
+        make("bad")
