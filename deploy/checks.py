@@ -51,6 +51,16 @@ def check_group(config: RunConfig) -> Check:
     )
 
 
+def check_lengths(config: RunConfig) -> Check:
+    room = config.rollout.max_model_len - config.agent.max_response_tokens
+    return Check(
+        "rollout.max_model_len",
+        room > 0,
+        f"{config.rollout.max_model_len}, responses up to {config.agent.max_response_tokens}: {room} left for prompts",
+        "a prompt and its response must fit: raise rollout.max_model_len or lower agent.max_response_tokens",
+    )
+
+
 def check_redis(config: RunConfig) -> Check:
     from penstock.transfer_queue.redis_server import RedisServerError, find_redis_server
 
@@ -106,17 +116,15 @@ def check_template(config: RunConfig) -> Check | None:
     """The chat template takes tools and can be spliced token for token."""
     if not Path(config.model).is_dir():
         return None
-    from penstock.agent_loops.chat import ChatTokens, load_tokenizer
-    from penstock.agent_loops.errors import TemplateError
+    from penstock.agent_loops.chat import TemplateError, prove_template
     from penstock.sandbox.make import make_sandbox
     from penstock.sandbox.protocol import SandboxError
-    from penstock.tools.parsers import get_parser
     from penstock.tools.registry import make_tools
 
     try:
         sandbox = make_sandbox(config.sandbox, owner="doctor") if config.tools else None
         schemas = [tool.schema for tool in make_tools(config.tools, sandbox).values()]
-        ChatTokens(load_tokenizer(config.model), get_parser(config.agent.parser)).prove(schemas)
+        prove_template(config.model, config.agent.parser, schemas)
     except (TemplateError, SandboxError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
     return Check("chat template", True, "splices exactly")
@@ -181,6 +189,7 @@ def check_ports(config: RunConfig) -> Check | None:
 CHECKS: tuple[Callable[[RunConfig], Check | None], ...] = (
     check_correction,
     check_group,
+    check_lengths,
     check_ports,
     check_redis,
     check_engine,

@@ -17,10 +17,9 @@ FORBIDDEN = "torch safetensors vllm"
         " assert CliRunner().invoke(app, ['run', '--help']).exit_code == 0",
         "import penstock.agent_loops.worker, penstock.tools.registry, penstock.sandbox.make",
         "import penstock.transfer_queue.redis_ledger, penstock.rollout_server.client, penstock.rollout_server.server",
-        "import penstock.agent_loops.worker, transformers; transformers.AutoTokenizer",
     ],
 )
 def test_no_torch(code: str) -> None:
-    probe = f"import sys; {code}; sys.exit(' '.join(m for m in {FORBIDDEN!r}.split() if m in sys.modules))"
+    probe = f"import sys; {code}; sys.exit(' '.join(m for m in {FORBIDDEN!r}.split() if m in sys.modules) or None)"
     ended = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
