@@ -46,15 +46,16 @@ def make_tiny_model(folder: Path, *, tied: bool = True, context: int = 256) -> s
 def make_segment(rng: np.random.Generator, version: int, prompt: int = 6, response: int = 14) -> Segment:
     """Two sampled runs with an observation between them."""
     mask = np.ones(response, dtype=np.uint8)
-    mask[response // 3 : response // 2] = 0
+    pause, again = response // 3, response // 2
+    mask[pause:again] = 0
     logprobs = np.where(mask == 1, -np.abs(rng.normal(3.0, 0.5, response)), 0.0)
     return Segment(
         prompt_ids=rng.integers(1, VOCAB, prompt).astype(np.int32),
         response_ids=rng.integers(1, VOCAB, response).astype(np.int32),
         response_mask=mask,
         response_logprobs=logprobs.astype(np.float32),
-        version_spans=np.array([[version, 0, response]], dtype=np.int32),
-        turn_starts=np.array([0, response // 2], dtype=np.int32),
+        version_spans=np.array([[version, 0, pause], [version, again, response]], dtype=np.int32),
+        turn_starts=np.array([0, again], dtype=np.int32),
     )
 
 
