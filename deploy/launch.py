@@ -29,7 +29,7 @@ from penstock.deploy.link import PASSWORD_VARIABLE, TOKEN_VARIABLE, Link, limits
 from penstock.deploy.load_config import dump_config
 from penstock.deploy.processes import RoleProcess, RoleSpec
 from penstock.deploy.report import Reporter, StalledRun
-from penstock.deploy.roles import weights_dir
+from penstock.deploy.roles import TRAINER_STOP_S, weights_dir
 from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.summary import write_summary
 from penstock.transfer_queue.redis_ledger import RedisLedger
@@ -183,11 +183,11 @@ class Interrupted(Exception):
 def role_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
     """The processes of a run on one machine, the trainer last."""
     command = [sys.executable, "-m", "penstock.deploy.cli"]
-    env = {**os.environ, **link.environment(), "PENSTOCK_SUPERVISED": "1", "PYTHONUNBUFFERED": "1"}
+    settings = {"PENSTOCK_SUPERVISED": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = {**os.environ, **link.environment(), "OMP_NUM_THREADS": "1", **settings}
 
-    def spec(name: str, *argv: str, max_restarts: int, threads: int = 1) -> RoleSpec:
-        settings = {**env, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        return RoleSpec(name, [*command, *argv], settings, run.logs / f"{name}.log", max_restarts)
+    def spec(name: str, *argv: str, max_restarts: int, stop_grace_s: float = 15.0) -> RoleSpec:
+        return RoleSpec(name, [*command, *argv], env, run.logs / f"{name}.log", max_restarts, stop_grace_s)
 
     def port(server: int) -> str:
         return str(config.rollout.port and config.rollout.port + server)
@@ -200,7 +200,7 @@ def role_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
         spec(f"agent-{i}", "agent", "--name", f"agent-{i}", max_restarts=config.agent.max_restarts)
         for i in range(config.agent.workers)
     ]
-    trainer = spec("trainer", "train", max_restarts=config.trainer.max_restarts, threads=config.trainer.threads)
+    trainer = spec("trainer", "train", max_restarts=config.trainer.max_restarts, stop_grace_s=TRAINER_STOP_S + 15)
     return [*rollouts, *agents, trainer]
 
 

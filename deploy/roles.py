@@ -18,6 +18,8 @@ from penstock.deploy.load_config import ConfigError
 from penstock.deploy.processes import STOP_FILE_VARIABLE, die_with_parent
 from penstock.deploy.run_dir import RunDir
 
+TRAINER_STOP_S = 25.0
+"""For the last checkpoint; torchrun gives its ranks 30 s after SIGTERM."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there belong to one run, mode 0600, and the run removes them
 
 
@@ -148,6 +150,7 @@ async def train_rank(link: Link) -> None:
         transport=config.rollout.weight_transport,
         temperature=config.agent.temperature,
         publish_dtype=config.rollout.dtype,
+        stop_timeout_s=TRAINER_STOP_S,
     )
     with _no_use_restarting(BadJob, DataError, UnknownName, BatchTimeout, TrainingDiverged):
         await _closing(ledger, train(job))
