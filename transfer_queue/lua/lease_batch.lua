@@ -1,0 +1,76 @@
+-- needs: run, episode, group, admission
+-- ARGV: step. Returns {1, packed groups} or {0, cause}.
+local step = tonumber(ARGV[1])
+local fixed = call('HGET', key('steps'), step)
+if fixed then return {1, fixed} end
+if step ~= run.next_step then
+  return refuse('STEP', 'step ' .. step .. ': the next one is ' .. run.next_step .. '; steps below '
+    .. run.committed_step .. ' are committed')
+end
+if step > run.version + 1 then
+  return {0, 'version ' .. (step - 1) .. ' is not published yet; only one step ahead is leased'}
+end
+
+local function drop_over_age()
+  for _, set in ipairs({'admitted', 'ready'}) do
+    for _, task_id in ipairs(call('ZRANGEBYSCORE', key(set), '-inf', '(' .. score(step, 0))) do
+      local v = forget_group(task_id)
+      call('ZREM', key(set), task_id)
+      count('dropped_over_age', 1)
+      count('dropped', tonumber(v.size))
+    end
+  end
+end
+
+local function left_in_time(batch)
+  for at = step, math.max(step, run.version + run.max_staleness) do
+    local left = call('ZCOUNT', key('admitted'), '-inf', up_to(at)) + call('ZCOUNT', key('ready'), '-inf', up_to(at))
+    for _, one in ipairs(batch) do
+      if one.due <= at then left = left - 1 end
+    end
+    if left > (at - step) * run.groups_per_step then return false end
+  end
+  return true
+end
+
+local function slow_names()
+  local names = {}
+  for _, task_id in ipairs(call('ZRANGE', key('admitted'), 0, 4)) do
+    names[#names + 1] = task_id .. ' by step ' .. call('HGET', group_key(task_id), 'due')
+  end
+  return table.concat(names, ', ')
+end
+
+local function rewarded_episodes(task_id)
+  local v, episodes = fields_of(group_key(task_id)), {}
+  for m = 0, tonumber(v.size) - 1 do
+    if v['r' .. m] then episodes[#episodes + 1] = task_id .. '#' .. m end
+  end
+  return episodes
+end
+
+if run.overage == 'drop' then drop_over_age() end
+local batch = {}
+for _, task_id in ipairs(call('ZRANGE', key('ready'), 0, run.groups_per_step - 1)) do
+  local v = call('HMGET', group_key(task_id), 'due', 'seq')
+  batch[#batch + 1] = {task_id = task_id, due = tonumber(v[1]), seq = tonumber(v[2])}
+end
+if #batch < run.groups_per_step then
+  return {0, #batch .. ' of ' .. run.groups_per_step .. ' groups ready; ' .. call('ZCARD', key('admitted'))
+    .. ' in flight, ' .. call('ZCARD', key('queue')) .. ' queued'}
+end
+if run.overage == 'wait' and not left_in_time(batch) then
+  return {0, 'slow groups are due: ' .. slow_names()}
+end
+
+table.sort(batch, function(a, b) return a.seq < b.seq end)
+local groups = {}
+for i, one in ipairs(batch) do
+  groups[i] = rewarded_episodes(one.task_id)
+  call('ZREM', key('ready'), one.task_id)
+  call('HSET', group_key(one.task_id), 'state', 'shipped', 'step', step)
+end
+local packed = cmsgpack.pack(groups)
+call('HSET', key('steps'), step, packed)
+call('HINCRBY', RUN, 'next_step', 1)
+return {1, packed}
