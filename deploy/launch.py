@@ -110,7 +110,9 @@ async def _connected(link: Link, config: RunConfig, run: RunDir) -> AsyncIterato
 async def _keep_alive(server: RedisServer) -> None:
     """Redis killed from outside comes back with its append-only file; clients retry meanwhile."""
     while True:
-        await server.wait()
+        await asyncio.sleep(0.2)
+        if server.alive:
+            continue
         logger.warning("redis-server ended unexpectedly; starting it again from its append-only file")
         await server.restart()
 

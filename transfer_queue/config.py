@@ -20,7 +20,6 @@ class TransferQueueConfig(BaseModel):
     registry_ttl_s: float = Field(6.0, gt=0, description="A rollout server silent this long is gone.")
     deadline_s: float = Field(60.0, gt=0, description="How long a client retries while Redis is away.")
     max_bytes: int = Field(4 << 30, gt=0, description="No group is admitted while payloads hold more than this.")
-    max_payload_bytes: int = Field(256 << 20, gt=0, description="A larger trajectory is refused.")
     overage: Literal["wait", "mask", "drop"] = Field(
         "wait", description="What happens to groups about to pass the staleness bound when a batch ships."
     )

@@ -254,8 +254,10 @@ class Ledger(Protocol):
     async def updates(self) -> list[WeightUpdate]: ...
 
     async def held(self) -> set[str]:
-        """Ids of all finished training episodes that the ledger still keeps: in groups unfinished, ready or shipped and
-        not yet committed. For audits; linear in what is held."""
+        """Ids of finished training episodes that are still here: in unfinished, ready and uncommitted groups.
+
+        For audits; linear in what is held.
+        """
 
     # other lanes ---------------------------------------------------------------------------------------------------
     async def results(self, lane: str) -> tuple[list[Trajectory], int]:

@@ -1,20 +1,23 @@
--- ARGV: step. Steps below it are durable elsewhere. Returns {1} | {-1, error}.
-local step, committed, version = tonumber(ARGV[1]), metan('committed'), metan('version')
-if step > version then return {-1, 'step ' .. step .. ' cannot be committed: the current version is ' .. version} end
-for s = committed, step - 1 do
-  for _, group in ipairs(redis.call('LRANGE', P .. ':step:' .. s, 0, -1)) do
-    for _, name in ipairs(members(group)) do
-      local e = fields(episode_key(name))
-      if e.state == 'completed' then
-        discard_payload(name, e)
-        bump('committed_episodes', 1)
-      end
-    end
-    forget_group(group)
-    bump('groups_trained', -1)
-    bump('groups_committed', 1)
-  end
-  redis.call('DEL', P .. ':step:' .. s)
+-- needs: run, episode, group, steps
+-- ARGV: step. Everything of the steps below it is deleted; their payloads are named in `garbage` for a client to sweep.
+local step = tonumber(ARGV[1])
+if step > run.next_step then
+  return refuse('STEP', 'commit of ' .. step .. ': only steps below ' .. run.next_step .. ' were leased')
 end
-if step > committed then redis.call('HSET', META, 'committed', step) end
-return {1}
+for done = run.committed_step, step - 1 do
+  local groups = step_groups(done)
+  local episodes = 0
+  if done >= run.version then
+    episodes = count_trained(groups)
+  else
+    episodes = weigh(groups)
+  end
+  count('committed', episodes)
+  count('committed_groups', #groups)
+  for _, group in ipairs(groups) do
+    forget_group((split(group[1])), true)
+  end
+  call('HDEL', key('steps'), done)
+end
+call('HSET', RUN, 'committed_step', math.max(step, run.committed_step))
+return 1

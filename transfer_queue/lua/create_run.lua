@@ -1,10 +1,13 @@
--- ARGV: limits and config as field, value … A run that exists must have the same limits; its config is replaced.
-local wanted = {}
-for i = 1, #ARGV, 2 do wanted[ARGV[i]] = ARGV[i + 1] end
-if redis.call('EXISTS', META) == 1 then
-  for field, value in pairs(wanted) do
-    if field ~= 'config' and meta(field) ~= value then return {field, meta(field)} end
+-- ARGV: config, then limit name, value, … Returns nothing, or the first limit that differs: name, theirs, ours.
+local RUN = KEYS[1]
+local exists = redis.call('EXISTS', RUN) == 1
+for i = 2, #ARGV, 2 do
+  local found = redis.call('HGET', RUN, ARGV[i])
+  if exists and found ~= ARGV[i + 1] then
+    return {ARGV[i], found or 'nothing', ARGV[i + 1]}
   end
 end
-for field, value in pairs(wanted) do redis.call('HSET', META, field, value) end
+for i = 2, #ARGV, 2 do redis.call('HSET', RUN, ARGV[i], ARGV[i + 1]) end
+for _, field in ipairs({'version', 'next_step', 'committed_step'}) do redis.call('HSETNX', RUN, field, 0) end
+redis.call('HSET', RUN, 'config', ARGV[1])
 return {}

@@ -1,16 +1,9 @@
--- ARGV: lane. Everything of it goes; a worker that still runs one of its episodes loses its lease.
-local lane = ARGV[1]
-for _, task in ipairs(redis.call('HKEYS', P .. ':tasks')) do
-  local name = task .. '#0'
-  local e = fields(episode_key(name))
-  if e.lane == lane then
-    if e.state == 'completed' then discard_payload(name, e) end
-    redis.call('ZREM', P .. ':leases', name)
-    redis.call('HDEL', P .. ':tasks', task)
-    redis.call('HDEL', P .. ':dead', name)
-    redis.call('DEL', episode_key(name), journal_key(name), P .. ':deadjournal:' .. name)
-  end
+-- needs: run, episode, group
+-- ARGV: lane. Everything of it is deleted.
+for _, task_id in ipairs(call('ZRANGE', key('lane:' .. ARGV[1]), 0, -1)) do
+  forget_group(task_id)
+  drop_letter(task_id .. '#0')
 end
-redis.call('DEL', P .. ':lane:' .. lane, P .. ':results:' .. lane, P .. ':out:' .. lane)
-redis.call('SREM', P .. ':lanes', lane)
+call('DEL', key('lane:' .. ARGV[1]))
+for _, state in ipairs({'queued', 'leased', 'done'}) do call('HDEL', key('lanes'), ARGV[1] .. ' ' .. state) end
 return 1

@@ -1,28 +1,30 @@
--- ARGV: episode, fence, packed outcome, 1 if it may be tried again. Returns 1 try again, 0 given up, -1 lease lost.
-local name, fence, outcome, again = ARGV[1], ARGV[2], ARGV[3], ARGV[4] == '1'
-local e, other = owned(name, fence)
-if not e then
-  if other.failed_fence == fence then return tonumber(other.failed_result) end
-  return -1
-end
-local attempt = redis.call('HINCRBY', episode_key(name), 'attempt', 1)
-local retry = again and attempt < metan('max_attempts')
-redis.call('HSET', episode_key(name), 'failed_fence', fence, 'failed_result', retry and 1 or 0)
-if retry then
-  requeue_episode(name, e)
-  bump('retried', 1)
+-- needs: run, episode, group
+-- ARGV: episode, fence, outcome. Returns 1 if the episode will be tried again, 0 if it is given up.
+local episode, fence = ARGV[1], ARGV[2]
+local task_id, m = split(episode)
+local before = call('HMGET', group_key(task_id), 'k' .. m, 's' .. m)
+if before[1] == fence then return before[2] == 'x' and 0 or 1 end
+
+local member = owned(episode, fence, now_ms())
+if not member then return lease_lost(episode, fence) end
+local attempts = call('HINCRBY', member.group, 'a' .. m, 1)
+call('HSET', member.group, 'k' .. m, fence)
+if attempts < run.max_attempts then
+  hand_back(episode, member)
+  if member.lane == 'train' then count('retried', 1) end
   return 1
 end
-redis.call('ZREM', P .. ':leases', name)
-redis.call('HSET', episode_key(name), 'state', 'failed')
-redis.call('HSET', P .. ':dead', name, cmsgpack.pack({outcome, attempt}))
-if redis.call('EXISTS', journal_key(name)) == 1 then
-  redis.call('RENAME', journal_key(name), P .. ':deadjournal:' .. name)
+unhold(episode, member.lane, member.worker)
+put_letter(episode, ARGV[3], attempts)
+if member.journal_bytes > 0 then
+  -- The journal goes to the letter: it no longer holds anybody up, but it still takes room.
+  call('RENAME', key('journal:' .. episode), key('letter_journal:' .. episode))
+  call('HSET', key('letter:' .. episode), 'bytes', member.journal_bytes)
+  call('HDEL', member.group, 'n' .. m)
+  if member.lane == 'train' then call('HINCRBY', RUN, 'unconsumed', -member.journal_bytes) end
 end
-if e.lane == 'train' then
-  bump('failed', 1)
-  end_member(e.task, false)
-else
-  redis.call('HINCRBY', P .. ':out:' .. e.lane, 'leased', -1)
-end
+call('HSET', member.group, 's' .. m, 'x')
+if member.lane == 'train' then count('failed', 1) end
+count_lane(member.lane, 'done', 1)
+member_ended(member)
 return 0

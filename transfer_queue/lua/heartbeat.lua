@@ -1,4 +1,5 @@
--- ARGV: server, packed description, ttl in ms.
-redis.call('HSET', P .. ':servers', ARGV[1], ARGV[2])
-redis.call('ZADD', P .. ':heartbeats', now_ms() + tonumber(ARGV[3]), ARGV[1])
+-- needs: run
+-- ARGV: server id, packed info, time to live in ms.
+call('HSET', key('servers'), ARGV[1], ARGV[2])
+call('ZADD', key('servers_until'), now_ms() + tonumber(ARGV[3]), ARGV[1])
 return 1

@@ -1,70 +1,76 @@
--- ARGV: step. Returns {1, {group: {rewarded members}} …} | {0, cause} | {-1, error}.
+-- needs: run, episode, group, admission
+-- ARGV: step. Returns {1, packed groups} or {0, cause}.
 local step = tonumber(ARGV[1])
-local key = P .. ':step:' .. step
-local function composition()
-  local groups = {}
-  for _, group in ipairs(redis.call('LRANGE', key, 0, -1)) do
-    local names = {}
-    for _, name in ipairs(members(group)) do
-      local e = fields(episode_key(name))
-      if e.state == 'completed' and e.rewarded == '1' then names[#names + 1] = name .. '\0' .. e.fence end
-    end
-    groups[#groups + 1] = names
-  end
-  return {1, groups}
+local fixed = call('HGET', key('steps'), step)
+if fixed then return {1, fixed} end
+if step ~= run.next_step then
+  return refuse('STEP', 'step ' .. step .. ': the next one is ' .. run.next_step .. '; steps below '
+    .. run.committed_step .. ' are committed')
 end
-if redis.call('EXISTS', key) == 1 then return composition() end
-
-local next_step, current, per_step = metan('next_step'), metan('version'), metan('groups_per_step')
-if step ~= next_step then return {-1, 'step ' .. step .. ' is not the next one, which is ' .. next_step} end
-if step > current + 1 then
-  return {-1, 'step ' .. step .. ' is more than one ahead of the current version ' .. current}
+if step > run.version + 1 then
+  return {0, 'version ' .. (step - 1) .. ' is not published yet; only one step ahead is leased'}
 end
 
-local overage = meta('overage')
-if overage == 'drop' then
-  for _, group in ipairs(redis.call('ZRANGEBYSCORE', P .. ':ready', '-inf', step * 1e9)) do
-    local g = fields(group_key(group))
-    redis.call('ZREM', P .. ':ready', group)
-    change_due(g.due, -1)
-    bump('groups_ready', -1)
-    bump('groups_dropped_over_age', 1)
-    for _, name in ipairs(members(group)) do
-      local e = fields(episode_key(name))
-      if e.state == 'completed' then
-        discard_payload(name, e)
-        bump('dropped', 1)
-      end
-    end
-    forget_group(group)
-  end
-end
-
-local chosen = redis.call('ZRANGE', P .. ':ready', 0, per_step - 1)
-if #chosen < per_step then
-  return {0, #chosen .. ' of ' .. per_step .. ' groups ready, ' .. metan('groups_admitted') .. ' in flight, ' ..
-    redis.call('ZCARD', P .. ':queue') .. ' queued'}
-end
--- Shipping (invariant 3): what stays behind must still be able to ship in time.
-local counts, dues = due_counts(), {}
-for i, group in ipairs(chosen) do
-  dues[i] = tonumber(redis.call('HGET', group_key(group), 'due'))
-  counts[dues[i]] = counts[dues[i]] - 1
-end
-if overage == 'wait' then
-  for t = step, current + metan('max_staleness') + 1 do
-    if count_until(counts, t) > (t - step) * per_step then
-      return {0, count_until(counts, t) .. ' slow groups are due by step ' .. t .. '; newer ones may not overtake them'}
+local function drop_over_age()
+  for _, set in ipairs({'admitted', 'ready'}) do
+    for _, task_id in ipairs(call('ZRANGEBYSCORE', key(set), '-inf', '(' .. score(step, 0))) do
+      local v = forget_group(task_id)
+      call('ZREM', key(set), task_id)
+      count('dropped_over_age', 1)
+      count('dropped', tonumber(v.size))
     end
   end
 end
-for i, group in ipairs(chosen) do
-  redis.call('ZREM', P .. ':ready', group)
-  redis.call('HSET', group_key(group), 'state', 'shipped')
-  change_due(dues[i], -1)
-  redis.call('RPUSH', key, group)
+
+local function left_in_time(batch)
+  for at = step, math.max(step, run.version + run.max_staleness) do
+    local left = call('ZCOUNT', key('admitted'), '-inf', up_to(at)) + call('ZCOUNT', key('ready'), '-inf', up_to(at))
+    for _, one in ipairs(batch) do
+      if one.due <= at then left = left - 1 end
+    end
+    if left > (at - step) * run.groups_per_step then return false end
+  end
+  return true
 end
-bump('groups_ready', -#chosen)
-bump('groups_shipped', #chosen)
-redis.call('HSET', META, 'next_step', step + 1)
-return composition()
+
+local function slow_names()
+  local names = {}
+  for _, task_id in ipairs(call('ZRANGE', key('admitted'), 0, 4)) do
+    names[#names + 1] = task_id .. ' by step ' .. call('HGET', group_key(task_id), 'due')
+  end
+  return table.concat(names, ', ')
+end
+
+local function rewarded_episodes(task_id)
+  local v, episodes = fields_of(group_key(task_id)), {}
+  for m = 0, tonumber(v.size) - 1 do
+    if v['r' .. m] then episodes[#episodes + 1] = task_id .. '#' .. m end
+  end
+  return episodes
+end
+
+if run.overage == 'drop' then drop_over_age() end
+local batch = {}
+for _, task_id in ipairs(call('ZRANGE', key('ready'), 0, run.groups_per_step - 1)) do
+  local v = call('HMGET', group_key(task_id), 'due', 'seq')
+  batch[#batch + 1] = {task_id = task_id, due = tonumber(v[1]), seq = tonumber(v[2])}
+end
+if #batch < run.groups_per_step then
+  return {0, #batch .. ' of ' .. run.groups_per_step .. ' groups ready; ' .. call('ZCARD', key('admitted'))
+    .. ' in flight, ' .. call('ZCARD', key('queue')) .. ' queued'}
+end
+if run.overage == 'wait' and not left_in_time(batch) then
+  return {0, 'slow groups are due: ' .. slow_names()}
+end
+
+table.sort(batch, function(a, b) return a.seq < b.seq end)
+local groups = {}
+for i, one in ipairs(batch) do
+  groups[i] = rewarded_episodes(one.task_id)
+  call('ZREM', key('ready'), one.task_id)
+  call('HSET', group_key(one.task_id), 'state', 'shipped', 'step', step)
+end
+local packed = cmsgpack.pack(groups)
+call('HSET', key('steps'), step, packed)
+call('HINCRBY', RUN, 'next_step', 1)
+return {1, packed}

@@ -1,73 +1,68 @@
--- ARGV: worker, count, version of the worker's newest server.
--- Returns per lease: episode, packed task, member, attempt, fence, min_version, journal.
-local worker, wanted, version = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local now, ttl = now_ms(), metan('lease_ttl_ms')
-local leases = {}
+-- needs: run, episode, admission
+-- ARGV: worker, count, version, nonce. Returns rows {episode, member, attempts, fence, floor, task, journal}.
+local worker, wanted, version, nonce = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
+local now = now_ms()
 
-for _, name in ipairs(redis.call('ZRANGEBYSCORE', P .. ':leases', '-inf', now, 'LIMIT', 0, 1000)) do
-  requeue_episode(name, fields(episode_key(name)))
-  bump('expired', 1)
-end
-
-local function give(name, e)
-  local fence = bump('fence', 1)
-  redis.call('HSET', episode_key(name), 'state', 'leased', 'fence', fence, 'worker', worker)
-  redis.call('ZADD', P .. ':leases', now + ttl, name)
-  leases[#leases + 1] = {
-    name, redis.call('HGET', P .. ':tasks', e.task), tonumber(e.member), tonumber(e.attempt), fence,
-    tonumber(e.min_version), redis.call('LRANGE', journal_key(name), 0, -1),
-  }
-end
-
--- From one queue of episodes, those whose floor the worker's server satisfies.
-local function take_from(queue, on_taken)
-  for _, name in ipairs(redis.call('ZRANGE', queue, 0, 4 * wanted)) do
-    if #leases >= wanted then return end
-    local e = fields(episode_key(name))
-    if tonumber(e.min_version) <= version then
-      redis.call('ZREM', queue, name)
-      give(name, e)
-      if on_taken then on_taken() end
-    end
+local function take_back_expired()
+  for _, episode in ipairs(call('ZRANGEBYSCORE', key('leases'), '-inf', now, 'LIMIT', 0, 256)) do
+    local task_id, m = split(episode)
+    local group = group_key(task_id)
+    local v = call('HMGET', group, 'lane', 'w' .. m, 'floor', 'seq')
+    unhold(episode, v[1], v[2])
+    call('HSET', group, 's' .. m, 'q')
+    open_episode(episode, v[1], tonumber(v[3]), tonumber(v[4]))
+    if v[1] == 'train' then count('expired', 1) end
   end
 end
 
-for _, lane in ipairs(redis.call('SMEMBERS', P .. ':lanes')) do
-  take_from(P .. ':lane:' .. lane, function() redis.call('HINCRBY', P .. ':out:' .. lane, 'leased', 1) end)
+local function describe(episode)
+  local task_id, m = split(episode)
+  local v = call('HMGET', group_key(task_id), 'a' .. m, 'f' .. m, 'floor', 'task')
+  return {episode, tonumber(m), tonumber(v[1] or 0), tonumber(v[2]), tonumber(v[3]), v[4],
+    call('HVALS', key('journal:' .. episode))}
 end
-take_from(P .. ':open')
 
--- Admission (invariant 3): every group not yet shipped must be able to ship in time, the new one included.
-local current, staleness, per_step = metan('version'), metan('max_staleness'), metan('groups_per_step')
-local next_step, size = metan('next_step'), metan('group_size')
-local floor = math.min(version, current)
-local due = floor + staleness
+local function give(episode)
+  local task_id, m = split(episode)
+  local group = group_key(task_id)
+  local v = call('HMGET', group, 'lane', 'f' .. m, 'z' .. m)
+  local fence = call('HINCRBY', RUN, 'fence', 1)
+  call('HSET', group, 's' .. m, 'l', 'f' .. m, fence, 'w' .. m, worker)
+  if v[2] then call('HSET', group, 'z' .. m, (v[3] or '') .. v[2] .. ' ') end
+  close_episode(episode, v[1])
+  hold(episode, v[1], worker, now)
+end
 
-local function admissible()
-  if metan('bytes') > metan('max_bytes') then return false end
-  local counts = due_counts()
-  for step = due, math.max(due, current + staleness) do
-    if count_until(counts, step) >= (step - next_step + 1) * per_step then return false end
+-- The same call again, its reply was lost: the same leases, as far as they are still this worker's.
+local function given_before()
+  local asked = call('HGET', key('asked'), worker)
+  if not asked or string.sub(asked, 1, #nonce) ~= nonce then return nil end
+  local rows = {}
+  for episode, fence in string.gmatch(asked, '\n([^\n]+) (%d+)') do
+    if owned(episode, fence, now) then rows[#rows + 1] = describe(episode) end
   end
-  return true
+  return rows
 end
 
-while #leases < wanted do
-  local group = redis.call('ZRANGE', P .. ':queue', 0, 0)[1]
-  if not group or not admissible() then break end
-  local key = group_key(group)
-  if tonumber(redis.call('HGET', key, 'min_version')) > version then break end
-  redis.call('ZREM', P .. ':queue', group)
-  local seq = bump('admitted', 1)
-  redis.call('HSET', key, 'state', 'admitted', 'seq', seq, 'floor', floor, 'due', due, 'left', size, 'rewarded', 0)
-  bump('groups_admitted', 1)
-  change_due(due, 1)
-  for member = 0, size - 1 do
-    local name, order = group .. '#' .. member, seq * 65536 + member
-    redis.call('HSET', episode_key(name), 'state', 'queued', 'lane', 'train', 'task', group, 'order', order,
-      'member', member, 'attempt', 0, 'min_version', floor)
-    redis.call('ZADD', P .. ':open', order, name)
+local before = given_before()
+if before then return before end
+
+take_back_expired()
+local rows, given = {}, {nonce}
+local function give_open(lane_key)
+  local room = wanted - #rows
+  if room <= 0 then return end
+  for _, episode in ipairs(call('ZRANGEBYSCORE', key(lane_key), '-inf', up_to(version), 'LIMIT', 0, room)) do
+    give(episode)
+    rows[#rows + 1] = describe(episode)
+    given[#given + 1] = episode .. ' ' .. rows[#rows][4]
   end
-  take_from(P .. ':open')
 end
-return leases
+
+give_open('open:other')
+give_open('open:train')
+while #rows < wanted and admit(version) do
+  give_open('open:train')
+end
+if #rows > 0 then call('HSET', key('asked'), worker, table.concat(given, '\n')) end
+return rows

@@ -1,14 +1,13 @@
--- ARGV: version, packed manifest. Returns 1 published, 0 known already, -1 its step was never leased or a gap.
-local version, current = tonumber(ARGV[1]), metan('version')
-if version <= current then return 0 end
-if version > current + 1 or metan('next_step') < version then return -1 end
-local groups = redis.call('LRANGE', P .. ':step:' .. (version - 1), 0, -1)
-for _, group in ipairs(groups) do
-  for _, name in ipairs(members(group)) do
-    if redis.call('HGET', episode_key(name), 'state') == 'completed' then bump('trained', 1) end
-  end
+-- needs: run, episode, steps
+-- ARGV: version, packed announcement, nonce. Returns 1 if it became current, 0 if it was published before.
+local version, nonce = tonumber(ARGV[1]), ARGV[3]
+if version <= run.version then
+  return call('HGET', RUN, 'published_by') == nonce and 1 or 0
 end
-bump('groups_shipped', -#groups)
-bump('groups_trained', #groups)
-redis.call('HSET', META, 'version', version, 'manifest', ARGV[2])
+if version ~= run.version + 1 or version > run.next_step then
+  return refuse('STEP', 'version ' .. version .. ' after ' .. run.version .. ': step ' .. (version - 1)
+    .. ' is out of order or was never leased')
+end
+count_trained(step_groups(version - 1))
+call('HSET', RUN, 'version', version, 'announcement', ARGV[2], 'published_by', nonce)
 return 1

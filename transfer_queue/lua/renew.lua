@@ -1,10 +1,7 @@
--- ARGV: episode, fence … Extends what is still owned; returns the episodes that are not.
-local lost, expiry = {}, now_ms() + metan('lease_ttl_ms')
+-- needs: run, episode
+-- ARGV: episode, fence, … Returns the episodes that their fence no longer owns.
+local now, lost = now_ms(), {}
 for i = 1, #ARGV, 2 do
-  if owned(ARGV[i], ARGV[i + 1]) then
-    redis.call('ZADD', P .. ':leases', expiry, ARGV[i])
-  else
-    lost[#lost + 1] = ARGV[i]
-  end
+  if not owned(ARGV[i], ARGV[i + 1], now) then lost[#lost + 1] = ARGV[i] end
 end
 return lost

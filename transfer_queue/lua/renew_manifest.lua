@@ -1,4 +1,5 @@
--- ARGV: version, packed manifest.
-if tonumber(ARGV[1]) ~= metan('version') then return 0 end
-redis.call('HSET', META, 'manifest', ARGV[2])
+-- needs: run
+-- ARGV: version, packed announcement. Returns 1 if `version` is the current one.
+if tonumber(ARGV[1]) ~= run.version then return 0 end
+call('HSET', RUN, 'announcement', ARGV[2])
 return 1

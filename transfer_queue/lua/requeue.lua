@@ -1,21 +1,25 @@
--- ARGV: episode. Its dead group is queued again as it was submitted. Returns 1 | {error}.
-local name = ARGV[1]
-if redis.call('HEXISTS', P .. ':dead', name) == 0 then return {'no such dead letter'} end
-local e = fields(episode_key(name))
-if e.lane ~= 'train' then
-  redis.call('HDEL', P .. ':dead', name)
-  redis.call('DEL', P .. ':deadjournal:' .. name)
-  redis.call('HSET', episode_key(name), 'state', 'queued', 'attempt', 0)
-  redis.call('ZADD', P .. ':lane:' .. e.lane, e.order, name)
-  return 1
+-- needs: run, episode, group
+-- ARGV: episode. Its group is queued again as it was submitted.
+local episode = ARGV[1]
+if not call('ZSCORE', key('letters'), episode) then
+  return refuse('LEDGER', episode .. ': no such dead letter')
 end
-local g = fields(group_key(e.task))
-if g.state ~= 'dead' then return {'its group went on without it and is ' .. (g.state or 'gone')} end
-for _, member in ipairs(members(e.task)) do
-  redis.call('HDEL', P .. ':dead', member)
-  redis.call('DEL', episode_key(member), journal_key(member), P .. ':deadjournal:' .. member)
+local task_id = split(episode)
+local group = group_key(task_id)
+local v = fields_of(group)
+if v.state ~= 'dead' and v.state ~= 'done' then
+  return refuse('LEDGER', episode .. ': its group went on without it; there is nothing to queue again')
 end
-redis.call('HSET', group_key(e.task), 'state', 'queued')
-redis.call('ZADD', P .. ':queue', g.order, e.task)
-bump('groups_dead', -1)
+for m = 0, tonumber(v.size) - 1 do drop_letter(task_id .. '#' .. m) end
+forget_group(task_id)
+call('HSET', group, 'task', v.task, 'seq', v.seq, 'lane', v.lane, 'min_version', v.min_version, 'size', v.size)
+if v.lane == 'train' then
+  call('HSET', group, 'state', 'queued')
+  call('ZADD', key('queue'), v.seq, task_id)
+  count('dead_groups', -1)
+else
+  call('HSET', group, 'state', 'lane', 'floor', v.min_version, 's0', 'q')
+  count_lane(v.lane, 'done', -1)
+  open_episode(episode, v.lane, tonumber(v.min_version), tonumber(v.seq))
+end
 return 1

@@ -1,6 +1,8 @@
--- ARGV: step. Batches from there on are as recorded; returns {1, how many} | {-1, error}.
-local step, committed, next_step = tonumber(ARGV[1]), metan('committed'), metan('next_step')
-if step < committed then
-  return {-1, 'step ' .. step .. ' cannot be trained again: steps below ' .. committed .. ' are committed'}
+-- needs: run
+-- ARGV: step. Returns how many fixed steps will be handed out again. Nothing changes: they were kept as recorded.
+local step = tonumber(ARGV[1])
+if step < run.committed_step or step > run.next_step then
+  return refuse('STEP', 'rewind to ' .. step .. ': batches from ' .. run.committed_step .. ' to ' .. run.next_step
+    .. ' are kept')
 end
-return {1, math.max(0, next_step - step)}
+return run.next_step - step

@@ -1,7 +1,7 @@
--- Living servers, as they described themselves; those that missed their heartbeat are struck off.
-local now = now_ms()
-for _, name in ipairs(redis.call('ZRANGEBYSCORE', P .. ':heartbeats', '-inf', now)) do
-  redis.call('ZREM', P .. ':heartbeats', name)
-  redis.call('HDEL', P .. ':servers', name)
+-- needs: run
+-- Returns the packed infos of live servers; silent ones are removed.
+for _, server in ipairs(call('ZRANGEBYSCORE', key('servers_until'), '-inf', now_ms())) do
+  call('HDEL', key('servers'), server)
+  call('ZREM', key('servers_until'), server)
 end
-return redis.call('HVALS', P .. ':servers')
+return call('HVALS', key('servers'))

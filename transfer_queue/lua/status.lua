@@ -1,11 +1,13 @@
--- One round trip for everything that people and watchdogs ask. Returns flat lists for the client to name.
-local workers, lanes = {}, {}
-for _, name in ipairs(redis.call('ZRANGE', P .. ':leases', 0, 9999)) do
-  workers[#workers + 1] = redis.call('HGET', episode_key(name), 'worker')
-end
-for _, lane in ipairs(redis.call('SMEMBERS', P .. ':lanes')) do
-  lanes[#lanes + 1] = {lane, redis.call('ZCARD', P .. ':lane:' .. lane),
-    tonumber(redis.call('HGET', P .. ':out:' .. lane, 'leased') or 0), redis.call('LLEN', P .. ':results:' .. lane)}
-end
-return {redis.call('HGETALL', META), redis.call('ZCARD', P .. ':queue'), redis.call('ZCARD', P .. ':open'),
-  redis.call('ZCARD', P .. ':leases'), workers, redis.call('HGETALL', P .. ':waits'), lanes}
+-- needs: run
+-- Returns a packed map of everything that `Status` is made of; hashes as flat lists.
+return cmsgpack.pack({
+  run = call('HMGET', RUN, 'version', 'next_step', 'committed_step', 'bytes', 'groups_per_step', 'group_size'),
+  queued = call('ZCARD', key('queue')),
+  admitted = call('ZCARD', key('admitted')),
+  ready = call('ZCARD', key('ready')),
+  open = call('ZCARD', key('open:train')),
+  counts = call('HGETALL', key('counts')),
+  waits = call('HGETALL', key('waits')),
+  workers = call('HGETALL', key('workers')),
+  lanes = call('HGETALL', key('lanes')),
+})

@@ -1,0 +1,57 @@
+"""A redis-server for the folder's tests, and the two ledgers that one suite holds to the protocol."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.ledger import Ledger, Limits
+from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_server import RedisServer
+
+sys.path.insert(0, str(Path(__file__).parent))  # test files share ledger_samples
+
+PASSWORD = "a-test-password"
+CONFIG = TransferQueueConfig(deadline_s=20.0, registry_ttl_s=0.3)
+
+MakeLedger = Callable[[Limits], Awaitable[Ledger]]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def redis_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RedisServer]:
+    async with RedisServer(tmp_path_factory.mktemp("redis"), PASSWORD) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
+def store(request: pytest.FixtureRequest) -> RedisServer | None:
+    """None stands for memory."""
+    return request.getfixturevalue("redis_server") if request.param == "redis" else None
+
+
+@pytest.fixture
+async def make_ledger(store: RedisServer | None) -> AsyncIterator[MakeLedger]:
+    """Makes a new run with the given limits; the run is dropped afterwards."""
+    made: list[Ledger] = []
+
+    async def make(limits: Limits) -> Ledger:
+        ledger: Ledger
+        if store is None:
+            ledger = MemoryLedger(registry_ttl_s=CONFIG.registry_ttl_s)
+        else:
+            ledger = await RedisLedger.connect(store.url, f"t-{secrets.token_hex(4)}", CONFIG, PASSWORD)
+        await ledger.create_run(limits, "config: 1")
+        made.append(ledger)
+        return ledger
+
+    yield make
+    for ledger in made:
+        await ledger.drop_run()
+        await ledger.close()

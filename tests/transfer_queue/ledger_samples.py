@@ -1,0 +1,68 @@
+"""Small tasks, trajectories and ledgers for the tests of this folder."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from penstock.transfer_queue.ledger import Lease, Limits
+from penstock.transfer_queue.trajectory import (
+    COMPLETED,
+    JournalEntry,
+    JournalKind,
+    Outcome,
+    OutcomeKind,
+    Segment,
+    Task,
+    Trajectory,
+)
+
+INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")
+LIMITS = Limits(group_size=2, groups_per_step=2, max_staleness=1, lease_ttl_s=30.0)
+
+
+def task(number: int, lane: str = "train", min_version: int = 0) -> Task:
+    name = f"{lane}/{number:04d}"
+    return Task(name, lane, [{"role": "user", "content": f"{number} + 1"}], "sums", number + 1, min_version=min_version)
+
+
+def tasks(count: int, start: int = 0) -> list[Task]:
+    return [task(number) for number in range(start, start + count)]
+
+
+def segment(versions: list[int], prompt: int = 3) -> Segment:
+    """One sampled token per version given, then one observed token."""
+    length = len(versions) + 1
+    return Segment(
+        prompt_ids=np.arange(prompt, dtype=np.int32),
+        response_ids=np.arange(length, dtype=np.int32),
+        response_mask=np.array([1] * len(versions) + [0], dtype=np.uint8),
+        response_logprobs=np.array([-0.5] * len(versions) + [0.0], dtype=np.float32),
+        version_spans=np.array([[v, i, i + 1] for i, v in enumerate(versions)], dtype=np.int32).reshape(-1, 3),
+        turn_starts=np.array([0], dtype=np.int32),
+    )
+
+
+def trajectory(lease: Lease, version: int | None = None, reward: float | None = 1.0, tokens: int = 2) -> Trajectory:
+    sampled = [lease.min_version if version is None else version] * tokens
+    outcome = COMPLETED if reward is not None else Outcome(OutcomeKind.TRUNCATED, "deadline")
+    return Trajectory(
+        lease.episode_id,
+        lease.task.task_id,
+        [segment(sampled)],
+        reward,
+        outcome,
+        num_turns=1,
+        metrics={"tool_calls": 1},
+    )
+
+
+def turn(number: int) -> JournalEntry:
+    return JournalEntry(
+        JournalKind.SAMPLED,
+        context_len=number,
+        context_hash=2**64 - 1 - number,
+        ids=np.array([number, number + 1], dtype=np.int32),
+        logprobs=np.array([-1.0, -2.0], dtype=np.float32),
+        version_spans=np.array([[0, 0, 2]], dtype=np.int32),
+        data={"finish_reason": "stop"},
+    )

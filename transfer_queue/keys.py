@@ -1,0 +1,39 @@
+"""Names of the ledger's keys in Redis.
+
+    penstock:{RUN}:run              hash: limits, version, steps, byte counts; KEYS[1] of every script
+    penstock:{RUN}:group:TASK_ID    hash: a group and its members
+    penstock:{RUN}:journal:EPISODE  hash: nonce → position and packed entry
+    penstock:payload:RUN:EPISODE@FENCE   string: a packed trajectory
+
+Index keys share the hash tag ``{RUN}``, so that a script may touch all of them in a Redis Cluster; payloads do not, so
+that they may spread. The fence in a payload's name keeps a late writer from overwriting what was acknowledged.
+"""
+
+from __future__ import annotations
+
+import re
+
+from penstock.transfer_queue.ledger import LedgerError
+
+_RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+
+
+class Keys:
+    """Key names of one run. Raises `LedgerError` for a name that could escape its own keys."""
+
+    def __init__(self, run: str) -> None:
+        if not _RUN_NAME.match(run):
+            raise LedgerError(f"run name {run!r}: letters, digits, '.', '_' and '-' only, at most 64")
+        self.index = f"penstock:{{{run}}}:"
+        self.run = self.index + "run"
+        self.garbage = self.index + "garbage"
+        self.updates = self.index + "updates"
+        self._payload = f"penstock:payload:{run}:"
+
+    def payload(self, name: str) -> str:
+        """`name` is ``EPISODE@FENCE``."""
+        return self._payload + name
+
+    def patterns(self) -> list[str]:
+        """Glob patterns of everything that belongs to the run (names hold no glob characters)."""
+        return [self.index + "*", self._payload + "*"]

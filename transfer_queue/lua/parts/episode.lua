@@ -1,0 +1,88 @@
+-- Episodes. A group is one hash, group:TASK_ID. Of the group: task, seq, lane, size, min_version, state, floor, due,
+-- ended, rewarded, lowest, step. Of member m: sM state (q, l, d, x), fM fence, wM worker, aM attempts, kM fence of the
+-- last counted failure, nM journal bytes, bM payload bytes, rM 1 if it carries a reward, oM outcome without reward.
+local function split(episode)
+  return string.match(episode, '^(.*)#(%d+)$')
+end
+
+local function group_key(task_id)
+  return key('group:' .. task_id)
+end
+
+local function payload_name(episode, fence)
+  return episode .. '@' .. fence
+end
+
+local function add_bytes(lane, by)
+  if by == 0 then return end
+  call('HINCRBY', RUN, 'bytes', by)
+  if lane == 'train' then
+    call('HINCRBY', RUN, 'unconsumed', by)
+  end
+end
+
+local function count_lane(lane, field, by)
+  if lane ~= 'train' then
+    call('HINCRBY', key('lanes'), lane .. ' ' .. field, by)
+  end
+end
+
+-- Put an episode where workers find it: lowest floor first, then oldest group.
+local function open_episode(episode, lane, floor, seq)
+  call('ZADD', key(lane == 'train' and 'open:train' or 'open:other'), score(floor, seq), episode)
+  count_lane(lane, 'queued', 1)
+end
+
+local function close_episode(episode, lane)
+  call('ZREM', key(lane == 'train' and 'open:train' or 'open:other'), episode)
+  count_lane(lane, 'queued', -1)
+end
+
+local function hold(episode, lane, worker, now)
+  call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
+  call('HINCRBY', key('workers'), worker, 1)
+  count_lane(lane, 'leased', 1)
+  if lane == 'train' then count('leased', 1) end
+end
+
+local function unhold(episode, lane, worker)
+  call('ZREM', key('leases'), episode)
+  if call('HINCRBY', key('workers'), worker, -1) <= 0 then
+    call('HDEL', key('workers'), worker)
+  end
+  count_lane(lane, 'leased', -1)
+  if lane == 'train' then count('leased', -1) end
+end
+
+-- The member that `fence` still owns, or nil. A lease that ran out and was not given on is taken up again: after a
+-- pause of Redis itself every worker goes on.
+local function owned(episode, fence, now)
+  local task_id, m = split(episode)
+  if not task_id then return nil end
+  local group = group_key(task_id)
+  local v = call('HMGET', group, 'f' .. m, 's' .. m, 'lane', 'w' .. m, 'floor', 'seq', 'size', 'n' .. m, 'a' .. m)
+  if v[1] ~= fence or (v[2] ~= 'l' and v[2] ~= 'q') then return nil end
+  local member = {
+    task_id = task_id, m = m, group = group, lane = v[3], worker = v[4], floor = tonumber(v[5]), seq = tonumber(v[6]),
+    size = tonumber(v[7]), journal_bytes = tonumber(v[8] or 0), attempts = tonumber(v[9] or 0),
+  }
+  if v[2] == 'q' then
+    close_episode(episode, member.lane)
+    call('HSET', group, 's' .. m, 'l')
+    hold(episode, member.lane, member.worker, now)
+  else
+    call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
+  end
+  return member
+end
+
+-- Back to the queue under a new fence: the old owner is refused from now on.
+local function hand_back(episode, member)
+  unhold(episode, member.lane, member.worker)
+  call('HSET', member.group, 's' .. member.m, 'q', 'f' .. member.m, call('HINCRBY', RUN, 'fence', 1))
+  open_episode(episode, member.lane, member.floor, member.seq)
+end
+
+local function lease_lost(episode, fence)
+  return refuse('LEASELOST', episode .. ': fence ' .. fence .. ' is no longer the newest')
+end

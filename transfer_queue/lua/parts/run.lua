@@ -1,0 +1,47 @@
+-- The run: its limits and counters, the ledger's clock, and errors. KEYS[1] is the run's own hash, penstock:{RUN}:run.
+local RUN = KEYS[1]
+local PREFIX = string.sub(RUN, 1, -4)
+local call = redis.call
+
+local function key(name)
+  return PREFIX .. name
+end
+
+local function refuse(code, text)
+  return redis.error_reply(code .. ' ' .. text)
+end
+
+local raw = call('HMGET', RUN, 'group_size', 'groups_per_step', 'max_staleness', 'min_group', 'max_attempts',
+  'lease_ttl_ms', 'max_bytes', 'version', 'next_step', 'committed_step', 'overage')
+if not raw[1] then
+  return refuse('NORUN', 'no such run; create_run comes first')
+end
+local run = {
+  group_size = tonumber(raw[1]), groups_per_step = tonumber(raw[2]), max_staleness = tonumber(raw[3]),
+  min_group = tonumber(raw[4]), max_attempts = tonumber(raw[5]), lease_ttl_ms = tonumber(raw[6]),
+  max_bytes = tonumber(raw[7]), version = tonumber(raw[8]), next_step = tonumber(raw[9]),
+  committed_step = tonumber(raw[10]), overage = raw[11],
+}
+
+-- Leases and heartbeats are measured by this clock alone: a client's clock may jump.
+local function now_ms()
+  local time = call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+local function count(field, by)
+  if by ~= 0 then
+    call('HINCRBY', key('counts'), field, by)
+  end
+end
+
+-- Sorted-set scores hold a major number (due, floor; below 2^20) and a minor one (submission order; below 2^32).
+local SPAN = 4294967296
+local function score(major, minor)
+  return string.format('%.0f', major * SPAN + minor)
+end
+
+-- True once per nonce: a client that lost a reply asks again with the same one.
+local function first_time(nonce)
+  return call('SET', key('once:' .. nonce), 1, 'NX', 'EX', 600) and true or false
+end

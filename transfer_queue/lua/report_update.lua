@@ -1,0 +1,4 @@
+-- needs: run
+-- ARGV: packed update, nonce.
+if first_time(ARGV[2]) then call('RPUSH', key('updates'), ARGV[1]) end
+return 1

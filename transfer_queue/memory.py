@@ -1,0 +1,362 @@
+"""The ledger in one process's memory: same answers as Redis, nothing survives. For unit tests and as the model that
+the Redis ledger is tested against."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from penstock.transfer_queue.arithmetic import may_ship
+from penstock.transfer_queue.checks import check_tasks, finish
+from penstock.transfer_queue.codec import decode_task, decode_trajectory, encode_journal, encode_task
+from penstock.transfer_queue.ledger import (
+    Announcement,
+    BadPayload,
+    Batch,
+    DeadLetter,
+    Lease,
+    LeaseLost,
+    LedgerError,
+    Limits,
+    ServerInfo,
+    Status,
+    StepError,
+    Waiting,
+    WeightUpdate,
+)
+from penstock.transfer_queue.memory_state import TRAIN, Group, MemoryState, split_episode
+from penstock.transfer_queue.trajectory import JournalEntry, Outcome, Task, Trajectory
+
+
+class MemoryLedger:
+    """`Ledger` in memory. `clock` (seconds) is the ledger's own time, for tests of leases."""
+
+    def __init__(self, *, registry_ttl_s: float = 6.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._registry_ttl_s = registry_ttl_s
+        self._forget_everything()
+
+    def _forget_everything(self) -> None:
+        self._state = MemoryState(self._clock)
+        self._config: str | None = None
+        self._servers: dict[str, tuple[ServerInfo, float]] = {}
+        self._updates: list[WeightUpdate] = []
+        self._waits: Counter[str] = Counter()
+
+    # the run -------------------------------------------------------------------------------------------------------
+    async def create_run(self, limits: Limits, config: str) -> None:
+        if self._config is not None and self._state.limits != limits:
+            raise LedgerError(f"the run exists with other limits: {self._state.limits}, not {limits}")
+        self._state.limits = limits
+        self._config = config
+
+    async def config(self) -> str:
+        if self._config is None:
+            raise LedgerError("no such run: create_run comes first")
+        return self._config
+
+    # data ----------------------------------------------------------------------------------------------------------
+    async def submit(self, tasks: Sequence[Task], cursor: int | None = None) -> int:
+        await self.config()
+        check_tasks(tasks)
+        if cursor is not None and cursor <= self._state.cursor:
+            return 0
+        new = {task.task_id: task for task in tasks if task.task_id not in self._state.groups}
+        for task in new.values():
+            self._state.add_group(decode_task(encode_task(task)))
+        self._state.counts["submitted"] += sum(task.lane == TRAIN for task in new.values())
+        self._state.cursor = self._state.cursor if cursor is None else cursor
+        return len(new)
+
+    async def cursor(self) -> int:
+        return self._state.cursor
+
+    # agent workers -------------------------------------------------------------------------------------------------
+    async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
+        await self.config()
+        self._state.take_back_expired()
+        picked = (
+            self._state.open_episodes(train=False, version=version)
+            + self._state.open_episodes(train=True, version=version)
+        )[:count]
+        while len(picked) < count and (group := self._state.admit(version)):
+            picked += [(group, index) for _, index in sorted((group.episode(i), i) for i in range(len(group.members)))]
+        return [self._lease(worker, group, index) for group, index in picked[:count]]
+
+    def _lease(self, worker: str, group: Group, index: int) -> Lease:
+        member = group.members[index]
+        member.worker, member.fence = worker, self._state.new_fence()
+        self._state.hold(member)
+        journal = [entry for entry, _ in member.journal]
+        return Lease(group.episode(index), group.task, index, member.attempts, member.fence, group.floor, journal)
+
+    async def renew(self, leases: Iterable[Lease]) -> list[str]:
+        lost = []
+        for lease in leases:
+            try:
+                self._state.owned(lease.episode_id, lease.fence)
+            except LeaseLost:
+                lost.append(lease.episode_id)
+        return lost
+
+    async def journal(self, lease: Lease, entry: JournalEntry) -> None:
+        size = len(encode_journal(entry))
+        _, member = self._state.owned(lease.episode_id, lease.fence)
+        member.journal.append((entry, size))
+
+    async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
+        result = finish(lease, trajectory)
+        if self._is_repeat(lease):
+            return
+        group, member = self._state.owned(lease.episode_id, lease.fence)
+        if result.highest_version > self._state.version:
+            raise BadPayload(f"version_spans: version {result.highest_version} is newer than {self._state.version}")
+        member.state, member.payload, member.rewarded = "done", result.blob, result.rewarded
+        member.outcome, member.journal = trajectory.outcome, []
+        if result.rewarded and result.lowest_version is not None:
+            known = result.lowest_version if group.lowest_version is None else group.lowest_version
+            group.lowest_version = min(known, result.lowest_version)
+        self._state.counts["completed"] += group.is_train
+        if group.ended:
+            self._state.end_group(group)
+
+    def _is_repeat(self, lease: Lease) -> bool:
+        task_id, index = split_episode(lease.episode_id)
+        group = self._state.groups.get(task_id)
+        return group is not None and (group.members[index].state, group.members[index].fence) == ("done", lease.fence)
+
+    async def fail(self, lease: Lease, outcome: Outcome) -> bool:
+        task_id, index = split_episode(lease.episode_id)
+        known = self._state.groups.get(task_id)
+        if known is not None and known.members[index].failed_fence == lease.fence:
+            return known.members[index].state != "failed"
+        group, member = self._state.owned(lease.episode_id, lease.fence)
+        member.attempts, member.failed_fence = member.attempts + 1, lease.fence
+        if member.attempts < self._state.limits.max_attempts:
+            member.state, member.fence = "queued", self._state.new_fence()
+            self._state.counts["retried"] += group.is_train
+            return True
+        self._give_up(lease.episode_id, group, index, outcome)
+        return False
+
+    def _give_up(self, episode_id: str, group: Group, index: int, outcome: Outcome) -> None:
+        member = group.members[index]
+        journal = [entry for entry, _ in member.journal]
+        self._state.letters[episode_id] = DeadLetter(episode_id, outcome, member.attempts, journal)
+        member.state, member.outcome, member.journal = "failed", outcome, []
+        self._state.counts["failed"] += group.is_train
+        if group.ended:
+            self._state.end_group(group)
+
+    async def release(self, lease: Lease) -> None:
+        try:
+            _, member = self._state.owned(lease.episode_id, lease.fence)
+        except LeaseLost:
+            return
+        member.state, member.fence = "queued", self._state.new_fence()
+
+    # trainer -------------------------------------------------------------------------------------------------------
+    async def lease_batch(self, step: int) -> Batch | Waiting:
+        await self.config()
+        state, per_step = self._state, self._state.limits.groups_per_step
+        if step in state.batches:
+            return Batch(step, [state.groups[task_id].rewarded_episodes() for task_id in state.batches[step]])
+        if step != state.next_step:
+            raise StepError(
+                f"step {step}: the next one is {state.next_step}; steps below {state.committed_step} are committed"
+            )
+        if step > state.version + 1:
+            return Waiting(f"version {step - 1} is not published yet; only one step ahead is leased")
+        if state.limits.overage == "drop":
+            state.drop_over_age(step)
+        ready = sorted(state.in_state("ready"), key=lambda group: (group.due, group.seq))
+        batch, left = ready[:per_step], ready[per_step:] + state.in_state("admitted")
+        if len(batch) < per_step:
+            running, queued = len(state.in_state("admitted")), len(state.in_state("queued"))
+            return Waiting(f"{len(batch)} of {per_step} groups ready; {running} in flight, {queued} queued")
+        if state.limits.overage == "wait" and not may_ship([group.due for group in left], step, per_step):
+            return Waiting(f"slow groups are due: {_slow_names(left)}")
+        return self._ship(step, sorted(batch, key=lambda group: group.seq))
+
+    def _ship(self, step: int, batch: list[Group]) -> Batch:
+        for group in batch:
+            group.state, group.step = "shipped", step
+        self._state.batches[step] = [group.task.task_id for group in batch]
+        self._state.next_step += 1
+        return Batch(step, [group.rewarded_episodes() for group in batch])
+
+    async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
+        return [decode_trajectory(self._payload(episode_id)) for episode_id in episode_ids]
+
+    def _payload(self, episode_id: str) -> bytes:
+        task_id, index = split_episode(episode_id)
+        group = self._state.groups.get(task_id)
+        payload = group.members[index].payload if group and index < len(group.members) else None
+        if payload is None:
+            raise BadPayload(f"{episode_id}: no payload; not completed, or its step is committed")
+        return payload
+
+    async def publish_version(self, announcement: Announcement) -> bool:
+        version = announcement.version
+        if version <= self._state.version:
+            return False
+        if version != self._state.version + 1 or version > self._state.next_step:
+            raise StepError(
+                f"version {version} after {self._state.version}: step {version - 1} is out of order or was never leased"
+            )
+        groups = [self._state.groups[name] for name in self._state.batches.get(version - 1, [])]
+        self._state.counts["trained"] += sum(len(group.rewarded_episodes()) for group in groups)
+        self._state.version, self._state.announcement = version, announcement
+        return True
+
+    async def renew_manifest(self, announcement: Announcement) -> bool:
+        if announcement.version != self._state.version:
+            return False
+        self._state.announcement = announcement
+        return True
+
+    async def commit(self, step: int) -> None:
+        state = self._state
+        if step > state.next_step:
+            raise StepError(f"commit of {step}: only steps below {state.next_step} were leased")
+        for done in range(state.committed_step, step):
+            groups = [state.groups.pop(name) for name in state.batches.pop(done)]
+            episodes = sum(len(group.rewarded_episodes()) for group in groups)
+            state.counts["committed"] += episodes
+            state.counts["trained"] += episodes if done >= state.version else 0
+            state.counts["committed_groups"] += len(groups)
+        state.committed_step = max(state.committed_step, step)
+
+    async def rewind(self, step: int) -> int:
+        if not self._state.committed_step <= step <= self._state.next_step:
+            raise StepError(
+                f"rewind to {step}: batches from {self._state.committed_step} to {self._state.next_step} are kept"
+            )
+        return self._state.next_step - step
+
+    # versions and servers ------------------------------------------------------------------------------------------
+    async def latest_version(self) -> Announcement | None:
+        return self._state.announcement
+
+    async def heartbeat(self, server: ServerInfo) -> None:
+        self._servers[server.server_id] = (server, self._clock() + self._registry_ttl_s)
+
+    async def deregister(self, server_id: str) -> None:
+        self._servers.pop(server_id, None)
+
+    async def servers(self) -> list[ServerInfo]:
+        live = [info for info, expires_at in self._servers.values() if expires_at > self._clock()]
+        return sorted(live, key=lambda info: info.server_id)
+
+    async def report_update(self, update: WeightUpdate) -> None:
+        self._updates.append(update)
+
+    async def updates(self) -> list[WeightUpdate]:
+        return list(self._updates)
+
+    async def held(self) -> set[str]:
+        here = [group for group in self._state.groups.values() if group.state in ("admitted", "ready", "shipped")]
+        return {
+            f"{group.task.task_id}#{index}"
+            for group in here
+            for index, member in enumerate(group.members)
+            if group.is_train and member.state == "done"
+        }
+
+    # other lanes ---------------------------------------------------------------------------------------------------
+    async def results(self, lane: str) -> tuple[list[Trajectory], int]:
+        groups = [group for group in self._state.groups.values() if group.task.lane == lane]
+        done = [member.payload for group in groups for member in group.members if member.payload is not None]
+        return [decode_trajectory(blob) for blob in done], sum(not group.ended for group in groups)
+
+    async def drop_lane(self, lane: str) -> None:
+        _refuse_train(lane)
+        for name in [name for name, group in self._state.groups.items() if group.task.lane == lane]:
+            del self._state.groups[name]
+            self._state.letters.pop(f"{name}#0", None)
+
+    # watching ------------------------------------------------------------------------------------------------------
+    async def add_wait(self, role: str, cause: str, seconds: float) -> None:
+        self._waits[f"{role}:{cause}"] += seconds  # type: ignore[assignment]
+
+    async def status(self) -> Status:
+        state = self._state
+        workers = Counter(member.worker for _, _, member in state.leased())
+        letters = sum(size for letter in state.letters.values() for size in map(_entry_size, letter.journal))
+        return Status(
+            version=state.version,
+            step=state.next_step,
+            committed_step=state.committed_step,
+            groups=self._count_groups(),
+            episodes=self._count_episodes(),
+            bytes=state.held_bytes(state.groups.values()) + letters,
+            waits_s=dict(self._waits),
+            workers=dict(workers),
+            other_lanes=self._count_lanes(),
+        )
+
+    def _count_groups(self) -> dict[str, int]:
+        state = self._state
+        found = {name: len(state.in_state(name)) for name in ("queued", "admitted", "ready", "dead")}
+        shipped = state.in_state("shipped")
+        return found | {
+            "shipped": sum(group.step >= state.version for group in shipped),
+            "trained": sum(group.step < state.version for group in shipped),
+            "committed": state.counts["committed_groups"],
+            "dropped_over_age": state.counts["dropped_over_age"],
+            "submitted": state.counts["submitted"],
+        }
+
+    def _count_episodes(self) -> dict[str, int]:
+        state = self._state
+        unended = state.in_state("queued", "admitted")
+        queued = sum(member.state == "queued" for group in unended for member in group.members)
+        leased = sum(group.is_train for group, _, _ in state.leased())
+        ever = ("completed", "failed", "retried", "expired", "trained", "committed", "dropped")
+        return {"queued": queued, "leased": leased} | {name: state.counts[name] for name in ever}
+
+    def _count_lanes(self) -> dict[str, dict[str, int]]:
+        lanes: dict[str, Counter[str]] = {}
+        for group in self._state.groups.values():
+            if not group.is_train:
+                name = {"failed": "done"}.get(group.members[0].state, group.members[0].state)
+                lanes.setdefault(group.task.lane, Counter(queued=0, leased=0, done=0))[name] += 1
+        return {lane: dict(counts) for lane, counts in lanes.items()}
+
+    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
+        return list(self._state.letters.values())[:limit]
+
+    async def requeue(self, episode_id: str) -> None:
+        if episode_id not in self._state.letters:
+            raise LedgerError(f"{episode_id}: no such dead letter")
+        task_id, _ = split_episode(episode_id)
+        group = self._state.groups.get(task_id)
+        if group is None or group.state not in ("dead", "done"):
+            raise LedgerError(f"{episode_id}: its group went on without it; there is nothing to queue again")
+        for index in range(len(group.members)):
+            self._state.letters.pop(group.episode(index), None)
+        self._state.revive(group)
+
+    async def drop_run(self) -> int:
+        keys = len(self._state.groups) + (self._config is not None)
+        self._forget_everything()
+        return keys
+
+    async def close(self) -> None:
+        return None
+
+
+def _slow_names(groups: list[Group], limit: int = 5) -> str:
+    """The running groups that are due first, with the step by which each must ship."""
+    running = sorted((g for g in groups if g.state == "admitted"), key=lambda group: (group.due, group.seq))
+    return ", ".join(f"{group.task.task_id} by step {group.due}" for group in running[:limit])
+
+
+def _entry_size(entry: JournalEntry) -> int:
+    return len(encode_journal(entry))
+
+
+def _refuse_train(lane: str) -> None:
+    if lane == TRAIN:
+        raise LedgerError("lane train cannot be dropped by itself; drop the run")
