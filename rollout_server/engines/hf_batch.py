@@ -123,6 +123,10 @@ class Batcher:
                 del self._live[name]
         return news
 
+    def stop(self) -> None:
+        """End the decoding thread; what is in flight is dropped."""
+        self._manager.stop(block=True, timeout=10.0, hard_stop=True)
+
     def fatal_error(self) -> str | None:
         """Why the decoding thread is gone; None while it runs."""
         if self._manager.is_running():
