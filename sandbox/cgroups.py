@@ -1,6 +1,6 @@
 """Control groups of boxes, version 1 and 2: memory, processes and CPU of a whole box, whatever it forks.
 
-    <hierarchy>/penstock/<owner>/<pid>-<start>-<slot>      pid, start: of the process that made it
+    <hierarchy>/penstock/<owner>/<pid>-<start>-<maker>-<slot>      pid, start: of the process that made it
 
 The name says who made a group and whether that process still lives, so the next start of the same owner can clear
 away what a killed one left. Only groups under ``penstock/`` are ever touched.
@@ -8,6 +8,7 @@ away what a killed one left. Only groups under ``penstock/`` are ever touched.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -21,6 +22,8 @@ from penstock.sandbox.config import SandboxConfig
 ROOT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
 _V1 = ("memory", "pids", "cpu")
+_ATTEMPTS = 5
+_SERIAL = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +64,30 @@ class CgroupMaker:
         self.version = version
         self.parents = parents
         self.config = config
-        self.prefix = f"{os.getpid()}-{process_start(os.getpid())}"
+        self.prefix = f"{os.getpid()}-{process_start(os.getpid())}-{next(_SERIAL)}"
 
     def make(self, slot: int) -> Cgroup:
-        """Raises `OSError` where the hierarchy is gone or full."""
+        """Raises `OSError` where the hierarchy cannot be written or is full."""
         directories = tuple(parent / f"{self.prefix}-{slot}" for parent in self.parents)
-        for directory in directories:
-            directory.mkdir(parents=True, exist_ok=True)  # another process may just have removed the empty parents
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._prepare()
+                for directory in directories:
+                    directory.mkdir(exist_ok=True)
+                break
+            except FileNotFoundError:  # another process removed the empty parents in between
+                if attempt == _ATTEMPTS - 1:
+                    raise
         oom_file = directories[0] / ("memory.events" if self.version == 2 else "memory.oom_control")
         self._limit(directories)
         return Cgroup(directories, oom_file)
+
+    def _prepare(self) -> None:
+        for parent in self.parents:
+            if self.version == 2:
+                _delegate(parent)
+            else:
+                parent.mkdir(parents=True, exist_ok=True)
 
     def _limit(self, directories: tuple[Path, ...]) -> None:
         memory, processes, cpu = directories if self.version == 1 else directories * 3
@@ -103,28 +120,25 @@ class CgroupMaker:
 def open_cgroups(owner: str, config: SandboxConfig, root: Path = ROOT) -> tuple[CgroupMaker | None, str]:
     """The maker for `owner`, or None and the reason in words."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", owner).strip(".") or "run"
+    if (root / "cgroup.controllers").exists():
+        maker = CgroupMaker(2, (root / "penstock" / name,), config)
+    elif all((root / controller).is_dir() for controller in _V1):
+        maker = CgroupMaker(1, tuple(root / controller / "penstock" / name for controller in _V1), config)
+    else:
+        return None, f"no cgroup hierarchy with {', '.join(_V1)} under {root}"
     try:
-        if (root / "cgroup.controllers").exists():
-            return CgroupMaker(2, (_delegate(root, name),), config), ""
-        if all((root / controller).is_dir() for controller in _V1):
-            parents = tuple(root / controller / "penstock" / name for controller in _V1)
-            for parent in parents:
-                parent.mkdir(parents=True, exist_ok=True)
-            return CgroupMaker(1, parents, config), ""
+        maker.make(0).remove()
     except OSError as error:
         return None, f"cgroups are not writable ({error})"
-    return None, f"no cgroup hierarchy with {', '.join(_V1)} under {root}"
+    maker.close()
+    return maker, ""
 
 
-def _delegate(root: Path, name: str) -> Path:
+def _delegate(owner: Path) -> None:
     """Version 2: every level must hand the controllers down before its children can use them."""
-    level = root
-    for part in ("penstock", name):
-        _write(level / "cgroup.subtree_control", "+memory +pids +cpu")
-        level = level / part
+    for level in (owner.parent.parent, owner.parent, owner):
         level.mkdir(exist_ok=True)
-    _write(level / "cgroup.subtree_control", "+memory +pids +cpu")
-    return level
+        _write(level / "cgroup.subtree_control", "+memory +pids +cpu")
 
 
 def process_start(pid: int) -> str:

@@ -49,7 +49,7 @@ def test_only_groups_of_dead_makers_are_reaped(tmp_path: Path) -> None:
 
 
 def test_oom_kills_are_counted_from_either_format(tmp_path: Path) -> None:
-    cgroup = CgroupMaker(2, (tmp_path,), CONFIG).make(0)
+    cgroup = CgroupMaker(2, (tmp_path / "penstock" / "run",), CONFIG).make(0)
     assert cgroup.oom_kills() == 0
     cgroup.oom_file.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     assert cgroup.oom_kills() == 3
