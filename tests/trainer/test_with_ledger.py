@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-memory = pytest.importorskip("penstock.transfer_queue.memory")
 
-from trainer_support import make_job, make_trajectory, write_rows  # noqa: E402
+from trainer_support import make_job, make_trajectory, write_rows
 
-from penstock.trainer.job import TrainJob  # noqa: E402
-from penstock.trainer.loop import train  # noqa: E402
+from penstock.trainer.job import TrainJob
+from penstock.trainer.loop import train
+from penstock.transfer_queue import memory
 
 pytestmark = pytest.mark.torch
 STEPS = 6

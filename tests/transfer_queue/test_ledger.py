@@ -533,3 +533,15 @@ async def test_bytes_are_those_of_journals_and_payloads(make_ledger) -> None:
     with_journal = (await ledger.status()).bytes
     await ledger.complete(lease, trajectory(lease, tokens=5000))
     assert 100 < with_journal < 1000 < 5000 * 9 < (await ledger.status()).bytes
+
+
+async def test_held_names_finished_episodes_until_their_step_is_committed(make_ledger) -> None:
+    ledger = await make_ledger(LIMITS)
+    await ledger.submit(tasks(LIMITS.groups_per_step), cursor=LIMITS.groups_per_step)
+    assert await ledger.held() == set()
+    finished = await finish_all(ledger)
+    assert await ledger.held() == set(finished)
+    await train(ledger, 0)
+    assert await ledger.held() == set(finished)
+    await ledger.commit(1)
+    assert await ledger.held() == set()
