@@ -235,6 +235,7 @@ class Episode:
         replayed = self._journal.replayed
         return {
             "tool_results": tools.counts.texts,
+            "agent": self._loop_class().__name__,
             "worker": self._parts.worker,
             "attempt": self._lease.attempt,
             "replayed_calls": replayed.sampled,

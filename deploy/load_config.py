@@ -20,13 +20,16 @@ class ConfigError(Exception):
 def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `recipe`, apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
 
-    Paths of `model`, `data.train`, `data.eval`, `agent.reward` and `agent.loop` that exist relative to the current
-    directory, or else to the recipe's folder, become absolute, so that every role finds them. Raises `ConfigError`.
+    Paths of `model`, `data.train`, `data.eval`, `agent.reward` and `agent.loop` become absolute, so that every role finds
+    them: those in the file relative to its folder, those in overrides relative to the current directory, each to the
+    other where there is nothing. Raises `ConfigError`.
     """
     tree = _read_yaml(recipe)
+    folders = [recipe.parent.resolve(), Path.cwd()]
+    _resolve_paths(tree, folders)
     for override in overrides:
         _apply_override(tree, override)
-    _resolve_paths(tree, [Path.cwd(), recipe.parent.resolve()])
+    _resolve_paths(tree, folders[::-1])
     return parse_config(tree, source=str(recipe))
 
 

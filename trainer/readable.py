@@ -24,6 +24,7 @@ def readable_trajectory(trajectory: Trajectory, advantage: float, tokenizer: Any
         "num_turns": trajectory.num_turns,
         "data_source": trajectory.data_source,
         "metrics": dict(trajectory.metrics),
+        "extra": dict(trajectory.extra),
         "segments": [_segment(segment, tokenizer) for segment in trajectory.segments],
     }
 
