@@ -214,6 +214,7 @@ class Episode:
             return sum(tool_rewards.values()), {}
         solution = self._parts.chat.decode(outputs[-1].response_ids.tolist(), special=False)
         further = {
+            "final_text": self._parts.chat.decode(_last_turn(outputs[-1]), special=False),
             "num_turns": sum(output.num_turns for output in outputs),
             "tool_calls": tools.counts.calls,
             "tool_rewards": dict(tool_rewards),
@@ -241,6 +242,15 @@ class Episode:
             "replayed_calls": replayed.sampled,
             "replayed_tool_turns": replayed.tools,
         }
+
+
+def _last_turn(output: AgentLoopOutput) -> list[int]:
+    """Ids of the last model call's answer."""
+    if output.num_turns == 0:
+        return []
+    start = int(output.turn_starts[-1])
+    ids: list[int] = output.response_ids[start:][output.response_mask[start:] == 1].tolist()
+    return ids
 
 
 def _numbers(llm: EpisodeLLM, tools: ToolBox) -> dict[str, float]:
