@@ -20,9 +20,9 @@ class ConfigError(Exception):
 def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `recipe`, apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
 
-    Paths of `model`, `data.train`, `data.eval`, `agent.reward` and `agent.loop` become absolute, so that every role finds
-    them: those in the file relative to its folder, those in overrides relative to the current directory, each to the
-    other where there is nothing. Raises `ConfigError`.
+    Paths of `model`, `data.train`, `data.eval`, `agent.reward` and `agent.loop` become absolute, so that every role
+    finds them: those in the file relative to its folder, those in overrides relative to the current directory, each to
+    the other where there is nothing. Raises `ConfigError`.
     """
     tree = _read_yaml(recipe)
     folders = [recipe.parent.resolve(), Path.cwd()]
