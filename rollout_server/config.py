@@ -29,4 +29,6 @@ class RolloutConfig(BaseModel):
     vllm_python: str | None = Field(
         None, description="Python of the environment that holds vLLM; None looks for .venv-vllm, then this one."
     )
-    vllm_args: dict[str, Any] = Field(default_factory=dict, description="Further `vllm serve` flags, by name.")
+    vllm_args: dict[str, Any] = Field(
+        default_factory=dict, description="Further `vllm serve` flags, by name; null drops one of Penstock's own."
+    )

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -64,6 +65,7 @@ class VLLMServer:
         self.http: httpx.AsyncClient
         self._process: asyncio.subprocess.Process | None = None
         self._folder = ""
+        self._log_start = 0
 
     async def start(self) -> Installation:
         """Returns when the server answers; raises `EngineError` with the log's end where it does not in time."""
@@ -114,10 +116,24 @@ class VLLMServer:
         except OSError:
             return ""
 
+    def cause(self) -> str:
+        """The first exception since the server began its log entry, else the log's end. vLLM reports one many times."""
+        found = re.search(r"(?:^|\s)(\w*(?:Error|Exception|error): .+)$", self._log_of_this_run(), re.MULTILINE)
+        return f"{found[1]} (see {self.log_path})" if found else f"{self.log_path} ends with:\n{self.tail()}"
+
+    def _log_of_this_run(self) -> str:
+        try:
+            with self.log_path.open("rb") as file:
+                file.seek(self._log_start)
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
     async def _spawn(self, installation: Installation, key: str) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [*launcher(installation), *self._flags()]
         with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-I",
@@ -154,12 +170,14 @@ class VLLMServer:
     async def _until_healthy(self, deadline: float) -> None:
         while time.monotonic() < deadline:
             if not self.alive:
-                raise EngineError(f"vLLM ended while it started; {self.log_path} ends with:\n{self.tail()}")
+                raise EngineError(f"vLLM ended while it started: {self.cause()}")
             with contextlib.suppress(httpx.HTTPError):
                 if (await self.http.get("/health", timeout=5)).status_code == httpx.codes.OK:
                     return
             await asyncio.sleep(0.2)
-        raise EngineError(f"vLLM was not up within {self.config.start_timeout_s} s; its log ends with:\n{self.tail()}")
+        raise EngineError(
+            f"vLLM was not up within {self.config.start_timeout_s:g} s; its log ends with:\n{self.tail()}"
+        )
 
 
 async def find_installation(config: RolloutConfig) -> Installation:
@@ -218,8 +236,14 @@ def environment(installation: Installation, threads: int, key: str) -> dict[str,
     # Idle connections are ours to close: one that the server closes just when we write to it loses a request.
     defaults["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(10 * KEEP_ALIVE_S)
     if installation.cpu:
-        # Not bound to cores: several servers on one machine would all be bound to the same ones.
-        defaults |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # Not bound to cores: several servers on one machine would all be bound to the same ones. The last one keeps the
+        # only worker inside the engine core: as two processes they wait for each other by spinning, which costs twice
+        # the CPU per token and, where cores are few, starves the process that streams the answers.
+        defaults |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
     return {
         **defaults,
         **inherited,

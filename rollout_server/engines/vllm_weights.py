@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from penstock.rollout_server.weights import read_verified
@@ -107,8 +108,23 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         initialize_layerwise_reload(self.model)
         self.model.load_weights(self._without_tied_head(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
+        repack_tied_heads(self.model)
 
     def _without_tied_head(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         # One parameter under two names: loaded twice it would count twice, and its layer would be complete too early.
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         return ((name, tensor) for name, tensor in tensors.items() if not (tied and name == _OUTPUT_HEAD))
+
+
+def repack_tied_heads(model: torch.nn.Module) -> None:
+    """Where the output head is the embedding, the CPU build multiplies by a packed COPY of it.
+
+    Layer-wise reload loads the shared parameter under the embedding's name and leaves the head's copy as it was:
+    without this the new version's hidden states meet the old version's head, and nothing says so. GPUs have no copy.
+    """
+    modules: list[Any] = list(model.modules())
+    shared = {module.weight.data_ptr() for module in modules if type(module) is VocabParallelEmbedding}
+    for module in modules:
+        packed = isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear")
+        if packed and module.weight.data_ptr() in shared:
+            module.quant_method.process_weights_after_loading(module)

@@ -26,7 +26,7 @@ TOKEN = "a-token-of-this-run"
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a Qwen3 with hidden 64, 2 layers, 512 ids; deterministic."""
+    """Folder of a Qwen3 with hidden 64, 2 layers, 512 ids; deterministic. vLLM on CPUs needs a head_dim of 32."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.set_num_threads(1)
@@ -37,7 +37,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         eos_token_id=1,

@@ -1,0 +1,54 @@
+"""A version of the weights is exactly the model's tensors, or it is refused by name."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.rollout_server.engines.checkpoint import check_complete, tensor_shapes, vocab_size
+from penstock.rollout_server.protocol import EngineError, WeightsRefused
+
+SHAPES = {"embed.weight": (8, 4), "layer.weight": (4, 4)}
+
+
+def manifest(**shapes: list[int]) -> dict[str, Any]:
+    tensors = [{"name": f"{name}.weight", "shape": shape} for name, shape in shapes.items()]
+    return {"version": 3, "tensors": tensors}
+
+
+def test_the_models_own_tensors_pass_with_the_head_or_without() -> None:
+    check_complete(manifest(embed=[8, 4], layer=[4, 4]), SHAPES)
+    check_complete(manifest(embed=[8, 4], layer=[4, 4], lm_head=[8, 4]), SHAPES)
+    check_complete(manifest(embed=[8, 4], layer=[4, 4]), {**SHAPES, "lm_head.weight": (8, 4)})
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"embed": [8, 4]}, "'layer.weight' is missing"),
+        ({"embed": [8, 4], "layer": [4, 4], "more": [1]}, "'more.weight' does not belong"),
+        ({"embed": [8, 4], "layer": [4, 3]}, r"'layer.weight' has shape \[4, 3\]"),
+    ],
+)
+def test_any_difference_is_refused_by_name(given: dict[str, list[int]], text: str) -> None:
+    with pytest.raises(WeightsRefused, match=text):
+        check_complete(manifest(**given), SHAPES)
+
+
+def test_shapes_are_read_from_every_safetensors_file_of_the_folder(tmp_path: Path) -> None:
+    for name, shape in SHAPES.items():
+        entry = {name: {"dtype": "F32", "shape": list(shape), "data_offsets": [0, 0]}, "__metadata__": {"format": "pt"}}
+        header = json.dumps(entry).encode()
+        (tmp_path / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    assert tensor_shapes(str(tmp_path)) == SHAPES
+    assert tensor_shapes("no/such/folder") == {}
+
+
+def test_a_folder_without_a_config_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"config\.json") as caught:
+        vocab_size(str(tmp_path))
+    assert not caught.value.retryable

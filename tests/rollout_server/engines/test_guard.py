@@ -1,0 +1,94 @@
+"""The guard ends everything when its owner is gone, however it goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from tests.rollout_server.conftest import running
+
+from penstock.rollout_server.engines import guard
+
+FAMILY = "sleep 300 & echo $!; sleep 300 & echo $!; wait"
+
+
+def start(script: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-I", guard.__file__, "sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def read_pids(process: subprocess.Popen[str], count: int = 2) -> list[int]:
+    assert process.stdout is not None
+    return [int(process.stdout.readline()) for _ in range(count)]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_closed_pipe_ends_the_whole_group() -> None:
+    process = start(FAMILY)
+    pids = read_pids(process)
+    assert all(running(pid) for pid in pids)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(timeout=10) == 0
+    assert not any(running(pid) for pid in pids)
+
+
+def test_a_command_that_ignores_the_signal_is_killed_after_the_grace() -> None:
+    process = start("trap '' TERM; sleep 300 & echo $!; echo $$; wait; sleep 300")
+    pids = read_pids(process)
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(timeout=guard.GRACE_S + 5)
+    assert wait_until(lambda: not any(running(pid) for pid in pids))
+
+
+def test_the_exit_status_is_handed_on_and_children_left_behind_are_ended() -> None:
+    process = start("sleep 300 & echo $!; exit 7")
+    (left,) = read_pids(process, 1)
+    assert process.wait(timeout=10) == 7
+    assert wait_until(lambda: not running(left))
+
+
+@pytest.mark.crash
+def test_killing_the_guard_itself_ends_the_command() -> None:
+    process = start("echo $$; exec sleep 300")
+    (command,) = read_pids(process, 1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=10)
+    assert wait_until(lambda: not running(command))
+
+
+@pytest.mark.crash
+def test_killing_the_owner_ends_everything() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, guard.__file__, FAMILY], stdout=subprocess.PIPE, text=True)
+    pids = read_pids(owner)
+    assert all(running(pid) for pid in pids)
+    owner.kill()
+    owner.wait(timeout=10)
+    assert wait_until(lambda: not any(running(pid) for pid in pids))
+
+
+OWNER = """
+import subprocess, sys, time
+command = [sys.executable, "-I", sys.argv[1], "sh", "-c", sys.argv[2]]
+subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+time.sleep(300)
+"""

@@ -1,0 +1,127 @@
+"""How vLLM's events become chunks, against answers made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.rollout_server.engines.vllm_stream import TokenStream
+from penstock.rollout_server.protocol import Chunk, EngineError
+
+
+def event(
+    ids: list[int], finish: str | None = None, versions: list[tuple[str, int, int]] | None = None
+) -> dict[str, Any]:
+    spans = versions and [{"version": label, "start": start, "end": end} for label, start, end in versions]
+    content = [{"token_id": token, "logprob": -token / 10} for token in ids]
+    return {
+        "choices": [
+            {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": finish, "weight_versions": spans}
+        ]
+    }
+
+
+class Body(httpx.AsyncByteStream):
+    def __init__(self, events: Iterator[dict[str, Any]]) -> None:
+        self.events = events
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for one in self.events:
+            yield f"data: {json.dumps(one)}\n\n".encode()
+        yield b"data: [DONE]\n\n"
+
+
+@asynccontextmanager
+async def answering(events: Iterator[dict[str, Any]], version: Callable[[], int]) -> AsyncIterator[TokenStream]:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=Body(events)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as http:
+        stream = TokenStream(http, {}, version)
+        yield stream
+        await stream.close()
+
+
+async def all_chunks(stream: TokenStream) -> list[Chunk]:
+    return [chunk async for chunk in stream.chunks(5.0)]
+
+
+async def collect(stream: TokenStream, received: list[int]) -> None:
+    async for chunk in stream.chunks(5.0):
+        received += chunk.token_ids
+
+
+async def test_tokens_logprobs_and_versions_arrive_in_order() -> None:
+    current = [0]
+
+    def events() -> Iterator[dict[str, Any]]:
+        yield event([1])
+        yield event([2, 3])
+        current[0] = 7
+        yield event([4])
+        yield event([5], "stop", [("default", 0, 3), ("7", 3, 5)])
+
+    async with answering(events(), lambda: current[0]) as stream:
+        chunks = await all_chunks(stream)
+    assert [token for chunk in chunks for token in chunk.token_ids] == [1, 2, 3, 4, 5]
+    assert [value for chunk in chunks for value in chunk.logprobs] == [-0.1, -0.2, -0.3, -0.4, -0.5]
+    assert chunks[-1].finish_reason == "stop"
+    versions = [version for chunk in chunks for version, start, end in chunk.version_spans for _ in range(start, end)]
+    assert versions == [0, 0, 0, 7, 7]
+
+
+async def test_vllms_own_spans_are_believed_for_tokens_not_handed_on_yet() -> None:
+    async with answering(iter([event([1, 2], "length", [("3", 0, 1), ("4", 1, 2)])]), lambda: 3) as stream:
+        (chunk,) = await all_chunks(stream)
+    assert chunk.version_spans == [(3, 0, 1), (4, 1, 2)]
+
+
+async def test_a_version_that_was_handed_on_wrongly_is_an_error_not_a_guess() -> None:
+    async with answering(iter([]), lambda: 1) as stream:
+        stream._append([1], [{"logprob": -1.0}])
+        assert stream._take() is not None
+        with pytest.raises(EngineError, match="differ from vLLM's own"):
+            stream._finish(event([], "stop", [("2", 0, 1)])["choices"][0])
+
+
+async def test_what_arrived_before_a_break_is_handed_on_before_the_error() -> None:
+    def events() -> Iterator[dict[str, Any]]:
+        yield event([1, 2])
+        raise httpx.ReadError("gone")
+
+    received: list[int] = []
+    async with answering(events(), lambda: 0) as stream:
+        with pytest.raises(EngineError, match="broke off") as caught:
+            await collect(stream, received)
+    assert received == [1, 2]
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("events", "text", "retryable"),
+    [
+        ([{"error": {"message": "too long", "code": 400}}], "too long", False),
+        ([{"error": {"message": "dead", "code": 500}}], "dead", True),
+        ([event([1])], "without a finish reason", True),
+        ([event([1], "error")], "ended the answer with 'error'", True),
+    ],
+)
+async def test_errors_inside_the_stream(events: list[dict[str, Any]], text: str, retryable: bool) -> None:
+    async with answering(iter(events), lambda: 0) as stream:
+        with pytest.raises(EngineError, match=text) as caught:
+            await all_chunks(stream)
+    assert caught.value.retryable == retryable
+
+
+async def test_a_refusal_carries_vllms_message() -> None:
+    body = {"error": {"message": "temperature must be in [0, 2]"}}
+    transport = httpx.MockTransport(lambda _: httpx.Response(400, json=body))
+    async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as http:
+        stream = TokenStream(http, {}, lambda: 0)
+        with pytest.raises(EngineError, match="temperature must be") as caught:
+            await all_chunks(stream)
+        await stream.close()
+    assert not caught.value.retryable
