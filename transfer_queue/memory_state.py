@@ -177,7 +177,9 @@ class MemoryState:
         for index, member in enumerate(group.members):
             member.payload = None
             if member.state == "done" and not member.rewarded and member.outcome is not None:
-                self.letters[group.episode(index)] = DeadLetter(group.episode(index), member.outcome, member.attempts)
+                self.letters[group.episode(index)] = DeadLetter(
+                    group.episode(index), member.outcome, member.attempts, []
+                )
 
     def revive(self, group: Group) -> None:
         """Queue a dead group again as it was submitted, at its old place in the order."""

@@ -1,0 +1,299 @@
+"""Random interleavings of workers, a trainer, lost leases and crashes, on memory alone (many) and on memory and Redis
+side by side (few), where every answer of the two must be the same.
+
+The machine keeps its own, much simpler books and checks after every step:
+every submitted group is in exactly one place · no episode in two steps · no shipped token over the bound ·
+no more groups in the system than the bound allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from ledger_samples import INFRA, task, trajectory, turn
+
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.ledger import Announcement, Batch, Lease, Ledger, LedgerError, Limits
+from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_server import RedisServer
+
+WORKERS = ["a", "b", "c"]
+LEASE_TTL_S = 1000.0
+limits_given = st.builds(
+    Limits,
+    group_size=st.integers(1, 3),
+    groups_per_step=st.integers(1, 3),
+    max_staleness=st.integers(0, 3),
+    overage=st.sampled_from(["wait", "wait", "mask", "drop"]),
+    min_group=st.integers(1, 3),
+    max_attempts=st.integers(1, 2),
+    lease_ttl_s=st.just(LEASE_TTL_S),
+    max_bytes=st.sampled_from([1, 2000, 1 << 30]),
+)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Workers hold versions that only grow, up to the published one; the trainer may crash between any two calls."""
+
+    server: RedisServer | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.now = 0.0
+        self.ledgers: list[Ledger] = [MemoryLedger(clock=lambda: self.now)]
+        if self.server is not None:
+            self.redis = self.loop.run_until_complete(self._connect(self.server))
+            self.ledgers.append(self.redis)
+        self.versions = dict.fromkeys(WORKERS, 0)
+        self.held: list[tuple[str, Lease]] = []
+        self.lost: list[Lease] = []
+        self.batches: dict[int, Batch] = {}
+        self.oldest: dict[str, int] = {}
+        self.version = self.submitted = self.training = 0
+        self.step_of: dict[str, int] = {}
+
+    @staticmethod
+    async def _connect(server: RedisServer) -> RedisLedger:
+        config = TransferQueueConfig(deadline_s=20.0)
+        return await RedisLedger.connect(server.url, f"m-{secrets.token_hex(6)}", config, "a-test-password")
+
+    def teardown(self) -> None:
+        for ledger in self.ledgers:
+            self.loop.run_until_complete(ledger.drop_run())
+            self.loop.run_until_complete(ledger.close())
+        self.loop.close()
+
+    def ask(self, call: Callable[[Ledger], Awaitable[Any]]) -> Any:
+        """The same call on every ledger; the answers, or errors, must agree."""
+        answers = [self.loop.run_until_complete(self._answer(call, ledger)) for ledger in self.ledgers]
+        assert all(comparable(answer) == comparable(answers[0]) for answer in answers), answers
+        return answers[0]
+
+    @staticmethod
+    async def _answer(call: Callable[[Ledger], Awaitable[Any]], ledger: Ledger) -> Any:
+        try:
+            return await call(ledger)
+        except LedgerError as error:
+            return type(error)
+
+    @initialize(limits=limits_given)
+    def create(self, limits: Limits) -> None:
+        self.limits = limits
+        self.ask(lambda ledger: ledger.create_run(limits, "x"))
+        self.submit_next(8, min_version=0)
+
+    # workers -------------------------------------------------------------------------------------------------------
+    @rule(count=st.integers(1, 6), min_version=st.sampled_from([0, 0, 0, 1]))
+    def submit(self, count: int, min_version: int) -> None:
+        self.submit_next(count, min_version)
+
+    def submit_next(self, count: int, min_version: int) -> None:
+        new = [task(number, min_version=min_version) for number in range(self.submitted, self.submitted + count)]
+        assert self.ask(lambda ledger: ledger.submit(new, self.submitted + count)) == count
+        self.submitted += count
+
+    @rule(number=st.integers(0, 2))
+    def evaluate(self, number: int) -> None:
+        self.ask(lambda ledger: ledger.submit([task(number, "eval")]))
+
+    @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 9))
+    def lease(self, worker: str, count: int) -> None:
+        leases = self.ask(lambda ledger: ledger.lease_episodes(worker, count, self.versions[worker]))
+        assert len(leases) <= count
+        assert all(lease.min_version <= self.versions[worker] for lease in leases)
+        self.held += [(worker, lease) for lease in leases]
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def pull_weights(self, worker: str) -> None:
+        self.versions[worker] = self.version
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def journal(self, data: st.DataObject) -> None:
+        _, lease = data.draw(st.sampled_from(self.held))
+        self.ask(lambda ledger: ledger.journal(lease, turn(1)))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), count=st.integers(1, 9), rewarded=st.sampled_from([True, True, True, True, False]))
+    def complete(self, data: st.DataObject, count: int, rewarded: bool) -> None:
+        chosen = data.draw(st.permutations(self.held))[:count]
+        for held in chosen:
+            self.finish(held, 1.0 if rewarded else None)
+
+    def finish(self, held: tuple[str, Lease], reward: float | None) -> None:
+        worker, lease = held
+        self.held.remove(held)
+        sampled = trajectory(lease, self.versions[worker], reward)
+        if self.ask(lambda ledger: ledger.complete(lease, sampled)) is None:
+            self.oldest[lease.episode_id] = self.versions[worker]
+        self.lost.append(lease)
+
+    @rule(worker=st.sampled_from(WORKERS), leave=st.integers(0, 2))
+    def work(self, worker: str, leave: int) -> None:
+        """A worker pulls, fills itself and finishes all but a few."""
+        self.pull_weights(worker)
+        self.lease(worker, 9)
+        mine = [held for held in self.held if held[0] == worker]
+        for held in mine[leave:]:
+            self.finish(held, 1.0)
+
+    @rule()
+    def go_on_training(self) -> None:
+        self.lease_batch(0)
+        if self.training in self.batches:
+            self.train()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), release=st.booleans())
+    def hand_back(self, data: st.DataObject, release: bool) -> None:
+        held = data.draw(st.sampled_from(self.held))
+        self.held.remove(held)
+        self.ask(lambda ledger: ledger.release(held[1]) if release else ledger.fail(held[1], INFRA))
+        self.lost.append(held[1])
+
+    @precondition(lambda self: self.lost)
+    @rule(data=st.data())
+    def late_writer(self, data: st.DataObject) -> None:
+        """A worker thought dead comes back. Whatever it does must change nothing that counts."""
+        lease = data.draw(st.sampled_from(self.lost[-8:]))
+        before = self.ask(lambda ledger: ledger.status())
+        self.ask(lambda ledger: ledger.complete(lease, trajectory(lease)))
+        self.ask(lambda ledger: ledger.release(lease))
+        assert self.ask(lambda ledger: ledger.status()) == before
+
+    @rule()
+    def workers_die(self) -> None:
+        """All leases run out; their workers keep believing in them."""
+        self.now += LEASE_TTL_S + 1
+        if self.server is not None:
+            self.loop.run_until_complete(self._expire_in_redis())
+
+    async def _expire_in_redis(self) -> None:
+        key = self.redis._keys.index + "leases"
+        for episode in await self.redis._connection.command("ZRANGE", key, 0, -1):
+            await self.redis._connection.command("ZADD", key, 0, episode)
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def renew(self) -> None:
+        self.ask(lambda ledger: ledger.renew([lease for _, lease in self.held]))
+
+    # trainer -------------------------------------------------------------------------------------------------------
+    @rule(ahead=st.integers(0, 1))
+    def lease_batch(self, ahead: int) -> None:
+        step = self.training + ahead
+        batch = self.ask(lambda ledger: ledger.lease_batch(step))
+        if isinstance(batch, Batch):
+            assert self.batches.setdefault(step, batch) == batch
+            self._check_batch(batch)
+
+    def _check_batch(self, batch: Batch) -> None:
+        event("a batch shipped")
+        assert len(batch.groups) == self.limits.groups_per_step
+        for episode in [episode for group in batch.groups for episode in group]:
+            assert self.step_of.setdefault(episode, batch.step) == batch.step, "trained twice"
+            if self.limits.overage != "mask":
+                assert batch.step - self.oldest[episode] <= self.limits.max_staleness
+        read = self.ask(lambda ledger: ledger.read([one for group in batch.groups for one in group]))
+        assert len(read) == sum(map(len, batch.groups))
+
+    @precondition(lambda self: self.training in self.batches)
+    @rule()
+    def train(self) -> None:
+        """Replayed steps publish nothing new."""
+        announcement = Announcement(self.training + 1, {"step": self.training})
+        new = self.ask(lambda ledger: ledger.publish_version(announcement))
+        event("trained" if new else "replayed")
+        assert new == (self.training >= self.version)
+        self.training += 1
+        self.version = max(self.version, self.training)
+
+    @precondition(lambda self: self.training)
+    @rule(data=st.data())
+    def crash_of_the_trainer(self, data: st.DataObject) -> None:
+        committed = self.ask(lambda ledger: ledger.status()).committed_step
+        step = data.draw(st.integers(committed, self.training))
+        fixed = self.ask(lambda ledger: ledger.status()).step
+        assert self.ask(lambda ledger: ledger.rewind(step)) == fixed - step
+        self.training = step
+
+    @precondition(lambda self: self.training)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        step = data.draw(st.integers(0, self.training))
+        self.ask(lambda ledger: ledger.commit(step))
+        event(f"committed {min(step, 3)}")
+
+    @rule()
+    def requeue_a_dead_group(self) -> None:
+        letters = self.ask(lambda ledger: ledger.dead_letters())
+        if letters:
+            event("a dead letter was requeued")
+            self.ask(lambda ledger: ledger.requeue(letters[0].episode_id))
+
+    # books ---------------------------------------------------------------------------------------------------------
+    @invariant()
+    def accounts_balance(self) -> None:
+        if not hasattr(self, "limits"):
+            return
+        status = self.ask(lambda ledger: ledger.status())
+        groups = dict(status.groups)
+        assert groups.pop("submitted") == self.submitted == sum(groups.values())
+        assert all(count >= 0 for count in [*groups.values(), *status.episodes.values(), status.bytes])
+        if self.limits.overage == "wait":
+            in_system = groups["admitted"] + groups["ready"] + groups["shipped"]
+            assert in_system <= (self.limits.max_staleness + 1) * self.limits.groups_per_step
+        if not status.groups["admitted"] + status.groups["ready"] + status.groups["shipped"] + status.groups["trained"]:
+            assert status.bytes == 0 or status.groups["dead"] or status.episodes["failed"] or status.other_lanes
+
+
+def comparable(answer: Any) -> Any:
+    """Lists hold dataclasses with arrays, which only their text compares as a whole."""
+    return repr(answer) if isinstance(answer, list) else answer
+
+
+def run_machine(server: RedisServer | None, examples: int, steps: int) -> None:
+    machine = type("Machine", (LedgerMachine,), {"server": server})
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=checks,
+            database=None,
+            phases=[Phase.explicit, Phase.generate],
+        ),
+    )
+
+
+def test_random_interleavings_in_memory() -> None:
+    run_machine(None, examples=100, steps=60)
+
+
+@pytest.mark.redis
+def test_redis_answers_as_memory_does(redis_server: RedisServer) -> None:
+    run_machine(redis_server, examples=12, steps=40)
+
+
+@pytest.mark.slow
+@pytest.mark.redis
+def test_redis_answers_as_memory_does_for_long(redis_server: RedisServer) -> None:
+    run_machine(redis_server, examples=300, steps=100)
