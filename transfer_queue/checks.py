@@ -101,12 +101,16 @@ def _check_turns(starts: NDArray[Any], length: int, field: str) -> None:
 def _check_spans(spans: NDArray[Any], mask: NDArray[Any], min_version: int, field: str) -> None:
     _expect(spans.size == 0 or (spans.ndim == 2 and spans.shape[1] == 3), field, f"shape {spans.shape}, not [S, 3]")
     _expect(spans.size == 0 or spans.dtype.kind in "iu", field, f"dtype {spans.dtype}, integers expected")
-    covered = np.zeros(len(mask), dtype=np.int64)
-    for version, start, end in spans.reshape(-1, 3):
-        _expect(0 <= start < end <= len(mask), field, f"span {start} to {end} is outside of 0 to {len(mask)}")
-        _expect(version >= 0, field, f"version {version} is negative")
-        _expect(version >= min_version, field, f"version {version} is below the lease's floor {min_version}")
-        covered[start:end] += 1
+    versions, starts, ends = spans.reshape(-1, 3).T
+    for version, start, end in spans.reshape(-1, 3)[(starts < 0) | (starts >= ends) | (ends > len(mask))][:1]:
+        raise BadPayload(f"{field}: span {start} to {end} of version {version} is outside of 0 to {len(mask)}")
+    oldest = int(versions.min(initial=max(min_version, 0)))
+    _expect(oldest >= 0, field, f"version {oldest} is negative")
+    _expect(oldest >= min_version, field, f"version {oldest} is below the lease's floor {min_version}")
+    edges = np.zeros(len(mask) + 1, dtype=np.int64)
+    np.add.at(edges, starts.astype(np.int64), 1)
+    np.add.at(edges, ends.astype(np.int64), -1)
+    covered = np.cumsum(edges)[:-1]
     wrong = np.flatnonzero(covered != mask)
     if len(wrong):
         at = int(wrong[0])

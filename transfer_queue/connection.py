@@ -77,7 +77,7 @@ class Connection:
         while True:
             left = started + self._deadline_s - loop.time()
             try:
-                async with asyncio.timeout(max(left, FIRST_PAUSE_S)):
+                async with asyncio.timeout(min(ATTEMPT_S, max(left, FIRST_PAUSE_S))):
                     return await attempt()
             except (AuthenticationError, AuthorizationError) as error:
                 raise LedgerError(f"{self._where} refused the login: {error}") from error
@@ -106,8 +106,9 @@ def _client(url: str, deadline_s: float, password: str | None, username: str | N
             url,
             max_connections=MAX_CONNECTIONS,
             timeout=deadline_s,
-            socket_timeout=min(ATTEMPT_S, deadline_s),
-            socket_connect_timeout=min(ATTEMPT_S, deadline_s),
+            # `_retried` bounds every attempt. A read timeout of redis-py 8 swallows cancellations.
+            socket_timeout=None,
+            socket_connect_timeout=None,
             protocol=2,
             retry=Retry(NoBackoff(), 0),
             **login,

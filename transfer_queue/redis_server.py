@@ -166,7 +166,7 @@ class RedisServer:
         )
 
     async def _until_up(self) -> None:
-        client = aioredis.Redis.from_url(self.url, password=self._password, socket_timeout=5.0, protocol=2)
+        client = aioredis.Redis.from_url(self.url, password=self._password, socket_timeout=None, protocol=2)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 while not await self._answers(client):  # noqa: ASYNC110 - another process: there is no event

@@ -178,7 +178,7 @@ GOOD = segment([0, 0, 1])  # four positions, three sampled
         ({"version_spans": np.array([[0, 0, 4]], dtype=np.int32)}, "version_spans: response position 3"),
         ({"version_spans": np.array([[0, 0, 3], [1, 2, 3]], dtype=np.int32)}, "covered by 2 spans"),
         ({"version_spans": np.array([[-1, 0, 3]], dtype=np.int32)}, "version -1 is negative"),
-        ({"version_spans": np.array([[0, 0, 9]], dtype=np.int32)}, "span 0 to 9 is outside"),
+        ({"version_spans": np.array([[0, 0, 9]], dtype=np.int32)}, "span 0 to 9 of version 0 is outside"),
         ({"version_spans": np.zeros((3, 2), dtype=np.int32)}, "version_spans: shape"),
     ],
 )

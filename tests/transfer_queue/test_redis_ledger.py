@@ -1,0 +1,229 @@
+"""What only Redis can get wrong: lost replies, pauses, leftovers, unfit servers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ledger_samples import INFRA, LIMITS, tasks, trajectory, turn
+
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.ledger import Announcement, LeaseLost, Ledger, LedgerError, LedgerUnavailable
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_server import RedisServer
+
+pytestmark = pytest.mark.redis
+PASSWORD = "a-test-password"
+CONFIG = TransferQueueConfig(deadline_s=20.0)
+
+
+def check_protocol(ledger: RedisLedger) -> Ledger:
+    """mypy holds the class to the protocol here."""
+    return ledger
+
+
+class CuttingProxy:
+    """Stands between client and Redis; while `cut` counts down, a request reaches Redis and its reply is lost."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.cut = 0
+        self.served = 0
+
+    async def __aenter__(self) -> CuttingProxy:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.port)
+        forward = asyncio.create_task(self._pump(reader, up_writer))
+        try:
+            while data := await up_reader.read(1 << 16):
+                if self.cut:
+                    self.cut -= 1
+                    self.served += 1
+                    break
+                writer.write(data)
+        except asyncio.CancelledError:
+            return  # the test is over
+        finally:
+            forward.cancel()
+            writer.close()
+            up_writer.close()
+
+    @staticmethod
+    async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+
+
+@pytest.fixture
+async def ledger(redis_server: RedisServer) -> AsyncIterator[RedisLedger]:
+    made = await RedisLedger.connect(redis_server.url, f"r-{secrets.token_hex(4)}", CONFIG, PASSWORD)
+    await made.create_run(LIMITS, "x")
+    yield made
+    await made.drop_run()
+    await made.close()
+
+
+@pytest.fixture
+async def cut(ledger: RedisLedger, redis_server: RedisServer) -> AsyncIterator[tuple[RedisLedger, CuttingProxy]]:
+    """The same run through a proxy that loses replies on demand."""
+    async with CuttingProxy(int(redis_server.url.rsplit(":", 1)[1])) as proxy:
+        through = await RedisLedger.connect(proxy.url, ledger._run, CONFIG, PASSWORD)
+        yield through, proxy
+        await through.close()
+
+
+async def keys_of(ledger: RedisLedger) -> set[str]:
+    found = set()
+    for pattern in ledger._keys.patterns():
+        found |= {key.decode() for key in await ledger._connection.command("KEYS", pattern.replace("{", "\\{"))}
+    return {key.removeprefix(ledger._keys.index) for key in found}
+
+
+async def test_after_commit_only_counters_are_left(ledger: RedisLedger) -> None:
+    await ledger.submit(tasks(4), cursor=4)
+    for _ in range(2):
+        for lease in await ledger.lease_episodes("worker", 4, 0):
+            await ledger.journal(lease, turn(1))
+            await ledger.complete(lease, trajectory(lease))
+    for step in (0, 1):
+        await ledger.lease_batch(step)
+        await ledger.publish_version(Announcement(step + 1, {}))
+    await ledger.commit(2)
+    assert await keys_of(ledger) == {"run", "counts", "asked"}
+    assert await ledger.drop_run() == 3
+
+
+async def test_every_call_may_lose_its_reply(cut: tuple[RedisLedger, CuttingProxy]) -> None:
+    """Each call is executed by Redis, its reply is cut off, the client asks again: nothing is counted twice."""
+    ledger, proxy = cut
+
+    async def lossy(call, replies=1):
+        proxy.cut = replies
+        answer = await call
+        assert proxy.cut == 0
+        return answer
+
+    await lossy(ledger.submit(tasks(4), cursor=4))
+    leases = await lossy(ledger.lease_episodes("worker", 8, 0))
+    assert [lease.episode_id for lease in leases][:2] == ["train/0000#0", "train/0000#1"]
+    assert (await ledger.status()).workers == {"worker": 8}
+    await lossy(ledger.journal(leases[0], turn(1)))
+    assert await lossy(ledger.fail(leases[0], INFRA)) is True
+    (again,) = await ledger.lease_episodes("worker", 1, 0)
+    assert (again.attempt, len(again.journal)) == (1, 1)
+    await lossy(ledger.release(again))
+    for lease in [*leases[1:], *await ledger.lease_episodes("worker", 1, 0)]:
+        await lossy(ledger.complete(lease, trajectory(lease)), replies=2)  # of the payload and of the script
+    assert (await lossy(ledger.lease_batch(0))).step == 0
+    assert await lossy(ledger.publish_version(Announcement(1, {}))) is True
+    await lossy(ledger.commit(1))
+    await lossy(ledger.add_wait("trainer", "batch", 1.5))
+    status = await lossy(ledger.status())
+    assert status.episodes["completed"] == 8
+    assert status.episodes["retried"] == 1
+    assert (status.episodes["trained"], status.episodes["committed"]) == (4, 4)
+    assert status.waits_s == {"trainer:batch": 1.5}
+    assert status.workers == {}
+    assert proxy.served == 10 + 2 * 8
+
+
+async def test_a_late_writer_leaves_no_payload_behind(ledger: RedisLedger) -> None:
+    await ledger.submit(tasks(1), cursor=1)
+    (old,) = await ledger.lease_episodes("old", 1, 0)
+    await ledger.release(old)
+    (new,) = await ledger.lease_episodes("new", 1, 0)
+    await ledger.complete(new, trajectory(new, reward=0.5))
+    with pytest.raises(LeaseLost):
+        await ledger.complete(old, trajectory(old, reward=0.9))
+    payloads = [key for key in await keys_of(ledger) if key.startswith("penstock:payload")]
+    assert payloads == [f"penstock:payload:{ledger._run}:train/0000#0@{new.fence}"]
+    assert (await ledger.read([new.episode_id]))[0].reward == 0.5
+
+
+async def test_calls_wait_for_a_paused_redis(tmp_path: Path) -> None:
+    async with RedisServer(tmp_path, PASSWORD) as server:
+        ledger = await RedisLedger.connect(server.url, "paused", CONFIG, PASSWORD)
+        await ledger.create_run(LIMITS, "x")
+        server._process.send_signal(signal.SIGSTOP)
+        asking = asyncio.create_task(ledger.submit(tasks(2), cursor=2))
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+        server._process.send_signal(signal.SIGCONT)
+        assert await asking == 2
+        await ledger.close()
+
+
+async def test_a_redis_that_is_gone_is_named_after_the_deadline(tmp_path: Path) -> None:
+    async with RedisServer(tmp_path, PASSWORD) as server:
+        ledger = await RedisLedger.connect(server.url, "gone", replace_deadline(0.5), PASSWORD)
+        await ledger.create_run(LIMITS, "x")
+        await server.kill()
+        with pytest.raises(LedgerUnavailable, match=rf"submit: no answer from {server.url} for 0\.\d s"):
+            await ledger.submit(tasks(1))
+        await server.restart()
+        assert await ledger.submit(tasks(1)) == 1
+        await ledger.close()
+
+
+async def test_an_unfit_redis_is_refused(redis_server: RedisServer, ledger: RedisLedger) -> None:
+    with pytest.raises(LedgerError, match="refused the login"):
+        await RedisLedger.connect(redis_server.url, "x", CONFIG, "wrong-password")
+    with pytest.raises(LedgerError, match="ledger URL 'http://nowhere'"):
+        await RedisLedger.connect("http://user:secret@nowhere", "x", CONFIG)
+    with pytest.raises(LedgerError, match="run name"):
+        await RedisLedger.connect(redis_server.url, "x*", CONFIG, PASSWORD)
+    await ledger._connection.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(LedgerError, match="maxmemory-policy allkeys-lru"):
+            await RedisLedger.connect(redis_server.url, "x", CONFIG, PASSWORD)
+    finally:
+        await ledger._connection.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+
+
+async def test_a_cancelled_call_ends(ledger: RedisLedger) -> None:
+    """A worker that drains cancels its calls; one that went on would never end."""
+
+    async def poll() -> None:
+        while True:
+            await ledger.lease_episodes("worker", 1, 0)
+
+    for _ in range(40):
+        polling = [asyncio.create_task(poll()) for _ in range(3)]
+        await asyncio.sleep(random.uniform(0, 0.005))
+        for task in polling:
+            task.cancel()
+        _, alive = await asyncio.wait(polling, timeout=2)
+        assert not alive
+    assert await ledger.submit(tasks(1)) == 1
+
+
+async def test_scripts_are_sent_again_to_a_redis_that_forgot_them(ledger: RedisLedger) -> None:
+    await ledger._connection.command("SCRIPT", "FLUSH")
+    assert await ledger.submit(tasks(1)) == 1
+
+
+async def test_two_runs_do_not_see_each_other(ledger: RedisLedger, redis_server: RedisServer) -> None:
+    other = await RedisLedger.connect(redis_server.url, ledger._run + "-b", CONFIG, PASSWORD)
+    await other.create_run(replace(LIMITS, group_size=5), "y")
+    await other.submit(tasks(1), cursor=1)
+    await ledger.submit(tasks(2), cursor=2)
+    await other.drop_run()
+    assert (await ledger.status()).groups["queued"] == 2
+    await other.close()
+
+
+def replace_deadline(deadline_s: float) -> TransferQueueConfig:
+    return CONFIG.model_copy(update={"deadline_s": deadline_s})
