@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.protocol import Chunk, Engine, GenerateRequest, Generation, Sampling
+from penstock.rollout_server.protocol import Chunk, Engine, EngineError, GenerateRequest, Generation, Sampling
 from penstock.rollout_server.spans import join_chunks
 
 VOCAB = 512
@@ -143,6 +143,16 @@ def running(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+async def skip_without_vllm() -> None:
+    """Skip, saying how to get it, where no environment with vLLM is found."""
+    from penstock.rollout_server.engines.vllm_server import find_installation
+
+    try:
+        await find_installation(RolloutConfig())
+    except EngineError as error:
+        pytest.skip(str(error))
 
 
 async def started(engine: Engine) -> AsyncIterator[Engine]:
