@@ -6,7 +6,7 @@ RolloutClient ──POST /generate──► sidecar ──Engine protocol──�
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -118,8 +118,8 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """End the process and everything it started."""
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        """Stream the answer. Closing the iterator early aborts the request in the engine."""
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """Stream the answer. Closing the generator early aborts the request in the engine."""
         yield Chunk()
 
     async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:

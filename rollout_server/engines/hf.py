@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class HFEngine:
             self._reading.cancel()
         self._fail_all()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """See `Engine.generate`. Raises `BadRequest`, `EngineError`."""
         if self.info is None:
             raise EngineError("the hf engine is not started")

@@ -109,10 +109,12 @@ class Batcher:
         live.finish_reason = "stop" if recorded and recorded[-1] in stops else "length"
         self._on_finish()
 
-    def collect(self) -> list[tuple[str, Chunk | str]]:
-        """New tokens of every request since the last call, or why one failed; finished ones are forgotten."""
+    def collect(self, *, only_ended: bool = False) -> list[tuple[str, Chunk | str]]:
+        """New tokens of every request since the last call, or why one failed; those that ended are forgotten."""
         news: list[tuple[str, Chunk | str]] = []
         for name, live in list(self._live.items()):
+            if only_ended and not (live.finish_reason or live.error):
+                continue
             if live.error is not None:
                 news.append((name, live.error))
             elif live.finish_reason or len(live.record.samples) > live.sent:
@@ -120,6 +122,10 @@ class Batcher:
             if live.finish_reason or live.error is not None:
                 del self._live[name]
         return news
+
+    def stop(self) -> None:
+        """End the decoding thread; what is in flight is dropped."""
+        self._manager.stop(block=True, timeout=10.0, hard_stop=True)
 
     def fatal_error(self) -> str | None:
         """Why the decoding thread is gone; None while it runs."""

@@ -8,7 +8,7 @@ killed sidecar leaves no engine behind. Both ways one JSON object per line:
     out  {"event": "ready", "info"} · {"event": "tokens", "answers": [[id, chunk], …], "errors": [[id, message], …]}
          {"event": "loaded", "report"} · {"event": "refused", "message"} · {"event": "pong", "steps", "in_flight", …}
 
-Tokens of all requests leave together, every `TICK_S` and whenever a request finishes: a line per token and request
+Tokens of all requests leave together every `TICK_S`, those of a finished request at once: a line per token and request
 would cost more than sampling them.
 """
 
@@ -37,7 +37,7 @@ from penstock.rollout_server.protocol import EngineInfo, LoadReport, Sampling, W
 from penstock.rollout_server.weights import read_verified
 
 logger = logging.getLogger("penstock.hf")
-TICK_S = 0.08
+TICK_S = 0.12
 LINE_LIMIT_BYTES = 256 << 20
 WEIGHTS_DAMAGED = 3
 """Exit status where memory did not take the weights: only a new process is safe."""
@@ -99,14 +99,17 @@ class HFServer:
         }
 
     async def _send_tokens(self) -> None:
+        ticked = 0.0
         while (fatal := self.batcher.fatal_error()) is None:
             self._finished.clear()
-            if news := self.batcher.collect():
-                answers = [[name, item.model_dump()] for name, item in news if not isinstance(item, str)]
+            due = time.monotonic() - ticked >= TICK_S
+            ticked = time.monotonic() if due else ticked
+            if news := self.batcher.collect(only_ended=not due):
+                answers = [[name, vars(item)] for name, item in news if not isinstance(item, str)]
                 errors = [[name, item] for name, item in news if isinstance(item, str)]
                 self._send({"event": "tokens", "answers": answers, "errors": errors})
                 await self._writer.drain()
-            await _wait(self._finished, TICK_S)
+            await _wait(self._finished, max(0.0, ticked + TICK_S - time.monotonic()))
         raise RuntimeError(f"decoding stopped: {fatal}")
 
     async def _load(self, manifest: Mapping[str, Any]) -> None:

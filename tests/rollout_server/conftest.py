@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.fake_engine import FakeEngine, next_token
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, GenerateRequest, Generation, Sampling
+from penstock.rollout_server.server import ServerJob, serve
 from penstock.rollout_server.spans import join_chunks
+from penstock.transfer_queue.ledger import Announcement, LedgerUnavailable, ServerInfo, WeightUpdate
 
 VOCAB = 512
+TOKEN = "a-token-of-this-run"
 
 
 @pytest.fixture(scope="session")
@@ -133,8 +141,102 @@ def check_answer(ids: list[int], logprobs: list[float], spans: list[tuple[int, i
     assert not ids or spans[-1][2] == len(ids)
 
 
-def tail_of(folder: Path) -> str:
-    return "".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
+class StubLedger:
+    """The few calls that servers and clients make, in memory. `down` makes all of them fail."""
+
+    def __init__(self) -> None:
+        self.announced: Announcement | None = None
+        self.registered: dict[str, ServerInfo] = {}
+        self.heartbeats: list[ServerInfo] = []
+        self.reported: list[WeightUpdate] = []
+        self.down = False
+
+    def _check(self) -> None:
+        if self.down:
+            raise LedgerUnavailable("the stub is down")
+
+    def announce(self, version: int, **manifest: Any) -> None:
+        self.announced = Announcement(version, {"version": version, **manifest})
+
+    async def latest_version(self) -> Announcement | None:
+        self._check()
+        return self.announced
+
+    async def heartbeat(self, server: ServerInfo) -> None:
+        self._check()
+        self.registered[server.server_id] = server
+        self.heartbeats.append(server)
+
+    async def deregister(self, server_id: str) -> None:
+        self._check()
+        self.registered.pop(server_id, None)
+
+    async def servers(self) -> list[ServerInfo]:
+        self._check()
+        return list(self.registered.values())
+
+    async def report_update(self, update: WeightUpdate) -> None:
+        self._check()
+        self.reported.append(update)
+
+
+@dataclass
+class RunningServer:
+    """A rollout server in this process and every engine it has started."""
+
+    ledger: StubLedger
+    task: asyncio.Task[None]
+    engines: list[Engine]
+    name: str
+
+    @property
+    def url(self) -> str:
+        return self.ledger.registered[self.name].url
+
+    @property
+    def engine(self) -> Any:
+        return self.engines[-1]
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                if self.task.done():
+                    self.task.result()
+                await asyncio.sleep(0.01)
+
+    async def up(self) -> None:
+        await self.until(lambda: self.name in self.ledger.registered and self.ledger.registered[self.name].accepting)
+
+
+@asynccontextmanager
+async def rollout_server(
+    ledger: StubLedger, folder: Path, *, name: str = "s0", token_s: float = 0.0, new_engine: Any = None, **job: Any
+) -> AsyncIterator[RunningServer]:
+    """A server with fake engines (or those of `new_engine`), up; cancelled at the end."""
+    engines: list[Engine] = []
+
+    def remember(config: RolloutConfig, model: str, log_dir: Path, seed: int) -> Engine:
+        make = new_engine or partial(FakeEngine, token_s=token_s)
+        engines.append(make(config, model, log_dir, seed))
+        return engines[-1]
+
+    settings = {"config": small_config(), "model": "fake", "drain_s": 5.0, **job}
+    server_job = ServerJob(name=name, ledger=ledger, token=TOKEN, log_dir=folder, **settings)
+    running = RunningServer(ledger, asyncio.create_task(serve(server_job, remember)), engines, name)
+    try:
+        await running.up()
+        yield running
+    finally:
+        running.task.cancel()
+        await asyncio.gather(running.task, return_exceptions=True)
+
+
+def fake_answer(context: list[int], count: int, version: int = 0) -> list[int]:
+    """What any fake engine at `version` answers."""
+    ids = list(context)
+    for _ in range(count):
+        ids.append(next_token(ids, version)[0])
+    return ids[len(context) :]
 
 
 def running(pid: int) -> bool:
@@ -153,15 +255,6 @@ async def skip_without_vllm() -> None:
         await find_installation(RolloutConfig())
     except EngineError as error:
         pytest.skip(str(error))
-
-
-async def started(engine: Engine) -> AsyncIterator[Engine]:
-    """Fixture body: start, hand out, always stop."""
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

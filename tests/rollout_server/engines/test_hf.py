@@ -90,21 +90,6 @@ async def test_recompute_goes_on_as_if_the_new_weights_had_always_been(
     assert after.logprobs == pytest.approx(reference.logprobs(PROMPT, after.token_ids), abs=TOLERANCE)
 
 
-async def test_a_short_prompt_under_way_at_the_swap_is_no_prefix_either(
-    tiny_model: str, tmp_path: Path, reference: Reference
-) -> None:
-    """Its first block is not full yet at the swap, fills afterwards, and is then half old: it must match nothing."""
-    async with hf_engine(tiny_model, tmp_path) as engine:
-        slow = asyncio.create_task(whole(engine, ask([5, 6, 7], 500, temperature=0.0)))
-        loaded = await engine.load_weights(reference.publish(1, reference.other(1)))
-        over = await slow
-        context = [5, 6, 7, *over.token_ids[:100]]
-        after = await whole(engine, ask(context, 20))
-    reference.use(reference.other(1))
-    assert loaded.version == 1
-    assert after.logprobs == pytest.approx(reference.logprobs(context, after.token_ids), abs=TOLERANCE)
-
-
 async def test_more_requests_than_the_cache_holds_are_put_back_and_stay_exact(
     tiny_model: str, tmp_path: Path, reference: Reference
 ) -> None:

@@ -1,0 +1,109 @@
+"""An engine without a model, in this process: the next token is a hash of the context and the policy version.
+
+Deterministic, so a test can say what any server must answer, before and after a swap, whole or resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.limits import fit_request
+from penstock.rollout_server.protocol import (
+    Chunk,
+    EngineError,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    LoadReport,
+    WeightsRefused,
+)
+
+VOCAB = 512
+
+
+def next_token(context: Sequence[int], version: int) -> tuple[int, float]:
+    """(id, logprob) that a fake engine at `version` samples after `context`."""
+    digest = xxhash.xxh3_64_intdigest(f"{version}:{list(context)}".encode())
+    return digest % VOCAB, -float(digest % 97 + 1) / 16
+
+
+class FakeEngine:
+    """See `Engine`. One token per request and `token_s`; `crash` kills it as a signal would."""
+
+    def __init__(self, config: RolloutConfig, model: str, log_dir: Path, seed: int, *, token_s: float = 0.0) -> None:
+        self.config, self.token_s = config, token_s
+        self.version = 0
+        self.running = 0
+        self.loaded: list[int] = []
+        """Versions that were loaded, in order."""
+        self._dead = asyncio.Event()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+
+    async def start(self) -> EngineInfo:
+        return EngineInfo(
+            name="fake",
+            engine_version="1",
+            version=self.version,
+            vocab_size=VOCAB,
+            max_model_len=self.config.max_model_len,
+        )
+
+    async def stop(self) -> None:
+        self.crash()
+
+    def crash(self) -> None:
+        """Every call fails from now on, also those under way."""
+        self._dead.set()
+        self._resumed.set()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        info = await self.start()
+        sampling = fit_request(request, info).sampling
+        context = list(request.token_ids)
+        self.running += 1
+        try:
+            for position in range(sampling.max_new_tokens):
+                await asyncio.sleep(self.token_s)
+                await self._resumed.wait()
+                if self._dead.is_set():
+                    raise EngineError("the fake engine crashed")
+                token, logprob = next_token(context, self.version)
+                context.append(token)
+                last = position + 1 == sampling.max_new_tokens
+                reason: FinishReason | None = "length" if last else None
+                reason = "stop" if token in sampling.stop_token_ids else reason
+                yield Chunk(
+                    token_ids=[token], logprobs=[logprob], version_spans=[(self.version, 0, 1)], finish_reason=reason
+                )
+                if reason:
+                    return
+        finally:
+            self.running -= 1
+
+    async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:
+        if self._dead.is_set():
+            raise EngineError("the fake engine crashed")
+        if manifest.get("damaged"):
+            raise WeightsRefused(f"version {manifest['version']}: tensor {manifest['damaged']!r} is missing")
+        started = time.perf_counter()
+        self._resumed.clear()
+        await asyncio.sleep(self.token_s)
+        self.version = manifest["version"]
+        self.loaded.append(self.version)
+        self._resumed.set()
+        pause_s = time.perf_counter() - started
+        return LoadReport(version=self.version, fetch_s=0.0, pause_s=pause_s, load_s=pause_s, in_flight=self.running)
+
+    async def healthy(self) -> bool:
+        return not self._dead.is_set()
+
+    def stderr_tail(self) -> str:
+        return ""

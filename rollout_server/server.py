@@ -1,0 +1,117 @@
+"""One rollout server: the sidecar process. HTTP first, so that it can say why it is not ready; then the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.registry import MakeEngine, make_engine
+from penstock.rollout_server.routes import make_app
+from penstock.rollout_server.sidecar import ServerLedger, Sidecar
+
+logger = logging.getLogger(__name__)
+DRAIN_S = 20.0
+HTTP_STOP_S = 5.0
+
+
+@dataclass(frozen=True)
+class ServerJob:
+    """Everything one rollout server needs."""
+
+    name: str
+    """Its id in the registry; a restarted server comes back under the same one."""
+    config: RolloutConfig
+    ledger: ServerLedger
+    model: str
+    """Model folder or hub name: the weights of version 0."""
+    token: str
+    """The run's token, asked for on every route."""
+    log_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one."""
+    seed: int = 0
+    drain_s: float = DRAIN_S
+    """How long requests in flight may take once the server has to go."""
+
+
+async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
+    """Serve until cancelled or drained; then in-flight requests end, and the engine.
+
+    Raises `EngineError` where the engine could not be kept alive, `OSError` where the port is taken.
+    """
+    with _listen(job.host, job.port) as listener:
+        url = f"http://{_url_host(job.host)}:{listener.getsockname()[1]}"
+        engine = partial(new_engine, job.config, job.model, job.log_dir, job.seed)
+        sidecar = Sidecar(job.name, url, engine, job.ledger, slots=job.config.max_concurrent)
+        asked_to_go = asyncio.Event()
+        http = _Http(uvicorn.Config(
+            make_app(sidecar, job.model, job.token, asked_to_go.set),
+            log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=int(HTTP_STOP_S),
+        ))  # fmt: skip
+        serving = asyncio.create_task(http.serve([listener]))
+        running = asyncio.create_task(sidecar.run(job.config.max_restarts))
+        leaving = asyncio.create_task(asked_to_go.wait())
+        logger.info("rollout server %s at %s", job.name, url)
+        try:
+            await asyncio.wait({serving, running, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            await _leave(sidecar, running, http, serving, job.drain_s)
+        for task in (running, serving):
+            if not task.cancelled():
+                task.result()
+
+
+async def _leave(
+    sidecar: Sidecar, running: asyncio.Task[None], http: _Http, serving: asyncio.Task[None], drain_s: float
+) -> None:
+    """Registry, requests, engine, HTTP: in this order, so that nobody is sent here any more and nobody is cut off."""
+    await sidecar.drain(drain_s)
+    running.cancel()
+    await asyncio.wait({running})
+    http.should_exit = True
+    _, late = await asyncio.wait({serving}, timeout=HTTP_STOP_S)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+class _Http(uvicorn.Server):
+    """uvicorn without its signal handlers: who calls `serve` decides what a signal means."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            message = f"{host}:{port} is in use; set rollout.port to a free port, or to 0 for any"
+            raise OSError(error.errno, message) from error
+        raise
+    listener.listen(1024)
+    return listener
+
+
+def _url_host(host: str) -> str:
+    """What others connect to: an address that means "all interfaces" is reached by this machine's name."""
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (not a binding)
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,85 @@
+"""KV over a swap, on the batcher itself: here the swap can be put between two chosen tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.rollout_server.conftest import Reference, small_config  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from penstock.rollout_server.engines import hf_attention  # noqa: E402
+from penstock.rollout_server.engines.hf_batch import PAGE_TOKENS, Batcher  # noqa: E402
+from penstock.rollout_server.protocol import Sampling  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
+
+
+class Bench:
+    """A batcher in this process, and its answers."""
+
+    def __init__(self, model_path: str, pause: str) -> None:
+        hf_attention.install()
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
+        self.batcher = Batcher(self.model, small_config(pause=pause), 0, lambda: None)
+
+    def swap(self, reference: Reference, seed: int) -> None:
+        def load() -> None:
+            for name, tensor in reference.other(seed).items():
+                self.model.get_parameter(name).data.copy_(tensor)
+
+        self.batcher.swap(load, seed)
+
+    async def answer(self, name: str) -> tuple[list[int], list[float]]:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        async with asyncio.timeout(20):
+            while True:
+                for found, chunk in self.batcher.collect():
+                    assert found == name
+                    assert not isinstance(chunk, str)
+                    ids, logprobs = ids + chunk.token_ids, logprobs + chunk.logprobs
+                    if chunk.finish_reason:
+                        return ids, logprobs
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture(params=["keep", "recompute"])
+def bench(tiny_model: str, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = Bench(tiny_model, request.param)
+    yield made
+    made.batcher.stop()
+
+
+async def test_a_block_that_was_half_full_at_the_swap_is_nobodys_prefix(bench: Bench, reference: Reference) -> None:
+    """It fills up after the swap, half old and half new: a prompt with the same tokens must not be given it."""
+    bench.batcher.add("over", [5, 6, 7], Sampling(max_new_tokens=120))
+    record = bench.batcher._live["over"].record
+    while not record.samples:
+        await asyncio.sleep(0)
+    await asyncio.to_thread(bench.swap, reference, 1)
+    sampled, _ = await bench.answer("over")
+    assert 3 + record.cuts[1][0] < PAGE_TOKENS
+    context = [5, 6, 7, *sampled[:100]]
+    bench.batcher.add("after", context, Sampling(max_new_tokens=20))
+    ids, logprobs = await bench.answer("after")
+    reference.use(reference.other(1))
+    assert logprobs == pytest.approx(reference.logprobs(context, ids), abs=2e-5)
+
+
+async def test_prefixes_are_shared_between_swaps(bench: Bench, reference: Reference) -> None:
+    prompt = [(7 * i + 3) % 512 for i in range(400)]
+    steps = []
+    for name in ("first", "again"):
+        before = bench.batcher.steps
+        bench.batcher.add(name, prompt, Sampling(max_new_tokens=4))
+        ids, logprobs = await bench.answer(name)
+        steps.append(bench.batcher.steps - before)
+        assert logprobs == pytest.approx(reference.logprobs(prompt, ids), abs=2e-5)
+    # 400 tokens are two steps of 256; with 384 of them shared, one.
+    assert steps == [5, 4]

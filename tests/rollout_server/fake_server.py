@@ -1,0 +1,37 @@
+"""A rollout server process with a fake engine, to be killed: prints its URL, then serves."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from functools import partial
+from pathlib import Path
+
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.fake_engine import FakeEngine
+from penstock.rollout_server.server import ServerJob, serve
+from penstock.transfer_queue.ledger import Announcement, ServerInfo, WeightUpdate
+
+
+class PrintingLedger:
+    """Knows no weights; prints the URL of the first heartbeat."""
+
+    printed = False
+
+    async def latest_version(self) -> Announcement | None:
+        return None
+
+    async def heartbeat(self, server: ServerInfo) -> None:
+        if not self.printed:
+            print(server.url, flush=True)
+        self.printed = True
+
+    async def deregister(self, server_id: str) -> None:
+        return
+
+    async def report_update(self, update: WeightUpdate) -> None:
+        return
+
+
+job = ServerJob("killed", RolloutConfig(), PrintingLedger(), "fake", sys.argv[1], Path(sys.argv[2]))
+asyncio.run(serve(job, partial(FakeEngine, token_s=0.005)))

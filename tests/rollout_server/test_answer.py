@@ -1,0 +1,77 @@
+"""Answers put together from several servers, and spans put together from several chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.rollout_server.answer import Answer
+from penstock.rollout_server.protocol import Chunk, GenerateRequest, Sampling
+from penstock.rollout_server.spans import join_chunks, slice_spans
+
+
+def chunk(ids: list[int], version: int, **more: Any) -> Chunk:
+    return Chunk(token_ids=ids, logprobs=[-1.0] * len(ids), version_spans=[(version, 0, len(ids))], **more)
+
+
+def request(count: int = 10) -> GenerateRequest:
+    return GenerateRequest(
+        token_ids=[1, 2], sampling=Sampling(max_new_tokens=count, stop_token_ids=(9,)), min_version=3
+    )
+
+
+def test_the_next_server_is_asked_with_what_was_sampled_and_for_the_rest() -> None:
+    answer = Answer(request())
+    assert answer.begin_stream() == request()
+    answer.add(chunk([5, 6], 3))
+    again = answer.begin_stream()
+    assert again.token_ids == [1, 2, 5, 6]
+    assert again.sampling.max_new_tokens == 8
+    assert again.min_version == 3
+    assert answer.resumed == 0
+    answer.begin_stream()
+    answer.add(chunk([7], 4))
+    answer.add(chunk([9], 4, finish_reason="stop"))
+    whole = answer.whole()
+    assert whole.token_ids == [5, 6, 7, 9]
+    assert whole.version_spans == [(3, 0, 2), (4, 2, 4)]
+    assert (whole.finish_reason, whole.resumed, whole.continued_over_update) == ("stop", 1, False)
+
+
+@pytest.mark.parametrize(("ids", "reason"), [([5, 9], "stop"), ([5] * 4, "length"), ([5], None)])
+def test_a_server_that_died_before_saying_so_had_finished(ids: list[int], reason: str | None) -> None:
+    answer = Answer(request(4))
+    answer.begin_stream()
+    answer.add(chunk(ids, 3))
+    assert answer.finish_reason == reason
+
+
+def test_an_abort_is_no_end() -> None:
+    answer = Answer(request())
+    answer.begin_stream()
+    answer.add(chunk([5], 3, finish_reason="abort"))
+    assert answer.finish_reason is None
+
+
+def test_two_versions_in_one_stream_were_continued_over_an_update() -> None:
+    answer = Answer(request())
+    answer.begin_stream()
+    answer.add(chunk([5], 3))
+    answer.add(chunk([6], 4))
+    assert answer.continued_over_update
+
+
+def test_joined_chunks_join_spans_of_one_version() -> None:
+    joined = join_chunks(join_chunks(chunk([1, 2], 0), chunk([3], 0)), chunk([4], 1, finish_reason="stop"))
+    assert joined.token_ids == [1, 2, 3, 4]
+    assert joined.version_spans == [(0, 0, 3), (1, 3, 4)]
+    assert joined.finish_reason == "stop"
+
+
+def test_cuts_become_spans_of_a_slice() -> None:
+    cuts = [(0, 5), (10, 6), (20, 8)]
+    assert slice_spans(cuts, 0, 25) == [(5, 0, 10), (6, 10, 20), (8, 20, 25)]
+    assert slice_spans(cuts, 8, 12) == [(5, 0, 2), (6, 2, 4)]
+    assert slice_spans(cuts, 10, 20) == [(6, 0, 10)]
+    assert slice_spans(cuts, 3, 3) == []

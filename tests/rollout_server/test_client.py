@@ -1,0 +1,254 @@
+"""The client against servers that die, drain, fall behind or never come: one whole answer, token for token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.rollout_server.conftest import (
+    TOKEN,
+    RunningServer,
+    StubLedger,
+    check_answer,
+    fake_answer,
+    rollout_server,
+)
+
+import penstock
+from penstock.rollout_server.client import RolloutClient
+from penstock.rollout_server.fake_engine import FakeEngine
+from penstock.rollout_server.protocol import Chunk, EngineError, GenerateRequest, Generation, Sampling
+from penstock.rollout_server.routing import Router
+from penstock.transfer_queue.ledger import ServerInfo
+
+
+@pytest.fixture
+def ledger() -> StubLedger:
+    return StubLedger()
+
+
+@pytest.fixture
+async def client(ledger: StubLedger) -> AsyncIterator[RolloutClient]:
+    rollout_client = RolloutClient(ledger, TOKEN, timeout_s=15)
+    yield rollout_client
+    await rollout_client.close()
+
+
+@pytest.fixture
+async def server(ledger: StubLedger, tmp_path: Path) -> AsyncIterator[RunningServer]:
+    async with rollout_server(ledger, tmp_path, token_s=0.002) as running:
+        yield running
+
+
+def ask(ids: list[int], count: int, episode: str = "e", **changes: int) -> GenerateRequest:
+    return GenerateRequest(token_ids=ids, sampling=Sampling(max_new_tokens=count), episode_id=episode, **changes)
+
+
+def check(answer: Generation) -> Generation:
+    check_answer(answer.token_ids, answer.logprobs, answer.version_spans)
+    return answer
+
+
+async def test_a_whole_answer_from_one_server(client: RolloutClient, server: RunningServer) -> None:
+    answer = check(await client.generate(ask([4, 5], 60)))
+    assert answer.token_ids == fake_answer([4, 5], 60)
+    assert answer.version_spans == [(0, 0, 60)]
+    assert (answer.finish_reason, answer.resumed, answer.continued_over_update) == ("length", 0, False)
+    assert await client.best_version() == 0
+
+
+async def test_an_update_in_the_middle_shows_in_the_spans(client: RolloutClient, server: RunningServer) -> None:
+    asking = asyncio.create_task(client.generate(ask([1], 400)))
+    await server.until(lambda: server.engine.running == 1)
+    server.ledger.announce(1)
+    answer = check(await asking)
+    assert [version for version, _, _ in answer.version_spans] == [0, 1]
+    assert answer.continued_over_update
+    assert answer.resumed == 0
+    swap = answer.version_spans[1][1]
+    assert answer.token_ids[:swap] == fake_answer([1], swap)
+    assert answer.token_ids[swap:] == fake_answer([1, *answer.token_ids[:swap]], 400 - swap, version=1)
+
+
+async def test_a_crashed_engine_is_waited_for_and_the_answer_goes_on(
+    client: RolloutClient, server: RunningServer
+) -> None:
+    asking = [asyncio.create_task(client.generate(ask([1, i], 300, f"e{i}"))) for i in range(6)]
+    await server.until(lambda: server.engine.running == 6)
+    await asyncio.sleep(0.3)
+    server.engine.crash()
+    for i, answer in enumerate(await asyncio.gather(*asking)):
+        assert check(answer).token_ids == fake_answer([1, i], 300)
+        assert answer.resumed == 1
+        assert not answer.continued_over_update
+
+
+async def test_a_draining_server_hands_new_requests_to_the_next(
+    client: RolloutClient, ledger: StubLedger, tmp_path: Path
+) -> None:
+    async with (
+        rollout_server(ledger, tmp_path, name="s0", token_s=0.002) as first,
+        rollout_server(ledger, tmp_path, name="s1", token_s=0.002) as second,
+    ):
+        for _ in range(4):
+            await client.generate(ask([1], 3, "sticky"))
+        holder = first if client._router._sticky["sticky"] == first.url else second
+        other = second if holder is first else first
+        holder.task.cancel()
+        answer = await client.generate(ask([1], 30, "sticky"))
+        assert answer.token_ids == fake_answer([1], 30)
+        assert client._router._sticky["sticky"] == other.url
+
+
+@contextmanager
+def killable_server(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    root = str(Path(penstock.__file__).parent.parent)
+    command = [sys.executable, str(Path(__file__).with_name("fake_server.py")), TOKEN, str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": root})
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().decode().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.crash
+async def test_answers_of_a_killed_server_go_on_token_exact_at_the_next(
+    client: RolloutClient, ledger: StubLedger, tmp_path: Path
+) -> None:
+    with killable_server(tmp_path) as (process, url):
+        ledger.registered["killed"] = ServerInfo("killed", url, 0)
+        asking = [asyncio.create_task(client.generate(ask([9, i], 200, f"e{i}"))) for i in range(8)]
+        await asyncio.sleep(0.5)
+        process.kill()
+        # Still registered: the client must find out by itself, and come back once another one is up.
+        async with rollout_server(ledger, tmp_path, name="s1", token_s=0.001):
+            for i, answer in enumerate(await asyncio.gather(*asking)):
+                assert check(answer).token_ids == fake_answer([9, i], 200)
+                assert answer.resumed == 1
+
+
+async def test_a_server_that_falls_short_of_the_version_is_not_asked(
+    client: RolloutClient, ledger: StubLedger, tmp_path: Path
+) -> None:
+    ledger.announce(2)
+    async with rollout_server(ledger, tmp_path, name="new"):
+        ledger.registered["old"] = ServerInfo("old", "http://127.0.0.1:9", 1)
+        answer = await client.generate(ask([1], 5, min_version=2))
+        assert answer.version_spans == [(2, 0, 5)]
+        assert await client.best_version() == 2
+
+
+async def test_waiting_for_a_server_ends_with_the_cause(ledger: StubLedger) -> None:
+    client = RolloutClient(ledger, TOKEN, timeout_s=0.5)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="no rollout server is registered") as caught:
+        await client.generate(ask([1], 5))
+    assert caught.value.retryable
+    assert time.monotonic() - started < 3
+    ledger.registered["gone"] = ServerInfo("gone", "http://127.0.0.1:9", 0)
+    with pytest.raises(EngineError, match="gone at http://127"):
+        await client.generate(ask([1], 5))
+    ledger.registered["gone"] = ServerInfo("gone", "http://127.0.0.1:9", 0, accepting=False)
+    await asyncio.sleep(0.4)
+    with pytest.raises(EngineError, match="gone v0 does not accept"):
+        await client.generate(ask([1], 5))
+    await client.close()
+
+
+async def test_a_server_that_comes_late_is_found(client: RolloutClient, ledger: StubLedger, tmp_path: Path) -> None:
+    asking = asyncio.create_task(client.generate(ask([1], 5)))
+    await asyncio.sleep(0.3)
+    async with rollout_server(ledger, tmp_path):
+        assert (await asking).token_ids == fake_answer([1], 5)
+
+
+async def test_the_ledger_away_does_not_stop_answers(client: RolloutClient, server: RunningServer) -> None:
+    await client.generate(ask([1], 3))
+    server.ledger.down = True
+    await asyncio.sleep(0.4)
+    assert (await client.generate(ask([1], 3))).token_ids == fake_answer([1], 3)
+
+
+async def test_a_bad_request_is_not_tried_again(client: RolloutClient, server: RunningServer) -> None:
+    with pytest.raises(EngineError, match=r"refused \(422\): token_ids.0: 512 is outside") as caught:
+        await client.generate(ask([512], 5))
+    assert not caught.value.retryable
+    wrong = RolloutClient(server.ledger, "another token")
+    with pytest.raises(EngineError, match=r"refused \(401\)") as caught:
+        await wrong.generate(ask([1], 5))
+    assert not caught.value.retryable
+    await wrong.close()
+
+
+class AbortsOnce(FakeEngine):
+    """Ends its first answer after 5 tokens as an engine does that aborts for its own reasons."""
+
+    aborted = False
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        count = 0
+        async for chunk in super().generate(request):
+            count += 1
+            if count == 5 and not self.aborted:
+                self.aborted = True
+                yield chunk.model_copy(update={"finish_reason": "abort"})
+                return
+            yield chunk
+
+
+async def test_an_aborted_answer_goes_on(client: RolloutClient, ledger: StubLedger, tmp_path: Path) -> None:
+    async with rollout_server(ledger, tmp_path, new_engine=partial(AbortsOnce)):
+        answer = check(await client.generate(ask([1], 20)))
+    assert answer.token_ids == fake_answer([1], 20)
+    assert (answer.finish_reason, answer.resumed) == ("length", 1)
+
+
+async def test_new_episodes_go_where_the_fewest_requests_are(ledger: StubLedger) -> None:
+    for name, load in (("a", 3), ("b", 1), ("c", 2)):
+        ledger.registered[name] = ServerInfo(name, f"http://{name}", 0, in_flight=load)
+    router = Router(ledger)
+    chosen = []
+    for i in range(6):
+        server = await router.pick(f"e{i}", 0)
+        assert server is not None
+        router.opened(server.url)
+        chosen.append(server.server_id)
+    assert chosen.count("b") >= 3
+    again = [await router.pick(f"e{i}", 0) for i in range(6)]
+    assert [server.server_id for server in again if server] == chosen
+
+
+async def test_a_server_that_failed_rests_ever_longer(ledger: StubLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger.registered["a"] = ServerInfo("a", "http://a", 0)
+    router, now = Router(ledger), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    rests = []
+    for _ in range(6):
+        router.failed("http://a", "a test")
+        started = now[0]
+        while await router.pick("e", 0) is None:
+            now[0] += 0.05
+        rests.append(round(now[0] - started, 2))
+    assert rests == pytest.approx([0.25, 0.5, 1.0, 2.0, 4.0, 4.0], abs=0.06)
+
+
+def test_the_client_needs_no_torch() -> None:
+    code = (
+        "import sys, penstock.rollout_server.client, penstock.rollout_server.server;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    root = str(Path(penstock.__file__).parent.parent)
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, env={**os.environ, "PYTHONPATH": root}).returncode
+        == 0
+    )

@@ -1,0 +1,273 @@
+"""A sidecar over HTTP, with fake engines: routes, tokens, refusals, weights pulled, engine restarts, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.rollout_server.conftest import (
+    TOKEN,
+    RunningServer,
+    StubLedger,
+    check_answer,
+    fake_answer,
+    rollout_server,
+    small_config,
+)
+
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.fake_engine import FakeEngine
+from penstock.rollout_server.protocol import Engine, EngineError, EngineInfo
+from penstock.rollout_server.server import ServerJob, serve
+
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+ROUTES = [
+    ("POST", "/generate"),
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+    ("POST", "/drain"),
+    ("GET", "/v1/models"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nothing"),
+]
+
+
+@pytest.fixture
+def ledger() -> StubLedger:
+    return StubLedger()
+
+
+@pytest.fixture
+async def server(ledger: StubLedger, tmp_path: Path) -> AsyncIterator[RunningServer]:
+    async with rollout_server(ledger, tmp_path, token_s=0.002) as running:
+        yield running
+
+
+async def post(server: RunningServer, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=10) as http:
+        return await http.post(f"{server.url}/generate", json=body, headers=HEADERS if headers is None else headers)
+
+
+async def get(server: RunningServer, path: str) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=10) as http:
+        return await http.get(server.url + path, headers=HEADERS)
+
+
+def answer_of(response: httpx.Response) -> tuple[list[int], list[Any], str]:
+    chunks = [json.loads(line) for line in response.text.splitlines() if line]
+    ids = [token for chunk in chunks for token in chunk["token_ids"]]
+    logprobs = [value for chunk in chunks for value in chunk["logprobs"]]
+    spans = []
+    for chunk in chunks:
+        check_answer(chunk["token_ids"], chunk["logprobs"], chunk["version_spans"])
+        spans += chunk["version_spans"]
+    assert len(ids) == len(logprobs)
+    return ids, spans, chunks[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_every_route_needs_the_token(server: RunningServer, method: str, path: str) -> None:
+    async with httpx.AsyncClient(timeout=10) as http:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": "Bearer é"}):
+            encoded = {key: value.encode("latin-1") for key, value in headers.items()}
+            response = await http.request(method, server.url + path, headers=encoded, json={"token_ids": [1]})
+            assert response.status_code == 401
+            assert response.json()["error"]["field"] == "authorization"
+    assert not server.task.done()
+
+
+async def test_ids_in_ids_out(server: RunningServer) -> None:
+    response = await post(server, {"token_ids": [1, 2, 3], "sampling": {"max_new_tokens": 50}})
+    assert response.headers["content-type"] == "application/x-ndjson"
+    ids, spans, reason = answer_of(response)
+    assert ids == fake_answer([1, 2, 3], 50)
+    assert {span[0] for span in spans} == {0}
+    assert reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [1, 512]}, "token_ids.1"),
+        ({"token_ids": [-1]}, "token_ids.0"),
+        ({"token_ids": ["a"]}, "token_ids.0"),
+        ({"token_ids": [1] * 600}, "token_ids"),
+        ({"token_ids": [1], "sampling": {"temperature": -1}}, "sampling.temperature"),
+        ({"token_ids": [1], "sampling": {"max_tokens": 4}}, "sampling.max_tokens"),
+        ({"token_ids": [1], "prompt": "x"}, "prompt"),
+        ({}, "token_ids"),
+        ([], ""),
+    ],
+)
+async def test_a_bad_request_is_refused_by_field(server: RunningServer, body: Any, field: str) -> None:
+    response = await post(server, body)
+    assert response.status_code == 422
+    assert response.json()["error"]["field"] == field
+    assert response.json()["error"]["message"]
+
+
+async def test_too_new_a_version_is_a_conflict(server: RunningServer) -> None:
+    response = await post(server, {"token_ids": [1], "min_version": 4})
+    assert response.status_code == 409
+    assert "holds version 0" in response.json()["error"]["message"]
+
+
+async def test_health_metrics_and_models(server: RunningServer) -> None:
+    await post(server, {"token_ids": [1], "sampling": {"max_new_tokens": 7}})
+    health = await get(server, "/health")
+    assert health.status_code == 200
+    assert health.json()["ok"]
+    assert health.json()["engine"]["name"] == "fake"
+    metrics = (await get(server, "/metrics")).text
+    assert "penstock_rollout_tokens_total 7.0" in metrics
+    assert 'penstock_rollout_requests_total{outcome="length"} 1.0' in metrics
+    models = (await get(server, "/v1/models")).json()
+    assert models["data"][0]["id"] == "fake"
+
+
+async def test_a_late_joiner_loads_the_newest_weights_before_it_registers(ledger: StubLedger, tmp_path: Path) -> None:
+    ledger.announce(3)
+    async with rollout_server(ledger, tmp_path) as server:
+        assert server.engine.loaded == [3]
+        assert {beat.version for beat in ledger.heartbeats} == {3}
+
+
+async def test_new_versions_are_pulled_under_a_request_and_reported(server: RunningServer) -> None:
+    asking = asyncio.create_task(post(server, {"token_ids": [1], "sampling": {"max_new_tokens": 400}}))
+    await server.until(lambda: server.engine.running == 1)
+    server.ledger.announce(1)
+    server.ledger.announce(2)
+    await server.until(lambda: server.ledger.registered["s0"].version == 2)
+    _, spans, _ = answer_of(await asking)
+    assert [span[0] for span in spans] == sorted(span[0] for span in spans)
+    assert {span[0] for span in spans} == {0, 2}
+    assert server.engine.loaded == [2]
+    assert [(update.version, update.in_flight) for update in server.ledger.reported] == [(2, 1)]
+
+
+async def test_refused_weights_leave_the_server_up_until_better_ones_come(server: RunningServer) -> None:
+    server.ledger.announce(1, damaged="lm_head")
+    async with asyncio.timeout(5):
+        while (await get(server, "/health")).json()["weights_refused"] != 1:
+            await asyncio.sleep(0.02)
+    health = (await get(server, "/health")).json()
+    assert health["ok"]
+    assert "'lm_head'" in health["cause"]
+    assert (await post(server, {"token_ids": [1]})).status_code == 200
+    await asyncio.sleep(0.4)
+    assert "penstock_rollout_weights_refused_total 1.0" in (await get(server, "/metrics")).text
+    server.ledger.announce(2)
+    await server.until(lambda: server.engine.loaded == [2])
+    assert (await get(server, "/health")).json()["weights_refused"] is None
+
+
+async def test_without_the_ledger_it_goes_on_serving(server: RunningServer) -> None:
+    url = server.url
+    server.ledger.down = True
+    await asyncio.sleep(0.4)
+    async with httpx.AsyncClient(headers=HEADERS) as http:
+        assert (await http.post(f"{url}/generate", json={"token_ids": [1]})).status_code == 200
+        assert "down" in (await http.get(f"{url}/health")).json()["ledger"]
+    server.ledger.down = False
+    server.ledger.announce(1)
+    await server.until(lambda: server.ledger.registered["s0"].version == 1)
+
+
+async def test_a_dead_engine_is_restarted_with_the_newest_weights(server: RunningServer) -> None:
+    server.ledger.announce(1)
+    await server.until(lambda: server.ledger.registered["s0"].version == 1)
+    first = server.engine
+    first.crash()
+    await server.until(lambda: not server.ledger.registered["s0"].accepting)
+    response = await post(server, {"token_ids": [1]})
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    await server.until(lambda: server.ledger.registered["s0"].accepting)
+    assert server.engine is not first
+    assert server.engine.loaded == [1]
+    ids, _, _ = answer_of(await post(server, {"token_ids": [1], "sampling": {"max_new_tokens": 5}}))
+    assert ids == fake_answer([1], 5, version=1)
+
+
+class NeverUp(FakeEngine):
+    async def start(self) -> EngineInfo:
+        raise EngineError("no such model")
+
+
+async def test_an_engine_that_never_comes_up_ends_the_server_with_the_cause(ledger: StubLedger, tmp_path: Path) -> None:
+    job = ServerJob("s0", small_config(max_restarts=1), ledger, "fake", TOKEN, tmp_path)
+    with pytest.raises(EngineError, match=r"2 times in a row.*no such model"):
+        await asyncio.wait_for(serve(job, NeverUp), 20)
+    assert ledger.heartbeats == []
+
+
+async def test_drain_lets_requests_end_then_the_server(server: RunningServer) -> None:
+    asking = asyncio.create_task(post(server, {"token_ids": [1], "sampling": {"max_new_tokens": 300}}))
+    await server.until(lambda: server.engine.running == 1)
+    url = server.url
+    async with httpx.AsyncClient(headers=HEADERS) as http:
+        assert (await http.post(f"{url}/drain")).status_code == 202
+        await server.until(lambda: "s0" not in server.ledger.registered)
+        assert (await http.post(f"{url}/generate", json={"token_ids": [1]})).status_code == 503
+    ids, _, reason = answer_of(await asking)
+    assert (len(ids), reason) == (300, "length")
+    await asyncio.wait_for(server.task, 10)
+    assert not await server.engine.healthy()
+
+
+async def test_cancelling_the_server_is_a_drain(server: RunningServer) -> None:
+    asking = asyncio.create_task(post(server, {"token_ids": [1], "sampling": {"max_new_tokens": 200}}))
+    await server.until(lambda: server.engine.running == 1)
+    server.task.cancel()
+    ids, _, _ = answer_of(await asking)
+    assert len(ids) == 200
+    with pytest.raises(asyncio.CancelledError):
+        await server.task
+    assert server.ledger.registered == {}
+
+
+async def test_a_client_that_goes_away_frees_the_engine(server: RunningServer) -> None:
+    body = {"token_ids": [1], "sampling": {"max_new_tokens": 500}}
+    async with (
+        httpx.AsyncClient(headers=HEADERS) as http,
+        http.stream("POST", f"{server.url}/generate", json=body) as response,
+    ):
+        async for _ in response.aiter_lines():
+            break
+    await server.until(lambda: server.engine.running == 0)
+
+
+async def test_more_requests_than_slots_wait_in_the_sidecar(ledger: StubLedger, tmp_path: Path) -> None:
+    config = small_config(max_concurrent=2)
+    async with rollout_server(ledger, tmp_path, token_s=0.002, config=config) as server:
+        body = {"token_ids": [1], "sampling": {"max_new_tokens": 30}}
+        asking = [asyncio.create_task(post(server, body)) for _ in range(6)]
+        most = 0
+        while not all(task.done() for task in asking):
+            most = max(most, server.engine.running)
+            await asyncio.sleep(0.005)
+        assert most == 2
+        assert [len(answer_of(task.result())[0]) for task in asking] == [30] * 6
+
+
+async def test_a_port_in_use_is_named(ledger: StubLedger, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        job = ServerJob("s0", small_config(), ledger, "fake", TOKEN, tmp_path, port=port)
+        with pytest.raises(OSError, match=f"{port} is in use; set rollout.port"):
+            await serve(job, FakeEngine)
+
+
+def test_engines_are_found_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from penstock.rollout_server.engines.registry import make_engine
+
+    engine: Engine = make_engine(RolloutConfig(), "model", tmp_path, 0)
+    assert type(engine).__name__ == "HFEngine"

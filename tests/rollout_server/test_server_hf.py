@@ -1,0 +1,87 @@
+"""Client, sidecar and the real hf engine together: updates and a kill -9 under load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.rollout_server.conftest import TOKEN, VOCAB, Reference, RunningServer, StubLedger, check_answer
+
+from penstock.rollout_server.client import RolloutClient
+from penstock.rollout_server.engines.hf import HFEngine
+from penstock.rollout_server.protocol import GenerateRequest, Generation, Sampling
+from penstock.transfer_queue.ledger import Announcement
+
+from tests.rollout_server.conftest import rollout_server, small_config  # isort: skip
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
+PROMPT = [(7 * i + 3) % VOCAB for i in range(40)]
+
+
+@pytest.fixture
+async def server(tiny_model: str, tmp_path: Path) -> AsyncIterator[RunningServer]:
+    config = small_config()
+    job = {"config": config, "model": tiny_model, "new_engine": HFEngine}
+    ledger = StubLedger()
+    async with rollout_server(ledger, tmp_path / "logs", **job) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(server: RunningServer) -> AsyncIterator[RolloutClient]:
+    rollout_client = RolloutClient(server.ledger, TOKEN, timeout_s=60)
+    yield rollout_client
+    await rollout_client.close()
+
+
+def ask(i: int, count: int) -> GenerateRequest:
+    sampling = Sampling(max_new_tokens=count, seed=i)
+    return GenerateRequest(token_ids=PROMPT[i:], sampling=sampling, episode_id=f"e{i}")
+
+
+async def ask_all(client: RolloutClient, count: int) -> list[Generation]:
+    answers = await asyncio.gather(*[client.generate(ask(i, count)) for i in range(12)])
+    for answer in answers:
+        check_answer(answer.token_ids, answer.logprobs, answer.version_spans)
+        assert len(answer.token_ids) == count
+    return answers
+
+
+async def test_updates_under_load_interrupt_nobody(
+    server: RunningServer, client: RolloutClient, reference: Reference
+) -> None:
+    asking = asyncio.create_task(ask_all(client, 450))
+    await server.until(lambda: server.engine.alive)
+    await asyncio.sleep(0.15)
+    for version in (1, 2):
+        server.ledger.announced = Announcement(version, reference.publish(version, reference.other(version)))
+        await server.until(lambda wanted=version: server.ledger.registered["s0"].version == wanted)
+    answers = await asking
+    assert sum(answer.continued_over_update for answer in answers) >= 6
+    assert all(answer.resumed == 0 for answer in answers)
+    assert [update.version for update in server.ledger.reported] == [1, 2]
+    assert max(update.in_flight for update in server.ledger.reported) >= 6
+
+
+@pytest.mark.crash
+async def test_a_killed_engine_comes_back_with_the_newest_weights_and_answers_are_token_exact(
+    server: RunningServer, client: RolloutClient, reference: Reference
+) -> None:
+    """Seeded noise hangs on the position: an answer that was cut and resumed must equal one that was not."""
+    server.ledger.announced = Announcement(1, reference.publish(1, reference.other(1)))
+    await server.until(lambda: server.ledger.registered["s0"].version == 1)
+    whole = await ask_all(client, 400)
+    asking = asyncio.create_task(ask_all(client, 400))
+    await asyncio.sleep(0.5)
+    os.kill(server.engine.process.pid, signal.SIGKILL)
+    cut = await asking
+    assert len(server.engines) == 2
+    assert [answer.resumed for answer in cut] == [1] * 12
+    for before, after in zip(whole, cut, strict=True):
+        assert after.token_ids == before.token_ids
+        assert after.logprobs == pytest.approx(before.logprobs, abs=2e-5)
+        assert after.version_spans == [(1, 0, 400)]
