@@ -25,6 +25,7 @@ import httpx
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import check_complete, tensor_shapes, vocab_size
+from penstock.rollout_server.engines.vllm_plugin import REFUSED
 from penstock.rollout_server.engines.vllm_server import MODEL_NAME, Installation, VLLMServer
 from penstock.rollout_server.engines.vllm_stream import TokenStream, refusal, version_of
 from penstock.rollout_server.limits import fit_request
@@ -47,6 +48,7 @@ ROUTES = (
     "/finish_weight_update",
     "/update_weight_version",
     "/weight_info",
+    "/get_world_size",
 )
 QUIET_TURNS = 10
 """Turns of the event loop, each of which polls every socket, without a token: then none is on its way."""
@@ -60,6 +62,7 @@ class VLLMEngine:
         self.model = model
         self._server = VLLMServer(config, model, log_dir, seed)
         self._version = 0
+        self._world_size = 1
         self.info: EngineInfo | None = None
         self._shapes = tensor_shapes(model)
         self._streams: set[TokenStream] = set()
@@ -75,6 +78,7 @@ class VLLMEngine:
             await self._check_routes(installation)
             await self._post("/update_weight_version", {"new_version": "0"})
             self._version = await self._engine_version()
+            self._world_size = int((await self._request("GET", "/get_world_size"))["world_size"])
             limits = await self._try_sampling()
         except BaseException:
             await self._server.stop()
@@ -95,8 +99,8 @@ class VLLMEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Stream the answer. Raises `BadRequest` (ids outside the vocabulary, too many), `EngineError`."""
-        if self.info is None:
-            raise EngineError("vLLM is not started")
+        if self.info is None or not self._server.alive:
+            raise EngineError("vLLM is not running")
         # vLLM's core dies of an id outside the embedding where no tokenizer guards it: all requests would be lost.
         request = fit_request(request, self.info)
         deadline = time.monotonic() + self.config.request_timeout_s
@@ -158,7 +162,7 @@ class VLLMEngine:
         choice = (await self._post("/inference/v1/generate", body))["choices"][0]
         if not (choice.get("logprobs") or {}).get("content"):
             raise EngineError("vLLM returns no logprobs from its token endpoint", retryable=False)
-        limits = []
+        limits = ["temperatures above 2 are refused"]
         if choice.get("weight_versions") is None:
             limits.append("this vLLM does not report the version of each token: they are labelled on receipt, unproven")
         if not self._shapes:
@@ -228,7 +232,11 @@ class VLLMEngine:
         """Seconds until the engine holds `manifest`'s version and says so; tokens received from now on are of it."""
         version = int(manifest["version"])
         begin = time.monotonic()
-        await self._post("/update_weights", {"update_info": {**manifest, "phase": "load"}})
+        try:
+            await self._post("/update_weights", {"update_info": {**manifest, "phase": "load"}})
+        except EngineError as error:
+            self._raise_if_refused(error)
+            raise
         await self._post("/finish_weight_update", {"weight_version": str(version)})
         load_s = time.monotonic() - begin
         if (reported := await self._engine_version()) != version:
@@ -236,6 +244,12 @@ class VLLMEngine:
         await self._settle()
         self._version = version
         return load_s
+
+    def _raise_if_refused(self, error: EngineError) -> None:
+        # Of several ranks one may have refused what the others loaded: then the server must end.
+        _, refused, reason = str(error).partition(REFUSED)
+        if refused and self._world_size == 1:
+            raise WeightsRefused(reason) from error
 
     async def _settle(self) -> None:
         """Receive everything that was sampled before the pause.
@@ -260,7 +274,7 @@ class VLLMEngine:
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         try:
             response = await self._server.http.request(method, path, json=body, timeout=self.config.start_timeout_s)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, RuntimeError) as error:  # the last: the client was closed by `stop`
             raise EngineError(
                 f"vLLM does not answer {path}: {error!r}; its log ends with:\n{self.stderr_tail()}"
             ) from error

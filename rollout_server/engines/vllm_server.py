@@ -73,8 +73,8 @@ class VLLMServer:
         self._folder = tempfile.mkdtemp(prefix="penstock-vllm-")
         key = secrets.token_urlsafe(32)
         self.http = _client(self._folder, key)
-        await self._spawn(installation, key)
         try:
+            await self._spawn(installation, key)
             await self._until_healthy(time.monotonic() + self.config.start_timeout_s)
         except BaseException:
             await self.stop()
@@ -84,18 +84,12 @@ class VLLMServer:
     async def stop(self) -> None:
         """End the whole process group; a second call does nothing."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        assert process.stdin is not None
-        await self.http.aclose()  # vLLM's orderly end waits for its connections
-        process.stdin.close()  # the guard sees the end of its input
-        try:
-            await asyncio.wait_for(process.wait(), guard.GRACE_S + 5)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        folder, self._folder = self._folder, ""
+        if folder:
+            await self.http.aclose()  # vLLM's orderly end waits for its connections
+        if process is not None:
+            await _end(process)
+        shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def alive(self) -> bool:
@@ -178,6 +172,17 @@ class VLLMServer:
         raise EngineError(
             f"vLLM was not up within {self.config.start_timeout_s:g} s; its log ends with:\n{self.tail()}"
         )
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None
+    process.stdin.close()  # the guard sees the end of its input
+    try:
+        await asyncio.wait_for(process.wait(), guard.GRACE_S + 5)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 async def find_installation(config: RolloutConfig) -> Installation:

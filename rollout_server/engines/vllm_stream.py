@@ -96,8 +96,10 @@ class TokenStream:
         try:
             async with http.stream("POST", "/inference/v1/generate", json=body, timeout=None) as response:
                 await self._read_events(response)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, RuntimeError) as error:  # the last: the client was closed by `stop`
             self._error = EngineError(f"vLLM broke off the answer: {error!r}")
+        except (LookupError, TypeError, ValueError) as error:
+            self._error = EngineError(f"vLLM sent an event of another form than expected: {error!r}")
         except EngineError as error:
             self._error = error
         finally:

@@ -30,6 +30,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from penstock.rollout_server.engines.vllm_plugin import REFUSED
+from penstock.rollout_server.protocol import WeightsRefused
 from penstock.rollout_server.weights import read_verified
 
 Tensors = dict[str, torch.Tensor]
@@ -102,7 +104,10 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         if future is None or path != update_info.path:
             future = self._fetch(update_info)
         self._fetched = None  # the host copy goes with the load
-        return future.result()
+        try:
+            return future.result()
+        except WeightsRefused as error:
+            raise WeightsRefused(REFUSED + str(error)) from error
 
     def _load(self, tensors: Tensors) -> None:
         initialize_layerwise_reload(self.model)

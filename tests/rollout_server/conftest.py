@@ -15,7 +15,7 @@ import pytest
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.fake_engine import FakeEngine, next_token
-from penstock.rollout_server.protocol import Chunk, Engine, GenerateRequest, Generation, Sampling
+from penstock.rollout_server.protocol import Chunk, Engine, EngineError, GenerateRequest, Generation, Sampling
 from penstock.rollout_server.server import ServerJob, serve
 from penstock.rollout_server.spans import join_chunks
 from penstock.transfer_queue.ledger import Announcement, LedgerUnavailable, ServerInfo, WeightUpdate
@@ -245,6 +245,16 @@ def running(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+async def skip_without_vllm() -> None:
+    """Skip, saying how to get it, where no environment with vLLM is found."""
+    from penstock.rollout_server.engines.vllm_server import find_installation
+
+    try:
+        await find_installation(RolloutConfig())
+    except EngineError as error:
+        pytest.skip(str(error))
 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.rollout_server.conftest import VOCAB, Reference, ask, small_config, whole
+from tests.rollout_server.conftest import VOCAB, Reference, ask, skip_without_vllm, small_config, whole
 
 from penstock.rollout_server.engines.registry import make_engine
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, GenerateRequest, WeightsRefused
@@ -63,6 +63,8 @@ async def subject(
     request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Subject]:
     name: str = request.param
+    if name == "vllm":
+        await skip_without_vllm()
     config = small_config(engine=name, **SETTINGS[name])
     engine = make_engine(config, tiny_model, tmp_path_factory.mktemp("logs"), 0)
     info = await engine.start()

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.rollout_server.conftest import VOCAB, Reference, ask, running, small_config, whole
+from tests.rollout_server.conftest import VOCAB, Reference, ask, running, skip_without_vllm, small_config, whole
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines import vllm as vllm_engine
@@ -41,6 +41,7 @@ def vllm_config(**changes: Any) -> RolloutConfig:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VLLMEngine]:
+    await skip_without_vllm()
     engine = VLLMEngine(vllm_config(), tiny_model, tmp_path_factory.mktemp("logs"), 0)
     info = await engine.start()
     assert info.version == 0
@@ -66,6 +67,7 @@ async def running_requests(engine: VLLMEngine) -> float:
 async def under_load(engine: VLLMEngine, count: int, length: int) -> list[asyncio.Task[Any]]:
     tasks = [asyncio.create_task(whole(engine, ask(PROMPT[: 20 + i], length))) for i in range(count)]
     while sum(stream.received > 0 for stream in engine._streams) < count:
+        assert not any(task.done() for task in tasks), tasks
         await asyncio.sleep(0.01)
     return tasks
 
@@ -165,12 +167,6 @@ async def test_what_the_worker_itself_refuses_leaves_the_old_weights(
     await engine.load_weights(reference.publish(next(versions), reference.first))
 
 
-async def test_tokens_flow_at_a_useful_rate(engine: VLLMEngine) -> None:
-    begin = time.monotonic()
-    answers = await asyncio.gather(*[whole(engine, ask(PROMPT[:50], 100)) for _ in range(16)])
-    assert sum(len(answer.token_ids) for answer in answers) / (time.monotonic() - begin) > 100
-
-
 async def test_half_a_load_ends_the_server_and_its_open_answers(
     engine: VLLMEngine, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +214,7 @@ def group_of(pid: int) -> int | None:
 
 @pytest.mark.crash
 async def test_killing_the_sidecar_leaves_no_process_of_vllm(tiny_model: str, tmp_path: Path) -> None:
+    await skip_without_vllm()
     command = [sys.executable, "-c", OWNER, vllm_config().model_dump_json(), tiny_model, str(tmp_path)]
     paths = os.pathsep.join(path for path in sys.path if path)
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths})
