@@ -272,8 +272,11 @@ class VLLMEngine:
         return await self._request("POST", path, body)
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        # A connection for each call: vLLM closes the one on which a call failed, and the next call must not meet that.
+        headers = {"Connection": "close"}
+        timeout_s = self.config.start_timeout_s
         try:
-            response = await self._server.http.request(method, path, json=body, timeout=self.config.start_timeout_s)
+            response = await self._server.http.request(method, path, json=body, headers=headers, timeout=timeout_s)
         except (httpx.HTTPError, RuntimeError) as error:  # the last: the client was closed by `stop`
             raise EngineError(
                 f"vLLM does not answer {path}: {error!r}; its log ends with:\n{self.stderr_tail()}"
