@@ -45,6 +45,9 @@ class Row:
     """[N] step − policy version of each token."""
     mask: NDArray[np.bool_]
     """[N] trained on; False where the token is over the staleness bound or has no finite logprob."""
+    same_version: NDArray[np.bool_]
+    """[N] its whole call was sampled at the trainer's version. After a swap in mode ``keep`` a call goes on with the
+    keys and values of the weights before: no forward pass of any one version repeats its logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,15 @@ def make_row(episode: int, segment: Segment, where: str, *, step: int, bound: in
         )
     behaviour = segment.response_logprobs[sampled].astype(np.float32)
     mask = (staleness <= bound) & np.isfinite(behaviour)
-    return Row(episode, ids, targets, np.nan_to_num(behaviour, nan=0.0, posinf=0.0, neginf=0.0), staleness, mask)
+    finite = np.nan_to_num(behaviour, nan=0.0, posinf=0.0, neginf=0.0)
+    return Row(episode, ids, targets, finite, staleness, mask, _same_version(segment, sampled, staleness))
+
+
+def _same_version(segment: Segment, sampled: NDArray[np.int64], staleness: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N] True where every token of the call has staleness 0."""
+    call = np.searchsorted(segment.turn_starts, sampled, side="right")
+    stale_calls = np.unique(call[staleness != 0])
+    return ~np.isin(call, stale_calls)
 
 
 def _where(trajectory: Trajectory, segment: int) -> str:

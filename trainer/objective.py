@@ -54,7 +54,7 @@ class Objective:
         difference = (proximal - behaviour).double()
         ratio = difference.exp()
         measured = {
-            "logprob_abs_diff": difference.abs()[staleness == 0],
+            "logprob_abs_diff": difference.abs()[pack.same_version[pack.mask]],
             "logprob_abs_diff_all": difference.abs(),
             "kl_k3": ratio - 1 - difference,
             "is_ratio": ratio,

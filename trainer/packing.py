@@ -33,6 +33,8 @@ class Pack:
     """[N] int64"""
     mask: Tensor
     """[N] bool, trained on"""
+    same_version: Tensor
+    """[N] bool, see `Row`"""
     episode: Tensor
     """[N] int64, index into the batch's episodes"""
     proximal: Tensor | None = None
@@ -78,6 +80,7 @@ def join_rows(rows: Sequence[Row]) -> Pack:
         behaviour=_join([row.behaviour for row in rows]),
         staleness=_join([row.staleness for row in rows]),
         mask=_join([row.mask for row in rows]),
+        same_version=_join([row.same_version for row in rows]),
         episode=_join([np.full(len(row.targets), row.episode) for row in rows]),
     )
 
@@ -86,7 +89,7 @@ def empty_pack() -> Pack:
     """A forward and backward that changes nothing: ranks with less work keep step with the others' collectives."""
     nothing = np.zeros(0, dtype=np.int64)
     off = np.zeros(0, dtype=np.bool_)
-    return join_rows([Row(0, np.zeros(1, dtype=np.int64), nothing, nothing.astype(np.float32), nothing, off)])
+    return join_rows([Row(0, np.zeros(1, dtype=np.int64), nothing, nothing.astype(np.float32), nothing, off, off)])
 
 
 def _join(arrays: Sequence[NDArray]) -> Tensor:

@@ -51,6 +51,16 @@ def test_tokens_over_the_bound_and_without_logprob_are_masked() -> None:
     assert np.isfinite(row.behaviour).all()
 
 
+def test_a_call_that_went_on_over_an_update_is_not_compared_with_one_version() -> None:
+    """In mode keep its later tokens saw keys and values of the old weights; the next call saw new ones only."""
+    given = make_segment(np.random.default_rng(0), version=3, prompt=4, response=9)
+    assert row_of(given).same_version.all()
+    spans = np.array([[2, 0, 2], [3, 2, 9]], dtype=np.int32)
+    row = row_of(replace(given, version_spans=spans, turn_starts=np.array([0, 4], dtype=np.int32)))
+    assert row.staleness.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert row.same_version.tolist() == [False] * 3 + [True] * 5
+
+
 @pytest.mark.parametrize(
     ("changes", "step", "message"),
     [
