@@ -15,7 +15,7 @@ PYTHON_TOOL = {
     "type": "function",
     "function": {
         "name": "python",
-        "description": "Run Python code and return what it prints.",
+        "description": "Run Python code. Variables persist between calls.",
         "parameters": {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
     },
 }
