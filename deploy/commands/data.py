@@ -33,12 +33,13 @@ def gsm8k_equations(
     everything: Annotated[
         bool, typer.Option("--all", help="Keep problems outside the base model's range too.")
     ] = False,
+    keep_duplicates: Annotated[bool, typer.Option(help="Keep expressions that occur more than once.")] = False,
 ) -> None:
     """One task per calculator annotation of GSM8K (<<48/2=24>>), train and test split."""
     from penstock.deploy.data import gsm8k_equations as converter
 
     try:
-        counts = converter.write(source, out, all_rows=everything)
+        counts = converter.write(source, out, all_rows=everything, keep_duplicates=keep_duplicates)
     except converter.BadInput as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None

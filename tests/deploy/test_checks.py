@@ -1,0 +1,106 @@
+"""Each planted fault is found, named and mended before a run costs anything."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy.checks import Check, run_checks
+from penstock.deploy.load_config import load_config
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
+
+pytestmark = [pytest.mark.redis, pytest.mark.bwrap]
+
+
+def failures(*overrides: str) -> dict[str, Check]:
+    return {check.name: check for check in run_checks(load_config(RECIPE, overrides)) if not check.ok}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(REPOSITORY / "recipes" / "calculator" / "model", tmp_path / "model"))
+
+
+def test_the_recipe_as_it_is_passes() -> None:
+    assert failures() == {}
+
+
+def test_stale_tokens_need_a_correction() -> None:
+    found = failures("trainer.correction=null")
+    assert "trainer.correction=truncated_is" in found["trainer.correction"].mend
+    assert failures("trainer.correction=null", "max_staleness=0") == {}
+
+
+def test_one_member_is_no_group_for_grpo() -> None:
+    assert "2 or more" in failures("group_size=1")["group_size"].mend
+
+
+def test_a_response_that_leaves_no_room_for_a_prompt() -> None:
+    assert "raise rollout.max_model_len" in failures("agent.max_response_tokens=256")["rollout.max_model_len"].mend
+
+
+def test_a_missing_model_folder_is_named() -> None:
+    found = failures("model=./no/such/model")["model"]
+    assert "no such folder" in found.found
+    assert "config.json" in found.mend
+
+
+def test_a_model_without_chat_template(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    assert "has no chat template" in failures(f"model={model}")["chat template"].mend
+
+
+def test_a_template_that_ignores_tools(model: Path) -> None:
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert "ignores tools" in failures(f"model={model}")["chat template"].mend
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        found = failures(f"rollout.port={port}")["rollout.port"]
+    assert str(port) in found.found
+    assert "rollout.port=0" in found.mend
+
+
+def test_without_bwrap_there_is_no_weaker_box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = failures()
+    assert "apt-get install bubblewrap" in found["sandbox"].mend
+    assert "apt-get install redis-server" in found["redis-server"].mend
+
+
+def test_a_dataset_without_a_needed_column(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "hello"}]}) + "\n")
+    assert "data_source" in failures(f"data.train={rows}")["data"].mend
+
+
+def test_a_malformed_row_is_named_by_its_number(tmp_path: Path) -> None:
+    good = {
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "data_source": "calculator",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+    }
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(good) + "\n" + json.dumps({**good, "prompt": []}) + "\n")
+    assert "row 2" in failures(f"data.train={rows}")["data"].mend
+
+
+def test_an_unknown_tool_names_the_nearest() -> None:
+    assert "'python'" in failures("tools=[{name: pyton}]")["chat template"].mend
+
+
+def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr("penstock.deploy.checks.shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
+    assert "--shm-size" in failures()["shared memory"].mend
