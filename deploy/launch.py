@@ -39,9 +39,10 @@ logger = logging.getLogger("penstock.run")
 
 
 async def launch(config: RunConfig, *, resume: bool = False) -> Path:
-    """Run to the end and return the path of summary.json. Raises `RoleFailed`, `StalledRun`, `ConfigError`.
+    """Run to the end and return the path of summary.json.
 
-    A cancelled run (Ctrl-C) stops its processes, writes its summary and raises `CancelledError`.
+    Raises `ConfigError`, `LedgerError`, `RoleFailed`, `StalledRun`, and `Interrupted` after the first Ctrl-C or SIGTERM;
+    however it ends, its processes are stopped and what was trained is summed up.
     """
     run = RunDir.of(config)
     with RunLock(run, resume=resume):

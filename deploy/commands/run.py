@@ -11,6 +11,7 @@ from rich.console import Console
 from penstock.deploy.checks import Check, run_checks
 from penstock.deploy.config import RunConfig
 from penstock.deploy.load_config import ConfigError, dump_config, load_config
+from penstock.transfer_queue.ledger import LedgerError
 
 console = Console(stderr=True, highlight=False)
 
@@ -31,9 +32,9 @@ def run_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool, dry_run:
         summary = asyncio.run(launch(config, resume=resume))
     except ConfigError as error:
         return _complain(str(error), 2)
-    except (RoleFailed, StalledRun) as error:
+    except (RoleFailed, StalledRun, LedgerError) as error:
         return _complain(str(error), 1)
-    except Interrupted:
+    except (Interrupted, KeyboardInterrupt):
         return _complain(f"interrupted; go on with: penstock run {recipe} {' '.join(overrides)} --resume", 130)
     console.print(summary.read_text(), markup=False, soft_wrap=True)
     console.print(f"done: {summary}", markup=False, soft_wrap=True)
