@@ -41,7 +41,7 @@ logger = logging.getLogger("penstock.run")
 async def launch(config: RunConfig, *, resume: bool = False) -> Path:
     """Run to the end and return the path of summary.json.
 
-    Raises `ConfigError`, `LedgerError`, `RoleFailed`, `StalledRun`, and `Interrupted` after the first Ctrl-C or SIGTERM;
+    Raises `ConfigError`, `LedgerError`, `RoleFailed`, `StalledRun`, and `Interrupted` after a first Ctrl-C or SIGTERM;
     however it ends, its processes are stopped and what was trained is summed up.
     """
     run = RunDir.of(config)

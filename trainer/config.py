@@ -24,6 +24,10 @@ class TrainerConfig(BaseModel):
     minibatches: int = Field(1, gt=0, description="Optimizer updates per step; each takes its share of the groups.")
     lr: float = Field(1e-6, gt=0, description="AdamW learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Linear warm-up of the learning rate.")
+    lr_schedule: Literal["constant", "linear"] = Field(
+        "constant", description="After the warm-up; linear decays to the floor."
+    )
+    lr_floor: float = Field(0.1, ge=0, le=1, description="Share of lr that the last step has under lr_schedule linear.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")

@@ -17,6 +17,7 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.packing import Pack, empty_pack
 from penstock.trainer.policy import Policy, load_policy
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.schedule import learning_rate
 
 
 class PackLoss(Protocol):
@@ -99,7 +100,7 @@ class FSDPEngine:
         return [*packs, *(empty_pack() for _ in range(count - len(packs)))]
 
     def _optimizer_step(self, step: int) -> Update:
-        lr = self._config.lr * min(1.0, (step + 1) / max(1, self._config.warmup_steps))
+        lr = learning_rate(self._config, step)
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         finite = grad_norm - grad_norm == 0
