@@ -1,0 +1,96 @@
+"""The commands that look into a run, on a real redis-server."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from penstock.deploy.cli import app
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.ledger import Limits
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue.trajectory import Outcome, OutcomeKind, Task
+
+PASSWORD = "only-for-this-test"
+
+
+@pytest.fixture
+async def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RedisLedger]:
+    async with RedisServer(tmp_path / "redis", PASSWORD) as server:
+        monkeypatch.setenv("PENSTOCK_LEDGER", server.url)
+        monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", PASSWORD)
+        monkeypatch.setenv("PENSTOCK_TOKEN", "token")
+        ledger = await RedisLedger.connect(server.url, "mine", TransferQueueConfig(), password=PASSWORD)
+        limits = Limits(group_size=2, groups_per_step=1, max_staleness=1, max_attempts=1)
+        await ledger.create_run(limits, "config: true")
+        await ledger.submit([Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")], cursor=1)
+        yield ledger
+        await ledger.close()
+
+
+async def invoke(*words: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, list(words))
+
+
+@pytest.mark.redis
+async def test_status_is_json(ledger: RedisLedger) -> None:
+    result = await invoke("queue", "status", "mine")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["groups"]["queued"] == 1
+
+
+@pytest.mark.redis
+async def test_dead_letters_are_listed_shown_and_requeued(ledger: RedisLedger) -> None:
+    for lease in await ledger.lease_episodes("worker", 2, 0):
+        await ledger.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, "the box is gone", "sandbox"))
+    listed = await invoke("queue", "dead-letters", "list", "mine")
+    assert "train/0#1  attempts 1  sandbox: the box is gone" in listed.stdout
+    shown = json.loads((await invoke("queue", "dead-letters", "show", "train/0#1", "mine")).stdout)
+    assert shown["outcome"]["component"] == "sandbox"
+    assert (await invoke("queue", "dead-letters", "show", "train/9#1", "mine")).exit_code == 1
+    assert (await invoke("queue", "dead-letters", "requeue", "train/0#1", "mine")).exit_code == 0
+    assert (await ledger.status()).groups["queued"] == 1
+
+
+@pytest.mark.redis
+async def test_drop_deletes_the_run(ledger: RedisLedger) -> None:
+    assert (await invoke("queue", "drop", "mine")).exit_code == 1, "without --yes a person is asked"
+    assert "keys deleted" in (await invoke("queue", "drop", "mine", "--yes")).stdout
+    result = await invoke("agent", "--name", "a", "--run", "mine")
+    assert result.exit_code != 0
+
+
+async def test_a_role_without_its_secrets_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PENSTOCK_LEDGER", "PENSTOCK_RUN", "PENSTOCK_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    result = await invoke("agent", "--name", "a")
+    assert result.exit_code == 2
+    assert "--ledger or PENSTOCK_LEDGER is not set" in result.stderr
+    result = await invoke("agent", "--name", "a", "--ledger", "redis://127.0.0.1:1", "--run", "r")
+    assert "PENSTOCK_TOKEN is not set" in result.stderr
+
+
+async def test_generated_problems_become_parquet(tmp_path: Path) -> None:
+    result = await invoke("data", "calculator", "--out", str(tmp_path), "--train", "8", "--eval", "4")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "train.parquet").exists()
+    assert "4 problems" in result.stdout
+
+
+async def test_bad_gsm8k_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "test.jsonl").write_text("not json\n")
+    result = await invoke("data", "gsm8k-equations", "--input", str(tmp_path), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "test.jsonl" in result.stderr
+
+
+async def test_benchmarks_are_named() -> None:
+    assert "queue" in (await invoke("bench", "list")).stdout
+    result = await invoke("bench", "nonsense")
+    assert result.exit_code == 2
+    assert "there are:" in result.stderr
