@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.jsonl import last_by_step, read_lines
 from penstock.deploy.processes import RoleProcess
 from penstock.deploy.run_dir import RunDir
+from penstock.trainer.jsonl import last_by_step, read_lines
 from penstock.transfer_queue.ledger import Ledger, LedgerError, Status
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.jsonl import last_by_step, read_lines
 from penstock.deploy.processes import RoleProcess
 from penstock.deploy.run_dir import RunDir
+from penstock.trainer.jsonl import last_by_step, read_lines
 from penstock.transfer_queue.ledger import Ledger, Status, WeightUpdate
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from penstock.trainer.batch import StepBatch
+from penstock.trainer.jsonl import append_line, read_lines, rewrite_lines
 from penstock.trainer.readable import readable_trajectory
 
 logger = logging.getLogger(__name__)
@@ -38,25 +37,25 @@ class Recorder:
     def rewind(self, step: int) -> None:
         """Forget `step` and later: they are trained again. A line that a crash cut short goes too."""
         for path, last in ((self._metrics, step - 1), (self._steps, step - 1)):
-            _rewrite(path, (line for line in read_lines(path) if line["step"] <= last))
-        _rewrite(self._evaluations, (line for line in read_lines(self._evaluations) if line["version"] <= step))
+            rewrite_lines(path, (line for line in read_lines(path) if line["step"] <= last))
+        rewrite_lines(self._evaluations, (line for line in read_lines(self._evaluations) if line["version"] <= step))
 
     def step(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
         """Everything of one step. The step's episodes are written first: the account is never behind the metrics."""
         episodes = [episode for group in batch.groups for episode in group]
         with self._one_at_a_time:
-            _append(self._steps, {"step": batch.step, "version": batch.step + 1, "episodes": episodes})
+            append_line(self._steps, {"step": batch.step, "version": batch.step + 1, "episodes": episodes})
             self._write_trajectories(batch, advantages)
-            _append(self._metrics, metrics)
+            append_line(self._metrics, metrics)
             self._to_board(metrics, batch.step + 1)
 
     def evaluation(self, version: int, result: Mapping[str, float], wall_s: float) -> None:
         """A line of ``eval.jsonl``; its numbers also join the line of the step that made the version."""
         named = {f"eval/{name}": value for name, value in result.items()}
         with self._one_at_a_time:
-            _append(self._evaluations, {"version": version, **result, "wall_s": wall_s})
+            append_line(self._evaluations, {"version": version, **result, "wall_s": wall_s})
             lines = [{**line, **named} if line["version"] == version else line for line in read_lines(self._metrics)]
-            _rewrite(self._metrics, lines)
+            rewrite_lines(self._metrics, lines)
             self._to_board(named, version)
 
     def close(self) -> None:
@@ -68,7 +67,7 @@ class Recorder:
         chosen = zip(batch.trajectories, advantages.tolist(), strict=True)
         lines = [readable_trajectory(t, a, self._tokenizer) for t, a in list(chosen)[: self._save_trajectories]]
         if lines:
-            _rewrite(path, lines)
+            rewrite_lines(path, lines)
 
     def _to_board(self, metrics: Mapping[str, Any], version: int) -> None:
         if self._board is None:
@@ -77,34 +76,6 @@ class Recorder:
             if isinstance(value, int | float):
                 self._board.add_scalar(name, value, version)
         self._board.flush()
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file; one that a crash cut short ends it. Empty where there is no file."""
-    lines: list[dict[str, Any]] = []
-    if not path.exists():
-        return lines
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            logger.warning("%s: line %d is cut short and left out", path, len(lines) + 1)
-            break
-    return lines
-
-
-def _append(path: Path, line: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def _rewrite(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    if not text and not path.exists():
-        return
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _tokenizer(model: str) -> Any:

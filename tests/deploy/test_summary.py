@@ -1,8 +1,8 @@
 import json
 from pathlib import Path
 
-from penstock.deploy.jsonl import last_by_step, read_lines
 from penstock.deploy.summary import _accounts, _tokens, _updates
+from penstock.trainer.jsonl import last_by_step, read_lines
 from penstock.transfer_queue.ledger import Status, WeightUpdate
 
 

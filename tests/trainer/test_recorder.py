@@ -12,8 +12,9 @@ pytest.importorskip("torch")
 
 from trainer_support import make_trajectory
 
+from penstock.trainer.jsonl import read_lines
 from penstock.trainer.readable import mask_runs, readable_trajectory
-from penstock.trainer.recorder import Recorder, read_lines
+from penstock.trainer.recorder import Recorder
 
 pytestmark = pytest.mark.torch
 

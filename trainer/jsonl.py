@@ -1,0 +1,47 @@
+"""The line files of a run: one JSON object per line, written by the trainer, read by whoever watches."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file; one that a crash cut short, or that is being written, ends it. Empty without a file."""
+    lines: list[dict[str, Any]] = []
+    if not path.exists():
+        return lines
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            logger.warning("%s: line %d is cut short and left out", path, len(lines) + 1)
+            break
+    return lines
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def rewrite_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the file at once; nothing is made where there was none and there are no lines."""
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    if not text and not path.exists():
+        return
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def last_by_step(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per step, in order: a step that was replayed after a crash may be there again, the last one counts."""
+    newest = {int(row["step"]): row for row in rows}
+    return [newest[step] for step in sorted(newest)]
