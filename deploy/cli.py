@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.commands import bench, data, queue
+from penstock.deploy.commands import data, queue
+from penstock.deploy.commands.bench import bench
 from penstock.deploy.load_config import ConfigError
 
 app = typer.Typer(
@@ -20,7 +21,7 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.add_typer(queue.app, name="queue")
-app.add_typer(bench.app, name="bench")
+app.command()(bench)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]

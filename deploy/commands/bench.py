@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Measure one part against a named reference, in the same minute.", no_args_is_help=True)
-
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@app.callback(invoke_without_command=True)
 def bench(
     name: Annotated[str, typer.Argument(help="One of the files in benchmarks/, without .py; `list` names them.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Run benchmarks/NAME.py. Its `measure()` returns {bench, ratio, figures, setup}."""
+    """Measure one part against a named reference, in the same minute.
+
+    Runs `measure()` of benchmarks/NAME.py, which returns {bench, ratio, figures, setup}.
+    """
     if name == "list":
         for file in _available():
             typer.echo(file)
@@ -47,5 +48,6 @@ def _load(name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{FOLDER / name}.py cannot be loaded")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up while it is being made
     spec.loader.exec_module(module)
     return module
