@@ -41,6 +41,16 @@ def test_a_short_run_leaves_what_is_promised(start_run) -> None:
     assert not (run.root / "connect.env").exists()
 
 
+@pytest.mark.vllm
+def test_stock_vllm_is_one_override_away(start_run) -> None:
+    summary = start_run("on-vllm", *SHORT, "rollout.engine=vllm").finish()
+    assert summary["steps"] == 4
+    assert summary["weight_updates"] >= 3
+    assert summary["staleness_max"] <= 2
+    assert summary["logprob_abs_diff_mean"] <= 1e-3
+    assert_accounts_balance(summary)
+
+
 def test_synchronous_is_the_same_recipe_with_another_value(start_run) -> None:
     summary = start_run("sync", *SHORT, "max_staleness=sync").finish()
     assert summary["staleness_max"] == 0
