@@ -1,7 +1,6 @@
 """Invariant 2: any role may be killed with -9 at any time; the run reaches its goal and the accounts balance."""
 
 import pytest
-
 from tests.deploy.conftest import assert_accounts_balance, assert_nothing_left
 
 pytestmark = [

@@ -5,7 +5,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from tests.deploy.conftest import assert_accounts_balance, assert_nothing_left
+from tests.deploy.conftest import RECIPE, assert_accounts_balance, assert_nothing_left
+
+from penstock.deploy.checks import check_engine
+from penstock.deploy.load_config import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(600)]
 
@@ -43,6 +46,9 @@ def test_a_short_run_leaves_what_is_promised(start_run) -> None:
 
 @pytest.mark.vllm
 def test_stock_vllm_is_one_override_away(start_run) -> None:
+    found = check_engine(load_config(RECIPE, ["rollout.engine=vllm"]))
+    if not found.ok:
+        pytest.skip(found.mend)
     summary = start_run("on-vllm", *SHORT, "rollout.engine=vllm").finish()
     assert summary["steps"] == 4
     assert summary["weight_updates"] >= 3
