@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.deploy.config import RunConfig
 from penstock.deploy.processes import RoleProcess
 from penstock.deploy.run_dir import RunDir
-from penstock.trainer.jsonl import last_by_step, read_lines
+from penstock.trainer.jsonl import LineTail
 from penstock.transfer_queue.ledger import Ledger, LedgerError, Status
 
 
@@ -33,7 +33,8 @@ class Reporter:
         self._run = run
         self._ledger = ledger
         self._processes = processes
-        self._steps_seen = 0
+        self._metrics = LineTail(run.metrics)
+        self._steps_done = 0
         self._last_change = time.monotonic()
         self._fingerprint: tuple[int, ...] = ()
         self._console = Console(stderr=True, highlight=False)
@@ -49,10 +50,9 @@ class Reporter:
         """Until cancelled; raises `StalledRun`."""
         while True:
             await asyncio.sleep(1.0)
-            rows = last_by_step(read_lines(self._run.metrics))
             status = await self._status()
-            self._show(rows, status)
-            self._check_progress(len(rows), status)
+            self._show(self._metrics.read(), status)
+            self._check_progress(status)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -66,11 +66,12 @@ class Reporter:
             return None
 
     def _show(self, rows: list[dict[str, Any]], status: Status | None) -> None:
-        for row in rows[self._steps_seen :]:
-            self._say_step(row)
-        self._steps_seen = max(self._steps_seen, len(rows))
+        for row in rows:
+            if row["step"] >= self._steps_done:  # a replayed step was told before
+                self._say_step(row)
+                self._steps_done = row["step"] + 1
         if self._bar is not None:
-            self._bar.update(self._task, completed=len(rows), description=_pipeline(status))
+            self._bar.update(self._task, completed=self._steps_done, description=_pipeline(status))
 
     def _say_step(self, row: dict[str, Any]) -> None:
         self._say(
@@ -79,9 +80,9 @@ class Reporter:
             f"train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s"
         )
 
-    def _check_progress(self, steps: int, status: Status | None) -> None:
+    def _check_progress(self, status: Status | None) -> None:
         if status is not None:
-            moved = (steps, status.version, status.episodes.get("completed", 0), status.committed_step)
+            moved = (self._steps_done, status.version, status.episodes.get("completed", 0), status.committed_step)
             lanes = tuple(n for lane in status.other_lanes.values() for n in lane.values())
             if (*moved, *lanes) != self._fingerprint:
                 self._fingerprint = (*moved, *lanes)

@@ -26,6 +26,28 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+class LineTail:
+    """Reads a growing file line by line, each line once; all of them again where the file was replaced or cut."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Complete lines since the last call; a line that is still being written comes with a later one."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._offset:
+                self._inode, self._offset = found.st_ino, 0
+            file.seek(self._offset)
+            complete, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(complete) + len(newline)
+        return [json.loads(line) for line in complete.splitlines()]
+
+
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
