@@ -20,6 +20,18 @@ class TransferQueueConfig(BaseModel):
     registry_ttl_s: float = Field(6.0, gt=0, description="A rollout server silent this long is gone.")
     deadline_s: float = Field(60.0, gt=0, description="How long a client retries while Redis is away.")
     max_bytes: int = Field(4 << 30, gt=0, description="No group is admitted while payloads hold more than this.")
+    max_groups: int = Field(0, ge=0, description="Most groups in flight, finished or in training; 0: by staleness.")
+    filter_groups: Literal["none", "zero_variance"] = Field(
+        "none", description="zero_variance: groups with equal rewards are not trained on, others take their place."
+    )
+    max_filtered_steps: int = Field(
+        10, ge=0, description="A step that filters more steps' worth of groups than this stops the run; 0: no limit."
+    )
+    quotas: dict[str, int] = Field(
+        default_factory=dict, description="data_source: most groups of it that may be in flight or wait at once."
+    )
+    compression: Literal["none", "zstd"] = Field("none", description="How trajectories are packed in the ledger.")
+    spill: bool = Field(True, description="Trained, uncommitted trajectories wait on the trainer's disk, not in Redis.")
     overage: Literal["wait", "mask", "drop"] = Field(
         "wait", description="What happens to groups about to pass the staleness bound when a batch ships."
     )

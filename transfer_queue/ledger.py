@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from penstock.transfer_queue.trajectory import JournalEntry, Outcome, Task, Trajectory
+from penstock.transfer_queue.trajectory import DataCursor, FieldValues, JournalEntry, Outcome, Task, Trajectory
 
 
 class LedgerError(Exception):
@@ -71,6 +71,14 @@ class Limits:
     lease_ttl_s: float = 30.0
     max_bytes: int = 4 << 30
     """Back-pressure: no group is admitted while unconsumed payloads hold more than this."""
+    max_groups: int = 0
+    """Back-pressure: groups in the system (admitted, ready, shipped and not yet trained); 0 = as staleness allows."""
+    filter_groups: str = "none"
+    """``none`` | ``zero_variance``: whether a group whose rewards are all equal is filtered instead of trained."""
+    max_filtered_steps: int = 10
+    """A step for which more than this many steps' worth of groups were filtered stops the run; 0 = no limit."""
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """data_source → most groups of it that may be unshipped (admitted or ready) at once; others are not bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +150,26 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
+    """An episode that was given up, why, and what it had done. Journals are kept for the newest letters only."""
+
     episode_id: str
     outcome: Outcome
     attempts: int
     journal: Sequence[JournalEntry] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LengthDecile:
+    """One tenth of all finished training episodes by response length, and how many of them were over-age.
+
+    Over-age shares that grow with length say that the bound throws long episodes away, which biases training.
+    """
+
+    tokens_up_to: int
+    """Longest response of the decile, in tokens (mask 0 and 1), to within a twelfth."""
+    episodes: int
+    over_age: int
+    """Of these, dropped or masked because they were over the staleness bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,17 +182,25 @@ class Status:
     committed_step: int
     """Steps below this are durable."""
     groups: Mapping[str, int]
-    """queued, admitted, ready, shipped, trained, committed, dropped_over_age, dead"""
+    """queued, admitted, ready, shipped, trained, committed, dropped_over_age, filtered, dead, submitted"""
     episodes: Mapping[str, int]
     """queued, leased; and ever: completed (acknowledged), failed (given up), retried, expired (leases lost), trained
-    (in published steps), committed, dropped"""
+    (in published steps), committed, dropped, filtered (completed in filtered groups), masked (trained although
+    over-age, with their old tokens masked), spilled"""
     bytes: int
+    """What the run holds in the store: tasks, journals, payloads and their bookkeeping; Redis agrees within 10 %."""
     waits_s: Mapping[str, float]
     """``role:cause`` → seconds."""
     workers: Mapping[str, int]
     """worker → episodes it holds."""
     other_lanes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """lane → {queued, leased, done}"""
+    ages_s: Mapping[str, float] = field(default_factory=dict)
+    """queued, admitted, ready → how long the group that is first there has been in that state; absent where none is."""
+    over_age: Sequence[LengthDecile] = ()
+    """Ten deciles, shortest first; empty until an episode has finished."""
+    unconsumed_bytes: int = 0
+    """Payloads and journals that count against `max_bytes`."""
 
 
 class Ledger(Protocol):
@@ -183,22 +215,23 @@ class Ledger(Protocol):
         """The resolved YAML of the run. Raises `LedgerError` where no such run exists."""
 
     # data ----------------------------------------------------------------------------------------------------------
-    async def submit(self, tasks: Sequence[Task], cursor: int | None = None) -> int:
+    async def submit(self, tasks: Sequence[Task], cursor: DataCursor | None = None) -> int:
         """Queue tasks (a group each in ``train``; one episode each elsewhere). Returns how many were new.
 
-        With `cursor` (position in the data stream after these tasks) the call is exactly-once for lane ``train``: it
+        With `cursor` (place in the data stream after these tasks) the call is exactly-once for lane ``train``: it
         is a no-op unless the stored cursor is smaller.
         """
 
-    async def cursor(self) -> int:
-        """Position in the data stream after the last submitted training task; 0 at first."""
+    async def cursor(self) -> DataCursor:
+        """Place in the data stream after the last submitted training task; (0, 0) at first."""
 
     # agent workers -------------------------------------------------------------------------------------------------
     async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
         """Up to `count` episodes for a worker whose best server holds `version`; fewer where admission says no.
 
         Order: other lanes first (evaluations are short and somebody waits), then members of groups already admitted,
-        then new groups, oldest task first. Expired leases are taken back here.
+        then new groups: highest priority first, then oldest task, passing over sources whose quota is used up.
+        Expired leases are taken back here.
         """
 
     async def renew(self, leases: Iterable[Lease]) -> list[str]:
@@ -221,7 +254,27 @@ class Ledger(Protocol):
         """The groups of `step`. The same answer for every rank and after every crash once it is fixed."""
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        """Payloads of leased or ready episodes, in the order asked. Raises `BadPayload` naming what is damaged."""
+        """Payloads of finished, uncommitted episodes, in the order asked, from the store or from the batch log.
+
+        Raises `BadPayload` naming what is damaged.
+        """
+
+    async def get(
+        self, episode_ids: Sequence[str], fields: Sequence[str], start: int = 0, stop: int | None = None
+    ) -> list[FieldValues]:
+        """Only `fields` (names of `Segment` and `Trajectory`), in the order asked; nothing else is moved.
+
+        Fields with one value per response token are cut to positions ``start:stop`` of each segment's response; other
+        fields come whole. Raises `BadPayload`, and `LedgerError` for an unknown field.
+        """
+
+    async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
+        """Move payloads of the trained, uncommitted `step` to the batch log and free them in the store.
+
+        Each trainer rank spills its share. Returns how many were moved; a repeat moves nothing. They are durable in
+        the log before the store forgets them. Raises `LedgerError` where the ledger has no batch log, `StepError` for a
+        step that is not trained.
+        """
 
     async def publish_version(self, announcement: Announcement) -> bool:
         """Make `version` current: step `version − 1` counts as trained. False (no-op) for a version already published.
@@ -233,8 +286,13 @@ class Ledger(Protocol):
     async def renew_manifest(self, announcement: Announcement) -> bool:
         """Say anew where the CURRENT version's weights are (their file went with the machine). False if not current."""
 
-    async def commit(self, step: int) -> None:
-        """Steps below `step` are in a durable checkpoint: their payloads are deleted. Twice is a no-op."""
+    async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
+        """Steps below `step` are in a durable checkpoint: their payloads are deleted. Twice is a no-op.
+
+        `batches` (step → groups, as the checkpoint remembers them) lets a ledger that lost its last second with its
+        machine catch up: steps that the checkpoint holds and the ledger does not know are taken as trained, and their
+        groups are forgotten wherever they are, so that none is trained twice. Without it such a step is a `StepError`.
+        """
 
     async def rewind(self, step: int) -> int:
         """A trainer restarts at `step`: batches from there on are handed out again as recorded. Returns how many."""
@@ -270,7 +328,10 @@ class Ledger(Protocol):
 
     async def status(self) -> Status: ...
 
-    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]: ...
+    async def dead_letters(self, limit: int = 100, start: int = 0) -> list[DeadLetter]:
+        """From the `start`-th oldest on."""
+
+    async def dead_letter(self, episode_id: str) -> DeadLetter | None: ...
 
     async def requeue(self, episode_id: str) -> None:
         """Give a dead letter a new life: its whole group is queued again as it was submitted."""

@@ -42,6 +42,17 @@ class Task:
     """Overrides of the run's sampling, for example ``{"temperature": 0.0}`` for greedy evaluation."""
     min_version: int = 0
     """The episode is leased only to be sampled by servers at this policy version or newer."""
+    priority: int = 0
+    """−1000 … 1000; a queued group with a higher one is admitted first. Equal ones go in the order of submission."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DataCursor:
+    """A place in the endless stream of training tasks: everything before it has been submitted, once per epoch."""
+
+    epoch: int = 0
+    index: int = 0
+    """Position within the epoch's order."""
 
 
 class OutcomeKind(StrEnum):
@@ -134,6 +145,17 @@ class Trajectory:
         """Oldest policy version that sampled any token; None where nothing was sampled."""
         versions = [int(s.version_spans[:, 0].min()) for s in self.segments if len(s.version_spans)]
         return min(versions, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldValues:
+    """Some fields of a trajectory, read without the others."""
+
+    episode_id: str
+    plain: Mapping[str, Any]
+    """Fields of the trajectory itself: ``reward``, ``metrics`` …"""
+    segments: Sequence[Mapping[str, NDArray[Any]]]
+    """Per segment, fields of `Segment`: ``response_mask`` …"""
 
 
 class JournalKind(StrEnum):
