@@ -29,7 +29,7 @@ async def test_data_and_address_survive_a_restart(tmp_path: Path) -> None:
         url = server.url
         ledger = await RedisLedger.connect(url, "kept", CONFIG, PASSWORD)
         await ledger.create_run(LIMITS, "x")
-        await ledger.submit(tasks(3), cursor=3)
+        await ledger.submit(tasks(3), cursor=at(3))
         await server.kill()
         await server.restart()
         assert server.url == url
