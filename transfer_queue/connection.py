@@ -1,5 +1,7 @@
 """A Redis connection that outlives Redis: every call is retried with back-off until its deadline.
 
+    Connection ── one attempt, retried ──► Routes (which server) ──► Node (its connections, one round trip)
+
 Retrying is safe because every script may be repeated: fences, nonces and step numbers make the second call a no-op.
 """
 
@@ -7,35 +9,36 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from typing import Any
 
 import redis.asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, AuthorizationError, NoScriptError, OutOfMemoryError, ResponseError
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import NoScriptError
 
-from penstock.transfer_queue.ledger import BadPayload, LeaseLost, LedgerError, LedgerUnavailable, StepError
+from penstock.transfer_queue.ledger import LedgerError, LedgerUnavailable
+from penstock.transfer_queue.node import Call, Node, redact
+from penstock.transfer_queue.refusals import check_passing
+from penstock.transfer_queue.routes import Cluster, OneServer, Routes
 from penstock.transfer_queue.scripts import script
 
 FLOOR_VERSION = (6, 2)
 ATTEMPT_S = 10.0
 """One attempt; a Redis that is silent for longer is asked again on a new connection."""
-MAX_CONNECTIONS = 64
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
-_REFUSALS = {"LEASELOST": LeaseLost, "BADPAYLOAD": BadPayload, "STEP": StepError, "NORUN": LedgerError}
-_PASSING = ("BUSY", "MISCONF", "LOADING", "TRYAGAIN", "CLUSTERDOWN", "READONLY", "MASTERDOWN")
-"""First words of replies that say: not now."""
+SCAN_COUNT = 1000
+"""Keys that one SCAN looks at: Redis serves nobody else meanwhile."""
 
 
 class Connection:
-    """One store, many calls at once. Made by `connect`."""
+    """One store (a redis-server or a Redis Cluster), many calls at once. Made by `connect`, ended by `close`.
 
-    def __init__(self, client: aioredis.Redis, where: str, deadline_s: float) -> None:
-        self._client = client
+    Raises `LedgerUnavailable` where a call is not done within the deadline, and what the store refused it with:
+    `LeaseLost`, `BadPayload`, `StepError`, else `LedgerError`.
+    """
+
+    def __init__(self, routes: Routes, where: str, deadline_s: float) -> None:
+        self._routes = routes
         self._where = where
         self._deadline_s = deadline_s
 
@@ -43,89 +46,161 @@ class Connection:
     async def connect(
         cls, url: str, *, deadline_s: float, password: str | None = None, username: str | None = None
     ) -> Connection:
-        """Connect and check the server. Raises `LedgerUnavailable`, or `LedgerError` where it is not fit for use."""
-        connection = cls(_client(url, deadline_s, password, username), redact(url), deadline_s)
+        """``redis://``, ``rediss://`` (``?ssl_ca_certs=FILE``) or ``unix://``; of a cluster, any of its nodes.
+
+        Raises `LedgerUnavailable`, or `LedgerError` where a server is not fit for use.
+        """
+        where = redact(url)
+        connection = cls(OneServer(Node(url, password, username)), where, deadline_s)
         try:
-            _check_server(await connection.command("INFO"), connection._where)
+            (info,) = await connection.infos()
+            if info.get("cluster_enabled"):
+                await connection.close()
+                connection = cls(Cluster(Node(url, password, username)), where, deadline_s)
+            for each in await connection.infos():
+                _check_server(each, where)
         except BaseException:
             await connection.close()
             raise
         return connection
 
-    async def script(self, name: str, key: str, *args: Any) -> Any:
-        """Run a script by name on the run whose hash is `key`. Raises what the script refused with."""
-        wanted = script(name)
+    @property
+    def spreads(self) -> bool:
+        """True for a Redis Cluster: payloads lie on several servers, and a script does not see them."""
+        return self._routes.spreads
 
-        async def attempt() -> Any:
-            try:
-                return await self._client.evalsha(wanted.sha, 1, key, *args)
-            except NoScriptError:
-                return await self._client.eval(wanted.source, 1, key, *args)
-
-        return await self._retried(name, attempt)
+    async def script(self, name: str, key: str, *args: Any, keys: Sequence[str] = ()) -> Any:
+        """Run a script by name with KEYS = [key, *keys]; on a cluster all of one slot."""
+        call = _script_call(name, key, args, keys)
+        await self._finish(name, [[call]])
+        return call.reply
 
     async def command(self, *args: Any) -> Any:
-        """One plain command, which must be safe to repeat."""
-        return await self._retried(str(args[0]), lambda: self._client.execute_command(*args))
+        """One plain command, which must be safe to repeat; its keys lie in one slot. Replies are as redis-py's."""
+        return (await self.many([args]))[0]
+
+    async def many(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Independent, repeatable commands in one round trip (per server of a cluster); results in order.
+
+        No transaction: others see some done and some not. Only those that failed are sent again.
+        """
+        calls = [Call(command) for command in commands]
+        if calls:
+            await self._finish(str(commands[0][0]), [calls])
+        return [_in_python(call) for call in calls]
+
+    async def write_and_run(
+        self, writes: Sequence[Sequence[Any]], name: str, key: str, *args: Any, keys: Sequence[str] = ()
+    ) -> Any:
+        """Writes, then a script that must see them: one round trip, or on a cluster one for each of the two.
+
+        All of it is repeated until all of it succeeded. On one server the script runs even where a write before it
+        failed: it must look for what it needs and refuse with ``RETRY …``.
+        """
+        call = _script_call(name, key, args, keys)
+        before = [Call(write) for write in writes]
+        phases = [before, [call]] if self.spreads and before else [[*before, call]]
+        await self._finish(name, phases, whole=True)
+        return call.reply
+
+    async def scan(self, pattern: str) -> AsyncIterator[list[bytes]]:
+        """All keys of a glob pattern, in chunks; a key may come twice. Keys of a server that is away are waited for."""
+        for node in await self._masters():
+            cursor = b"0"
+            while True:
+                call = Call(("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT), node)
+                await self._finish("SCAN", [[call]])
+                cursor, found = call.reply
+                if found:
+                    yield found
+                if cursor == b"0":
+                    break
+
+    async def info(self) -> dict[str, Any]:
+        """INFO of the server; of a cluster, of one of its masters with `used_memory` summed over all."""
+        infos = await self.infos()
+        return {**infos[0], "used_memory": sum(info["used_memory"] for info in infos)}
+
+    async def infos(self) -> list[dict[str, Any]]:
+        """INFO of every server that holds keys."""
+        calls = [Call(("INFO",), node) for node in await self._masters()]
+        await self._finish("INFO", [calls])
+        return [_in_python(call) for call in calls]
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._routes.close()
 
-    async def _retried(self, what: str, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    # retrying ------------------------------------------------------------------------------------------------------
+    async def _masters(self) -> Sequence[Node]:
+        await self._finish("PING", [[Call(("PING",))]])  # a cluster's map of slots is known then
+        return self._routes.masters
+
+    async def _finish(self, what: str, phases: Sequence[Sequence[Call]], *, whole: bool = False) -> None:
+        """Run the calls, one phase after the other, until all have succeeded; `whole`: else all are repeated."""
         loop = asyncio.get_running_loop()
         started, pause = loop.time(), FIRST_PAUSE_S
+        for phase in phases:
+            for call in phase:
+                call.forget()
         while True:
             left = started + self._deadline_s - loop.time()
-            try:
-                async with asyncio.timeout(min(ATTEMPT_S, max(left, FIRST_PAUSE_S))):
-                    return await attempt()
-            except (AuthenticationError, AuthorizationError) as error:
-                raise LedgerError(f"{self._where} refused the login: {error}") from error
-            except (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, OSError) as error:
-                cause: Exception = error
-            except ResponseError as error:
-                cause = _refusal(error)
+            cause = await self._attempt(phases, min(ATTEMPT_S, max(left, FIRST_PAUSE_S)))
+            if cause is None:
+                return
             if loop.time() + pause > started + self._deadline_s:
                 waited_s = loop.time() - started
                 raise LedgerUnavailable(
                     f"{what}: no answer from {self._where} for {waited_s:.1f} s: {cause}"
                 ) from cause
+            if whole:
+                for phase in phases:
+                    for call in phase:
+                        call.forget()
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
+    async def _attempt(self, phases: Sequence[Sequence[Call]], limit_s: float) -> Exception | None:
+        """Why not everything is done yet, or None. Raises a refusal that repeating does not mend."""
+        failed: list[Call] = []
+        try:
+            async with asyncio.timeout(limit_s):
+                for phase in phases:
+                    failed = await self._run_missing(phase)
+                    if failed:
+                        break
+        except TimeoutError:
+            failed = [call for phase in phases for call in phase if call.error is not None]
+        for call in failed:
+            assert call.error is not None
+            check_passing(call.error, self._where)
+        return failed[0].error if failed else None
 
-def redact(url: str) -> str:
-    """The URL without its password."""
-    return re.sub(r"//[^@/]*@", "//", url)
+    async def _run_missing(self, phase: Sequence[Call]) -> list[Call]:
+        """Send what has no reply yet; scripts that Redis has forgotten are sent in full. Returns what failed."""
+        missing = [call for call in phase if call.error is not None]
+        if missing:
+            await self._routes.run(missing)
+        forgotten = [call for call in missing if isinstance(call.error, NoScriptError)]
+        for call in forgotten:
+            call.args = ("EVAL", script(call.script).source, *call.args[2:])
+        if forgotten:
+            await self._routes.run(forgotten)
+        return [call for call in missing if call.error is not None]
 
 
-def _client(url: str, deadline_s: float, password: str | None, username: str | None) -> aioredis.Redis:
-    login = {name: value for name, value in (("password", password), ("username", username)) if value is not None}
-    try:
-        pool = aioredis.BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=deadline_s,
-            # `_retried` bounds every attempt. A read timeout of redis-py 8 swallows cancellations.
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            **login,
-        )
-    except ValueError as error:
-        raise LedgerError(f"ledger URL {redact(url)!r}: {error}") from error
-    return aioredis.Redis.from_pool(pool)
+def _script_call(name: str, key: str, args: Sequence[Any], keys: Sequence[str]) -> Call:
+    return Call(("EVALSHA", script(name).sha, 1 + len(keys), key, *keys, *args), script=name)
 
 
-def _refusal(error: ResponseError) -> Exception:
-    """The error to retry on; one that is final is raised."""
-    code, _, text = str(error).partition(" ")
-    if code in _PASSING:
-        return error
-    if code in _REFUSALS:
-        raise _REFUSALS[code](text) from None
-    raise LedgerError(text if code == "LEDGER" else str(error)) from error
+def _in_python(call: Call) -> Any:
+    convert = _replies().get(call.args[0])
+    return call.reply if convert is None else convert(call.reply)
+
+
+@cache
+def _replies() -> Any:
+    """Command → how redis-py turns its reply into Python: OK → True, HGETALL → dict, INFO → dict."""
+    return aioredis.Redis(protocol=2).response_callbacks
 
 
 def _check_server(info: dict[str, Any], where: str) -> None:
@@ -134,7 +209,8 @@ def _check_server(info: dict[str, Any], where: str) -> None:
         raise LedgerError(f"{where} runs Redis {version}; 6.2 or newer is needed")
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
+        at = f" (its node on port {info['tcp_port']})" if info.get("cluster_enabled") else ""
         raise LedgerError(
-            f"{where} evicts keys when full (maxmemory-policy {policy}), which would lose trajectories;"
+            f"{where}{at} evicts keys when full (maxmemory-policy {policy}), which would lose trajectories;"
             " set it to noeviction"
         )
