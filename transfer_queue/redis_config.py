@@ -15,6 +15,8 @@ from penstock.transfer_queue.redis_binary import RedisBinary
 
 SOCKET_PATH_LIMIT = 107
 """Bytes that the kernel allows in the path of a unix socket."""
+USERS_VERSION = (7, 0)
+"""Redis that knows rights to read only (%R~)."""
 BUS_OFFSET = 10_000
 """The nodes of a cluster talk to each other on the port this far above their own."""
 
@@ -66,7 +68,7 @@ class ServerOptions:
 
     def check_version(self, binary: RedisBinary) -> None:
         """Raise `LedgerError` naming the option that this redis-server is too old for."""
-        if binary.version < (7, 0) and any("%R~" in line or "%W~" in line for line in self.users):
+        if binary.version < USERS_VERSION and any("%R~" in line or "%W~" in line for line in self.users):
             version = ".".join(map(str, binary.version))
             raise LedgerError(f"users: rights to read only (%R~) need Redis 7.0; {binary.path} is {version}")
 
