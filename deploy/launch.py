@@ -70,7 +70,8 @@ async def _ledger(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[Link, R
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
     url = config.transfer_queue.url
     if url:
-        link = Link(url, config.name, token=token, **redis_login())
+        username, password = redis_login()
+        link = Link(url, config.name, password, token, username)
         async with _connected(link, config, run) as ledger:
             yield link, ledger
         return
@@ -161,7 +162,7 @@ def role_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
     settings = {"PENSTOCK_SUPERVISED": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     def spec(name: str, *argv: str, max_restarts: int, stop_grace_s: float = 15.0) -> RoleSpec:
-        own = link.of_role(name.split("-")[0])
+        own = link.of_role(name.partition("-")[0])
         env = {**os.environ, **own.environment(), "OMP_NUM_THREADS": "1", **settings}
         return RoleSpec(name, [*command, *argv], env, run.logs / f"{name}.log", max_restarts, stop_grace_s)
 

