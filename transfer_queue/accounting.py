@@ -10,13 +10,13 @@ CHUNK_BYTES = (1 << 20) - 64
 """Longer payloads are stored in pieces of this size: with Redis's header a piece fills 1 MiB of its allocator."""
 STRING_HEADER = 12
 """sds header and end of a long string, and the two bytes that Redis keeps of the protocol."""
-KEY_COST = 140
+KEY_COST = 110
 """A key: its name, its entry in the key space, its value object."""
-GROUP_COST = 620
+GROUP_COST = 350
 """A group's hash and key, its key's share of the key space, and its place in one sorted set."""
-MEMBER_COST = 130
+MEMBER_COST = 300
 """An episode's fields in the group's hash and its place in one sorted set."""
-ENTRY_COST = 130
+ENTRY_COST = 240
 """One field of a journal's hash."""
 
 

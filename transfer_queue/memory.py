@@ -306,12 +306,14 @@ class MemoryLedger:
         state = self._state
         for episodes in groups:
             task_id, _ = split_episode(episodes[0])
-            known = [member for name in episodes if (member := self._member(name)) is not None]
-            state.counts["completed"] += len(episodes) - sum(member.state == "done" for member in known)
             state.counts["trained"] += len(episodes)
             state.counts["committed"] += len(episodes)
             state.counts["committed_groups"] += 1
-            if state.groups.pop(task_id, None) is None:
+            group = state.groups.pop(task_id, None)
+            finished = set() if group is None else {group.episode(i) for i, m in enumerate(group.members) if m.payload}
+            state.counts["completed"] += len(set(episodes) - finished)
+            state.counts["unrewarded"] += len(finished - set(episodes))
+            if group is None:
                 state.trained_ahead.add(task_id)
                 state.counts["submitted"] += 1
 

@@ -60,7 +60,9 @@ class Group:
     seq: int
     members: list[Member]
     cost: int
-    """Bytes of the task and the bookkeeping."""
+    """Bytes of the task and its bookkeeping."""
+    members_cost: int
+    """Bytes of the episodes' bookkeeping, once they may run."""
     since: float
     """When it came to be in its state."""
     state: str = "queued"
@@ -156,7 +158,8 @@ class MemoryState:
         """Everything that is stored, as Redis would count it."""
         members = (member.held_bytes for group in self.groups.values() for member in group.members)
         letters = sum(size for sizes in self.letter_bytes.values() for size in sizes)
-        return sum(group.cost for group in self.groups.values()) + sum(members) + letters
+        groups = (g.cost + (g.members_cost if g.state != "queued" else 0) for g in self.groups.values())
+        return sum(groups) + sum(members) + letters
 
     def age_s(self, state: str) -> float | None:
         """How long the group that is first in `state` has been there."""
@@ -173,7 +176,7 @@ class MemoryState:
     def add_group(self, task: Task, cost: int, member_cost: int) -> None:
         size = self.limits.group_size if task.lane == TRAIN else 1
         members = [Member() for _ in range(size)]
-        group = Group(task, self._seq, members, cost + size * member_cost, self.clock())
+        group = Group(task, self._seq, members, cost, size * member_cost, self.clock())
         if not group.is_train:
             group.state, group.floor = "lane", task.min_version
         self._seq += 1
@@ -242,14 +245,14 @@ class MemoryState:
                 member.payload = None
                 self.counts["buried"] += 1
                 if not member.rewarded and member.outcome is not None:
-                    self.put_letter(DeadLetter(group.episode(index), member.outcome, member.attempts), [])
+                    self.put_letter(DeadLetter(group.episode(index), member.outcome, member.attempts, []), [])
 
     def put_letter(self, letter: DeadLetter, sizes: list[int]) -> None:
         """`sizes`: what the entries of its journal count for."""
         self.letters[letter.episode_id] = letter
         self.letter_bytes[letter.episode_id] = sizes
         for name in list(self.letters)[:-JOURNALS_KEPT]:
-            self.letters[name] = replace(self.letters[name], journal=())
+            self.letters[name] = replace(self.letters[name], journal=[])
             self.letter_bytes[name] = []
 
     def drop_letter(self, episode_id: str) -> None:

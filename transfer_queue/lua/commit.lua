@@ -14,38 +14,43 @@ local function forget_fixed(groups)
   for _, group in ipairs(groups) do forget_group((split(group[1])), true) end
 end
 
+-- What had finished here and is not in the checkpoint finished without being trained; what is in it had finished.
+local function settle_members(v, group)
+  local finished = 0
+  for m = 0, tonumber(v.size) - 1 do
+    if v['b' .. m] then finished = finished + 1 end
+  end
+  for _, episode in ipairs(group) do
+    local _, m = split(episode)
+    if v['b' .. m] then finished = finished - 1 else count('completed', 1) end
+  end
+  count('unrewarded', finished)
+end
+
 -- A step that this ledger lost and a checkpoint holds: its groups are forgotten wherever they are. One that is not even
 -- submitted here is remembered until it is.
-local function forget_trained(groups)
-  local quotas = quota_of()
-  for _, group in ipairs(groups) do
-    local task_id = split(group[1])
-    local source, state = unpack(call('HMGET', group_key(task_id), 'source', 'state'))
-    if not state then
-      call('SADD', key('trained_ahead'), task_id)
-      count('submitted', 1)
-      count('completed', #group)
-    else
-      for _, episode in ipairs(group) do
-        local _, m = split(episode)
-        if call('HGET', group_key(task_id), 's' .. m) ~= 'd' then count('completed', 1) end
-      end
-      for _, set in ipairs({queue_key(source, quotas), key('admitted'), key('ready')}) do
-        call('ZREM', set, task_id)
-      end
-      if state == 'admitted' or state == 'ready' then count_source(source, -1) end
-      if state == 'dead' then count('dead_groups', -1) end
-      forget_group(task_id)
-    end
-    count('trained', #group)
+local function forget_trained(group)
+  local task_id = split(group[1])
+  local v = fields_of(group_key(task_id))
+  count('trained', #group)
+  if not v.state then
+    call('SADD', key('trained_ahead'), task_id)
+    count('submitted', 1)
+    count('completed', #group)
+    return
   end
+  settle_members(v, group)
+  for _, set in ipairs({queue_key(v.source, quota_of()), key('admitted'), key('ready')}) do call('ZREM', set, task_id) end
+  if v.state == 'admitted' or v.state == 'ready' then count_source(v.source, -1) end
+  if v.state == 'dead' then count('dead_groups', -1) end
+  forget_group(task_id)
 end
 
 for done = run.committed_step, step - 1 do
   local groups = step_groups(done)
   if done >= run.next_step then
     groups = known[done]
-    forget_trained(groups)
+    for _, group in ipairs(groups) do forget_trained(group) end
   elseif done >= run.version then
     count_trained(groups)
     forget_fixed(groups)

@@ -15,8 +15,8 @@ for m = 0, tonumber(v.size) - 1 do drop_letter(task_id .. '#' .. m) end
 forget_group(task_id)
 call('SET', key('task:' .. task_id), task)
 call('HSET', group, 'seq', v.seq, 'lane', v.lane, 'source', v.source, 'priority', v.priority, 'min_version',
-  v.min_version, 'size', v.size, 'cost', v.cost, 'at', now_ms())
-add_bytes(tonumber(v.cost), 0)
+  v.min_version, 'size', v.size, 'cost', v.cost, 'members_cost', v.members_cost, 'at', now_ms())
+add_bytes(tonumber(v.cost) + (v.lane == 'train' and 0 or tonumber(v.members_cost)), 0)
 if v.lane == 'train' then
   call('HSET', group, 'state', 'queued')
   call('ZADD', queue_key(v.source, quota_of()), queue_score(tonumber(v.priority), tonumber(v.seq)), task_id)

@@ -1,6 +1,6 @@
 -- needs: run, episode, queue
 -- ARGV: epoch and index of the cursor ('' for none), then task id, lane, min_version, priority, source, bytes that the
--- task and each of its episodes count for, packed task, … Returns how many tasks were new.
+-- task, and each of its episodes once it may run, count for, packed task, … Returns how many tasks were new.
 local epoch, index = tonumber(ARGV[1]), tonumber(ARGV[2])
 if epoch then
   local known = call('HMGET', key('counters'), 'epoch', 'index')
@@ -12,11 +12,10 @@ local quotas, now, new, train_tasks = quota_of(), now_ms(), 0, 0
 local function add(task_id, lane, min_version, priority, source, cost, member_cost, task)
   local group, train = group_key(task_id), lane == 'train'
   local size, seq = train and run.group_size or 1, call('HINCRBY', key('counters'), 'seq', 1)
-  cost = cost + size * member_cost
   call('SET', key('task:' .. task_id), task)
   call('HSET', group, 'seq', seq, 'lane', lane, 'source', source, 'priority', priority, 'min_version', min_version,
-    'size', size, 'cost', cost, 'at', now, 'state', train and 'queued' or 'lane')
-  add_bytes(cost, 0)
+    'size', size, 'cost', cost, 'members_cost', size * member_cost, 'at', now, 'state', train and 'queued' or 'lane')
+  add_bytes(train and cost or cost + member_cost, 0)
   if train then
     call('ZADD', queue_key(source, quotas), queue_score(priority, seq), task_id)
     train_tasks = train_tasks + 1

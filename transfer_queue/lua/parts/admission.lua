@@ -63,10 +63,11 @@ local function admit(version, now)
   local task_id, queue = next_queued(version)
   if not task_id then return false end
   local group = group_key(task_id)
-  local v = call('HMGET', group, 'seq', 'size', 'source')
+  local v = call('HMGET', group, 'seq', 'size', 'source', 'members_cost')
   local seq = tonumber(v[1])
   call('ZREM', queue, task_id)
   count_source(v[3], 1)
+  add_bytes(tonumber(v[4]), 0)
   call('ZADD', key('admitted'), score(due, seq), task_id)
   call('HSET', group, 'state', 'admitted', 'floor', floor, 'due', due, 'at', now)
   for m = 0, tonumber(v[2]) - 1 do

@@ -71,7 +71,7 @@ local function forget_group(task_id, consumed)
     end
     for fence in string.gmatch(v['z' .. m] or '', '%d+') do discard_payload(episode, fence, 0) end
   end
-  add_bytes(-tonumber(v.cost), 0)
+  add_bytes(-tonumber(v.cost) - (v.floor and tonumber(v.members_cost) or 0), 0)
   call('DEL', group, key('task:' .. task_id))
   return v
 end
