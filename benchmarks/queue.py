@@ -15,7 +15,6 @@ PENSTOCK_BENCH_ROUNDS sets the rounds (9; 5 for the index), PENSTOCK_BENCH_MAX_Q
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import tempfile
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import redis.asyncio as aioredis
+import uvloop
 
 from benchmarks.support.arrays import payload_arrays
 from benchmarks.support.comparison import Cell, compare, ratio, say
@@ -42,7 +42,7 @@ MISSING = "missing: TransferQueue is not installed; scripts/setup-bench makes an
 
 
 def measure() -> dict[str, Any]:
-    return asyncio.run(_measure())
+    return uvloop.run(_measure())
 
 
 async def _measure() -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Child:
 
     @classmethod
     async def start(cls, *command: str, env: Mapping[str, str], cwd: Path | None = None) -> Child:
-        log = tempfile.TemporaryFile(prefix="penstock-bench-")
+        log = tempfile.TemporaryFile(prefix="penstock-bench-")  # noqa: SIM115 - `stop` closes it
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=subprocess.PIPE,

@@ -21,6 +21,7 @@ from benchmarks.support.memory import family
 from penstock.transfer_queue.redis_server import RedisServer
 
 PYTHON_VARIABLE = "PENSTOCK_BENCH_PYTHON"
+SUPPORT = Path(__file__).resolve().parent
 CONSUME_TIMEOUT_S = 600.0
 
 
@@ -137,16 +138,15 @@ def transferqueue_python() -> str | None:
 
 async def start_transferqueue(python: str) -> tuple[Child, dict[str, Any]]:
     """Its driver, and the versions that it runs. Ray keeps its login to itself and its ports to loopback."""
-    folder = Path(__file__).resolve().parent
     env = {
-        "PYTHONPATH": str(folder),
+        "PYTHONPATH": str(SUPPORT),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
         "TQ_LOGGING_LEVEL": "WARNING",
     }
     # Neither path nor working directory may be the repository: its folder transfer_queue has the package's name.
-    driver = await Child.start(python, str(folder / "transferqueue_child.py"), env=env, cwd=folder)
+    driver = await Child.start(python, str(SUPPORT / "transferqueue_child.py"), env=env, cwd=SUPPORT)
     try:
         return driver, await driver.ask({"do": "versions"}, timeout_s=180.0)
     except BaseException:

@@ -45,7 +45,10 @@ async def timed(calls: list[Callable[[], Awaitable[Any]]]) -> Answer:
 
 
 class Raw:
-    """SET of the packed trajectory, GET of each. Deleted afterwards, outside of the clock."""
+    """SET of the packed trajectory, GET of each; the consumer holds them all in the end, as a trainer does.
+
+    Deleted afterwards, outside of the clock.
+    """
 
     def __init__(self, url: str, password: str) -> None:
         # What the ledger's own connections are set to.
@@ -60,6 +63,7 @@ class Raw:
             )
         )
         self._packed: dict[str, bytes] = {}
+        self._held: list[bytes] = []
 
     async def start_round(self, run: str, size: str, count: int) -> Answer:
         await self._client.ping()
@@ -81,12 +85,14 @@ class Raw:
 
     async def end_round(self) -> Answer:
         await self._client.unlink(*self._keys)
+        self._held = []
         return {}
 
     async def _get(self, key: str, length: int) -> None:
         found = await self._client.get(key)
         if found is None or len(found) != length:
             raise ValueError(f"{key}: {0 if found is None else len(found)} bytes came back, {length} were set")
+        self._held.append(found)
 
     def _payload(self, size: str) -> bytes:
         if size not in self._packed:
