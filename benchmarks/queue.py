@@ -10,7 +10,8 @@
 Producers and consumer are processes of their own for every store. The redis-server is set as `penstock run` sets it:
 its append-only file is on disk, which TransferQueue has no counterpart of. Hence the ratios `…_without_aof` too.
 
-PENSTOCK_BENCH_ROUNDS sets the rounds (9; 5 for the index), PENSTOCK_BENCH_MAX_QUEUED the longest queue (1,000,000).
+PENSTOCK_BENCH_ROUNDS sets the rounds (9; 5 for the index), PENSTOCK_BENCH_MAX_QUEUED the longest queue (1,000,000),
+PENSTOCK_BENCH_PYTHON the interpreter that has TransferQueue (empty: leave it out).
 """
 
 from __future__ import annotations

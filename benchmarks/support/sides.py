@@ -123,9 +123,9 @@ class TransferQueueSide:
 
 
 def transferqueue_python() -> str | None:
-    """The interpreter that has TransferQueue: named by a variable, made by scripts/setup-bench, or this one."""
-    if named := os.environ.get(PYTHON_VARIABLE):
-        return named
+    """The interpreter that has TransferQueue: named by a variable (empty: none), made by scripts/setup-bench, this."""
+    if (named := os.environ.get(PYTHON_VARIABLE)) is not None:
+        return named or None
     own = ROOT / ".venv-bench" / "bin" / "python"
     if own.exists():
         return str(own)
