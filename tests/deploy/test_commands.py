@@ -1,6 +1,7 @@
 """The commands that look into a run, on a real redis-server."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from penstock.deploy.cli import app
+from penstock.transfer_queue.acl import RIGHTS
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.ledger import Limits
 from penstock.transfer_queue.redis_ledger import RedisLedger
@@ -64,6 +66,17 @@ async def test_drop_deletes_the_run(ledger: RedisLedger) -> None:
     assert "keys deleted" in (await invoke("queue", "drop", "mine", "--yes")).stdout
     result = await invoke("agent", "--name", "a", "--run", "mine")
     assert result.exit_code != 0
+
+
+async def test_acl_prints_users_for_ones_own_redis() -> None:
+    result = await invoke("queue", "acl", "mine")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line.split()[2] for line in lines] == [f"mine-{role}" for role in RIGHTS]
+    for line, login in zip(lines, result.stderr.splitlines(), strict=True):
+        password = login.partition("PENSTOCK_REDIS_PASSWORD=")[2]
+        assert f"#{hashlib.sha256(password.encode()).hexdigest()}" in line.split()
+    assert (await invoke("queue", "acl", "a*")).exit_code == 2
 
 
 async def test_a_role_without_its_secrets_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
