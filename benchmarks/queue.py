@@ -10,8 +10,9 @@
 Producers and consumer are processes of their own for every store. The redis-server is set as `penstock run` sets it:
 its append-only file is on disk, which TransferQueue has no counterpart of. Hence the ratios `…_without_aof` too.
 
-PENSTOCK_BENCH_ROUNDS sets the rounds (9; 5 for the index), PENSTOCK_BENCH_MAX_QUEUED the longest queue (1,000,000),
-PENSTOCK_BENCH_PYTHON the interpreter that has TransferQueue (empty: leave it out).
+Environment: PENSTOCK_BENCH_ROUNDS (9; at most 5 for the index), PENSTOCK_BENCH_SIZES (32kb,1mb,8mb),
+PENSTOCK_BENCH_PRODUCERS (1,8), PENSTOCK_BENCH_MAX_QUEUED (1000000), PENSTOCK_BENCH_PYTHON (the interpreter that has
+TransferQueue; empty: leave it out).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import secrets
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,7 @@ from penstock.transfer_queue.redis_server import RedisServer
 
 COUNTS = {"32kb": 256, "1mb": 32, "8mb": 16}
 """Payloads per round, all producers together."""
-PRODUCERS = (1, 8)
-ROUNDS, INDEX_ROUNDS = 9, 5
+INDEX_ROUNDS = 5
 MISSING = "missing: TransferQueue is not installed; scripts/setup-bench makes an environment for it"
 
 
@@ -46,20 +47,35 @@ def measure() -> dict[str, Any]:
     return uvloop.run(_measure())
 
 
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured, from the environment."""
+
+    rounds: int
+    sizes: list[str]
+    producers: list[int]
+
+    @classmethod
+    def read(cls) -> Extent:
+        sizes = os.environ.get("PENSTOCK_BENCH_SIZES", ",".join(COUNTS)).split(",")
+        producers = os.environ.get("PENSTOCK_BENCH_PRODUCERS", "1,8").split(",")
+        return cls(int(os.environ.get("PENSTOCK_BENCH_ROUNDS", "9")), sizes, [int(many) for many in producers])
+
+
 async def _measure() -> dict[str, Any]:
-    rounds = int(os.environ.get("PENSTOCK_BENCH_ROUNDS", ROUNDS))
-    setup: dict[str, Any] = {"rounds": rounds, "payloads_per_round": COUNTS, "peaks_are_per_round": can_reset()}
+    extent = Extent.read()
+    setup = {**asdict(extent), "payloads_per_round": COUNTS, "peaks_are_per_round": can_reset()}
     async with AsyncExitStack() as stack:
         others = await _transferqueue(stack, setup)
         server, password = await _server(stack, setup)
         sides = [*await _stores(stack, server, password), *others]
-        cells = {(size, many): await _cell(sides, size, many, rounds) for size in COUNTS for many in PRODUCERS}
+        cells = await _cells(sides, extent, extent.sizes)
         figures, ratios = _figures(cells), _ratios(cells)
         await _append_only(server, password, "no")
-        without_aof = {("1mb", many): await _cell(sides, "1mb", many, rounds) for many in PRODUCERS}
+        without_aof = await _cells(sides, extent, ["1mb"])
         figures["without_aof"] = _figures(without_aof)
         ratios |= {f"{name}_without_aof": value for name, value in _ratios(without_aof).items()}
-    figures["index"], index_ratios = await _index(min(rounds, INDEX_ROUNDS))
+    figures["index"], index_ratios = await _index(min(extent.rounds, INDEX_ROUNDS))
     return {"bench": "queue", "ratio": ratios | index_ratios, "figures": figures, "setup": setup}
 
 
@@ -110,12 +126,21 @@ async def _transferqueue(stack: AsyncExitStack, setup: dict[str, Any]) -> list[S
 
 
 # what they come to -------------------------------------------------------------------------------------------------
-async def _cell(sides: Sequence[Side], size: str, producers: int, rounds: int) -> dict[str, Cell]:
-    payload_bytes = sum(values.nbytes for values in payload_arrays(size).values())
-    return await compare(sides, Plan(size, producers, COUNTS[size]), rounds, payload_bytes)
+Cells = dict[tuple[str, int], dict[str, Cell]]
+"""(size, producers) → side → cell"""
 
 
-def _figures(cells: dict[tuple[str, int], dict[str, Cell]]) -> dict[str, Any]:
+async def _cells(sides: Sequence[Side], extent: Extent, sizes: Sequence[str]) -> Cells:
+    cells = {}
+    for size in sizes:
+        payload_bytes = sum(values.nbytes for values in payload_arrays(size).values())
+        for producers in extent.producers:
+            plan = Plan(size, producers, COUNTS[size])
+            cells[size, producers] = await compare(sides, plan, extent.rounds, payload_bytes)
+    return cells
+
+
+def _figures(cells: Cells) -> dict[str, Any]:
     """side → size → ``N producers`` → figures"""
     figures: dict[str, Any] = {}
     for (size, producers), by_side in cells.items():
@@ -124,7 +149,7 @@ def _figures(cells: dict[tuple[str, int], dict[str, Cell]]) -> dict[str, Any]:
     return figures
 
 
-def _ratios(cells: dict[tuple[str, int], dict[str, Cell]]) -> dict[str, float]:
+def _ratios(cells: Cells) -> dict[str, float]:
     """``ledger_over_STORE_SIZE`` with one producer, ``…_8_producers`` with more; only of stores that ran."""
     ratios: dict[str, float] = {}
     for (size, producers), by_side in cells.items():

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,7 +29,7 @@ class ChildError(Exception):
 
 
 class Child:
-    """The benchmark's end. `start` returns once the process runs; `stop` ends it and all it started."""
+    """The benchmark's end. `start` returns once the process runs; `stop` ends it and its process group."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: IO[bytes], name: str) -> None:
         self._process = process
@@ -79,16 +80,20 @@ class Child:
         return answer
 
     async def stop(self, timeout_s: float = 60.0) -> None:
-        """Close its stdin and wait; what has not ended after `timeout_s` is killed, with its process group."""
+        """Close its stdin, wait, and kill what is left of its process group. Twice is harmless."""
+        if self._log.closed:
+            return
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
         except TimeoutError:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             await self._process.wait()
         finally:
+            with suppress(ProcessLookupError):  # nobody of its group is left
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._log.close()
 
     def _last_words(self) -> str:
