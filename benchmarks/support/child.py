@@ -102,10 +102,18 @@ class Child:
         return "".join(f"\n    {line}" for line in lines[-15:])
 
 
-def answer_questions(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """The child's end: answer until stdin ends."""
+def own_stdout() -> IO[str]:
+    """The child's first act: what it prints, and what its children inherit, is stderr from now on.
+
+    Else the benchmark would wait for a dead child's answer for as long as a child of that one holds the pipe.
+    """
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return replies
+
+
+def answer_questions(replies: IO[str], answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """The child's end: answer until stdin ends."""
     for line in sys.stdin:
         replies.write(json.dumps(answer(json.loads(line))) + "\n")
         replies.flush()

@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from benchmarks.support.arrays import payload_arrays
-from benchmarks.support.child import answer_questions
+from benchmarks.support.child import answer_questions, own_stdout
 from benchmarks.support.ledger_calls import GROUP_SIZE, consume_step, leased_work, open_ledger, start_run
 from penstock.transfer_queue.codec import encode_trajectory
 from penstock.transfer_queue.ledger import Lease
@@ -148,10 +148,11 @@ class Ledgers:
 
 
 def main() -> None:
+    replies = own_stdout()
     kind, url = sys.argv[1:]
     store = {"raw": Raw, "ledger": Ledgers}[kind](url, os.environ["PENSTOCK_BENCH_PASSWORD"])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        answer_questions(lambda question: runner.run(getattr(store, question.pop("do"))(**question)))
+        answer_questions(replies, lambda question: runner.run(getattr(store, question.pop("do"))(**question)))
 
 
 if __name__ == "__main__":

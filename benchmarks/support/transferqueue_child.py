@@ -21,7 +21,7 @@ import ray
 import torch
 import transfer_queue as tq
 from arrays import payload_arrays
-from child import answer_questions
+from child import answer_questions, own_stdout
 from tensordict import TensorDict
 
 PARTITION = "train"
@@ -96,6 +96,7 @@ def check(data: TensorDict, size: str, count: int) -> None:
 
 
 def main() -> None:
+    replies = own_stdout()
     folder = tempfile.mkdtemp(prefix="tq-", dir="/tmp")  # ray's socket paths must stay short
     try:
         ray.init(
@@ -109,7 +110,7 @@ def main() -> None:
             _temp_dir=folder,
         )
         tq.init()
-        answer_questions(Driver().answer)
+        answer_questions(replies, Driver().answer)
     finally:
         tq.close()
         ray.shutdown()

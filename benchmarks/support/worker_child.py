@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from benchmarks.support.child import answer_questions
+from benchmarks.support.child import answer_questions, own_stdout
 from benchmarks.support.index import TINY
 from benchmarks.support.ledger_calls import open_ledger
 from penstock.transfer_queue.ledger import Lease, Ledger
@@ -55,10 +55,11 @@ async def _complete(ledger: Ledger, lease: Lease, version: int) -> None:
 
 
 def main() -> None:
+    replies = own_stdout()
     name, url = sys.argv[1:]
     password = os.environ["PENSTOCK_BENCH_PASSWORD"]
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        answer_questions(lambda question: runner.run(work(name, url, password, **question)))
+        answer_questions(replies, lambda question: runner.run(work(name, url, password, **question)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from benchmarks.support.summary import median_of, quantile
 
 ECHO = """
 import subprocess, sys
-from benchmarks.support.child import answer_questions
+from benchmarks.support.child import answer_questions, own_stdout
+replies = own_stdout()
 grandchild = subprocess.Popen(["sleep", "600"])
 held = []
 def answer(question):
@@ -26,7 +27,7 @@ def answer(question):
     if "fail" in question:
         raise ValueError(question["fail"])
     return {"echo": question, "grandchild": grandchild.pid}
-answer_questions(answer)
+answer_questions(replies, answer)
 """
 
 
