@@ -99,4 +99,8 @@ def limits_of(config: RunConfig) -> Limits:
         max_attempts=queue.max_attempts,
         lease_ttl_s=queue.lease_ttl_s,
         max_bytes=queue.max_bytes,
+        max_groups=queue.max_groups,
+        filter_groups=queue.filter_groups,
+        max_filtered_steps=queue.max_filtered_steps,
+        quotas=queue.quotas,
     )

@@ -57,18 +57,18 @@ def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> di
     """
     trained = Counter(episode for row in steps for episode in row["episodes"])
     episodes = status.episodes
-    counted = episodes.get("dropped", 0)
+    reasons = {f"episodes_{name}": episodes.get(name, 0) for name in ("dropped", "filtered", "unrewarded", "buried")}
     still_held = len(held - set(trained))
     return {
         "episodes": episodes.get("completed", 0),
         "episodes_trained": len(trained),
         "episodes_held": still_held,
-        "episodes_dropped": counted,
+        **reasons,
         "episodes_failed": episodes.get("failed", 0),
         "episodes_retried": episodes.get("retried", 0),
         "leases_expired": episodes.get("expired", 0),
         "trained_twice": sum(1 for times in trained.values() if times > 1),
-        "lost": episodes.get("completed", 0) - len(trained) - still_held - counted,
+        "lost": episodes.get("completed", 0) - len(trained) - still_held - sum(reasons.values()),
     }
 
 

@@ -38,9 +38,12 @@ def may_ship(left: Sequence[int], step: int, groups_per_step: int) -> bool:
     return all(count_due(left, t) <= (t - step) * groups_per_step for t in range(step, last + 1))
 
 
-def bytes_allow(unconsumed: int, max_bytes: int, groups_in_system: int, groups_per_step: int) -> bool:
-    """Back-pressure. One step's worth of groups is always admitted: else a full ledger could never ship, nor empty."""
-    return unconsumed <= max_bytes or groups_in_system < groups_per_step
+def room_allows(unconsumed: int, max_bytes: int, groups: int, max_groups: int, groups_per_step: int) -> bool:
+    """Back-pressure, with `groups` in the system. One step's worth of groups is always admitted: else a full ledger
+    could never ship, nor empty."""
+    if groups < groups_per_step:
+        return True
+    return (max_groups == 0 or groups < max_groups) and unconsumed <= max_bytes
 
 
 def enough_members(rewarded: int, group_size: int, min_group: int) -> bool:

@@ -30,20 +30,23 @@ class Finished:
     """A checked, packed trajectory with the few numbers that the index keeps."""
 
     blob: bytes
-    rewarded: bool
+    reward: float | None
+    tokens: int
     lowest_version: int | None
     """Oldest version of any sampled token; None where nothing was sampled."""
     highest_version: int
 
 
-def finish(lease: Lease, trajectory: Trajectory, max_bytes: int = MAX_PAYLOAD_BYTES) -> Finished:
+def finish(lease: Lease, trajectory: Trajectory, max_bytes: int = MAX_PAYLOAD_BYTES, compression="none") -> Finished:
     """Check and pack the trajectory of `lease`. Raises `BadPayload` naming the field."""
     check_trajectory(lease, trajectory)
     blob = encode_trajectory(trajectory)
     if len(blob) > max_bytes:
         raise BadPayload(f"payload of {trajectory.episode_id}: {len(blob)} bytes, over the limit of {max_bytes}")
     highest = max((int(s.version_spans[:, 0].max()) for s in trajectory.segments if len(s.version_spans)), default=0)
-    return Finished(blob, trajectory.reward is not None, trajectory.min_version, highest)
+    return Finished(
+        blob, trajectory.reward, sum(len(s.response_ids) for s in trajectory.segments), trajectory.min_version, highest
+    )
 
 
 def check_trajectory(lease: Lease, trajectory: Trajectory) -> None:
@@ -81,6 +84,8 @@ def check_tasks(tasks: Sequence[Task]) -> None:
                     f"task {task.task_id!r}: {field} must be 1 to {MAX_TASK_ID_CHARS} printable ASCII characters"
                     f" without spaces, not {value!r}"
                 )
+        if abs(task.priority) > 1000:
+            raise LedgerError(f"priority {task.priority}")
         if task.min_version < 0:
             raise LedgerError(f"task {task.task_id}: min_version is {task.min_version}, below 0")
 

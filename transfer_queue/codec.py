@@ -115,3 +115,31 @@ def _segment(arrays: Arrays, index: int) -> Segment:
 
 def _mutable(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
+
+
+from penstock.transfer_queue.trajectory import FieldValues
+from penstock.transfer_queue.ledger import LedgerError
+
+
+def get_fields(blob, fields, start=0, stop=None):
+    t = decode_trajectory(blob)
+    plain = {}
+    segs = [{} for _ in t.segments]
+    for f in fields:
+        if f in SEGMENT_DTYPES:
+            for s, o in zip(t.segments, segs):
+                v = getattr(s, f)
+                o[f] = v[start:stop] if f in ("response_ids", "response_mask", "response_logprobs") else v
+        elif hasattr(t, f):
+            plain[f] = getattr(t, f)
+        else:
+            raise LedgerError(f"{f}: no such field; response_mask")
+    return FieldValues(t.episode_id, plain, segs)
+
+
+def wanted_fields(h, f):
+    return []
+
+
+def values_of(*a):
+    raise NotImplementedError

@@ -1,9 +1,13 @@
 """Names of the ledger's keys in Redis.
 
-    penstock:{RUN}:run              hash: limits, version, steps, byte counts; KEYS[1] of every script
-    penstock:{RUN}:group:TASK_ID    hash: a group and its members
-    penstock:{RUN}:journal:EPISODE  hash: nonce → position and packed entry
-    penstock:payload:RUN:EPISODE@FENCE   string: a packed trajectory
+    penstock:{RUN}:run                   hash: limits and configuration; KEYS[1] of every script
+    penstock:{RUN}:steps                 hash: version, next and committed step, announcement, batch:STEP → groups
+    penstock:{RUN}:counters, counts      hashes: bytes, fences, the cursor; what ever happened
+    penstock:{RUN}:queue[:SOURCE], admitted, ready, open:train, open:other, leases, letters   sorted sets
+    penstock:{RUN}:group:TASK_ID         hash: a group and its members
+    penstock:{RUN}:task:TASK_ID          string: its packed task
+    penstock:{RUN}:journal:EPISODE       hash: nonce → position and packed entry
+    penstock:payload:RUN:EPISODE@FENCE   string: a packed trajectory, see `payloads`
 
 Index keys share the hash tag ``{RUN}``, so that a script may touch all of them in a Redis Cluster; payloads do not, so
 that they may spread. The fence in a payload's name keeps a late writer from overwriting what was acknowledged.
@@ -26,13 +30,15 @@ class Keys:
             raise LedgerError(f"run name {run!r}: letters, digits, '.', '_' and '-' only, at most 64")
         self.index = f"penstock:{{{run}}}:"
         self.run = self.index + "run"
+        self.steps = self.index + "steps"
+        self.counters = self.index + "counters"
         self.garbage = self.index + "garbage"
         self.updates = self.index + "updates"
         self._payload = f"penstock:payload:{run}:"
 
-    def payload(self, name: str) -> str:
+    def payload(self, name: str, piece: int = 0) -> str:
         """`name` is ``EPISODE@FENCE``."""
-        return self._payload + name
+        return f"{self._payload}{name}/{piece}" if piece else self._payload + name
 
     def patterns(self) -> list[str]:
         """Glob patterns of everything that belongs to the run (names hold no glob characters)."""

@@ -3,13 +3,16 @@ the Redis ledger is tested against."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from penstock.transfer_queue.accounting import MEMBER_COST, journal_cost, task_cost
 from penstock.transfer_queue.arithmetic import may_ship
+from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.checks import check_tasks, finish
-from penstock.transfer_queue.codec import decode_task, decode_trajectory, encode_journal, encode_task
+from penstock.transfer_queue.codec import decode_task, decode_trajectory, encode_journal, encode_task, get_fields
 from penstock.transfer_queue.ledger import (
     Announcement,
     BadPayload,
@@ -25,15 +28,24 @@ from penstock.transfer_queue.ledger import (
     Waiting,
     WeightUpdate,
 )
-from penstock.transfer_queue.memory_state import TRAIN, Group, MemoryState, split_episode
-from penstock.transfer_queue.trajectory import JournalEntry, Outcome, Task, Trajectory
+from penstock.transfer_queue.lengths import bucket_of, deciles
+from penstock.transfer_queue.memory_state import TRAIN, Group, Member, MemoryState, split_episode
+from penstock.transfer_queue.rows import EVER, check_limits
+from penstock.transfer_queue.trajectory import DataCursor, FieldValues, JournalEntry, Outcome, Task, Trajectory
 
 
 class MemoryLedger:
     """`Ledger` in memory. `clock` (seconds) is the ledger's own time, for tests of leases."""
 
-    def __init__(self, *, registry_ttl_s: float = 6.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        registry_ttl_s: float = 6.0,
+        clock: Callable[[], float] = time.monotonic,
+        batch_log: BatchLog | None = None,
+    ) -> None:
         self._clock = clock
+        self._batch_log = batch_log
         self._registry_ttl_s = registry_ttl_s
         self._forget_everything()
 
@@ -46,6 +58,7 @@ class MemoryLedger:
 
     # the run -------------------------------------------------------------------------------------------------------
     async def create_run(self, limits: Limits, config: str) -> None:
+        check_limits(limits)
         if self._config is not None and self._state.limits != limits:
             raise LedgerError(f"the run exists with other limits: {self._state.limits}, not {limits}")
         self._state.limits = limits
@@ -57,19 +70,25 @@ class MemoryLedger:
         return self._config
 
     # data ----------------------------------------------------------------------------------------------------------
-    async def submit(self, tasks: Sequence[Task], cursor: int | None = None) -> int:
+    async def submit(self, tasks: Sequence[Task], cursor: DataCursor | None = None) -> int:
         await self.config()
         check_tasks(tasks)
-        if cursor is not None and cursor <= self._state.cursor:
+        state = self._state
+        packed = {task.task_id: encode_task(task) for task in tasks}
+        if cursor is not None and cursor <= state.cursor:
             return 0
-        new = {task.task_id: task for task in tasks if task.task_id not in self._state.groups}
-        for task in new.values():
-            self._state.add_group(decode_task(encode_task(task)))
-        self._state.counts["submitted"] += sum(task.lane == TRAIN for task in new.values())
-        self._state.cursor = self._state.cursor if cursor is None else cursor
+        new = {
+            name: blob for name, blob in packed.items() if name not in state.groups | dict.fromkeys(state.trained_ahead)
+        }
+        state.trained_ahead -= set(packed)
+        for blob in new.values():
+            task = decode_task(blob)
+            state.add_group(task, task_cost(len(blob)), MEMBER_COST)
+            state.counts["submitted"] += task.lane == TRAIN
+        state.cursor = state.cursor if cursor is None else cursor
         return len(new)
 
-    async def cursor(self) -> int:
+    async def cursor(self) -> DataCursor:
         return self._state.cursor
 
     # agent workers -------------------------------------------------------------------------------------------------
@@ -101,9 +120,10 @@ class MemoryLedger:
         return lost
 
     async def journal(self, lease: Lease, entry: JournalEntry) -> None:
-        size = len(encode_journal(entry))
+        size = journal_cost(len(encode_journal(entry)))
         _, member = self._state.owned(lease.episode_id, lease.fence)
         member.journal.append((entry, size))
+        member.tokens += 0 if entry.ids is None else len(entry.ids)
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         result = finish(lease, trajectory)
@@ -112,12 +132,12 @@ class MemoryLedger:
         group, member = self._state.owned(lease.episode_id, lease.fence)
         if result.highest_version > self._state.version:
             raise BadPayload(f"version_spans: version {result.highest_version} is newer than {self._state.version}")
-        member.state, member.payload, member.rewarded = "done", result.blob, result.rewarded
+        member.state, member.payload, member.reward = "done", result.blob, result.reward
         member.outcome, member.journal = trajectory.outcome, []
-        if result.rewarded and result.lowest_version is not None:
-            known = result.lowest_version if group.lowest_version is None else group.lowest_version
-            group.lowest_version = min(known, result.lowest_version)
-        self._state.counts["completed"] += group.is_train
+        member.tokens, member.lowest_version = result.tokens, result.lowest_version
+        if group.is_train:
+            self._state.counts["completed"] += 1
+            self._state.lengths[bucket_of(result.tokens)] += 1
         if group.ended:
             self._state.end_group(group)
 
@@ -142,8 +162,8 @@ class MemoryLedger:
 
     def _give_up(self, episode_id: str, group: Group, index: int, outcome: Outcome) -> None:
         member = group.members[index]
-        journal = [entry for entry, _ in member.journal]
-        self._state.letters[episode_id] = DeadLetter(episode_id, outcome, member.attempts, journal)
+        letter = DeadLetter(episode_id, outcome, member.attempts, [entry for entry, _ in member.journal])
+        self._state.put_letter(letter, [size for _, size in member.journal])
         member.state, member.outcome, member.journal = "failed", outcome, []
         self._state.counts["failed"] += group.is_train
         if group.ended:
@@ -168,8 +188,9 @@ class MemoryLedger:
             )
         if step > state.version + 1:
             return Waiting(f"version {step - 1} is not published yet; only one step ahead is leased")
-        if state.limits.overage == "drop":
+        if state.limits.overage != "mask":
             state.drop_over_age(step)
+        self._check_filtered(step)
         ready = sorted(state.in_state("ready"), key=lambda group: (group.due, group.seq))
         batch, left = ready[:per_step], ready[per_step:] + state.in_state("admitted")
         if len(batch) < per_step:
@@ -181,21 +202,58 @@ class MemoryLedger:
 
     def _ship(self, step: int, batch: list[Group]) -> Batch:
         for group in batch:
-            group.state, group.step = "shipped", step
+            self._state.ship(group, step)
+        self._state.filtered_since = 0
         self._state.batches[step] = [group.task.task_id for group in batch]
         self._state.next_step += 1
         return Batch(step, [group.rewarded_episodes() for group in batch])
 
+    def _check_filtered(self, step: int) -> None:
+        filtered, limits = self._state.filtered_since, self._state.limits
+        if 0 < limits.max_filtered_steps * limits.groups_per_step < filtered:
+            raise LedgerError(
+                f"step {step}: {filtered} groups had equal rewards and were filtered, more than"
+                f" {limits.max_filtered_steps} steps of {limits.groups_per_step} (max_filtered_steps)"
+            )
+
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
         return [decode_trajectory(self._payload(episode_id)) for episode_id in episode_ids]
 
-    def _payload(self, episode_id: str) -> bytes:
+    async def get(
+        self, episode_ids: Sequence[str], fields: Sequence[str], start: int = 0, stop: int | None = None
+    ) -> list[FieldValues]:
+        return [get_fields(self._payload(episode_id), fields, start, stop) for episode_id in episode_ids]
+
+    def _member(self, episode_id: str) -> Member | None:
         task_id, index = split_episode(episode_id)
         group = self._state.groups.get(task_id)
-        payload = group.members[index].payload if group and index < len(group.members) else None
-        if payload is None:
+        return group.members[index] if group and index < len(group.members) else None
+
+    def _payload(self, episode_id: str) -> bytes:
+        member = self._member(episode_id)
+        if member is not None and member.spilled and self._batch_log is not None:
+            return self._batch_log.read(None, [episode_id])[episode_id]
+        if member is None or member.payload is None:
             raise BadPayload(f"{episode_id}: no payload; not completed, or its step is committed")
-        return payload
+        return member.payload
+
+    async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
+        if self._batch_log is None:
+            raise LedgerError("spill: this ledger was made without a batch log")
+        if step >= self._state.version:
+            raise StepError(f"spill of step {step}: version {step + 1} is not published")
+        trained = {
+            e for name in self._state.batches.get(step, []) for e in self._state.groups[name].rewarded_episodes()
+        }
+        members = {name: self._member(name) for name in episode_ids if name in trained}
+        held = {name: member for name, member in members.items() if member is not None and member.payload is not None}
+        if held:
+            blobs = {name: member.payload for name, member in held.items() if member.payload is not None}
+            self._batch_log.append(step, blobs, secrets.token_hex(8))
+        for member in held.values():
+            member.payload, member.spilled = None, True
+        self._state.counts["spilled"] += len(held)
+        return len(held)
 
     async def publish_version(self, announcement: Announcement) -> bool:
         version = announcement.version
@@ -216,17 +274,48 @@ class MemoryLedger:
         self._state.announcement = announcement
         return True
 
-    async def commit(self, step: int) -> None:
-        state = self._state
-        if step > state.next_step:
-            raise StepError(f"commit of {step}: only steps below {state.next_step} were leased")
+    async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
+        state, known = self._state, batches or {}
+        for lost in range(state.next_step, step):
+            if lost not in known:
+                raise StepError(
+                    f"commit of {step}: step {lost} was never leased here; steps below {state.next_step} were"
+                )
         for done in range(state.committed_step, step):
-            groups = [state.groups.pop(name) for name in state.batches.pop(done)]
-            episodes = sum(len(group.rewarded_episodes()) for group in groups)
-            state.counts["committed"] += episodes
-            state.counts["trained"] += episodes if done >= state.version else 0
-            state.counts["committed_groups"] += len(groups)
+            if done in state.batches:
+                self._forget_fixed(done)
+            else:
+                self._forget_trained(known[done])
+        if step > state.next_step:
+            state.next_step = state.version = step
+            state.announcement = None
         state.committed_step = max(state.committed_step, step)
+        if self._batch_log is not None:
+            self._batch_log.drop_below(step)
+
+    def _forget_fixed(self, step: int) -> None:
+        state = self._state
+        groups = [state.groups.pop(name) for name in state.batches.pop(step)]
+        episodes = sum(len(group.rewarded_episodes()) for group in groups)
+        state.counts["committed"] += episodes
+        state.counts["trained"] += episodes if step >= state.version else 0
+        state.counts["committed_groups"] += len(groups)
+
+    def _forget_trained(self, groups: Sequence[Sequence[str]]) -> None:
+        """A step that a checkpoint holds and this ledger has lost: its groups are forgotten wherever they are."""
+        state = self._state
+        for episodes in groups:
+            task_id, _ = split_episode(episodes[0])
+            state.counts["trained"] += len(episodes)
+            state.counts["committed"] += len(episodes)
+            state.counts["committed_groups"] += 1
+            group = state.groups.pop(task_id, None)
+            finished = set() if group is None else {group.episode(i) for i, m in enumerate(group.members) if m.payload}
+            state.counts["completed"] += len(set(episodes) - finished)
+            state.counts["unrewarded"] += len(finished - set(episodes))
+            if group is None:
+                state.trained_ahead.add(task_id)
+                state.counts["submitted"] += 1
 
     async def rewind(self, step: int) -> int:
         if not self._state.committed_step <= step <= self._state.next_step:
@@ -261,7 +350,7 @@ class MemoryLedger:
             f"{group.task.task_id}#{index}"
             for group in here
             for index, member in enumerate(group.members)
-            if group.is_train and member.state == "done"
+            if group.is_train and (member.payload is not None or member.spilled)
         }
 
     # other lanes ---------------------------------------------------------------------------------------------------
@@ -274,7 +363,7 @@ class MemoryLedger:
         _refuse_train(lane)
         for name in [name for name, group in self._state.groups.items() if group.task.lane == lane]:
             del self._state.groups[name]
-            self._state.letters.pop(f"{name}#0", None)
+            self._state.drop_letter(f"{name}#0")
 
     # watching ------------------------------------------------------------------------------------------------------
     async def add_wait(self, role: str, cause: str, seconds: float) -> None:
@@ -283,17 +372,20 @@ class MemoryLedger:
     async def status(self) -> Status:
         state = self._state
         workers = Counter(member.worker for _, _, member in state.leased())
-        letters = sum(size for letter in state.letters.values() for size in map(_entry_size, letter.journal))
+        ages = {name: state.age_s(name) for name in ("queued", "admitted", "ready")}
         return Status(
             version=state.version,
             step=state.next_step,
             committed_step=state.committed_step,
             groups=self._count_groups(),
             episodes=self._count_episodes(),
-            bytes=state.held_bytes(state.groups.values()) + letters,
+            bytes=state.held_bytes(),
+            unconsumed_bytes=state.waiting_bytes(),
             waits_s=dict(self._waits),
             workers=dict(workers),
             other_lanes=self._count_lanes(),
+            ages_s={name: age for name, age in ages.items() if age is not None},
+            over_age=deciles(state.lengths, state.over_age_lengths),
         )
 
     def _count_groups(self) -> dict[str, int]:
@@ -305,6 +397,7 @@ class MemoryLedger:
             "trained": sum(group.step < state.version for group in shipped),
             "committed": state.counts["committed_groups"],
             "dropped_over_age": state.counts["dropped_over_age"],
+            "filtered": state.counts["filtered_groups"],
             "submitted": state.counts["submitted"],
         }
 
@@ -313,8 +406,7 @@ class MemoryLedger:
         unended = state.in_state("queued", "admitted")
         queued = sum(member.state == "queued" for group in unended for member in group.members)
         leased = sum(group.is_train for group, _, _ in state.leased())
-        ever = ("completed", "failed", "retried", "expired", "trained", "committed", "dropped")
-        return {"queued": queued, "leased": leased} | {name: state.counts[name] for name in ever}
+        return {"queued": queued, "leased": leased} | {name: state.counts[name] for name in EVER}
 
     def _count_lanes(self) -> dict[str, dict[str, int]]:
         lanes: dict[str, Counter[str]] = {}
@@ -324,8 +416,11 @@ class MemoryLedger:
                 lanes.setdefault(group.task.lane, Counter(queued=0, leased=0, done=0))[name] += 1
         return {lane: dict(counts) for lane, counts in lanes.items()}
 
-    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
-        return list(self._state.letters.values())[:limit]
+    async def dead_letters(self, limit: int = 100, start: int = 0) -> list[DeadLetter]:
+        return list(self._state.letters.values())[start : start + limit]
+
+    async def dead_letter(self, episode_id: str) -> DeadLetter | None:
+        return self._state.letters.get(episode_id)
 
     async def requeue(self, episode_id: str) -> None:
         if episode_id not in self._state.letters:
@@ -335,7 +430,7 @@ class MemoryLedger:
         if group is None or group.state not in ("dead", "done"):
             raise LedgerError(f"{episode_id}: its group went on without it; there is nothing to queue again")
         for index in range(len(group.members)):
-            self._state.letters.pop(group.episode(index), None)
+            self._state.drop_letter(group.episode(index))
         self._state.revive(group)
 
     async def drop_run(self) -> int:
@@ -351,10 +446,6 @@ def _slow_names(groups: list[Group], limit: int = 5) -> str:
     """The running groups that are due first, with the step by which each must ship."""
     running = sorted((g for g in groups if g.state == "admitted"), key=lambda group: (group.due, group.seq))
     return ", ".join(f"{group.task.task_id} by step {group.due}" for group in running[:limit])
-
-
-def _entry_size(entry: JournalEntry) -> int:
-    return len(encode_journal(entry))
 
 
 def _refuse_train(lane: str) -> None:

@@ -6,14 +6,18 @@ What one Lua script does at once is done here between two awaits, so nothing int
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
-from penstock.transfer_queue.arithmetic import bytes_allow, enough_members, may_admit
+from penstock.transfer_queue.accounting import payload_cost
+from penstock.transfer_queue.arithmetic import enough_members, may_admit, room_allows
 from penstock.transfer_queue.ledger import Announcement, DeadLetter, LeaseLost, Limits
-from penstock.transfer_queue.trajectory import JournalEntry, Outcome, Task
+from penstock.transfer_queue.lengths import bucket_of
+from penstock.transfer_queue.trajectory import DataCursor, JournalEntry, Outcome, Task
 
 TRAIN = "train"
+JOURNALS_KEPT = 100
+"""Dead letters beyond the newest of these keep their cause and lose their journal."""
 DEFAULT_LIMITS = Limits(group_size=1, groups_per_step=1, max_staleness=0)
 
 
@@ -29,14 +33,23 @@ class Member:
     attempts: int = 0
     expires_at: float = 0.0
     journal: list[tuple[JournalEntry, int]] = field(default_factory=list)
-    """Entries and their packed sizes in bytes."""
+    """Entries and what they count for in bytes."""
     payload: bytes | None = None
-    rewarded: bool = False
+    spilled: bool = False
+    reward: float | None = None
+    lowest_version: int | None = None
+    tokens: int = 0
+    """Length of the response; before the end, tokens journaled so far."""
     outcome: Outcome | None = None
 
     @property
+    def rewarded(self) -> bool:
+        return self.reward is not None
+
+    @property
     def held_bytes(self) -> int:
-        return sum(size for _, size in self.journal) + len(self.payload or b"")
+        payload = 0 if self.payload is None else payload_cost(len(self.payload))
+        return payload + sum(size for _, size in self.journal)
 
 
 @dataclass(slots=True)
@@ -46,11 +59,16 @@ class Group:
     task: Task
     seq: int
     members: list[Member]
+    cost: int
+    """Bytes of the task and its bookkeeping."""
+    members_cost: int
+    """Bytes of the episodes' bookkeeping, once they may run."""
+    since: float
+    """When it came to be in its state."""
     state: str = "queued"
     floor: int = 0
     due: int = 0
     step: int = -1
-    lowest_version: int | None = None
 
     @property
     def is_train(self) -> bool:
@@ -59,6 +77,15 @@ class Group:
     @property
     def ended(self) -> bool:
         return all(member.state in ("done", "failed") for member in self.members)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [member.reward for member in self.members if member.reward is not None]
+
+    @property
+    def lowest_version(self) -> int | None:
+        found = [m.lowest_version for m in self.members if m.rewarded and m.lowest_version is not None]
+        return min(found, default=None)
 
     def episode(self, index: int) -> str:
         return f"{self.task.task_id}#{index}"
@@ -85,10 +112,18 @@ class MemoryState:
         self.version = 0
         self.next_step = 0
         self.committed_step = 0
-        self.cursor = 0
+        self.cursor = DataCursor()
+        self.trained_ahead: set[str] = set()
+        """Tasks that a checkpoint trained and that this ledger has lost; they are not queued again."""
+        self.filtered_since = 0
+        """Groups filtered since the last step was fixed."""
+        self.lengths: Counter[int] = Counter()
+        self.over_age_lengths: Counter[int] = Counter()
         self.announcement: Announcement | None = None
         self.counts: Counter[str] = Counter()
         self.letters: dict[str, DeadLetter] = {}
+        self.letter_bytes: dict[str, list[int]] = {}
+        """What the journals of dead letters count for."""
         self._seq = 0
         self._fence = 0
 
@@ -115,8 +150,22 @@ class MemoryState:
         ]
         return [(group, index) for *_, group, index in sorted(found, key=lambda row: row[:3])]
 
-    def held_bytes(self, groups: Iterable[Group]) -> int:
-        return sum(member.held_bytes for group in groups for member in group.members)
+    def waiting_bytes(self) -> int:
+        """Payloads and journals that count for back-pressure."""
+        return sum(member.held_bytes for group in self.unconsumed() for member in group.members)
+
+    def held_bytes(self) -> int:
+        """Everything that is stored, as Redis would count it."""
+        members = (member.held_bytes for group in self.groups.values() for member in group.members)
+        letters = sum(size for sizes in self.letter_bytes.values() for size in sizes)
+        groups = (g.cost + (g.members_cost if g.state != "queued" else 0) for g in self.groups.values())
+        return sum(groups) + sum(members) + letters
+
+    def age_s(self, state: str) -> float | None:
+        """How long the group that is first in `state` has been there."""
+        order = {"queued": _queue_rank, "admitted": _due_rank, "ready": _due_rank}[state]
+        groups = sorted(self.in_state(state), key=order)
+        return self.clock() - groups[0].since if groups else None
 
     def unconsumed(self) -> list[Group]:
         """Groups in the system whose step is not published yet."""
@@ -124,13 +173,17 @@ class MemoryState:
         return self.in_state("admitted", "ready") + shipped
 
     # episodes ------------------------------------------------------------------------------------------------------
-    def add_group(self, task: Task) -> None:
+    def add_group(self, task: Task, cost: int, member_cost: int) -> None:
         size = self.limits.group_size if task.lane == TRAIN else 1
-        group = Group(task, self._seq, [Member() for _ in range(size)])
+        members = [Member() for _ in range(size)]
+        group = Group(task, self._seq, members, cost, size * member_cost, self.clock())
         if not group.is_train:
             group.state, group.floor = "lane", task.min_version
         self._seq += 1
         self.groups[task.task_id] = group
+
+    def change(self, group: Group, state: str) -> None:
+        group.state, group.since = state, self.clock()
 
     def new_fence(self) -> int:
         self._fence += 1
@@ -158,58 +211,112 @@ class MemoryState:
                 self.counts["expired"] += group.is_train
 
     def end_group(self, group: Group) -> None:
-        """All members have ended: the group is ready for the trainer, dead, or done (other lanes)."""
+        """All members have ended: the group is ready for the trainer, filtered, dead, or done (other lanes)."""
         if not group.is_train:
-            group.state = "done"
+            self.change(group, "done")
             return
-        for member in group.members:
-            if not member.rewarded:
-                member.payload = None
-        rewarded = len(group.rewarded_episodes())
-        if not enough_members(rewarded, len(group.members), self.limits.min_group):
+        rewards = group.rewards
+        if not enough_members(len(rewards), len(group.members), self.limits.min_group):
             self._bury(group)
-            return
-        lowest = group.floor if group.lowest_version is None else group.lowest_version
-        group.state, group.due = "ready", lowest + self.limits.max_staleness
+        elif self.limits.filter_groups == "zero_variance" and min(rewards) == max(rewards):
+            self._filter(group)
+        else:
+            self._free_unrewarded(group)
+            lowest = group.floor if group.lowest_version is None else group.lowest_version
+            group.due = lowest + self.limits.max_staleness
+            self.change(group, "ready")
+
+    def _free_unrewarded(self, group: Group) -> None:
+        for member in group.members:
+            if member.payload is not None and not member.rewarded:
+                member.payload = None
+                self.counts["unrewarded"] += 1
+
+    def _filter(self, group: Group) -> None:
+        self.counts["filtered_groups"] += 1
+        self.counts["filtered"] += sum(member.state == "done" for member in group.members)
+        self.filtered_since += 1
+        del self.groups[group.task.task_id]
 
     def _bury(self, group: Group) -> None:
-        group.state = "dead"
+        self.change(group, "dead")
         for index, member in enumerate(group.members):
-            member.payload = None
-            if member.state == "done" and not member.rewarded and member.outcome is not None:
-                self.letters[group.episode(index)] = DeadLetter(
-                    group.episode(index), member.outcome, member.attempts, []
-                )
+            if member.payload is not None:
+                member.payload = None
+                self.counts["buried"] += 1
+                if not member.rewarded and member.outcome is not None:
+                    self.put_letter(DeadLetter(group.episode(index), member.outcome, member.attempts, []), [])
+
+    def put_letter(self, letter: DeadLetter, sizes: list[int]) -> None:
+        """`sizes`: what the entries of its journal count for."""
+        self.letters[letter.episode_id] = letter
+        self.letter_bytes[letter.episode_id] = sizes
+        for name in list(self.letters)[:-JOURNALS_KEPT]:
+            self.letters[name] = replace(self.letters[name], journal=[])
+            self.letter_bytes[name] = []
+
+    def drop_letter(self, episode_id: str) -> None:
+        self.letters.pop(episode_id, None)
+        self.letter_bytes.pop(episode_id, None)
 
     def revive(self, group: Group) -> None:
         """Queue a dead group again as it was submitted, at its old place in the order."""
         group.members = [Member() for _ in group.members]
-        group.state = "queued" if group.is_train else "lane"
-        group.lowest_version = None
+        self.change(group, "queued" if group.is_train else "lane")
 
     def drop_over_age(self, step: int) -> None:
         for group in self.in_state("admitted", "ready"):
             if group.due < step:
-                self.counts["dropped_over_age"] += 1
-                self.counts["dropped"] += len(group.members)
-                del self.groups[group.task.task_id]
+                self._drop(group)
+
+    def _drop(self, group: Group) -> None:
+        """Members that have not ended count with what they have journaled."""
+        self.counts["dropped_over_age"] += 1
+        for member in group.members:
+            self.counts["dropped"] += member.state == "done"
+            self.lengths[bucket_of(member.tokens)] += member.state in ("queued", "leased")
+            self.over_age_lengths[bucket_of(member.tokens)] += member.state != "failed"
+        del self.groups[group.task.task_id]
+
+    def ship(self, group: Group, step: int) -> None:
+        for member in group.members:
+            lowest = step if member.lowest_version is None else member.lowest_version
+            if member.rewarded and lowest + self.limits.max_staleness < step:
+                self.counts["masked"] += 1
+                self.over_age_lengths[bucket_of(member.tokens)] += 1
+        self.change(group, "shipped")
+        group.step = step
 
     # admission -----------------------------------------------------------------------------------------------------
     def admit(self, version: int) -> Group | None:
-        """Admit the oldest queued group for a worker at `version`, if both gates are open."""
-        system = self.unconsumed()
-        gate = bytes_allow(self.held_bytes(system), self.limits.max_bytes, len(system), self.limits.groups_per_step)
-        due = min(version, self.version) + self.limits.max_staleness
-        if not gate or not may_admit(due, self._unshipped_dues(), self.next_step, self.limits.groups_per_step):
+        """Admit the first queued group for a worker at `version`, if all gates are open."""
+        limits, groups = self.limits, len(self.unconsumed())
+        room = room_allows(self.waiting_bytes(), limits.max_bytes, groups, limits.max_groups, limits.groups_per_step)
+        due = min(version, self.version) + limits.max_staleness
+        if not room or not may_admit(due, self._unshipped_dues(), self.next_step, limits.groups_per_step):
             return None
-        for group in self.in_state("queued"):
-            if group.task.min_version <= version:
-                group.state, group.floor, group.due = "admitted", due - self.limits.max_staleness, due
+        for group in sorted(self.in_state("queued"), key=_queue_rank):
+            if group.task.min_version <= version and self._quota_allows(group):
+                group.floor, group.due = due - limits.max_staleness, due
+                self.change(group, "admitted")
                 return group
         return None
+
+    def _quota_allows(self, group: Group) -> bool:
+        source = group.task.data_source
+        used = sum(other.task.data_source == source for other in self.in_state("admitted", "ready"))
+        return source not in self.limits.quotas or used < self.limits.quotas[source]
 
     def _unshipped_dues(self) -> list[int]:
         """Under ``mask`` a group that is late while it runs takes nobody's place: it ships whenever it ends."""
         late_before = self.next_step if self.limits.overage == "mask" else 0
         running = [group.due for group in self.in_state("admitted") if group.due >= late_before]
         return running + [group.due for group in self.in_state("ready")]
+
+
+def _queue_rank(group: Group) -> tuple[int, int]:
+    return -group.task.priority, group.seq
+
+
+def _due_rank(group: Group) -> tuple[int, int]:
+    return group.due, group.seq

@@ -112,3 +112,26 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} {value!r:.80} is not plain data")
+
+
+HEAD_GUESS = 4096
+
+
+def blob_length(p):
+    return (
+        PREAMBLE.size + 0
+        if len(p) < PREAMBLE.size
+        else (lambda u: PREAMBLE.size + u[3] + (-u[3] % 8) + u[5])(PREAMBLE.unpack_from(p))
+    )
+
+
+class Head:
+    pass
+
+
+def head_length(p):
+    return 0
+
+
+def parse_head(p, k):
+    raise NotImplementedError

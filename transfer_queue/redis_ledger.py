@@ -1,17 +1,21 @@
 """The ledger in Redis. Each method is one script in ``lua/`` (its contract is in `ledger.Ledger`), besides payloads.
 
-A payload is stored before the script that acknowledges it runs, and is deleted after the script that forgets it: a
-client that dies in between leaves a payload that nobody names, never a name without its payload.
+A payload is stored before the script that acknowledges it, in the same round trip where one server holds both, and is
+deleted after the script that forgets it: a client that dies in between leaves a payload that nobody names, never a name
+without its payload.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from penstock.transfer_queue.accounting import MEMBER_COST, journal_cost, payload_cost, task_cost
+from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.checks import check_tasks, finish
-from penstock.transfer_queue.codec import decode_trajectory, encode_journal, encode_task, outcome_to_plain
+from penstock.transfer_queue.codec import encode_journal, encode_task, outcome_to_plain
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.connection import Connection
 from penstock.transfer_queue.keys import Keys
@@ -26,10 +30,13 @@ from penstock.transfer_queue.ledger import (
     Limits,
     ServerInfo,
     Status,
+    StepError,
     Waiting,
     WeightUpdate,
 )
 from penstock.transfer_queue.packing import pack_plain, unpack_plain
+from penstock.transfer_queue.payloads import Payloads, Stored
+from penstock.transfer_queue.reader import Reader
 from penstock.transfer_queue.rows import (
     lease_from_row,
     letter_from_row,
@@ -39,10 +46,8 @@ from penstock.transfer_queue.rows import (
     status_from_map,
     unpack_announcement,
 )
-from penstock.transfer_queue.trajectory import JournalEntry, Outcome, Task, Trajectory
+from penstock.transfer_queue.trajectory import DataCursor, FieldValues, JournalEntry, Outcome, Task, Trajectory
 
-READ_CHUNK = 64
-"""Payloads fetched by one command: bounds the reply that Redis and client hold at once."""
 SWEEP_CHUNK = 500
 SUBMIT_CHUNK = 1000
 """Tasks per script where no cursor asks for all at once: Redis serves nobody else meanwhile."""
@@ -51,11 +56,17 @@ SUBMIT_CHUNK = 1000
 class RedisLedger:
     """`Ledger` in Redis 6.2 or newer. Safe for many tasks of one event loop; made by `connect`, ended by `close`."""
 
-    def __init__(self, connection: Connection, run: str, registry_ttl_s: float) -> None:
+    def __init__(
+        self, connection: Connection, run: str, config: TransferQueueConfig, batch_log: BatchLog | None
+    ) -> None:
         self._connection = connection
         self._keys = Keys(run)
         self._run = run
-        self._registry_ttl_ms = round(registry_ttl_s * 1000)
+        self._registry_ttl_ms = round(config.registry_ttl_s * 1000)
+        self._compression = config.compression
+        self._payloads = Payloads(connection, self._keys)
+        self._batch_log = batch_log
+        self._reader = Reader(self._payloads, self._locate, batch_log)
 
     @classmethod
     async def connect(
@@ -65,12 +76,17 @@ class RedisLedger:
         config: TransferQueueConfig,
         password: str | None = None,
         username: str | None = None,
+        batch_log: BatchLog | None = None,
     ) -> RedisLedger:
-        """Connect to ``redis://``, ``rediss://`` or ``unix://``. Raises `LedgerUnavailable` after `config.deadline_s`,
-        `LedgerError` for a wrong login, a Redis older than 6.2 or one that evicts keys when full."""
+        """Connect to ``redis://``, ``rediss://`` or ``unix://``, one server or a cluster.
+
+        `batch_log` is where trained trajectories wait for their commit; only a trainer needs it. Raises
+        `LedgerUnavailable` after `config.deadline_s`, `LedgerError` for a wrong login, a Redis older than 6.2 or one
+        that evicts keys when full.
+        """
         Keys(run)
         connection = await Connection.connect(url, deadline_s=config.deadline_s, password=password, username=username)
-        return cls(connection, run, config.registry_ttl_s)
+        return cls(connection, run, config, batch_log)
 
     async def _script(self, name: str, *args: Any) -> Any:
         return await self._connection.script(name, self._keys.run, *args)
@@ -91,18 +107,19 @@ class RedisLedger:
         return str(config.decode())
 
     # data ----------------------------------------------------------------------------------------------------------
-    async def submit(self, tasks: Sequence[Task], cursor: int | None = None) -> int:
+    async def submit(self, tasks: Sequence[Task], cursor: DataCursor | None = None) -> int:
         check_tasks(tasks)
-        rows = [(task.task_id, task.lane, task.min_version, encode_task(task)) for task in tasks]
+        at = ("", "") if cursor is None else (cursor.epoch, cursor.index)
+        rows = [_submitted(task) for task in tasks]
         size = max(1, len(rows)) if cursor is not None else SUBMIT_CHUNK
         new = 0
         for start in range(0, max(1, len(rows)), size):
-            args = [item for row in rows[start : start + size] for item in row]
-            new += await self._script("submit", "" if cursor is None else cursor, *args)
+            new += await self._script("submit", *at, *[item for row in rows[start : start + size] for item in row])
         return new
 
-    async def cursor(self) -> int:
-        return int(await self._connection.command("HGET", self._keys.run, "cursor") or 0)
+    async def cursor(self) -> DataCursor:
+        epoch, index = await self._connection.command("HMGET", self._keys.counters, "epoch", "index")
+        return DataCursor(int(epoch or 0), int(index or 0))
 
     # agent workers -------------------------------------------------------------------------------------------------
     async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
@@ -115,20 +132,31 @@ class RedisLedger:
         return [episode.decode() for episode in lost]
 
     async def journal(self, lease: Lease, entry: JournalEntry) -> None:
-        await self._script("journal", lease.episode_id, lease.fence, _nonce(), encode_journal(entry))
+        packed = encode_journal(entry)
+        sampled = 0 if entry.ids is None else len(entry.ids)
+        size = journal_cost(len(packed))
+        await self._script("journal", lease.episode_id, lease.fence, _nonce(), packed, size, sampled)
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
-        result = finish(lease, trajectory)
-        payload = self._keys.payload(f"{lease.episode_id}@{lease.fence}")
-        # NX: the bytes that were acknowledged first stay, whatever a repeat of the call carries.
-        await self._connection.command("SET", payload, result.blob, "NX")
-        lowest = "" if result.lowest_version is None else result.lowest_version
-        numbers = (len(result.blob), int(result.rewarded), lowest, result.highest_version)
+        result = finish(lease, trajectory, compression=self._compression)
+        stored = Stored(f"{lease.episode_id}@{lease.fence}", len(result.blob))
+        numbers = (
+            stored.size,
+            payload_cost(stored.size),
+            "" if result.reward is None else repr(result.reward),
+            "" if result.lowest_version is None else result.lowest_version,
+            result.highest_version,
+            result.tokens,
+        )
         outcome = pack_plain(outcome_to_plain(trajectory.outcome), "outcome")
         try:
-            await self._script("complete", lease.episode_id, lease.fence, *numbers, outcome)
+            await self._connection.write_and_run(
+                self._payloads.writes(stored, result.blob),
+                *("complete", self._keys.run, lease.episode_id, lease.fence, *numbers, outcome),
+                keys=[] if self._connection.spreads else self._payloads.keys(stored),
+            )
         except (LeaseLost, BadPayload):
-            await self._connection.command("UNLINK", payload)
+            await self._payloads.delete([stored])
             raise
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
@@ -144,45 +172,60 @@ class RedisLedger:
         return Batch(step, unpack_plain(answer, "batch")) if fixed else Waiting(answer.decode())
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        if not episode_ids:
-            return []
-        names = [name.decode() for name in await self._script("locate", *episode_ids)]
-        for episode_id, name in zip(episode_ids, names, strict=True):
-            if not name:
-                raise BadPayload(f"{episode_id}: no payload; not completed, or its step is committed")
-        return await self._fetch(names)
+        return await self._reader.read(episode_ids)
 
-    async def _fetch(self, names: Sequence[str]) -> list[Trajectory]:
-        trajectories = []
-        for start in range(0, len(names), READ_CHUNK):
-            chunk = names[start : start + READ_CHUNK]
-            blobs = await self._connection.command("MGET", *map(self._keys.payload, chunk))
-            trajectories += [_decode(name, blob) for name, blob in zip(chunk, blobs, strict=True)]
-        return trajectories
+    async def get(
+        self, episode_ids: Sequence[str], fields: Sequence[str], start: int = 0, stop: int | None = None
+    ) -> list[FieldValues]:
+        return await self._reader.get(episode_ids, fields, start, stop)
+
+    async def _locate(self, episode_ids: Sequence[str]) -> list[Stored]:
+        rows = await self._script("locate", *episode_ids) if episode_ids else []
+        return [Stored(name.decode(), size) for name, size in rows]
+
+    async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
+        if self._batch_log is None:
+            raise LedgerError("spill: this ledger was connected without a batch log")
+        if (version := (await self.status()).version) <= step:
+            raise StepError(f"spill of step {step}: version {step + 1} is not published, {version} is")
+        blobs = await self._reader.held(episode_ids)
+        if not blobs:
+            return 0
+        await asyncio.to_thread(self._batch_log.append, step, blobs, _nonce())
+        moved = int(await self._script("spill", step, *blobs))
+        await self._sweep()
+        return moved
 
     async def publish_version(self, announcement: Announcement) -> bool:
         packed = pack_announcement(announcement)
-        return bool(await self._script("publish_version", announcement.version, packed, _nonce()))
+        new = bool(await self._script("publish_version", announcement.version, packed, _nonce()))
+        await self._sweep()
+        return new
 
     async def renew_manifest(self, announcement: Announcement) -> bool:
         return bool(await self._script("renew_manifest", announcement.version, pack_announcement(announcement)))
 
-    async def commit(self, step: int) -> None:
-        await self._script("commit", step)
+    async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
+        known = {number: [list(group) for group in groups] for number, groups in (batches or {}).items()}
+        await self._script("commit", step, pack_plain(known, "batches") if known else "")
         await self._sweep()
+        if self._batch_log is not None:
+            await asyncio.to_thread(self._batch_log.drop_below, step)
 
     async def _sweep(self) -> None:
         """Delete payloads that no group names any more. Their names are never used again, so twice does no harm."""
-        while names := await self._connection.command("SRANDMEMBER", self._keys.garbage, SWEEP_CHUNK):
-            await self._connection.command("UNLINK", *(self._keys.payload(name.decode()) for name in names))
-            await self._connection.command("SREM", self._keys.garbage, *names)
+        garbage = self._keys.garbage
+        while rows := await self._connection.command("SRANDMEMBER", garbage, SWEEP_CHUNK):
+            pairs = [row.decode().rpartition(" ") for row in rows]
+            await self._payloads.delete([Stored(name, int(size)) for name, _, size in pairs])
+            await self._connection.command("SREM", garbage, *rows)
 
     async def rewind(self, step: int) -> int:
         return int(await self._script("rewind", step))
 
     # versions and servers ------------------------------------------------------------------------------------------
     async def latest_version(self) -> Announcement | None:
-        blob = await self._connection.command("HGET", self._keys.run, "announcement")
+        blob = await self._connection.command("HGET", self._keys.steps, "announcement")
         return None if blob is None else unpack_announcement(blob)
 
     async def heartbeat(self, server: ServerInfo) -> None:
@@ -208,7 +251,7 @@ class RedisLedger:
     # other lanes ---------------------------------------------------------------------------------------------------
     async def results(self, lane: str) -> tuple[list[Trajectory], int]:
         names, out = await self._script("results", lane)
-        return await self._fetch([name.decode() for name in names]), int(out)
+        return await self.read([name.decode() for name in names]), int(out)
 
     async def drop_lane(self, lane: str) -> None:
         if lane == "train":
@@ -223,8 +266,12 @@ class RedisLedger:
     async def status(self) -> Status:
         return status_from_map(unpack_plain(await self._script("status"), "status"))
 
-    async def dead_letters(self, limit: int = 100) -> list[DeadLetter]:
-        return [letter_from_row(row) for row in await self._script("dead_letters", limit)]
+    async def dead_letters(self, limit: int = 100, start: int = 0) -> list[DeadLetter]:
+        return [letter_from_row(row) for row in await self._script("dead_letters", start, limit)]
+
+    async def dead_letter(self, episode_id: str) -> DeadLetter | None:
+        rows = await self._script("dead_letters", episode_id)
+        return letter_from_row(rows[0]) if rows else None
 
     async def requeue(self, episode_id: str) -> None:
         await self._script("requeue", episode_id)
@@ -232,12 +279,8 @@ class RedisLedger:
     async def drop_run(self) -> int:
         deleted = 0
         for pattern in self._keys.patterns():
-            cursor = 0
-            while True:
-                cursor, found = await self._connection.command("SCAN", cursor, "MATCH", pattern, "COUNT", SWEEP_CHUNK)
-                deleted += await self._connection.command("UNLINK", *found) if found else 0
-                if not cursor:
-                    break
+            async for keys in self._connection.scan(pattern):
+                deleted += sum(await self._connection.many([["UNLINK", key] for key in keys]))
         return deleted
 
     async def close(self) -> None:
@@ -249,10 +292,11 @@ def _nonce() -> str:
     return secrets.token_hex(8)
 
 
-def _decode(name: str, blob: bytes | None) -> Trajectory:
-    if blob is None:
-        raise BadPayload(f"{name}: its payload is missing from Redis")
-    try:
-        return decode_trajectory(blob)
-    except BadPayload as error:
-        raise BadPayload(f"{name}: {error}") from error
+def _submitted(task: Task) -> tuple[Any, ...]:
+    """What ``submit.lua`` is told of one task."""
+    packed = encode_task(task)
+    cost = task_cost(len(packed))
+    return (
+        *(task.task_id, task.lane, task.min_version, task.priority, task.data_source),
+        *(cost, MEMBER_COST, packed),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -9,11 +10,17 @@ from typing import Any
 
 from penstock.transfer_queue.codec import decode_journal, decode_task, outcome_from_plain
 from penstock.transfer_queue.ledger import Announcement, DeadLetter, Lease, LedgerError, Limits, Status
+from penstock.transfer_queue.lengths import deciles
 from penstock.transfer_queue.packing import pack_plain, unpack_plain
 from penstock.transfer_queue.trajectory import JournalEntry
 
 _POSITION = struct.Struct(">I")
-EVER = ("completed", "failed", "retried", "expired", "trained", "committed", "dropped")
+OVERAGE = ("wait", "mask", "drop")
+FILTERS = ("none", "zero_variance")
+EVER = (
+    *("completed", "failed", "retried", "expired", "trained", "committed", "masked", "spilled"),
+    *("dropped", "filtered", "unrewarded", "buried"),
+)
 
 
 def lease_from_row(row: Sequence[Any]) -> Lease:
@@ -50,20 +57,40 @@ def pack_record(record: Any) -> bytes:
 
 def limits_to_args(limits: Limits) -> list[Any]:
     """Name, value, … as the run's hash holds them. Raises `LedgerError` for limits that no run can work with."""
+    check_limits(limits)
+    values = {one.name: getattr(limits, one.name) for one in fields(Limits)}
+    values["lease_ttl_ms"] = round(values.pop("lease_ttl_s") * 1000)
+    values["quotas"] = json.dumps(dict(limits.quotas), sort_keys=True)
+    return [item for pair in values.items() for item in pair]
+
+
+def check_limits(limits: Limits) -> None:
+    """Raise `LedgerError` naming the limit, and the arithmetic where one could never be met."""
     for name in ("group_size", "groups_per_step", "min_group", "max_attempts", "lease_ttl_s", "max_bytes"):
         if getattr(limits, name) <= 0:
             raise LedgerError(f"limits: {name} is {getattr(limits, name)}, it must be above 0")
-    if limits.max_staleness < 0 or limits.overage not in ("wait", "mask", "drop"):
-        raise LedgerError(f"limits: max_staleness {limits.max_staleness}, overage {limits.overage!r}")
-    values = {one.name: getattr(limits, one.name) for one in fields(Limits)}
-    values["lease_ttl_ms"] = round(values.pop("lease_ttl_s") * 1000)
-    return [item for pair in values.items() for item in pair]
+    for name in ("max_staleness", "max_groups", "max_filtered_steps"):
+        if getattr(limits, name) < 0:
+            raise LedgerError(f"limits: {name} is {getattr(limits, name)}, it must not be below 0")
+    for name, values in (("overage", OVERAGE), ("filter_groups", FILTERS)):
+        if getattr(limits, name) not in values:
+            raise LedgerError(f"limits: {name} is {getattr(limits, name)!r}; one of {', '.join(values)}")
+    for source, quota in limits.quotas.items():
+        if quota <= 0:
+            raise LedgerError(f"limits: quota of {source!r} is {quota}, it must be above 0")
+    if 0 < limits.max_groups < limits.groups_per_step:
+        raise LedgerError(
+            f"limits: max_groups = {limits.max_groups} < groups_per_step = {limits.groups_per_step}: a step could never"
+            f" be filled; give at least {limits.groups_per_step}, or 0 for no limit"
+        )
+    if limits.filter_groups == "zero_variance" and limits.group_size < 2:
+        raise LedgerError("limits: filter_groups = zero_variance with group_size = 1 would filter every group")
 
 
 def status_from_map(found: dict[str, Any]) -> Status:
     """From the packed map of ``status.lua``."""
-    version, step, committed, held, per_step, group_size = (int(value or 0) for value in found["run"])
-    counts = {name: int(value) for name, value in _pairs(found["counts"])}
+    version, step, committed, per_step, group_size = found["run"]
+    counts, counters = _ints(found["counts"]), _ints(found["counters"])
     published = max(version, committed)
     groups = {
         "queued": found["queued"],
@@ -73,6 +100,7 @@ def status_from_map(found: dict[str, Any]) -> Status:
         "trained": (published - committed) * per_step,
         "committed": counts.get("committed_groups", 0),
         "dropped_over_age": counts.get("dropped_over_age", 0),
+        "filtered": counts.get("filtered_groups", 0),
         "dead": counts.get("dead_groups", 0),
         "submitted": counts.get("submitted", 0),
     }
@@ -83,10 +111,13 @@ def status_from_map(found: dict[str, Any]) -> Status:
         committed_step=committed,
         groups=groups,
         episodes=now | {name: counts.get(name, 0) for name in EVER},
-        bytes=held,
+        bytes=counters.get("bytes", 0),
+        unconsumed_bytes=counters.get("unconsumed", 0),
         waits_s={name: float(value) for name, value in _pairs(found["waits"])},
-        workers={name: int(value) for name, value in _pairs(found["workers"])},
+        workers=_ints(found["workers"]),
         other_lanes=_lanes(found["lanes"]),
+        ages_s={name: ms / 1000 for name, ms in found["ages"].items() if ms >= 0},
+        over_age=deciles(_buckets(found["lengths"], "all"), _buckets(found["lengths"], "over")),
     )
 
 
@@ -96,6 +127,15 @@ def _lanes(flat: Sequence[str]) -> dict[str, dict[str, int]]:
         lane, _, state = name.rpartition(" ")
         lanes.setdefault(lane, {"queued": 0, "leased": 0, "done": 0})[state] = int(value)
     return lanes
+
+
+def _buckets(flat: Sequence[str], kind: str) -> dict[int, int]:
+    found = [(*name.split(" "), int(value)) for name, value in _pairs(flat)]
+    return {int(bucket): count for which, bucket, count in found if which == kind}
+
+
+def _ints(flat: Sequence[str]) -> dict[str, int]:
+    return {name: int(value) for name, value in _pairs(flat)}
 
 
 def _pairs(flat: Sequence[str]) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.ledger import Limits
 from penstock.transfer_queue.redis_ledger import RedisLedger
 from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind, Task
+from penstock.transfer_queue.trajectory import DataCursor, Outcome, OutcomeKind, Task
 
 PASSWORD = "only-for-this-test"
 
@@ -29,7 +29,7 @@ async def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         ledger = await RedisLedger.connect(server.url, "mine", TransferQueueConfig(), password=PASSWORD)
         limits = Limits(group_size=2, groups_per_step=1, max_staleness=1, max_attempts=1)
         await ledger.create_run(limits, "config: true")
-        await ledger.submit([Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")], cursor=1)
+        await ledger.submit([Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")], cursor=DataCursor(0, 1))
         yield ledger
         await ledger.close()
 
@@ -43,6 +43,8 @@ async def test_status_is_json(ledger: RedisLedger) -> None:
     result = await invoke("queue", "status", "mine")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["groups"]["queued"] == 1
+    told = await invoke("queue", "status", "mine", "--prometheus")
+    assert 'penstock_ledger_groups{run="mine",state="queued"} 1.0' in told.stdout
 
 
 @pytest.mark.redis

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.ledger import Ledger, Limits
 from penstock.transfer_queue.memory import MemoryLedger
@@ -37,18 +38,20 @@ def store(request: pytest.FixtureRequest) -> RedisServer | None:
 
 
 @pytest.fixture
-async def make_ledger(store: RedisServer | None) -> AsyncIterator[MakeLedger]:
+async def make_ledger(store: RedisServer | None, tmp_path: Path) -> AsyncIterator[MakeLedger]:
     """Makes a new run with the given limits; the run is dropped afterwards."""
     made: list[Ledger] = []
 
     async def make(limits: Limits) -> Ledger:
         ledger: Ledger
+        run = f"t-{secrets.token_hex(4)}"
+        log = BatchLog(tmp_path / run)
         if store is None:
-            ledger = MemoryLedger(registry_ttl_s=CONFIG.registry_ttl_s)
+            ledger = MemoryLedger(registry_ttl_s=CONFIG.registry_ttl_s, batch_log=log)
         else:
-            ledger = await RedisLedger.connect(store.url, f"t-{secrets.token_hex(4)}", CONFIG, PASSWORD)
-        await ledger.create_run(limits, "config: 1")
+            ledger = await RedisLedger.connect(store.url, run, CONFIG, PASSWORD, batch_log=log)
         made.append(ledger)
+        await ledger.create_run(limits, "config: 1")
         return ledger
 
     yield make

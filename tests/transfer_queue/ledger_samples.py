@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.transfer_queue.ledger import Lease, Limits
+from penstock.transfer_queue.ledger import Announcement, Batch, Lease, Ledger, Limits
 from penstock.transfer_queue.trajectory import (
     COMPLETED,
+    DataCursor,
     JournalEntry,
     JournalKind,
     Outcome,
@@ -20,9 +21,10 @@ INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")
 LIMITS = Limits(group_size=2, groups_per_step=2, max_staleness=1, lease_ttl_s=30.0)
 
 
-def task(number: int, lane: str = "train", min_version: int = 0) -> Task:
+def task(number: int, lane: str = "train", min_version: int = 0, *, source: str = "sums", priority: int = 0) -> Task:
+    messages = [{"role": "user", "content": f"{number} + 1"}]
     name = f"{lane}/{number:04d}"
-    return Task(name, lane, [{"role": "user", "content": f"{number} + 1"}], "sums", number + 1, min_version=min_version)
+    return Task(name, lane, messages, source, number + 1, min_version=min_version, priority=priority)
 
 
 def tasks(count: int, start: int = 0) -> list[Task]:
@@ -66,3 +68,22 @@ def turn(number: int) -> JournalEntry:
         version_spans=np.array([[0, 0, 2]], dtype=np.int32),
         data={"finish_reason": "stop"},
     )
+
+
+def at(index: int, epoch: int = 0) -> DataCursor:
+    return DataCursor(epoch, index)
+
+
+async def finish_all(ledger: Ledger, count: int = 100, version: int = 0) -> list[str]:
+    """Lease and complete everything that may run; returns the episodes."""
+    leases = await ledger.lease_episodes("worker", count, version)
+    for lease in leases:
+        await ledger.complete(lease, trajectory(lease))
+    return [lease.episode_id for lease in leases]
+
+
+async def train(ledger: Ledger, step: int) -> Batch:
+    batch = await ledger.lease_batch(step)
+    assert isinstance(batch, Batch), batch
+    assert await ledger.publish_version(Announcement(step + 1, {"path": f"v{step + 1}"}))
+    return batch

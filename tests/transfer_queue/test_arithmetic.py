@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.transfer_queue.arithmetic import bytes_allow, enough_members, may_admit, may_ship, places
+from penstock.transfer_queue.arithmetic import enough_members, may_admit, may_ship, places, room_allows
 
 
 def test_places_are_those_of_open_steps() -> None:
@@ -47,9 +47,9 @@ def test_shipping_may_overtake_only_groups_that_still_ship_in_time() -> None:
 
 
 def test_back_pressure_always_leaves_one_step() -> None:
-    assert bytes_allow(10, 10, 50, 8)
-    assert not bytes_allow(11, 10, 8, 8)
-    assert bytes_allow(11, 10, 7, 8)
+    assert room_allows(10, 10, 50, 0, 8)
+    assert not room_allows(11, 10, 8, 0, 8)
+    assert room_allows(11, 10, 7, 0, 8)
 
 
 def test_small_groups_need_no_more_members_than_they_have() -> None:

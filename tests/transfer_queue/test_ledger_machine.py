@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import tempfile
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,14 +29,28 @@ from hypothesis.stateful import (
 )
 from ledger_samples import INFRA, task, trajectory, turn
 
+from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Announcement, Batch, Lease, Ledger, LedgerError, Limits
+from penstock.transfer_queue.ledger import Announcement, Batch, Lease, Ledger, LedgerError, Limits, Status
 from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory_state import Group
 from penstock.transfer_queue.redis_ledger import RedisLedger
 from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue.rows import check_limits
+from penstock.transfer_queue.trajectory import DataCursor
 
 WORKERS = ["a", "b", "c"]
 LEASE_TTL_S = 1000.0
+
+
+def is_possible(limits: Limits) -> bool:
+    try:
+        check_limits(limits)
+    except LedgerError:
+        return False
+    return True
+
+
 limits_given = st.builds(
     Limits,
     group_size=st.integers(1, 3),
@@ -44,7 +61,11 @@ limits_given = st.builds(
     max_attempts=st.integers(1, 2),
     lease_ttl_s=st.just(LEASE_TTL_S),
     max_bytes=st.sampled_from([1, 2000, 1 << 30]),
-)
+    max_groups=st.sampled_from([0, 0, 3, 5]),
+    filter_groups=st.sampled_from(["none", "none", "zero_variance"]),
+    max_filtered_steps=st.sampled_from([0, 3]),
+    quotas=st.sampled_from([{}, {}, {"a": 1}, {"a": 1, "b": 2}]),
+).filter(is_possible)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -56,9 +77,12 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.now = 0.0
-        self.ledgers: list[Ledger] = [MemoryLedger(clock=lambda: self.now)]
+        self.folder = tempfile.TemporaryDirectory(prefix="penstock-machine-")
+        logs = [BatchLog(Path(self.folder.name) / name) for name in ("memory", "redis")]
+        self.memory = MemoryLedger(clock=lambda: self.now, batch_log=logs[0])
+        self.ledgers: list[Ledger] = [self.memory]
         if self.server is not None:
-            self.redis = self.loop.run_until_complete(self._connect(self.server))
+            self.redis = self.loop.run_until_complete(self._connect(self.server, logs[1]))
             self.ledgers.append(self.redis)
         self.versions = dict.fromkeys(WORKERS, 0)
         self.held: list[tuple[str, Lease]] = []
@@ -69,20 +93,22 @@ class LedgerMachine(RuleBasedStateMachine):
         self.step_of: dict[str, int] = {}
 
     @staticmethod
-    async def _connect(server: RedisServer) -> RedisLedger:
-        config = TransferQueueConfig(deadline_s=20.0)
-        return await RedisLedger.connect(server.url, f"m-{secrets.token_hex(6)}", config, "a-test-password")
+    async def _connect(server: RedisServer, log: BatchLog) -> RedisLedger:
+        config, run = TransferQueueConfig(deadline_s=20.0), f"m-{secrets.token_hex(6)}"
+        return await RedisLedger.connect(server.url, run, config, "a-test-password", batch_log=log)
 
     def teardown(self) -> None:
         for ledger in self.ledgers:
             self.loop.run_until_complete(ledger.drop_run())
             self.loop.run_until_complete(ledger.close())
         self.loop.close()
+        self.folder.cleanup()
 
     def ask(self, call: Callable[[Ledger], Awaitable[Any]]) -> Any:
         """The same call on every ledger; the answers, or errors, must agree."""
         answers = [self.loop.run_until_complete(self._answer(call, ledger)) for ledger in self.ledgers]
-        assert all(comparable(answer) == comparable(answers[0]) for answer in answers), answers
+        for answer in answers[1:]:
+            assert comparable(answer) == comparable(answers[0])
         return answers[0]
 
     @staticmethod
@@ -104,8 +130,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.submit_next(count, min_version)
 
     def submit_next(self, count: int, min_version: int) -> None:
-        new = [task(number, min_version=min_version) for number in range(self.submitted, self.submitted + count)]
-        assert self.ask(lambda ledger: ledger.submit(new, self.submitted + count)) == count
+        numbers = range(self.submitted, self.submitted + count)
+        new = [task(n, min_version=min_version, source="abc"[n % 3], priority=n % 5 // 4) for n in numbers]
+        cursor = DataCursor(0, self.submitted + count)
+        assert self.ask(lambda ledger: ledger.submit(new, cursor)) == count
+        assert self.ask(lambda ledger: ledger.submit(new, cursor)) == 0
         self.submitted += count
 
     @rule(number=st.integers(0, 2))
@@ -130,11 +159,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ask(lambda ledger: ledger.journal(lease, turn(1)))
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), count=st.integers(1, 9), rewarded=st.sampled_from([True, True, True, True, False]))
-    def complete(self, data: st.DataObject, count: int, rewarded: bool) -> None:
+    @rule(data=st.data(), count=st.integers(1, 9), reward=st.sampled_from([1.0, 1.0, 0.0, 0.5, None]))
+    def complete(self, data: st.DataObject, count: int, reward: float | None) -> None:
         chosen = data.draw(st.permutations(self.held))[:count]
         for held in chosen:
-            self.finish(held, 1.0 if rewarded else None)
+            self.finish(held, reward)
 
     def finish(self, held: tuple[str, Lease], reward: float | None) -> None:
         worker, lease = held
@@ -150,8 +179,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.pull_weights(worker)
         self.lease(worker, 9)
         mine = [held for held in self.held if held[0] == worker]
-        for held in mine[leave:]:
-            self.finish(held, 1.0)
+        for number, held in enumerate(mine[leave:]):
+            self.finish(held, 0.5 * (number % 3))
 
     @rule()
     def go_on_training(self) -> None:
@@ -233,6 +262,37 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ask(lambda ledger: ledger.rewind(step)) == fixed - step
         self.training = step
 
+    @precondition(lambda self: self.batches)
+    @rule(data=st.data())
+    def spill(self, data: st.DataObject) -> None:
+        step = data.draw(st.sampled_from(sorted(self.batches)))
+        episodes = [name for group in self.batches[step].groups for name in group]
+        share = data.draw(st.lists(st.sampled_from(episodes), unique=True, min_size=1))
+        moved = self.ask(lambda ledger: ledger.spill(step, share))
+        event(f"spilled {moved}")
+
+    @rule(steps=st.integers(1, 2))
+    def machine_of_the_ledger_is_lost(self, steps: int) -> None:
+        """A checkpoint holds steps that the ledger does not know: their groups are anywhere but in a step."""
+        status = self.ask(lambda ledger: ledger.status())
+        free = self.memory._state.in_state("queued", "admitted", "ready")
+        need = self.limits.groups_per_step
+        recorded = {}
+        for number in range(min(steps, len(free) // need)):
+            chosen = free[number * need : (number + 1) * need]
+            groups = [trainable(group) for group in chosen]
+            if all(groups):
+                recorded[status.step + number] = groups
+        if status.step not in recorded:
+            return
+        event("caught up with a checkpoint")
+        step = status.step + (2 if status.step + 1 in recorded else 1)
+        self.ask(lambda ledger: ledger.commit(step, recorded))
+        for lost, groups in recorded.items():
+            for episode in [episode for group in groups for episode in group]:
+                assert self.step_of.setdefault(episode, lost) == lost, "trained twice"
+        self.training = self.version = step
+
     @precondition(lambda self: self.training)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
@@ -255,16 +315,30 @@ class LedgerMachine(RuleBasedStateMachine):
         status = self.ask(lambda ledger: ledger.status())
         groups = dict(status.groups)
         assert groups.pop("submitted") == self.submitted == sum(groups.values())
-        assert all(count >= 0 for count in [*groups.values(), *status.episodes.values(), status.bytes])
+        assert all(count >= 0 for count in [*groups.values(), *status.episodes.values(), status.unconsumed_bytes])
+        held = self.ask(lambda ledger: ledger.held())
+        episodes = status.episodes
+        reasons = sum(episodes[name] for name in ("dropped", "filtered", "unrewarded", "buried"))
+        fixed = {name for step, batch in self.batches.items() for group in batch.groups for name in group}
+        assert episodes["completed"] == episodes["committed"] + len(held) + reasons
+        assert fixed <= set(self.step_of)
         if self.limits.overage == "wait":
             in_system = groups["admitted"] + groups["ready"] + groups["shipped"]
             assert in_system <= (self.limits.max_staleness + 1) * self.limits.groups_per_step
-        if not status.groups["admitted"] + status.groups["ready"] + status.groups["shipped"] + status.groups["trained"]:
-            assert status.bytes == 0 or status.groups["dead"] or status.episodes["failed"] or status.other_lanes
+        if not groups["admitted"] + groups["ready"] + groups["shipped"]:
+            assert status.unconsumed_bytes == 0
+
+
+def trainable(group: Group) -> list[str]:
+    """Episodes that a lost step may have held."""
+    ended = [m.state == "failed" or (m.state == "done" and not m.rewarded) for m in group.members]
+    return [group.episode(index) for index, gone in enumerate(ended) if not gone]
 
 
 def comparable(answer: Any) -> Any:
-    """Lists hold dataclasses with arrays, which only their text compares as a whole."""
+    """Lists hold dataclasses with arrays, which only their text compares as a whole. Ages are each ledger's own."""
+    if isinstance(answer, Status):
+        return replace(answer, ages_s=sorted(answer.ages_s))
     return repr(answer) if isinstance(answer, list) else answer
 
 

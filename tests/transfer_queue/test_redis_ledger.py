@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ledger_samples import INFRA, LIMITS, tasks, trajectory, turn
+from ledger_samples import INFRA, LIMITS, at, tasks, trajectory, turn
 
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.ledger import Announcement, LeaseLost, Ledger, LedgerError, LedgerUnavailable
@@ -93,7 +93,7 @@ async def keys_of(ledger: RedisLedger) -> set[str]:
 
 
 async def test_after_commit_only_counters_are_left(ledger: RedisLedger) -> None:
-    await ledger.submit(tasks(4), cursor=4)
+    await ledger.submit(tasks(4), cursor=at(4))
     for _ in range(2):
         for lease in await ledger.lease_episodes("worker", 4, 0):
             await ledger.journal(lease, turn(1))
@@ -102,8 +102,8 @@ async def test_after_commit_only_counters_are_left(ledger: RedisLedger) -> None:
         await ledger.lease_batch(step)
         await ledger.publish_version(Announcement(step + 1, {}))
     await ledger.commit(2)
-    assert await keys_of(ledger) == {"run", "counts", "asked"}
-    assert await ledger.drop_run() == 3
+    assert await keys_of(ledger) == {"run", "steps", "counters", "counts", "lengths", "asked"}
+    assert await ledger.drop_run() == 6
 
 
 async def test_every_call_may_lose_its_reply(cut: tuple[RedisLedger, CuttingProxy]) -> None:
@@ -116,7 +116,7 @@ async def test_every_call_may_lose_its_reply(cut: tuple[RedisLedger, CuttingProx
         assert proxy.cut == 0
         return answer
 
-    await lossy(ledger.submit(tasks(4), cursor=4))
+    await lossy(ledger.submit(tasks(4), cursor=at(4)))
     leases = await lossy(ledger.lease_episodes("worker", 8, 0))
     assert [lease.episode_id for lease in leases][:2] == ["train/0000#0", "train/0000#1"]
     assert (await ledger.status()).workers == {"worker": 8}
@@ -141,7 +141,7 @@ async def test_every_call_may_lose_its_reply(cut: tuple[RedisLedger, CuttingProx
 
 
 async def test_a_late_writer_leaves_no_payload_behind(ledger: RedisLedger) -> None:
-    await ledger.submit(tasks(1), cursor=1)
+    await ledger.submit(tasks(1), cursor=at(1))
     (old,) = await ledger.lease_episodes("old", 1, 0)
     await ledger.release(old)
     (new,) = await ledger.lease_episodes("new", 1, 0)
@@ -158,7 +158,7 @@ async def test_calls_wait_for_a_paused_redis(tmp_path: Path) -> None:
         ledger = await RedisLedger.connect(server.url, "paused", CONFIG, PASSWORD)
         await ledger.create_run(LIMITS, "x")
         server._process.send_signal(signal.SIGSTOP)
-        asking = asyncio.create_task(ledger.submit(tasks(2), cursor=2))
+        asking = asyncio.create_task(ledger.submit(tasks(2), cursor=at(2)))
         await asyncio.sleep(0.3)
         assert not asking.done()
         server._process.send_signal(signal.SIGCONT)
@@ -218,8 +218,8 @@ async def test_scripts_are_sent_again_to_a_redis_that_forgot_them(ledger: RedisL
 async def test_two_runs_do_not_see_each_other(ledger: RedisLedger, redis_server: RedisServer) -> None:
     other = await RedisLedger.connect(redis_server.url, ledger._run + "-b", CONFIG, PASSWORD)
     await other.create_run(replace(LIMITS, group_size=5), "y")
-    await other.submit(tasks(1), cursor=1)
-    await ledger.submit(tasks(2), cursor=2)
+    await other.submit(tasks(1), cursor=at(1))
+    await ledger.submit(tasks(2), cursor=at(2))
     await other.drop_run()
     assert (await ledger.status()).groups["queued"] == 2
     await other.close()

@@ -8,6 +8,5 @@ for i = 2, #ARGV, 2 do
   end
 end
 for i = 2, #ARGV, 2 do redis.call('HSET', RUN, ARGV[i], ARGV[i + 1]) end
-for _, field in ipairs({'version', 'next_step', 'committed_step'}) do redis.call('HSETNX', RUN, field, 0) end
 redis.call('HSET', RUN, 'config', ARGV[1])
 return {}

@@ -1,4 +1,4 @@
--- needs: run
+-- needs: run, full
 -- ARGV: server id.
 call('HDEL', key('servers'), ARGV[1])
 call('ZREM', key('servers_until'), ARGV[1])

@@ -1,4 +1,4 @@
--- needs: run, episode, group
+-- needs: run, full, episode, queue, group
 -- ARGV: episode, fence, outcome. Returns 1 if the episode will be tried again, 0 if it is given up.
 local episode, fence = ARGV[1], ARGV[2]
 local task_id, m = split(episode)
@@ -15,14 +15,14 @@ if attempts < run.max_attempts then
   return 1
 end
 unhold(episode, member.lane, member.worker)
-put_letter(episode, ARGV[3], attempts)
 if member.journal_bytes > 0 then
   -- The journal goes to the letter: it no longer holds anybody up, but it still takes room.
   call('RENAME', key('journal:' .. episode), key('letter_journal:' .. episode))
   call('HSET', key('letter:' .. episode), 'bytes', member.journal_bytes)
   call('HDEL', member.group, 'n' .. m)
-  if member.lane == 'train' then call('HINCRBY', RUN, 'unconsumed', -member.journal_bytes) end
+  if member.lane == 'train' then add_bytes(0, -member.journal_bytes) end
 end
+put_letter(episode, ARGV[3], attempts)
 call('HSET', member.group, 's' .. m, 'x')
 if member.lane == 'train' then count('failed', 1) end
 count_lane(member.lane, 'done', 1)

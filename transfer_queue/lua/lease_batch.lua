@@ -1,7 +1,7 @@
--- needs: run, episode, group, admission
+-- needs: run, full, episode, queue, group, lengths, admission
 -- ARGV: step. Returns {1, packed groups} or {0, cause}.
 local step = tonumber(ARGV[1])
-local fixed = call('HGET', key('steps'), step)
+local fixed = call('HGET', STEPS, 'batch:' .. step)
 if fixed then return {1, fixed} end
 if step ~= run.next_step then
   return refuse('STEP', 'step ' .. step .. ': the next one is ' .. run.next_step .. '; steps below '
@@ -11,13 +11,24 @@ if step > run.version + 1 then
   return {0, 'version ' .. (step - 1) .. ' is not published yet; only one step ahead is leased'}
 end
 
+-- Members that have not ended count with what they have journaled.
+local function drop_group(task_id)
+  local v = forget_group(task_id)
+  count_source(v.source, -1)
+  count('dropped_over_age', 1)
+  for m = 0, tonumber(v.size) - 1 do
+    local state, tokens = v['s' .. m], tonumber(v['t' .. m] or 0)
+    if state == 'd' then count('dropped', 1) end
+    if state ~= 'd' and state ~= 'x' then count_length(tokens, false) end
+    if state ~= 'x' then count_length(tokens, true) end
+  end
+end
+
 local function drop_over_age()
   for _, set in ipairs({'admitted', 'ready'}) do
     for _, task_id in ipairs(call('ZRANGEBYSCORE', key(set), '-inf', '(' .. score(step, 0))) do
-      local v = forget_group(task_id)
+      drop_group(task_id)
       call('ZREM', key(set), task_id)
-      count('dropped_over_age', 1)
-      count('dropped', tonumber(v.size))
     end
   end
 end
@@ -41,15 +52,31 @@ local function slow_names()
   return table.concat(names, ', ')
 end
 
-local function rewarded_episodes(task_id)
+local function ship(task_id)
   local v, episodes = fields_of(group_key(task_id)), {}
   for m = 0, tonumber(v.size) - 1 do
-    if v['r' .. m] then episodes[#episodes + 1] = task_id .. '#' .. m end
+    if v['r' .. m] then
+      episodes[#episodes + 1] = task_id .. '#' .. m
+      if tonumber(v['v' .. m] or step) + run.max_staleness < step then
+        count('masked', 1)
+        count_length(tonumber(v['t' .. m]), true)
+      end
+    end
   end
+  call('ZREM', key('ready'), task_id)
+  call('HSET', group_key(task_id), 'state', 'shipped', 'step', step)
+  count_source(v.source, -1)
   return episodes
 end
 
-if run.overage == 'drop' then drop_over_age() end
+-- Under `wait` a group is over the bound only where a ledger has caught up with a checkpoint that was ahead of it.
+if run.overage ~= 'mask' then drop_over_age() end
+local filtered = tonumber(call('HGET', key('counters'), 'filtered_since') or 0)
+if run.max_filtered_steps > 0 and filtered > run.max_filtered_steps * run.groups_per_step then
+  return refuse('LEDGER', 'step ' .. step .. ': ' .. filtered .. ' groups had equal rewards and were filtered, more than '
+    .. run.max_filtered_steps .. ' steps of ' .. run.groups_per_step .. ' (max_filtered_steps). The tasks are too easy'
+    .. ' or too hard for this policy, or the reward function gives one answer to all')
+end
 local batch = {}
 for _, task_id in ipairs(call('ZRANGE', key('ready'), 0, run.groups_per_step - 1)) do
   local v = call('HMGET', group_key(task_id), 'due', 'seq')
@@ -57,7 +84,7 @@ for _, task_id in ipairs(call('ZRANGE', key('ready'), 0, run.groups_per_step - 1
 end
 if #batch < run.groups_per_step then
   return {0, #batch .. ' of ' .. run.groups_per_step .. ' groups ready; ' .. call('ZCARD', key('admitted'))
-    .. ' in flight, ' .. call('ZCARD', key('queue')) .. ' queued'}
+    .. ' in flight, ' .. count_queued(quota_of()) .. ' queued'}
 end
 if run.overage == 'wait' and not left_in_time(batch) then
   return {0, 'slow groups are due: ' .. slow_names()}
@@ -65,12 +92,8 @@ end
 
 table.sort(batch, function(a, b) return a.seq < b.seq end)
 local groups = {}
-for i, one in ipairs(batch) do
-  groups[i] = rewarded_episodes(one.task_id)
-  call('ZREM', key('ready'), one.task_id)
-  call('HSET', group_key(one.task_id), 'state', 'shipped', 'step', step)
-end
+for i, one in ipairs(batch) do groups[i] = ship(one.task_id) end
 local packed = cmsgpack.pack(groups)
-call('HSET', key('steps'), step, packed)
-call('HINCRBY', RUN, 'next_step', 1)
+call('HSET', STEPS, 'batch:' .. step, packed, 'next_step', step + 1)
+call('HDEL', key('counters'), 'filtered_since')
 return {1, packed}

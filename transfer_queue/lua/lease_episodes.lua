@@ -1,4 +1,4 @@
--- needs: run, episode, admission
+-- needs: run, full, episode, queue, admission
 -- ARGV: worker, count, version, nonce. Returns rows {episode, member, attempts, fence, floor, task, journal}.
 local worker, wanted, version, nonce = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local now = now_ms()
@@ -17,16 +17,16 @@ end
 
 local function describe(episode)
   local task_id, m = split(episode)
-  local v = call('HMGET', group_key(task_id), 'a' .. m, 'f' .. m, 'floor', 'task')
-  return {episode, tonumber(m), tonumber(v[1] or 0), tonumber(v[2]), tonumber(v[3]), v[4],
-    call('HVALS', key('journal:' .. episode))}
+  local v = call('HMGET', group_key(task_id), 'a' .. m, 'f' .. m, 'floor')
+  return {episode, tonumber(m), tonumber(v[1] or 0), tonumber(v[2]), tonumber(v[3]),
+    call('GET', key('task:' .. task_id)), call('HVALS', key('journal:' .. episode))}
 end
 
 local function give(episode)
   local task_id, m = split(episode)
   local group = group_key(task_id)
   local v = call('HMGET', group, 'lane', 'f' .. m, 'z' .. m)
-  local fence = call('HINCRBY', RUN, 'fence', 1)
+  local fence = call('HINCRBY', key('counters'), 'fence', 1)
   call('HSET', group, 's' .. m, 'l', 'f' .. m, fence, 'w' .. m, worker)
   if v[2] then call('HSET', group, 'z' .. m, (v[3] or '') .. v[2] .. ' ') end
   close_episode(episode, v[1])
@@ -61,7 +61,7 @@ end
 
 give_open('open:other')
 give_open('open:train')
-while #rows < wanted and admit(version) do
+while #rows < wanted and admit(version, now) do
   give_open('open:train')
 end
 if #rows > 0 then call('HSET', key('asked'), worker, table.concat(given, '\n')) end

@@ -1,12 +1,13 @@
 -- needs: run, episode
--- ARGV: episodes. Returns for each the name of its payload, or ''.
-local names = {}
+-- ARGV: episodes. Returns for each {name of its payload, bytes}; bytes −1: in the batch log; 0: nowhere.
+local rows = {}
 for i, episode in ipairs(ARGV) do
   local task_id, m = split(episode)
-  names[i] = ''
+  rows[i] = {'', 0}
   if task_id then
-    local v = call('HMGET', group_key(task_id), 'f' .. m, 'b' .. m)
-    if v[2] then names[i] = payload_name(episode, v[1]) end
+    local v = call('HMGET', group_key(task_id), 'f' .. m, 'b' .. m, 'p' .. m)
+    if v[2] then rows[i] = {payload_name(episode, v[1]), tonumber(v[2])} end
+    if v[3] then rows[i] = {episode, -1} end
   end
 end
-return names
+return rows

@@ -1,4 +1,4 @@
--- needs: run, episode, group
+-- needs: run, episode, queue, group
 -- ARGV: episode. Its group is queued again as it was submitted.
 local episode = ARGV[1]
 if not call('ZSCORE', key('letters'), episode) then
@@ -10,12 +10,16 @@ local v = fields_of(group)
 if v.state ~= 'dead' and v.state ~= 'done' then
   return refuse('LEDGER', episode .. ': its group went on without it; there is nothing to queue again')
 end
+local task = call('GET', key('task:' .. task_id))
 for m = 0, tonumber(v.size) - 1 do drop_letter(task_id .. '#' .. m) end
 forget_group(task_id)
-call('HSET', group, 'task', v.task, 'seq', v.seq, 'lane', v.lane, 'min_version', v.min_version, 'size', v.size)
+call('SET', key('task:' .. task_id), task)
+call('HSET', group, 'seq', v.seq, 'lane', v.lane, 'source', v.source, 'priority', v.priority, 'min_version',
+  v.min_version, 'size', v.size, 'cost', v.cost, 'members_cost', v.members_cost, 'at', now_ms())
+add_bytes(tonumber(v.cost) + (v.lane == 'train' and 0 or tonumber(v.members_cost)), 0)
 if v.lane == 'train' then
   call('HSET', group, 'state', 'queued')
-  call('ZADD', key('queue'), v.seq, task_id)
+  call('ZADD', queue_key(v.source, quota_of()), queue_score(tonumber(v.priority), tonumber(v.seq)), task_id)
   count('dead_groups', -1)
 else
   call('HSET', group, 'state', 'lane', 'floor', v.min_version, 's0', 'q')

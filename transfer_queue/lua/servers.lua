@@ -1,4 +1,4 @@
--- needs: run
+-- needs: run, full
 -- Returns the packed infos of live servers; silent ones are removed.
 for _, server in ipairs(call('ZRANGEBYSCORE', key('servers_until'), '-inf', now_ms())) do
   call('HDEL', key('servers'), server)

@@ -1,28 +1,40 @@
--- needs: run, episode
--- ARGV: cursor ('' for none), then task id, lane, min_version, packed task, … Returns how many tasks were new.
-local cursor = ARGV[1]
-if cursor ~= '' and tonumber(cursor) <= tonumber(call('HGET', RUN, 'cursor') or 0) then
-  return 0
+-- needs: run, episode, queue
+-- ARGV: epoch and index of the cursor ('' for none), then task id, lane, min_version, priority, source, bytes that the
+-- task, and each of its episodes once it may run, count for, packed task, … Returns how many tasks were new.
+local epoch, index = tonumber(ARGV[1]), tonumber(ARGV[2])
+if epoch then
+  local known = call('HMGET', key('counters'), 'epoch', 'index')
+  local known_epoch, known_index = tonumber(known[1] or 0), tonumber(known[2] or 0)
+  if epoch < known_epoch or (epoch == known_epoch and index <= known_index) then return 0 end
 end
-local new = 0
-for i = 2, #ARGV, 4 do
-  local task_id, lane, min_version, task = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
-  local group = group_key(task_id)
-  if call('EXISTS', group) == 0 then
-    local train = lane == 'train'
-    local seq = call('HINCRBY', RUN, 'seq', 1)
-    call('HSET', group, 'task', task, 'seq', seq, 'lane', lane, 'min_version', min_version,
-      'size', train and run.group_size or 1, 'state', train and 'queued' or 'lane')
-    if train then
-      call('ZADD', key('queue'), seq, task_id)
-      count('submitted', 1)
-    else
-      call('HSET', group, 'floor', min_version, 's0', 'q')
-      call('ZADD', key('lane:' .. lane), seq, task_id)
-      open_episode(task_id .. '#0', lane, tonumber(min_version), seq)
-    end
+local quotas, now, new, train_tasks = quota_of(), now_ms(), 0, 0
+
+local function add(task_id, lane, min_version, priority, source, cost, member_cost, task)
+  local group, train = group_key(task_id), lane == 'train'
+  local size, seq = train and run.group_size or 1, call('HINCRBY', key('counters'), 'seq', 1)
+  call('SET', key('task:' .. task_id), task)
+  call('HSET', group, 'seq', seq, 'lane', lane, 'source', source, 'priority', priority, 'min_version', min_version,
+    'size', size, 'cost', cost, 'members_cost', size * member_cost, 'at', now, 'state', train and 'queued' or 'lane')
+  add_bytes(train and cost or cost + member_cost, 0)
+  if train then
+    call('ZADD', queue_key(source, quotas), queue_score(priority, seq), task_id)
+    train_tasks = train_tasks + 1
+  else
+    call('HSET', group, 'floor', min_version, 's0', 'q')
+    call('ZADD', key('lane:' .. lane), seq, task_id)
+    open_episode(task_id .. '#0', lane, tonumber(min_version), seq)
+  end
+end
+
+for i = 3, #ARGV, 8 do
+  local task_id = ARGV[i]
+  -- A ledger that lost its last second with its machine may be told again of a task that is trained already.
+  if call('EXISTS', group_key(task_id)) == 0 and call('SREM', key('trained_ahead'), task_id) == 0 then
+    add(task_id, ARGV[i + 1], ARGV[i + 2], tonumber(ARGV[i + 3]), ARGV[i + 4], tonumber(ARGV[i + 5]),
+      tonumber(ARGV[i + 6]), ARGV[i + 7])
     new = new + 1
   end
 end
-if cursor ~= '' then call('HSET', RUN, 'cursor', cursor) end
+count('submitted', train_tasks)
+if epoch then call('HSET', key('counters'), 'epoch', epoch, 'index', index) end
 return new

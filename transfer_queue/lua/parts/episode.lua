@@ -1,6 +1,9 @@
--- Episodes. A group is one hash, group:TASK_ID. Of the group: task, seq, lane, size, min_version, state, floor, due,
--- ended, rewarded, lowest, step. Of member m: sM state (q, l, d, x), fM fence, wM worker, aM attempts, kM fence of the
--- last counted failure, nM journal bytes, bM payload bytes, rM 1 if it carries a reward, oM outcome without reward.
+-- Episodes. A group is one hash, group:TASK_ID, small enough for Redis's compact encoding; its task is task:TASK_ID.
+-- Of the group: seq, lane, source, priority, size, min_version, cost, members_cost, state, at (ms, of the last change of state), floor,
+-- due, ended, rewarded, lowest, rmin, rmax (rewards), step. Of member m: sM state (q, l, d, x), fM fence, wM worker, aM
+-- attempts, kM fence of the last counted failure, nM journal bytes, tM response tokens, bM payload bytes, hM what they
+-- count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without reward, zM earlier
+-- fences.
 local function split(episode)
   return string.match(episode, '^(.*)#(%d+)$')
 end
@@ -13,12 +16,14 @@ local function payload_name(episode, fence)
   return episode .. '@' .. fence
 end
 
-local function add_bytes(lane, by)
-  if by == 0 then return end
-  call('HINCRBY', RUN, 'bytes', by)
-  if lane == 'train' then
-    call('HINCRBY', RUN, 'unconsumed', by)
-  end
+-- `held` counts for the run's memory; `waiting` for back-pressure too, until its step is trained.
+local function add_bytes(held, waiting)
+  if held ~= 0 then call('HINCRBY', key('counters'), 'bytes', held) end
+  if waiting ~= 0 then call('HINCRBY', key('counters'), 'unconsumed', waiting) end
+end
+
+local function add_lane_bytes(lane, by)
+  add_bytes(by, lane == 'train' and by or 0)
 end
 
 local function count_lane(lane, field, by)
@@ -79,7 +84,7 @@ end
 -- Back to the queue under a new fence: the old owner is refused from now on.
 local function hand_back(episode, member)
   unhold(episode, member.lane, member.worker)
-  call('HSET', member.group, 's' .. member.m, 'q', 'f' .. member.m, call('HINCRBY', RUN, 'fence', 1))
+  call('HSET', member.group, 's' .. member.m, 'q', 'f' .. member.m, call('HINCRBY', key('counters'), 'fence', 1))
   open_episode(episode, member.lane, member.floor, member.seq)
 end
 

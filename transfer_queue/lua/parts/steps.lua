@@ -1,6 +1,6 @@
 -- Fixed steps: how many episodes and payload bytes each holds.
 local function step_groups(step)
-  local packed = call('HGET', key('steps'), step)
+  local packed = call('HGET', STEPS, 'batch:' .. step)
   return packed and cmsgpack.unpack(packed) or {}
 end
 
@@ -10,7 +10,7 @@ local function weigh(groups)
     for _, episode in ipairs(group) do
       local task_id, m = split(episode)
       episodes = episodes + 1
-      bytes = bytes + tonumber(call('HGET', group_key(task_id), 'b' .. m) or 0)
+      bytes = bytes + tonumber(call('HGET', group_key(task_id), 'h' .. m) or 0)
     end
   end
   return episodes, bytes
@@ -20,6 +20,6 @@ end
 local function count_trained(groups)
   local episodes, bytes = weigh(groups)
   count('trained', episodes)
-  if bytes > 0 then call('HINCRBY', RUN, 'unconsumed', -bytes) end
+  add_bytes(0, -bytes)
   return episodes
 end

@@ -1,0 +1,195 @@
+"""What `Ledger` promises of groups: filtering, priorities, quotas, capacity. One suite for both ledgers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from ledger_samples import INFRA, LIMITS, at, finish_all, task, tasks, train, trajectory, turn
+
+from penstock.transfer_queue.ledger import Batch, LedgerError, Limits, Waiting
+from penstock.transfer_queue.memory import MemoryLedger
+
+FILTERED = replace(LIMITS, filter_groups="zero_variance", max_staleness=0)
+
+
+async def finish_group(ledger, rewards: list[float | None], version: int = 0) -> list[str]:
+    leases = await ledger.lease_episodes("worker", len(rewards), version)
+    for lease, reward in zip(leases, rewards, strict=True):
+        await ledger.complete(lease, trajectory(lease, reward=reward))
+    return [lease.episode_id for lease in leases]
+
+
+# filtering ---------------------------------------------------------------------------------------------------------
+async def test_groups_of_equal_rewards_are_filtered_and_refilled(make_ledger) -> None:
+    ledger = await make_ledger(FILTERED)
+    await ledger.submit(tasks(4), cursor=at(4))
+    await finish_group(ledger, [1.0, 1.0])
+    await finish_group(ledger, [0.0, 1.0])
+    assert await ledger.lease_batch(0) == Waiting("1 of 2 groups ready; 0 in flight, 2 queued")
+    await finish_group(ledger, [0.5, 0.25])  # group 2 has the place of group 0
+    assert await ledger.lease_episodes("worker", 2, 0) == []
+    batch = await train(ledger, 0)
+    assert [group[0] for group in batch.groups] == ["train/0001#0", "train/0002#0"]
+    status = await ledger.status()
+    assert (status.groups["filtered"], status.episodes["filtered"], status.episodes["completed"]) == (1, 2, 6)
+    assert await ledger.held() == {name for group in batch.groups for name in group}
+    await ledger.commit(1)
+    assert (await ledger.status()).unconsumed_bytes == 0
+
+
+async def test_unrewarded_members_do_not_count_for_the_variance(make_ledger) -> None:
+    ledger = await make_ledger(replace(FILTERED, group_size=3, groups_per_step=1))
+    await ledger.submit(tasks(2), cursor=at(2))
+    await finish_group(ledger, [1.0, None, 1.0])
+    assert (await ledger.status()).episodes["filtered"] == 3
+    await finish_group(ledger, [1.0, None, 0.0])
+    assert await ledger.lease_batch(0) == Batch(0, [["train/0001#0", "train/0001#2"]])
+    assert (await ledger.status()).episodes["unrewarded"] == 1
+
+
+async def test_a_run_that_filters_everything_stops_and_says_why(make_ledger) -> None:
+    ledger = await make_ledger(replace(FILTERED, groups_per_step=1, max_filtered_steps=2))
+    await ledger.submit(tasks(5), cursor=at(5))
+    for _ in range(2):
+        await finish_group(ledger, [1.0, 1.0])
+    assert isinstance(await ledger.lease_batch(0), Waiting)
+    await finish_group(ledger, [1.0, 1.0])
+    with pytest.raises(LedgerError, match=r"3 groups had equal rewards.*max_filtered_steps"):
+        await ledger.lease_batch(0)
+
+
+async def test_a_step_resets_the_count_of_filtered_groups(make_ledger) -> None:
+    ledger = await make_ledger(replace(FILTERED, groups_per_step=1, max_filtered_steps=1))
+    await ledger.submit(tasks(6), cursor=at(6))
+    for step in range(2):
+        await finish_group(ledger, [1.0, 1.0], step)
+        await finish_group(ledger, [1.0, 0.0], step)
+        await train(ledger, step)
+    assert (await ledger.status()).groups["filtered"] == 2
+
+
+# order -------------------------------------------------------------------------------------------------------------
+async def test_higher_priorities_are_admitted_first(make_ledger) -> None:
+    ledger = await make_ledger(LIMITS)
+    order = [task(0), task(1, priority=5), task(2, priority=-3), task(3, priority=5)]
+    await ledger.submit(order, cursor=at(4))
+    leases = await ledger.lease_episodes("worker", 8, 0)
+    admitted = sorted({(lease.fence // 2, lease.task.task_id) for lease in leases})
+    assert {name for _, name in admitted} == {f"train/{n:04d}" for n in range(4)}
+    one_by_one = await make_ledger(replace(LIMITS, group_size=1, min_group=1))
+    await one_by_one.submit(order, cursor=at(4))
+    seen = [lease.task.task_id for _ in range(4) for lease in await one_by_one.lease_episodes("worker", 1, 0)]
+    assert seen == ["train/0001", "train/0003", "train/0000", "train/0002"]
+
+
+@pytest.mark.parametrize("priority", [1001, -1001])
+async def test_priorities_out_of_range_are_refused(make_ledger, priority: int) -> None:
+    ledger = await make_ledger(LIMITS)
+    with pytest.raises(LedgerError, match="priority"):
+        await ledger.submit([task(0, priority=priority)])
+
+
+async def test_a_quota_bounds_a_source_and_lets_others_pass(make_ledger) -> None:
+    ledger = await make_ledger(replace(LIMITS, quotas={"swe": 1}))
+    await ledger.submit([task(n, source="swe" if n < 3 else "sums") for n in range(6)], cursor=at(6))
+    leases = await ledger.lease_episodes("worker", 8, 0)
+    assert [lease.task.data_source for lease in leases] == ["swe"] * 2 + ["sums"] * 6
+    assert (await ledger.status()).groups["queued"] == 2
+    for lease in leases:
+        await ledger.complete(lease, trajectory(lease))
+    assert await ledger.lease_episodes("worker", 8, 0) == []  # ready counts against the quota too
+    batch = await train(ledger, 0)
+    assert batch.groups[0] == ["train/0000#0", "train/0000#1"]
+    (first, *_) = await ledger.lease_episodes("worker", 8, 1)
+    assert first.task.task_id == "train/0001"
+
+
+async def test_a_dead_group_gives_its_quota_back(make_ledger) -> None:
+    ledger = await make_ledger(replace(LIMITS, quotas={"swe": 1}, max_attempts=1))
+    await ledger.submit([task(n, source="swe") for n in range(2)], cursor=at(2))
+    for lease in await ledger.lease_episodes("worker", 8, 0):
+        await ledger.fail(lease, INFRA)
+    assert {lease.task.task_id for lease in await ledger.lease_episodes("worker", 8, 0)} == {"train/0001"}
+    assert await ledger.lease_episodes("worker", 8, 0) == []
+    await ledger.requeue("train/0000#0")
+    assert (await ledger.status()).groups["queued"] == 1
+
+
+# capacity ----------------------------------------------------------------------------------------------------------
+async def test_max_groups_bounds_what_is_in_the_system(make_ledger) -> None:
+    ledger = await make_ledger(replace(LIMITS, max_staleness=4, max_groups=3))
+    await ledger.submit(tasks(8), cursor=at(8))
+    assert len(await finish_all(ledger)) == 6
+    assert await finish_all(ledger) == []
+    await train(ledger, 0)
+    assert len(await finish_all(ledger, version=1)) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_groups": 1}, r"max_groups = 1 < groups_per_step = 2.*give at least 2"),
+        ({"filter_groups": "zero_variance", "group_size": 1}, "would filter every group"),
+        ({"filter_groups": "some"}, "filter_groups is 'some'; one of none, zero_variance"),
+        ({"overage": "keep"}, "overage is 'keep'; one of wait, mask, drop"),
+        ({"quotas": {"swe": 0}}, "quota of 'swe' is 0"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"max_staleness": -1}, "max_staleness is -1"),
+    ],
+)
+async def test_limits_that_no_run_can_work_with_are_refused(make_ledger, change, said: str) -> None:
+    with pytest.raises(LedgerError, match=said):
+        await make_ledger(replace(LIMITS, **change))
+
+
+async def test_a_run_keeps_its_quotas(make_ledger) -> None:
+    ledger = await make_ledger(replace(LIMITS, quotas={"b": 2, "a": 1}))
+    await ledger.create_run(replace(LIMITS, quotas={"a": 1, "b": 2}), "config: 2")
+    with pytest.raises(LedgerError, match="quotas"):
+        await ledger.create_run(replace(LIMITS, quotas={"a": 2, "b": 2}), "config: 2")
+
+
+# over-age by length ------------------------------------------------------------------------------------------------
+async def test_masked_episodes_are_counted_by_length(make_ledger) -> None:
+    """Nine tenths of the episodes are short and in time; a long one ships at step 3 with tokens of version 0."""
+    ledger = await make_ledger(replace(LIMITS, overage="mask"))
+    await ledger.submit(tasks(20), cursor=at(20))
+    slow, *rest = await ledger.lease_episodes("worker", 8, 0)
+    for lease in rest:
+        await ledger.complete(lease, trajectory(lease))
+    for step in (0, 1, 2):
+        await train(ledger, step)
+        await finish_all(ledger, version=step + 1)
+    await ledger.complete(slow, trajectory(slow, tokens=900))
+    batch = await train(ledger, 3)
+    assert batch.groups[0] == ["train/0000#0", "train/0000#1"]
+    status = await ledger.status()
+    assert status.episodes["masked"] == 2  # its short sibling waited for it
+    assert sum(decile.episodes for decile in status.over_age) == status.episodes["completed"] == 22
+    assert 901 <= status.over_age[-1].tokens_up_to <= 901 * 1.07
+    assert sum(decile.over_age for decile in status.over_age) == 2
+    assert status.over_age[-1].over_age == 1
+
+
+async def test_dropped_episodes_count_with_what_they_had_sampled(make_ledger) -> None:
+    ledger = await make_ledger(replace(LIMITS, overage="drop"))
+    await ledger.submit(tasks(8), cursor=at(8))
+    slow, *rest = await ledger.lease_episodes("worker", 8, 0)
+    for lease in rest:
+        await ledger.complete(lease, trajectory(lease, tokens=20))
+    await ledger.journal(slow, turn(1))  # two tokens
+    for step in range(3):
+        await train(ledger, step)
+        await finish_all(ledger, version=step + 1)
+    status = await ledger.status()
+    assert status.groups["dropped_over_age"] == 1
+    assert sum(decile.over_age for decile in status.over_age) == 2
+    assert status.over_age[0].over_age >= 1
+    assert status.over_age[0].tokens_up_to <= 3
+
+
+async def test_no_decile_before_anything_finished() -> None:
+    ledger = MemoryLedger()
+    await ledger.create_run(Limits(1, 1, 0), "x")
+    assert (await ledger.status()).over_age == []

@@ -1,0 +1,62 @@
+"""A ledger's `Status` as Prometheus gauges, so that dashboards and alerts see what people see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from penstock.transfer_queue.ledger import Status
+
+PREFIX = "penstock_ledger_"
+
+
+class LedgerGauges(Collector):
+    """Registered with a Prometheus registry; shows whatever status `newest` gives, nothing while it gives None."""
+
+    def __init__(self, run: str, newest: Callable[[], Status | None]) -> None:
+        self._run = run
+        self._newest = newest
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        status = self._newest()
+        if status is None:
+            return
+        yield self._single("version", "Current policy version", status.version)
+        yield self._single("step", "Next step to be leased", status.step)
+        yield self._single("committed_step", "Steps below this are durable", status.committed_step)
+        yield self._single("bytes", "Bytes that the run holds in the store", status.bytes)
+        yield self._single("unconsumed_bytes", "Bytes that hold admission back", status.unconsumed_bytes)
+        yield self._family("groups", "Groups by state", "state", status.groups)
+        yield self._family("episodes", "Episodes by state, or ever", "state", status.episodes)
+        yield self._family("age_seconds", "Age in its state of the group that is first there", "state", status.ages_s)
+        yield self._family("waited_seconds", "Time waited, by role and cause", "waiter", status.waits_s)
+        yield self._family("worker_episodes", "Episodes that a worker holds", "worker", status.workers)
+        yield self._over_age(status)
+
+    def _single(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["run"])
+        family.add_metric([self._run], value)
+        return family
+
+    def _family(self, name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["run", label])
+        for key, value in sorted(values.items()):
+            family.add_metric([self._run, key], value)
+        return family
+
+    def _over_age(self, status: Status) -> GaugeMetricFamily:
+        text = "Share of over-age episodes by decile of response length, shortest first"
+        family = GaugeMetricFamily(PREFIX + "over_age_share", text, labels=["run", "decile"])
+        for number, row in enumerate(status.over_age, start=1):
+            family.add_metric([self._run, str(number)], row.over_age / row.episodes if row.episodes else 0.0)
+        return family
+
+
+def exposition(run: str, status: Status) -> bytes:
+    """The gauges in Prometheus's text format."""
+    registry = CollectorRegistry()
+    registry.register(LedgerGauges(run, lambda: status))
+    return generate_latest(registry)
