@@ -194,7 +194,7 @@ def _script_call(name: str, key: str, args: Sequence[Any], keys: Sequence[str]) 
 
 
 def _bytes_of(call: Call) -> int:
-    return sum(len(arg) for arg in call.args if isinstance(arg, bytes | bytearray))
+    return sum(len(arg) for arg in call.args if isinstance(arg, bytes | bytearray | memoryview))
 
 
 def _in_python(call: Call) -> Any:
