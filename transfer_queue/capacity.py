@@ -21,8 +21,8 @@ def check_quotas(limits: Limits, sources: Collection[str]) -> None:
     total = sum(limits.quotas[source] for source in set(sources))
     if total < limits.groups_per_step:
         raise LedgerError(
-            f"quotas: {' + '.join(parts)} = {total} < groups_per_step = {limits.groups_per_step}: every data_source has "
-            f"one and a step could never be filled. Raise them to {limits.groups_per_step} in sum, or leave one out"
+            f"quotas: {' + '.join(parts)} = {total} < groups_per_step = {limits.groups_per_step}: every data_source "
+            f"has one and a step could never be filled. Raise them to {limits.groups_per_step} in sum, or leave one out"
         )
 
 
