@@ -1,6 +1,6 @@
 """Names of the ledger's keys in Redis.
 
-    penstock:{RUN}:run                   hash: limits and configuration; KEYS[1] of every script
+    penstock:{RUN}:run                   hash: limits and configuration; the prefix alone is KEYS[1] of every script
     penstock:{RUN}:steps                 hash: version, next and committed step, announcement, batch:STEP → groups
     penstock:{RUN}:counters, counts      hashes: bytes, fences, the cursor; what ever happened
     penstock:{RUN}:queue[:SOURCE], admitted, ready, open:train, open:other, leases, letters   sorted sets

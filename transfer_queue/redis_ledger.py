@@ -89,7 +89,7 @@ class RedisLedger:
         return cls(connection, run, config, batch_log)
 
     async def _script(self, name: str, *args: Any) -> Any:
-        return await self._connection.script(name, self._keys.run, *args)
+        return await self._connection.script(name, self._keys.index, *args)
 
     # the run -------------------------------------------------------------------------------------------------------
     async def create_run(self, limits: Limits, config: str) -> None:
@@ -152,7 +152,7 @@ class RedisLedger:
         try:
             await self._connection.write_and_run(
                 self._payloads.writes(stored, result.blob),
-                *("complete", self._keys.run, lease.episode_id, lease.fence, *numbers, outcome),
+                *("complete", self._keys.index, lease.episode_id, lease.fence, *numbers, outcome),
                 keys=[] if self._connection.spreads else self._payloads.keys(stored),
             )
         except (LeaseLost, BadPayload):
