@@ -76,6 +76,7 @@ class RedisLedger:
         config: TransferQueueConfig,
         password: str | None = None,
         username: str | None = None,
+        *,
         batch_log: BatchLog | None = None,
     ) -> RedisLedger:
         """Connect to ``redis://``, ``rediss://`` or ``unix://``, one server or a cluster.
