@@ -292,7 +292,8 @@ class Ledger(Protocol):
 
         `batches` (step → groups, as the checkpoint remembers them) lets a ledger that lost its last second with its
         machine catch up: steps that the checkpoint holds and the ledger does not know are taken as trained, and their
-        groups are forgotten wherever they are, so that none is trained twice. Without it such a step is a `StepError`.
+        groups are forgotten wherever they are, so that none is trained twice; the version is then at least `step`, with
+        its weights to be announced by `renew_manifest`. Without it an unknown step is a `StepError`.
         """
 
     async def rewind(self, step: int) -> int:

@@ -208,7 +208,7 @@ class RedisLedger:
 
     async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
         known = {number: [list(group) for group in groups] for number, groups in (batches or {}).items()}
-        await self._script("commit", step, pack_plain(known, "batches") if known else "")
+        await self._script("commit", step, "" if batches is None else pack_plain(known, "batches"))
         await self._sweep()
         if self._batch_log is not None:
             await asyncio.to_thread(self._batch_log.drop_below, step)

@@ -61,8 +61,8 @@ for done = run.committed_step, step - 1 do
   count('committed_groups', #groups)
   call('HDEL', STEPS, 'batch:' .. done)
 end
-if step > run.next_step then
-  call('HSET', STEPS, 'next_step', step, 'version', step)
+if ARGV[2] ~= '' and step > run.version then
+  call('HSET', STEPS, 'next_step', math.max(step, run.next_step), 'version', step)
   call('HDEL', STEPS, 'announcement')
 end
 call('HSET', STEPS, 'committed_step', math.max(step, run.committed_step))
