@@ -134,7 +134,7 @@ def _marker(found: Found, files: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _batches_digest(batches: Mapping[str, Groups]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(batches, sort_keys=True))
+    return xxhash.xxh3_64_hexdigest(json.dumps(batches, sort_keys=True).encode())
 
 
 def begin_save(engine: FSDPEngine, ranks: Ranks, path: Path) -> Future[Any]:

@@ -62,7 +62,7 @@ async def _train(job: TrainJob, stop: asyncio.Event) -> None:
             await p.record(batch, metrics, advantages)
             if (step + 1) % job.config.checkpoint_every == 0:
                 await p.save()
-            else:
+            elif step + 1 < job.config.steps:
                 await p.spiller.begin(batch)
             if job.config.eval_every and (step + 1) % job.config.eval_every == 0:
                 p.evaluate()

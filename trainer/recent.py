@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 KEEP_S = 60.0
-"""A step is remembered for so long after its commit: far longer than a Redis with ``appendfsync: everysec`` may lose."""
+"""A step is remembered for so long after its commit: far more than a Redis with ``appendfsync: everysec`` may lose."""
 
 Groups = Sequence[Sequence[str]]
 """Episode ids by group."""

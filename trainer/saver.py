@@ -106,9 +106,9 @@ class Saver:
         unknown = [step for step in range(status.step, found.step) if step not in found.batches]
         if unknown:
             raise RuntimeError(
-                f"the checkpoint is of version {found.step}, the ledger is at {status.version} and has not seen step "
-                f"{unknown[0]}, which the checkpoint does not remember: they are not of one run. Start a run with a new "
-                "name, or bring back the ledger's data"
+                f"the checkpoint is of version {found.step}, the ledger is at {status.version} and lacks step "
+                f"{unknown[0]}, which the checkpoint does not remember: they are not of one run. Start a run with a "
+                "new name, or bring back the ledger's data"
             )
         logger.warning(
             "the ledger is at version %d and next step %d, behind the checkpoint: it lost its latest entries and is "

@@ -32,7 +32,10 @@ class Spiller:
         self._task: asyncio.Task[None] | None = None
 
     async def begin(self, batch: StepBatch) -> None:
-        """Spill a trained step in the background. Raises what went wrong with the one before."""
+        """Spill a trained step in the background; none whose checkpoint, and with it the commit, follows at once.
+
+        Raises what went wrong with the step before.
+        """
         if not self._enabled:
             return
         await self.settle()

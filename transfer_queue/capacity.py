@@ -21,17 +21,18 @@ def check_quotas(limits: Limits, sources: Collection[str]) -> None:
     total = sum(limits.quotas[source] for source in set(sources))
     if total < limits.groups_per_step:
         raise LedgerError(
-            f"quotas: {' + '.join(parts)} = {total} < groups_per_step = {limits.groups_per_step}: every data_source has a "
-            f"quota and a step could never be filled. Raise quotas to {limits.groups_per_step} in sum, or leave one out"
+            f"quotas: {' + '.join(parts)} = {total} < groups_per_step = {limits.groups_per_step}: every data_source "
+            f"has one and a step could never be filled. Raise them to {limits.groups_per_step} in sum, or leave one out"
         )
 
 
 def check_step_bytes(limits: Limits, response_tokens: int) -> None:
     """`response_tokens`: most of one episode. Raises `LedgerError` where a step's longest episodes pass `max_bytes`."""
-    needed = limits.groups_per_step * limits.group_size * BYTES_PER_TOKEN * response_tokens
+    groups, members = limits.groups_per_step, limits.group_size
+    needed = groups * members * BYTES_PER_TOKEN * response_tokens
     if needed > limits.max_bytes:
         raise LedgerError(
-            f"max_bytes = {limits.max_bytes} < groups_per_step × group_size × {BYTES_PER_TOKEN} bytes × response tokens = "
-            f"{limits.groups_per_step} × {limits.group_size} × {BYTES_PER_TOKEN} × {response_tokens} = {needed}: one step "
-            f"may not fit. Raise max_bytes to at least {needed}, or lower one of the factors"
+            f"max_bytes = {limits.max_bytes} < groups_per_step × group_size × bytes per token × response tokens = "
+            f"{groups} × {members} × {BYTES_PER_TOKEN} × {response_tokens} = {needed}: one step may not fit. "
+            f"Raise max_bytes to at least {needed}, or lower one of the factors"
         )

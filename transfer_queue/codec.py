@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
-from penstock.transfer_queue.ledger import BadPayload
-from penstock.transfer_queue.packing import Arrays, pack, pack_plain, unpack, unpack_plain
+from penstock.transfer_queue.fields import Column
+from penstock.transfer_queue.ledger import BadPayload, LedgerError
+from penstock.transfer_queue.packing import Head, pack, pack_plain, read_arrays, unpack_plain, whole_head
 from penstock.transfer_queue.trajectory import (
+    FieldValues,
     JournalEntry,
     JournalKind,
     Outcome,
@@ -29,75 +31,116 @@ SEGMENT_DTYPES = {
     "version_spans": "i4",
     "turn_starts": "i4",
 }
+SEGMENT_FIELDS = tuple(SEGMENT_DTYPES)
+TOKEN_FIELDS = ("response_ids", "response_mask", "response_logprobs")
+"""Fields with one value per response token; readers may ask for some positions only."""
+PLAIN_FIELDS = tuple(one.name for one in dataclass_fields(Trajectory) if one.name != "segments")
 JOURNAL_DTYPES = {"ids": "i4", "logprobs": "f4", "version_spans": "i4"}
+_TASK_FIELDS = tuple(one.name for one in dataclass_fields(Task))
+_COLUMNS = [(name, dtype, name in TOKEN_FIELDS) for name, dtype in SEGMENT_DTYPES.items()]
 
 
-def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Pack a trajectory. Fields of segment i are named ``i.prompt_ids`` and so on."""
-    arrays = {
-        f"{index}.{name}": (dtype, getattr(segment, name))
+def encode_trajectory(trajectory: Trajectory, compression: str = "none") -> bytes:
+    """Pack a trajectory. Fields of segment i are named ``i.prompt_ids`` and so on.
+
+    Raises `BadPayload` naming what cannot be packed, `LedgerError` for a compression that this build has not.
+    """
+    columns = [
+        Column(f"{index}.{name}", dtype, getattr(segment, name), sliced)
         for index, segment in enumerate(trajectory.segments)
-        for name, dtype in SEGMENT_DTYPES.items()
-    }
-    plain = {
-        "episode_id": trajectory.episode_id,
-        "task_id": trajectory.task_id,
-        "segments": len(trajectory.segments),
-        "reward": trajectory.reward,
-        "outcome": outcome_to_plain(trajectory.outcome),
-        "turn_rewards": list(trajectory.turn_rewards),
-        "num_turns": trajectory.num_turns,
-        "metrics": dict(trajectory.metrics),
-        "extra": dict(trajectory.extra),
-        "data_source": trajectory.data_source,
-    }
-    return pack(KIND_TRAJECTORY, arrays, plain)
+        for name, dtype, sliced in _COLUMNS
+    ]
+    plain = {name: getattr(trajectory, name) for name in PLAIN_FIELDS}
+    plain["outcome"] = outcome_to_plain(trajectory.outcome)
+    plain["segments"] = len(trajectory.segments)
+    return pack(KIND_TRAJECTORY, columns, plain, compression)
 
 
 def decode_trajectory(blob: bytes) -> Trajectory:
     """The trajectory, its arrays read-only. Raises `BadPayload` naming the damaged field."""
-    arrays, plain = unpack(blob, KIND_TRAJECTORY)
-    try:
-        segments = [_segment(arrays, index) for index in range(plain.pop("segments"))]
-        return Trajectory(segments=segments, outcome=outcome_from_plain(plain.pop("outcome")), **plain)
-    except (KeyError, TypeError) as error:
-        raise BadPayload(f"head: field {error} is missing or unknown") from error
+    head = whole_head(blob, KIND_TRAJECTORY)
+    count = _count(head)
+    arrays = read_arrays(head, blob)
+    segments = [Segment(**{name: arrays[f"{index}.{name}"] for name in SEGMENT_FIELDS}) for index in range(count)]
+    return Trajectory(segments=segments, **_plain_values(head, PLAIN_FIELDS))
+
+
+def wanted_fields(head: Head, fields: Sequence[str]) -> list[str]:
+    """Names in the head's table that `fields` (of `Segment` and `Trajectory`) need, segment by segment.
+
+    Raises `LedgerError` for an unknown field, `BadPayload` for a head that is no trajectory's.
+    """
+    asked = _segment_fields(fields)
+    return [f"{index}.{name}" for index in range(_count(head)) for name in asked]
+
+
+def values_of(
+    head: Head, raws: Mapping[str, Any], fields: Sequence[str], start: int = 0, stop: int | None = None
+) -> FieldValues:
+    """`fields` from the bytes of each wanted field, as ``head.fields[name].byte_range(start, stop)`` cut them.
+
+    `TOKEN_FIELDS` are cut to positions ``start:stop``, others are whole. Raises `BadPayload`, `LedgerError`.
+    """
+    rows = {name: (start, stop) if name in TOKEN_FIELDS else (0, None) for name in _segment_fields(fields)}
+    segments = [
+        {name: head.fields[f"{index}.{name}"].decode(raws[f"{index}.{name}"], *cut) for name, cut in rows.items()}
+        for index in range(_count(head))
+    ]
+    plain = _plain_values(head, [name for name in fields if name in PLAIN_FIELDS])
+    return FieldValues(_plain_values(head, ["episode_id"])["episode_id"], plain, segments)
+
+
+def get_fields(blob: bytes, fields: Sequence[str], start: int = 0, stop: int | None = None) -> FieldValues:
+    """`values_of` a whole payload. Verifies the head and what was asked for, nothing else."""
+    head = whole_head(blob, KIND_TRAJECTORY)
+    view = memoryview(blob)
+    ranges = {name: head.fields[name].byte_range(start, stop) for name in wanted_fields(head, fields)}
+    return values_of(head, {name: view[first:last] for name, (first, last) in ranges.items()}, fields, start, stop)
 
 
 def encode_journal(entry: JournalEntry) -> bytes:
-    arrays = {
-        name: (dtype, getattr(entry, name))
+    columns = [
+        Column(name, dtype, getattr(entry, name))
         for name, dtype in JOURNAL_DTYPES.items()
         if getattr(entry, name) is not None
-    }
+    ]
     plain = {
         "kind": str(entry.kind),
         "context_len": entry.context_len,
         "context_hash": entry.context_hash,
-        "data": dict(entry.data),
+        "data": entry.data,
     }
-    return pack(KIND_JOURNAL, arrays, plain)
+    return pack(KIND_JOURNAL, columns, plain)
 
 
 def decode_journal(blob: bytes) -> JournalEntry:
-    arrays, plain = unpack(blob, KIND_JOURNAL)
+    """The entry, its arrays read-only. Raises `BadPayload` naming the damaged field."""
+    head = whole_head(blob, KIND_JOURNAL)
+    _check_table(head, JOURNAL_DTYPES)
     try:
-        return JournalEntry(**{**plain, **arrays, "kind": JournalKind(plain["kind"])})
+        kind = JournalKind(head.plain["kind"])
+        return JournalEntry(**{**head.plain, **read_arrays(head, blob), "kind": kind})
     except (KeyError, TypeError, ValueError) as error:
         raise BadPayload(f"head: {error}") from error
 
 
 def encode_task(task: Task) -> bytes:
     """msgpack of the task's fields by name. Raises `BadPayload` naming task and field of what is not plain data."""
-    packed = {}
-    for name in (one.name for one in fields(Task)):
-        pack_plain(getattr(task, name), f"task {task.task_id}: {name}")
-        packed[name] = _mutable(getattr(task, name))
-    return pack_plain(packed, f"task {task.task_id}")
+    values = {name: getattr(task, name) for name in _TASK_FIELDS}
+    try:
+        return pack_plain(values, f"task {task.task_id}")
+    except BadPayload:
+        for name, value in values.items():
+            pack_plain(value, f"task {task.task_id}: {name}")
+        raise
 
 
 def decode_task(blob: bytes) -> Task:
-    return Task(**unpack_plain(blob, "task"))
+    """Raises `BadPayload` for bytes that are no task of this build."""
+    try:
+        return Task(**unpack_plain(blob, "task"))
+    except TypeError as error:
+        raise BadPayload(f"task: {error}") from error
 
 
 def outcome_to_plain(outcome: Outcome) -> list[str]:
@@ -105,41 +148,39 @@ def outcome_to_plain(outcome: Outcome) -> list[str]:
 
 
 def outcome_from_plain(plain: list[str]) -> Outcome:
-    kind, reason, component = plain
-    return Outcome(OutcomeKind(kind), reason, component)
+    """Raises `BadPayload` for anything else than `outcome_to_plain` makes."""
+    try:
+        kind, reason, component = plain
+        return Outcome(OutcomeKind(kind), reason, component)
+    except (TypeError, ValueError) as error:
+        raise BadPayload(f"outcome: {error}") from error
 
 
-def _segment(arrays: Arrays, index: int) -> Segment:
-    return Segment(**{name: arrays[f"{index}.{name}"] for name in SEGMENT_DTYPES})
+def _segment_fields(fields: Sequence[str]) -> list[str]:
+    for name in fields:
+        if name not in SEGMENT_DTYPES and name not in PLAIN_FIELDS:
+            valid = ", ".join((*SEGMENT_FIELDS, *PLAIN_FIELDS))
+            raise LedgerError(f"{name!r} is no field of a trajectory; one of {valid}")
+    return [name for name in fields if name in SEGMENT_DTYPES]
 
 
-def _mutable(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value
+def _count(head: Head) -> int:
+    """Segments of a trajectory's head, which has every field of each and nothing else."""
+    count = head.plain.get("segments")
+    if not isinstance(count, int) or len(head.fields) != count * len(SEGMENT_FIELDS):
+        raise BadPayload(f"head: {len(head.fields)} fields for {count!r:.80} segments")
+    _check_table(head, {f"{index}.{name}": dtype for index in range(count) for name, dtype in SEGMENT_DTYPES.items()})
+    return count
 
 
-from penstock.transfer_queue.trajectory import FieldValues
-from penstock.transfer_queue.ledger import LedgerError
+def _check_table(head: Head, dtypes: Mapping[str, str]) -> None:
+    for name, field in head.fields.items():
+        if dtypes.get(name) != field.dtype:
+            raise BadPayload(f"head: field {name} of dtype {field.dtype} is unknown; one of {dict(dtypes)!r:.200}")
 
 
-def get_fields(blob, fields, start=0, stop=None):
-    t = decode_trajectory(blob)
-    plain = {}
-    segs = [{} for _ in t.segments]
-    for f in fields:
-        if f in SEGMENT_DTYPES:
-            for s, o in zip(t.segments, segs):
-                v = getattr(s, f)
-                o[f] = v[start:stop] if f in ("response_ids", "response_mask", "response_logprobs") else v
-        elif hasattr(t, f):
-            plain[f] = getattr(t, f)
-        else:
-            raise LedgerError(f"{f}: no such field; response_mask")
-    return FieldValues(t.episode_id, plain, segs)
-
-
-def wanted_fields(h, f):
-    return []
-
-
-def values_of(*a):
-    raise NotImplementedError
+def _plain_values(head: Head, names: Sequence[str]) -> dict[str, Any]:
+    missing = [name for name in names if name not in head.plain]
+    if missing:
+        raise BadPayload(f"head: field {missing[0]} is missing")
+    return {name: outcome_from_plain(head.plain[name]) if name == "outcome" else head.plain[name] for name in names}

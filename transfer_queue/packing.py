@@ -1,24 +1,30 @@
-"""A container for named arrays and plain data: no pickle, little-endian, checked field by field.
+"""A container for named arrays and plain data: no pickle, little-endian, checked block by block.
 
     offset  bytes
     0       4   magic ``PNST``
-    4       2   format version (1)
+    4       2   format version (2)
     6       2   kind: what is inside
     8       4   length H of the head
     12      4   reserved, 0
     16      8   length B of the body
     24      8   xxh3-64 of the head
-    32      H   head, msgpack: {"fields": [[name, dtype, shape, offset, xxh3-64 of the field], …], "plain": {…}}
-    …       B   body: the arrays, each at a multiple of 8
+    32      H   head, msgpack: {"fields": [a row of `fields` …], "plain": {…}}
+    …           zeros up to a multiple of 8
+    …       B   body: the fields in the order of their rows, nothing between them
 
-The head's checksum covers the fields' checksums, so one field can be read and verified without the others.
+The head's checksum covers the fields' checksums, so a field, or some blocks of one, can be read and verified without
+the rest:
+
+    prefix = read(0, HEAD_GUESS); prefix = read(0, head_length(prefix)) if that is more
+    field = parse_head(prefix, kind).fields["0.response_mask"]
+    mask = field.decode(read(*field.byte_range(100, 200)), 100, 200)
 """
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -26,38 +32,89 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from penstock.transfer_queue.compression import check_compression
+from penstock.transfer_queue.fields import MAX_RAW_BYTES, Column, Field, Stored, field_from_row, store
 from penstock.transfer_queue.ledger import BadPayload
 
 MAGIC = b"PNST"
-FORMAT = 1
+FORMAT = 2
 PREAMBLE = struct.Struct("<4sHHIIQQ")
-DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
+HEAD_GUESS = 4096
+"""Bytes to read first: the preamble and the head of nearly every payload."""
 
 Arrays = dict[str, NDArray[Any]]
 
 
-def pack(kind: int, arrays: Mapping[str, tuple[str, NDArray[Any]]], plain: Mapping[str, Any]) -> bytes:
-    """Pack `arrays` (name → (dtype name, values)) and `plain`. Raises `BadPayload` for other data."""
-    table, chunks, offset = [], [], 0
-    for name, (dtype, values) in arrays.items():
-        raw = np.ascontiguousarray(values, dtype=DTYPES[dtype]).tobytes()
-        table.append([name, dtype, list(np.shape(values)), offset, xxh3_64_intdigest(raw)])
-        chunks += [raw, bytes(-len(raw) % 8)]
-        offset += len(raw) + -len(raw) % 8
-    head = pack_plain({"fields": table, "plain": plain}, "plain data")
-    preamble = PREAMBLE.pack(MAGIC, FORMAT, kind, len(head), 0, offset, xxh3_64_intdigest(head))
-    return b"".join([preamble, head, bytes(-len(head) % 8), *chunks])
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a payload holds, and where."""
+
+    plain: Mapping[str, Any]
+    fields: Mapping[str, Field]
+    size: int
+    """Bytes of the whole payload."""
 
 
-def unpack(blob: bytes, kind: int) -> tuple[Arrays, dict[str, Any]]:
-    """Arrays (read-only views of `blob`) and plain data. Raises `BadPayload` naming what is damaged."""
-    head, body_at = _read_head(blob, kind)
-    arrays = {str(row[0]): _read_field(blob, body_at, row) for row in head["fields"]}
-    return arrays, head["plain"]
+def pack(kind: int, columns: Iterable[Column], plain: Mapping[str, Any], compression: str = "none") -> bytes:
+    """Pack arrays and plain data. Raises `BadPayload` for other data, `LedgerError` for an unknown compression."""
+    check_compression(compression)
+    stored = sorted((store(column, compression) for column in columns), key=_unaligned)
+    _check_raw_bytes(sum(one.raw_bytes for one in stored))
+    body_len = sum(one.row[3] for one in stored)
+    head = pack_plain({"fields": [one.row for one in stored], "plain": plain}, "plain data")
+    preamble = PREAMBLE.pack(MAGIC, FORMAT, kind, len(head), 0, body_len, xxh3_64_intdigest(head))
+    return b"".join([preamble, head, bytes(-len(head) % 8), *(one.raw for one in stored)])
+
+
+def whole_head(blob: bytes, kind: int) -> Head:
+    """`parse_head` of a whole payload. Raises `BadPayload` also where bytes of the body are missing."""
+    head = parse_head(blob, kind)
+    if len(blob) != head.size:
+        raise BadPayload(f"length: {len(blob)} bytes, {head.size} by its header; truncated or overwritten")
+    return head
+
+
+def read_arrays(head: Head, blob: bytes) -> Arrays:
+    """All fields of a whole payload, read-only, views of `blob` where not compressed. Raises `BadPayload`."""
+    view = memoryview(blob)
+    return {name: field.decode(view[slice(*field.byte_range())]) for name, field in head.fields.items()}
+
+
+def blob_length(preamble: bytes) -> int:
+    """Bytes of the payload that starts so; that of the preamble alone where it is no preamble of ours."""
+    if len(preamble) < PREAMBLE.size:
+        return PREAMBLE.size
+    magic, version, _, head_len, _, body_len, _ = PREAMBLE.unpack_from(preamble)
+    known = magic == MAGIC and version == FORMAT and body_len <= MAX_RAW_BYTES
+    return _body_at(head_len) + body_len if known else PREAMBLE.size
+
+
+def head_length(prefix: bytes) -> int:
+    """Bytes that `parse_head` needs. Raises `BadPayload` for less than a preamble, or one that is not ours."""
+    return _body_at(_read_preamble(prefix)[1])
+
+
+def parse_head(prefix: bytes, kind: int) -> Head:
+    """The head of a payload that starts with `prefix`, verified. Raises `BadPayload` naming what is damaged."""
+    found, head_len, reserved, body_len, checksum = _read_preamble(prefix)
+    if found != kind:
+        raise BadPayload(f"kind: {found}, expected {kind}")
+    body_at = _body_at(head_len)
+    if len(prefix) < body_at:
+        raise BadPayload(f"head: {len(prefix)} bytes, {body_at} needed; the payload is truncated")
+    head = memoryview(prefix)[PREAMBLE.size : PREAMBLE.size + head_len]
+    if xxh3_64_intdigest(head) != checksum:
+        raise BadPayload("head: wrong checksum; the payload was damaged")
+    if reserved or any(prefix[PREAMBLE.size + head_len : body_at]):
+        raise BadPayload("head: reserved bytes are not 0; the payload was damaged")
+    return _head_from_plain(unpack_plain(head, "head"), body_at, body_len)
 
 
 def pack_plain(value: Any, field: str) -> bytes:
-    """msgpack of plain data; numpy scalars and arrays become numbers and lists. Raises `BadPayload` naming `field`."""
+    """msgpack of plain data; numpy scalars and arrays become numbers and lists, any mapping a map.
+
+    Raises `BadPayload` naming `field`.
+    """
     try:
         packed = msgpack.packb(value, default=_plain)
     except (TypeError, ValueError, OverflowError) as error:
@@ -65,45 +122,54 @@ def pack_plain(value: Any, field: str) -> bytes:
     return bytes(packed)
 
 
-def unpack_plain(blob: bytes, field: str) -> Any:
+def unpack_plain(blob: bytes | memoryview, field: str) -> Any:
     """The reverse of `pack_plain`. Raises `BadPayload` naming `field`."""
     try:
         return msgpack.unpackb(blob, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise BadPayload(f"{field}: not msgpack: {error}") from error
 
 
-def _read_head(blob: bytes, kind: int) -> tuple[dict[str, Any], int]:
-    if len(blob) < PREAMBLE.size:
-        raise BadPayload(f"preamble: {len(blob)} bytes, {PREAMBLE.size} needed; the payload is truncated")
-    magic, version, found, head_len, _, body_len, checksum = PREAMBLE.unpack_from(blob)
+def _read_preamble(prefix: bytes) -> tuple[int, int, int, int, int]:
+    """(kind, length of the head, reserved, length of the body, the head's checksum)"""
+    if len(prefix) < PREAMBLE.size:
+        raise BadPayload(f"preamble: {len(prefix)} bytes, {PREAMBLE.size} needed; the payload is truncated")
+    magic, version, kind, head_len, reserved, body_len, checksum = PREAMBLE.unpack_from(prefix)
     if magic != MAGIC:
         raise BadPayload(f"magic: {magic!r}, not {MAGIC!r}; this is no payload of ours")
     if version != FORMAT:
         raise BadPayload(f"format: version {version} is unknown; this build reads version {FORMAT}")
-    if found != kind:
-        raise BadPayload(f"kind: {found}, expected {kind}")
-    body_at = PREAMBLE.size + head_len + -head_len % 8
-    if len(blob) != body_at + body_len:
-        raise BadPayload(f"length: {len(blob)} bytes, {body_at + body_len} by its header; truncated or overwritten")
-    head = blob[PREAMBLE.size : PREAMBLE.size + head_len]
-    if xxh3_64_intdigest(head) != checksum:
-        raise BadPayload("head: wrong checksum; the payload was damaged")
-    return unpack_plain(head, "head"), body_at
+    return kind, head_len, reserved, body_len, checksum
 
 
-def _read_field(blob: bytes, body_at: int, row: list[Any]) -> NDArray[Any]:
-    name, dtype, shape, offset, checksum = row
-    if dtype not in DTYPES:
-        raise BadPayload(f"{name}: dtype {dtype!r} is unknown")
-    count = math.prod(shape)
-    start, end = body_at + offset, body_at + offset + count * DTYPES[dtype].itemsize
-    if min([offset, *shape], default=0) < 0 or end > len(blob):
-        raise BadPayload(f"{name}: bytes {start} to {end} lie outside of the payload")
-    raw = memoryview(blob)[start:end]
-    if xxh3_64_intdigest(raw) != checksum:
-        raise BadPayload(f"{name}: wrong checksum; the payload was damaged")
-    return np.frombuffer(raw, dtype=DTYPES[dtype]).reshape(shape)
+def _head_from_plain(found: Any, body_at: int, body_len: int) -> Head:
+    if not isinstance(found, dict) or found.keys() != {"fields", "plain"} or not isinstance(found["plain"], dict):
+        raise BadPayload("head: not a map of fields and plain data")
+    rows, at = found["fields"], body_at
+    fields: dict[str, Field] = {}
+    for row in rows if isinstance(rows, list) else [rows]:
+        field = field_from_row(row, at)
+        fields[field.name] = field
+        at += field.size
+    if len(fields) != len(rows):
+        raise BadPayload("head: two fields have one name")
+    if at != body_at + body_len:
+        raise BadPayload(f"length: a body of {body_len} bytes, its fields have {at - body_at}; damaged")
+    _check_raw_bytes(sum(field.raw_bytes for field in fields.values()))
+    return Head(found["plain"], fields, at)
+
+
+def _body_at(head_len: int) -> int:
+    return PREAMBLE.size + head_len + -head_len % 8
+
+
+def _check_raw_bytes(total: int) -> None:
+    if total > MAX_RAW_BYTES:
+        raise BadPayload(f"fields: {total} bytes unpacked, over the limit of {MAX_RAW_BYTES}")
+
+
+def _unaligned(one: Stored) -> bool:
+    return not one.aligned
 
 
 def _plain(value: Any) -> Any:
@@ -111,27 +177,6 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
     raise TypeError(f"{type(value).__name__} {value!r:.80} is not plain data")
-
-
-HEAD_GUESS = 4096
-
-
-def blob_length(p):
-    return (
-        PREAMBLE.size + 0
-        if len(p) < PREAMBLE.size
-        else (lambda u: PREAMBLE.size + u[3] + (-u[3] % 8) + u[5])(PREAMBLE.unpack_from(p))
-    )
-
-
-class Head:
-    pass
-
-
-def head_length(p):
-    return 0
-
-
-def parse_head(p, k):
-    raise NotImplementedError

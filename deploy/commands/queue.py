@@ -69,7 +69,7 @@ def drop(
 def acl(run: RunArgument = None) -> None:
     """Print users for a Redis of your own, one per role of a run; each line is for redis-cli, on every node.
 
-    Example: penstock queue acl mine 2>logins | redis-cli --user admin --askpass
+    Example: penstock queue acl mine 2>logins.env | REDISCLI_AUTH=PASSWORD redis-cli --user ADMIN
     """
     name = run or os.environ.get(RUN_VARIABLE, "")
     passwords = {role: secrets.token_urlsafe(32) for role in RIGHTS}

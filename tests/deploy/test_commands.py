@@ -29,7 +29,9 @@ async def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         ledger = await RedisLedger.connect(server.url, "mine", TransferQueueConfig(), password=PASSWORD)
         limits = Limits(group_size=2, groups_per_step=1, max_staleness=1, max_attempts=1)
         await ledger.create_run(limits, "config: true")
-        await ledger.submit([Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")], cursor=DataCursor(0, 1))
+        await ledger.submit(
+            [Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")], cursor=DataCursor(0, 1)
+        )
         yield ledger
         await ledger.close()
 

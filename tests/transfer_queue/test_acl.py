@@ -170,7 +170,7 @@ async def allowed(user: Connection, *command: object) -> bool:
     try:
         await user.command(*command)
     except LedgerError as error:
-        if "permissions" not in str(error) and "The user executing the script can't" not in str(error):
+        if "Rights per role" not in str(error):
             raise
         return False
     return True

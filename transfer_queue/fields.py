@@ -1,0 +1,168 @@
+"""One array of a payload: how it is stored, its row in the head's table, and slices of it.
+
+A row is [name, dtype, shape, stored bytes, codec, block, checksums]: one xxh3-64 for every `block` stored bytes (the
+last block may be shorter), so that whole blocks can be read and verified without the rest of the field. A compressed
+field is one block. No row has a position: fields lie one after the other, in the order of the table.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_digest
+
+from penstock.transfer_queue.compression import COMPRESSIONS, compress, decompress
+from penstock.transfer_queue.ledger import BadPayload
+
+BLOCK = 64 << 10
+MAX_RAW_BYTES = 1 << 30
+"""Of all fields of a payload, unpacked: no head makes a reader allocate more."""
+DTYPES: dict[str, np.dtype[Any]] = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
+_DIGEST_BYTES = 8
+
+
+class Column(NamedTuple):
+    """An array to be stored."""
+
+    name: str
+    dtype: str
+    """A key of `DTYPES`."""
+    values: Any
+    """[rows] or [rows, n]"""
+    sliced: bool = False
+    """Readers ask for some of its rows: long ones get a checksum per `BLOCK` instead of one."""
+
+
+class Stored(NamedTuple):
+    """An array as it lies in the body."""
+
+    row: list[Any]
+    raw: Any
+    """A buffer: the array itself where it is stored as it is, so that nothing is copied before the final join."""
+    raw_bytes: int
+    """Bytes of it unpacked."""
+    aligned: bool
+    """Its length is a multiple of 4. These come first, so that every 4-byte array can be used in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Where an array is and how to read it. Rows are `slice`'s: ``start:stop`` of the first axis."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Position of its first stored byte in the payload."""
+    size: int
+    """Stored bytes."""
+    codec: str
+    block: int
+    checksums: bytes
+    """[blocks · 8] xxh3-64 of each block, most significant byte first."""
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+
+    @property
+    def raw_bytes(self) -> int:
+        return self.shape[0] * self.row_bytes
+
+    def byte_range(self, start: int = 0, stop: int | None = None) -> tuple[int, int]:
+        """First byte and the one after the last, in the payload, that `decode` needs for these rows.
+
+        Whole blocks; a field in one block is read whole, whatever rows are asked.
+        """
+        first, last = self._blocks(start, stop)
+        return self.start + first * self.block, self.start + min(last * self.block, self.size)
+
+    def decode(self, raw: Any, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Rows from the bytes of `byte_range`, read-only, in place where not compressed. Raises `BadPayload`."""
+        first, last = self._blocks(start, stop)
+        expected = min(last * self.block, self.size) - first * self.block
+        if len(raw) != expected:
+            raise BadPayload(f"{self.name}: {len(raw)} bytes, {expected} by the head; the payload is truncated")
+        known = self.checksums[first * _DIGEST_BYTES : last * _DIGEST_BYTES]
+        if first < last and _checksums(raw, self.block) != known:  # no row was asked for: no block, no checksum
+            raise BadPayload(f"{self.name}: wrong checksum; the payload was damaged")
+        if self.codec != "none":
+            raw = decompress(raw, self.raw_bytes, self.name)
+        top, bottom = self._rows(start, stop)
+        offset = top * self.row_bytes - first * self.block
+        return np.ndarray((bottom - top, *self.shape[1:]), DTYPES[self.dtype], raw, offset)
+
+    def _rows(self, start: int, stop: int | None) -> tuple[int, int]:
+        top, bottom, _ = slice(start, stop).indices(self.shape[0])
+        return (top, bottom) if top < bottom else (0, 0)
+
+    def _blocks(self, start: int, stop: int | None) -> tuple[int, int]:
+        if self.block >= self.size:
+            return 0, 1
+        top, bottom = self._rows(start, stop)
+        return top * self.row_bytes // self.block, -(-bottom * self.row_bytes // self.block)
+
+
+def store(column: Column, compression: str = "none") -> Stored:
+    """Raises `BadPayload` for values that are no array of the column's dtype."""
+    name, dtype, values, sliced = column
+    try:
+        array = np.asarray(values, DTYPES[dtype], order="C")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadPayload(f"{name}: {error}") from error
+    if not 1 <= array.ndim <= 2:
+        raise BadPayload(f"{name}: has {array.ndim} dimensions; 1 or 2 can be stored")
+    packed = compress(_bytes_of(array), array.nbytes) if compression == "zstd" else None
+    if packed is not None:
+        row = [name, dtype, array.shape, len(packed), "zstd", len(packed), xxh3_64_digest(packed)]
+        return Stored(row, packed, array.nbytes, False)
+    if sliced and array.nbytes > BLOCK:
+        row = [name, dtype, array.shape, array.nbytes, "none", BLOCK, _checksums(_bytes_of(array), BLOCK)]
+    else:
+        row = [name, dtype, array.shape, array.nbytes, "none", array.nbytes, xxh3_64_digest(array.data)]
+    return Stored(row, array.data, array.nbytes, array.itemsize == 4)
+
+
+def field_from_row(row: Any, start: int) -> Field:
+    """The field of a table's row that lies at `start`. Raises `BadPayload` for a row that `store` cannot have made."""
+    if not isinstance(row, list) or len(row) != 7 or not all(map(isinstance, row, _ROW_TYPES)):
+        raise BadPayload(f"head: malformed row {row!r:.80} in the table of fields")
+    name, dtype, shape, size, codec, block, checksums = row
+    if dtype not in DTYPES:
+        raise BadPayload(f"{name}: dtype {dtype!r} is unknown")
+    if codec not in COMPRESSIONS:
+        raise BadPayload(f"{name}: codec {codec!r} is unknown")
+    if not (1 <= len(shape) <= 2 and all(type(n) is int and 0 <= n <= MAX_RAW_BYTES for n in shape)):
+        raise BadPayload(f"{name}: shape {shape!r:.80} is none of ours")
+    field = Field(name, dtype, tuple(shape), start, size, codec, block, checksums)
+    _check_sizes(field)
+    return field
+
+
+_ROW_TYPES = (str, str, list, int, str, int, bytes)
+
+
+def _check_sizes(field: Field) -> None:
+    if field.size < 0 or (field.codec == "none" and field.size != field.raw_bytes):
+        raise BadPayload(f"{field.name}: {field.size} stored bytes do not hold shape {field.shape}")
+    whole = field.block == field.size
+    blocks = 1 if whole else -(-field.size // max(field.block, 1))
+    if not whole and not (0 < field.block < field.size and field.codec == "none"):
+        raise BadPayload(f"{field.name}: blocks of {field.block} bytes do not fit {field.size}")
+    if len(field.checksums) != blocks * _DIGEST_BYTES:
+        raise BadPayload(f"{field.name}: {len(field.checksums)} bytes of checksums for {blocks} blocks")
+
+
+def _checksums(raw: Any, block: int) -> bytes:
+    if len(raw) <= block:
+        return xxh3_64_digest(raw)
+    view = memoryview(raw)
+    return b"".join([xxh3_64_digest(view[at : at + block]) for at in range(0, len(view), block)])
+
+
+def _bytes_of(array: NDArray[Any]) -> Any:
+    return array.reshape(-1).view(np.uint8).data
