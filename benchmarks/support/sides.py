@@ -137,7 +137,7 @@ def transferqueue_python() -> str | None:
 
 
 async def start_transferqueue(python: str) -> tuple[Child, dict[str, Any]]:
-    """Its driver, and the versions that it runs. Ray keeps its login to itself and its ports to loopback."""
+    """Its driver, and the versions that it runs. The queue's sockets are on loopback; ray's own ask for a token."""
     env = {
         "PYTHONPATH": str(SUPPORT),
         "RAY_AUTH_MODE": "token",

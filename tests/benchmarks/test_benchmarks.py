@@ -39,6 +39,7 @@ async def test_the_queue_without_the_queue_compared_with(measure: Measure) -> No
         assert index["1m"][operation]["p50_us"] <= index["1m"][operation]["p99_us"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(transferqueue_python() is None, reason="TransferQueue is not installed: scripts/setup-bench")
 async def test_the_queue_beside_transferqueue(measure: Measure) -> None:
     measured = await measure("queue", **SHORT)
