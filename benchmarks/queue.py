@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ import uvloop
 from benchmarks.support.arrays import payload_arrays
 from benchmarks.support.comparison import Cell, compare, ratio, say
 from benchmarks.support.index import measure_index
-from benchmarks.support.machine import machine
+from benchmarks.support.machine import machine, settled
 from benchmarks.support.memory import can_reset
 from benchmarks.support.sides import Plan, Side, StoreSide, TransferQueueSide, start_transferqueue, transferqueue_python
 from penstock.transfer_queue.redis_server import RedisServer
@@ -67,12 +68,13 @@ async def _measure() -> dict[str, Any]:
     setup = {**asdict(extent), "payloads_per_round": COUNTS, "peaks_are_per_round": can_reset()}
     async with AsyncExitStack() as stack:
         others = await _transferqueue(stack, setup)
-        server, password = await _server(stack, setup)
-        sides = [*await _stores(stack, server, password), *others]
-        cells = await _cells(sides, extent, extent.sizes)
+        host = await stack.enter_async_context(_redis())
+        setup |= await machine(host.client)
+        sides = [*await _stores(stack, host), *others]
+        cells = await _cells(sides, host, extent, extent.sizes)
         figures, ratios = _figures(cells), _ratios(cells)
-        await _append_only(server, password, "no")
-        without_aof = await _cells(sides, extent, ["1mb"])
+        await host.client.config_set("appendonly", "no")
+        without_aof = await _cells(sides, host, extent, ["1mb"])
         figures["without_aof"] = _figures(without_aof)
         ratios |= {f"{name}_without_aof": value for name, value in _ratios(without_aof).items()}
     figures["index"], index_ratios = await _index(min(extent.rounds, INDEX_ROUNDS))
@@ -80,30 +82,30 @@ async def _measure() -> dict[str, Any]:
 
 
 # the stores --------------------------------------------------------------------------------------------------------
-async def _server(stack: AsyncExitStack, setup: dict[str, Any]) -> tuple[RedisServer, str]:
-    server, password = await stack.enter_async_context(_redis())
-    async with aioredis.Redis.from_url(server.url, password=password) as client:
-        setup |= await machine(client)
-    return server, password
+@dataclass(frozen=True)
+class Host:
+    """A redis-server and a client to watch and set it by."""
+
+    server: RedisServer
+    password: str
+    client: aioredis.Redis
 
 
 @asynccontextmanager
-async def _redis() -> AsyncIterator[tuple[RedisServer, str]]:
+async def _redis() -> AsyncIterator[Host]:
     password = secrets.token_urlsafe(16)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        async with RedisServer(Path(folder), password) as server:
-            yield server, password
+        async with (
+            RedisServer(Path(folder), password) as server,
+            aioredis.Redis.from_url(server.url, password=password) as client,
+        ):
+            yield Host(server, password, client)
 
 
-async def _append_only(server: RedisServer, password: str, value: str) -> None:
-    async with aioredis.Redis.from_url(server.url, password=password) as client:
-        await client.config_set("appendonly", value)
-
-
-async def _stores(stack: AsyncExitStack, server: RedisServer, password: str) -> list[Side]:
+async def _stores(stack: AsyncExitStack, host: Host) -> list[Side]:
     sides: list[Side] = []
     for name, kind in (("raw_redis", "raw"), ("ledger", "ledger")):
-        side = StoreSide(name, kind, server, password)
+        side = StoreSide(name, kind, host.server, host.password)
         stack.push_async_callback(side.stop)
         sides.append(side)
     return sides
@@ -130,13 +132,14 @@ Cells = dict[tuple[str, int], dict[str, Cell]]
 """(size, producers) → side → cell"""
 
 
-async def _cells(sides: Sequence[Side], extent: Extent, sizes: Sequence[str]) -> Cells:
+async def _cells(sides: Sequence[Side], host: Host, extent: Extent, sizes: Sequence[str]) -> Cells:
+    settle = partial(settled, host.client, host.server.directory)
     cells = {}
     for size in sizes:
         payload_bytes = sum(values.nbytes for values in payload_arrays(size).values())
         for producers in extent.producers:
             plan = Plan(size, producers, COUNTS[size])
-            cells[size, producers] = await compare(sides, plan, extent.rounds, payload_bytes)
+            cells[size, producers] = await compare(sides, plan, extent.rounds, payload_bytes, settle)
     return cells
 
 
@@ -162,5 +165,5 @@ def _ratios(cells: Cells) -> dict[str, float]:
 
 async def _index(rounds: int) -> tuple[dict[str, Any], dict[str, float]]:
     """On a server of its own: what the payloads left behind must not disturb it."""
-    async with _redis() as (server, password):
-        return await measure_index(server.url, password, rounds)
+    async with _redis() as host:
+        return await measure_index(host.server.url, host.password, rounds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -41,13 +41,16 @@ class Cell:
         }
 
 
-async def compare(sides: Sequence[Side], plan: Plan, rounds: int, payload_bytes: int) -> dict[str, Cell]:
+async def compare(
+    sides: Sequence[Side], plan: Plan, rounds: int, payload_bytes: int, settle: Callable[[], Awaitable[None]]
+) -> dict[str, Cell]:
     """One unmeasured round, then `rounds`: in each every side once, in changing order, so that what disturbs the
-    machine for some seconds disturbs all alike."""
+    machine for some seconds disturbs all alike. `settle` ends what the side before has left running."""
     taken: dict[str, list[Round]] = {side.name: [] for side in sides}
     peaks: dict[str, dict[str, float]] = {side.name: {} for side in sides}
     for number in range(-1, rounds):
-        for side in rotated(sides, number):
+        for side in in_turn(sides, number):
+            await settle()
             reset_peaks(side.pids())
             one = await side.round(plan)
             if number >= 0:
@@ -64,9 +67,11 @@ def ratio(cells: dict[str, Cell], over: str, under: str) -> float:
     return round(cells[over].mb_per_s / cells[under].mb_per_s, 3)
 
 
-def rotated(sides: Sequence[Side], number: int) -> list[Side]:
-    first = number % len(sides)
-    return [*sides[first:], *sides[:first]]
+def in_turn(sides: Sequence[Side], number: int) -> list[Side]:
+    """Each is first in one round of as many, and backwards every second time: none always follows the same."""
+    first = number // 2 % len(sides)
+    order = [*sides[first:], *sides[:first]]
+    return order[::-1] if number % 2 else order
 
 
 def merge_peaks(highest: dict[str, float], now: dict[str, float]) -> None:

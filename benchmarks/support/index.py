@@ -201,9 +201,9 @@ def _figures(run: Run) -> dict[str, dict[str, float]]:
 def _ratios(runs: Sequence[Run]) -> dict[str, float]:
     """Per operation, and their geometric mean: one slow operation does not hide what the others do."""
     shortest, longest = runs[0].samples, runs[-1].samples
-    each = {name: median_of(longest[name], 0.99) / median_of(shortest[name], 0.99) for name in OPERATIONS}
-    mean = math.exp(sum(map(math.log, each.values())) / len(each))
-    return {
-        "index_p99_1m_over_1k": round(mean, 3),
-        **{f"index_p99_1m_over_1k_{name}": round(value, 3) for name, value in each.items()},
-    }
+    ratios = {}
+    for share, label in ((0.99, "index_p99_1m_over_1k"), (0.5, "index_p50_1m_over_1k")):
+        each = {name: median_of(longest[name], share) / median_of(shortest[name], share) for name in OPERATIONS}
+        ratios[label] = math.exp(sum(map(math.log, each.values())) / len(each))
+        ratios |= {f"{label}_{name}": value for name, value in each.items()}
+    return {name: round(value, 3) for name, value in ratios.items()}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import tempfile
 import time
+from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import redis.asyncio as aioredis
 
 _PROBE_BYTES = 128 << 20
+_BACKGROUND = ("lazyfree_pending_objects", "aof_rewrite_in_progress", "aof_rewrite_scheduled")
+SETTLE_TIMEOUT_S = 120.0
 
 
 async def machine(client: aioredis.Redis) -> dict[str, Any]:
@@ -26,6 +31,23 @@ async def machine(client: aioredis.Redis) -> dict[str, Any]:
         "appendfsync": settings["appendfsync"],
         "disk_mb_per_s": disk_mb_per_s(),
     }
+
+
+async def settled(client: aioredis.Redis, data: Path) -> None:
+    """Wait until Redis has freed what it was told to, and what it has written is on the disk.
+
+    Else the side that comes next would wait for the writing of the one before.
+    """
+    async with asyncio.timeout(SETTLE_TIMEOUT_S):
+        while any((await client.info())[name] for name in _BACKGROUND):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(_sync, data)
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.rglob("*.aof"):
+        with suppress(FileNotFoundError), file.open("rb") as open_file:  # a rewrite has taken its place
+            os.fsync(open_file.fileno())
 
 
 def disk_mb_per_s() -> float:
