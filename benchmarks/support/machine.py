@@ -39,9 +39,14 @@ async def settled(client: aioredis.Redis, data: Path) -> None:
     Else the side that comes next would wait for the writing of the one before.
     """
     async with asyncio.timeout(SETTLE_TIMEOUT_S):
-        while any((await client.info())[name] for name in _BACKGROUND):  # noqa: ASYNC110 - another process
+        while await _busy(client):  # noqa: ASYNC110 - another process: there is no event
             await asyncio.sleep(0.02)
         await asyncio.to_thread(_sync, data)
+
+
+async def _busy(client: aioredis.Redis) -> bool:
+    info = await client.info()
+    return any(int(info[name]) for name in _BACKGROUND)
 
 
 def _sync(folder: Path) -> None:
