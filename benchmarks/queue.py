@@ -38,7 +38,7 @@ from benchmarks.support.memory import can_reset
 from benchmarks.support.sides import Plan, Side, StoreSide, TransferQueueSide, start_transferqueue, transferqueue_python
 from penstock.transfer_queue.redis_server import RedisServer
 
-COUNTS = {"32kb": 256, "1mb": 32, "8mb": 16}
+COUNTS = {"32kb": 512, "1mb": 128, "8mb": 32}
 """Payloads per round, all producers together."""
 INDEX_ROUNDS = 5
 MISSING = "missing: TransferQueue is not installed; scripts/setup-bench makes an environment for it"
