@@ -61,6 +61,34 @@ def check_lengths(config: RunConfig) -> Check:
     )
 
 
+def check_capacity(config: RunConfig) -> Check:
+    from penstock.deploy.link import limits_of
+    from penstock.transfer_queue.capacity import check_quotas, check_step_bytes
+    from penstock.transfer_queue.ledger import LedgerError
+    from penstock.transfer_queue.rows import check_limits
+
+    limits = limits_of(config)
+    try:
+        check_limits(limits)
+        check_step_bytes(limits, config.agent.max_response_tokens)
+        check_quotas(limits, _sources(config) if limits.quotas else [])
+    except LedgerError as error:
+        return Check("transfer_queue", False, "no step could be filled or held", str(error))
+    return Check("transfer_queue", True, f"a step of {limits.groups_per_step} groups can be filled and held")
+
+
+def _sources(config: RunConfig) -> set[str]:
+    """Every data_source of the training data; none where it is generated for the run, or is no dataset."""
+    from penstock.trainer.data import DataError, load_rows
+
+    if config.data.train.startswith(PREFIX):
+        return set()
+    try:
+        return {row.data_source for row in load_rows(config.data.train)}
+    except DataError:
+        return set()  # `check_data` says so
+
+
 def check_redis(config: RunConfig) -> Check:
     from penstock.transfer_queue.ledger import LedgerError
     from penstock.transfer_queue.redis_binary import find_redis_server
@@ -191,6 +219,7 @@ CHECKS: tuple[Callable[[RunConfig], Check | None], ...] = (
     check_correction,
     check_group,
     check_lengths,
+    check_capacity,
     check_ports,
     check_redis,
     check_engine,

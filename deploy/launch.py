@@ -33,6 +33,7 @@ from penstock.deploy.report import Reporter, StalledRun
 from penstock.deploy.roles import TRAINER_STOP_S, weights_dir
 from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.summary import write_summary
+from penstock.transfer_queue.capacity import check_step_bytes
 from penstock.transfer_queue.redis_ledger import RedisLedger
 
 logger = logging.getLogger("penstock.run")
@@ -50,7 +51,9 @@ async def launch(config: RunConfig, *, resume: bool = False) -> Path:
         config = _with_data(config, run)
         run.config.write_text(dump_config(config))
         async with _ledger(config, run) as (link, ledger), _cleaned(run, config):
-            await ledger.create_run(limits_of(config), dump_config(config))
+            limits = limits_of(config)
+            check_step_bytes(limits, config.agent.max_response_tokens)
+            await ledger.create_run(limits, dump_config(config))
             await _run_roles(config, run, link, ledger)
     return run.summary
 

@@ -11,6 +11,8 @@ import yaml
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.load_config import ConfigError, parse_config
+from penstock.deploy.run_dir import RunDir
+from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.ledger import Limits
 from penstock.transfer_queue.redis_ledger import RedisLedger
@@ -68,18 +70,26 @@ class Link:
             lines.append(f"# {role} alone: export {USER_VARIABLE}={role} {PASSWORD_VARIABLE}={shlex.quote(password)}")
         return "\n".join(lines) + "\n"
 
-    async def connect(self, settings: TransferQueueConfig | None = None) -> RedisLedger:
+    async def connect(
+        self, settings: TransferQueueConfig | None = None, batch_log: BatchLog | None = None
+    ) -> RedisLedger:
         settings = settings or TransferQueueConfig()
         return await RedisLedger.connect(
-            self.url, run=self.run, config=settings, password=self.password, username=self.username
+            self.url,
+            run=self.run,
+            config=settings,
+            password=self.password,
+            username=self.username,
+            batch_log=batch_log,
         )
 
-    async def join(self) -> tuple[RedisLedger, RunConfig]:
-        """The ledger and the run's configuration, as `penstock run` stored it there."""
+    async def join(self, *, with_batch_log: bool = False) -> tuple[RedisLedger, RunConfig]:
+        """The ledger and the run's configuration, as `penstock run` stored it there. A trainer asks for a batch log."""
         ledger = await self.connect()
         config = parse_config(yaml.safe_load(await ledger.config()), source=f"the ledger's run {self.run!r}")
         await ledger.close()
-        return await self.connect(config.transfer_queue), config
+        batch_log = BatchLog(RunDir.of(config).batches) if with_batch_log else None
+        return await self.connect(config.transfer_queue, batch_log), config
 
 
 def redis_login() -> tuple[str | None, str | None]:

@@ -133,7 +133,8 @@ async def train_rank(link: Link) -> None:
     from penstock.trainer.registry import UnknownName
     from penstock.trainer.source import BatchTimeout
 
-    ledger, config = await link.join()
+    # Also where nothing is spilled (any more): an earlier life of the run may have spilled what is to be replayed.
+    ledger, config = await link.join(with_batch_log=True)
     run = RunDir.of(config)
     job = TrainJob(
         config=config.trainer,
@@ -150,6 +151,7 @@ async def train_rank(link: Link) -> None:
         transport=config.rollout.weight_transport,
         temperature=config.agent.temperature,
         publish_dtype=config.rollout.dtype,
+        spill=config.transfer_queue.spill,
         stop_timeout_s=TRAINER_STOP_S,
     )
     with _no_use_restarting(BadJob, DataError, UnknownName, BatchTimeout, TrainingDiverged):

@@ -7,10 +7,10 @@ run's empty prefix ``penstock:{RUN}:``, a key that never exists, and scripts get
 | keys of the run | owner | trainer | agent | rollout | watch |
 |---|---|---|---|---|---|
 | `run`: limits and configuration | write | read | read | read | read |
-| `steps`: versions, batches, commits | write | write | read | read | read |
+| `steps`, `trained_ahead`: versions, batches, commits | write | write | read | read | read |
 | groups, episodes, leases, journals, letters, lanes, counts; payloads | write | write | write | - | read |
 | `servers`, `updates` | write | write | read | write | read |
-| `once:*`, `waits` | write | write | write | write | read |
+| `once:*`, `waits`, `nothing` | write | write | write | write | read |
 
 `owner` creates and drops the run: `penstock run` itself and the person behind it. SCAN, which owner, trainer and watch
 may use, shows the names of other runs' keys in the same Redis, but not what is in them.
@@ -26,13 +26,13 @@ from penstock.transfer_queue.keys import Keys
 from penstock.transfer_queue.ledger import LedgerError
 
 _RUN = ("run",)
-_STEPS = ("steps", "steps:*")
+_STEPS = ("steps", "steps:*", "trained_ahead")
 _EPISODES = (
     *("counters", "counts", "queue*", "admitted", "ready", "open:*", "leases", "workers", "asked", "group:*", "task:*"),
     *("journal:*", "letter*", "lane*", "lengths", "in_system", "garbage"),
 )
 _SERVERS = ("servers", "servers_until", "updates")
-_CALLS = ("once:*", "waits")
+_CALLS = ("once:*", "waits", "nothing")
 _ALL = ("*",)
 
 

@@ -11,7 +11,8 @@ class TransferQueueConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str | None = Field(
-        None, description="redis://, rediss:// or unix:// of a running Redis; None lets `penstock run` start one."
+        None,
+        description="redis://, rediss:// or unix:// of a Redis or cluster; None lets `penstock run` start one.",
     )
     appendfsync: Literal["everysec", "always"] = Field("everysec", description="AOF durability of the started Redis.")
     min_group: int = Field(2, ge=1, description="A group goes on without members lost to infrastructure above this.")

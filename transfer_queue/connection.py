@@ -25,6 +25,8 @@ from penstock.transfer_queue.scripts import script
 
 ATTEMPT_S = 10.0
 """One attempt; a Redis that is silent for longer is asked again on a new connection."""
+SLOWEST_BYTES_PER_S = 4 << 20
+"""An attempt that sends much is given time for it at this rate."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 SCAN_COUNT = 1000
 """Keys that one SCAN looks at: Redis serves nobody else meanwhile."""
@@ -139,12 +141,13 @@ class Connection:
         """Run the calls, one phase after the other, until all have succeeded; `whole`: else all are repeated."""
         loop = asyncio.get_running_loop()
         started, pause = loop.time(), FIRST_PAUSE_S
-        for phase in phases:
-            for call in phase:
-                call.forget()
+        calls = [call for phase in phases for call in phase]
+        for call in calls:
+            call.forget()
+        limit_s = ATTEMPT_S + sum(map(_bytes_of, calls)) / SLOWEST_BYTES_PER_S
         while True:
             left = started + self._deadline_s - loop.time()
-            cause = await self._attempt(phases, min(ATTEMPT_S, max(left, FIRST_PAUSE_S)))
+            cause = await self._attempt(phases, min(limit_s, max(left, FIRST_PAUSE_S)))
             if cause is None:
                 return
             if loop.time() + pause > started + self._deadline_s:
@@ -152,10 +155,8 @@ class Connection:
                 raise LedgerUnavailable(
                     f"{what}: no answer from {self._where} for {waited_s:.1f} s: {cause}"
                 ) from cause
-            if whole:
-                for phase in phases:
-                    for call in phase:
-                        call.forget()
+            for call in calls if whole else ():
+                call.forget()
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -190,6 +191,10 @@ class Connection:
 
 def _script_call(name: str, key: str, args: Sequence[Any], keys: Sequence[str]) -> Call:
     return Call(("EVALSHA", script(name).sha, 1 + len(keys), key, *keys, *args), script=name)
+
+
+def _bytes_of(call: Call) -> int:
+    return sum(len(arg) for arg in call.args if isinstance(arg, bytes | bytearray | memoryview))
 
 
 def _in_python(call: Call) -> Any:

@@ -1,6 +1,6 @@
 """Names of the ledger's keys in Redis.
 
-    penstock:{RUN}:run                   hash: limits and configuration; KEYS[1] of every script
+    penstock:{RUN}:run                   hash: limits and configuration; the prefix alone is KEYS[1] of every script
     penstock:{RUN}:steps                 hash: version, next and committed step, announcement, batch:STEP → groups
     penstock:{RUN}:counters, counts      hashes: bytes, fences, the cursor; what ever happened
     penstock:{RUN}:queue[:SOURCE], admitted, ready, open:train, open:other, leases, letters   sorted sets
@@ -19,14 +19,14 @@ import re
 
 from penstock.transfer_queue.ledger import LedgerError
 
-_RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Keys:
     """Key names of one run. Raises `LedgerError` for a name that could escape its own keys."""
 
     def __init__(self, run: str) -> None:
-        if not _RUN_NAME.match(run):
+        if not _RUN_NAME.fullmatch(run):
             raise LedgerError(f"run name {run!r}: letters, digits, '.', '_' and '-' only, at most 64")
         self.index = f"penstock:{{{run}}}:"
         self.run = self.index + "run"

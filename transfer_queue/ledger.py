@@ -185,9 +185,9 @@ class Status:
     """queued, admitted, ready, shipped, trained, committed, dropped_over_age, filtered, dead, submitted"""
     episodes: Mapping[str, int]
     """queued, leased; and ever: completed (acknowledged), failed (given up), retried, expired (leases lost), trained
-    (in published steps), committed, masked (trained although over-age, with their old tokens masked), spilled; and finished
-    ones that will not be trained, by reason: dropped (over-age), filtered (rewards all equal), unrewarded (its group
-    went on without it), buried (its group died). completed = trained + held + the four reasons."""
+    (in published steps), committed, masked (trained although over-age, with their old tokens masked), spilled; and
+    finished ones that will not be trained, by reason: dropped (over-age), filtered (rewards all equal), unrewarded (its
+    group went on without it), buried (its group died). completed = committed + held + these four."""
     bytes: int
     """What the run holds in the store: tasks, journals, payloads and their bookkeeping; Redis agrees within 10 %."""
     waits_s: Mapping[str, float]
@@ -292,7 +292,8 @@ class Ledger(Protocol):
 
         `batches` (step → groups, as the checkpoint remembers them) lets a ledger that lost its last second with its
         machine catch up: steps that the checkpoint holds and the ledger does not know are taken as trained, and their
-        groups are forgotten wherever they are, so that none is trained twice. Without it such a step is a `StepError`.
+        groups are forgotten wherever they are, so that none is trained twice; the version is then at least `step`, with
+        its weights to be announced by `renew_manifest`. Without it an unknown step is a `StepError`.
         """
 
     async def rewind(self, step: int) -> int:

@@ -286,8 +286,8 @@ class MemoryLedger:
                 self._forget_fixed(done)
             else:
                 self._forget_trained(known[done])
-        if step > state.next_step:
-            state.next_step = state.version = step
+        if batches is not None and step > state.version:
+            state.next_step, state.version = max(step, state.next_step), step
             state.announcement = None
         state.committed_step = max(state.committed_step, step)
         if self._batch_log is not None:

@@ -45,7 +45,7 @@ class Reader:
         stored, spilled = await self._split(episode_ids)
         fetched = await self._payloads.fetch(list(stored.values()))
         blobs = {name: _present(name, blob) for name, blob in zip(stored, fetched, strict=True)}
-        return blobs | await self._from_log(spilled)
+        return {**blobs, **await self._from_log(spilled)}
 
     async def held(self, episode_ids: Sequence[str]) -> dict[str, bytes]:
         """Packed trajectories of those that are not spilled yet; others are passed over."""

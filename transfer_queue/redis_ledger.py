@@ -76,6 +76,7 @@ class RedisLedger:
         config: TransferQueueConfig,
         password: str | None = None,
         username: str | None = None,
+        *,
         batch_log: BatchLog | None = None,
     ) -> RedisLedger:
         """Connect to ``redis://``, ``rediss://`` or ``unix://``, one server or a cluster.
@@ -89,7 +90,7 @@ class RedisLedger:
         return cls(connection, run, config, batch_log)
 
     async def _script(self, name: str, *args: Any) -> Any:
-        return await self._connection.script(name, self._keys.run, *args)
+        return await self._connection.script(name, self._keys.index, *args)
 
     # the run -------------------------------------------------------------------------------------------------------
     async def create_run(self, limits: Limits, config: str) -> None:
@@ -152,7 +153,7 @@ class RedisLedger:
         try:
             await self._connection.write_and_run(
                 self._payloads.writes(stored, result.blob),
-                *("complete", self._keys.run, lease.episode_id, lease.fence, *numbers, outcome),
+                *("complete", self._keys.index, lease.episode_id, lease.fence, *numbers, outcome),
                 keys=[] if self._connection.spreads else self._payloads.keys(stored),
             )
         except (LeaseLost, BadPayload):
@@ -207,7 +208,7 @@ class RedisLedger:
 
     async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
         known = {number: [list(group) for group in groups] for number, groups in (batches or {}).items()}
-        await self._script("commit", step, pack_plain(known, "batches") if known else "")
+        await self._script("commit", step, "" if batches is None else pack_plain(known, "batches"))
         await self._sweep()
         if self._batch_log is not None:
             await asyncio.to_thread(self._batch_log.drop_below, step)

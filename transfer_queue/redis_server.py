@@ -6,7 +6,6 @@ With TLS, users of its own, a memory limit or as a node of a cluster where asked
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from types import TracebackType
 import redis.asyncio as aioredis
 from redis.exceptions import AuthenticationError, RedisError
 
+from penstock.transfer_queue.directory_lock import DirectoryLock
 from penstock.transfer_queue.ledger import LedgerError
 from penstock.transfer_queue.redis_binary import find_redis_server
 from penstock.transfer_queue.redis_config import ServerOptions, check_free, free_port
@@ -66,7 +66,7 @@ class RedisServer:
         """0 until it is started, and with a unix socket."""
         self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
-        self._lock_fd: int | None = None
+        self._lock = DirectoryLock(self.directory, "another redis-server of ours")
 
     async def __aenter__(self) -> RedisServer:
         await self.start()
@@ -109,7 +109,7 @@ class RedisServer:
             if process is not None and process.returncode is None:
                 await _end(process, timeout_s)
         finally:
-            self._unlock_directory()
+            self._lock.release()
 
     async def restart(self) -> None:
         """Start again on the same directory and address, after `kill`, a crash or in good health."""
@@ -128,12 +128,12 @@ class RedisServer:
 
     def _prepare(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock_directory()
+        self._lock.take()
         try:
             self._choose_port()
             self._write_config()
         except BaseException:
-            self._unlock_directory()
+            self._lock.release()
             raise
 
     def _choose_port(self) -> None:
@@ -159,21 +159,6 @@ class RedisServer:
                 stderr=log,
                 start_new_session=True,
             )
-
-    def _lock_directory(self) -> None:
-        # Two servers on one append-only file would destroy it.
-        descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise LedgerError(f"{self.directory}: another redis-server of ours is running there") from error
-        self._lock_fd = descriptor
-
-    def _unlock_directory(self) -> None:
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
 
     async def _until_up(self) -> None:
         client = aioredis.Redis.from_url(self.url, password=self._options.password, socket_timeout=None, protocol=2)

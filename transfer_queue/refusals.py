@@ -11,6 +11,7 @@ from redis.exceptions import (
     AuthorizationError,
     ClusterDownError,
     InvalidResponse,
+    NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
@@ -41,6 +42,7 @@ _PASSING_TYPES = (
     *(OutOfMemoryError, ReadOnlyError, TryAgainError, ClusterDownError, AskError),  # redis-py cut the first word off
     *(RedisConnectionError, RedisTimeoutError, InvalidResponse, OSError),
 )
+_NO_RIGHTS = "The user executing the script can't"
 _INSIDE_A_SCRIPT = re.compile(r": -([A-Z]+) ")
 """Redis 6.2 wraps the errors of a script's commands: ``ERR Error running script (call to f_…): … -OOM command …``."""
 
@@ -61,4 +63,6 @@ def check_passing(error: Exception, where: str) -> None:
         return
     if code in _REFUSALS:
         raise _REFUSALS[code](text) from None
+    if isinstance(error, NoPermissionError) or _NO_RIGHTS in str(error):
+        raise LedgerError(f"{where}: {error}; what each role may do: docs/deploy.md, Rights per role") from error
     raise LedgerError(text if code == "LEDGER" else f"{where}: {error}") from error

@@ -66,18 +66,16 @@ def limits_to_args(limits: Limits) -> list[Any]:
 
 def check_limits(limits: Limits) -> None:
     """Raise `LedgerError` naming the limit, and the arithmetic where one could never be met."""
-    for name in ("group_size", "groups_per_step", "min_group", "max_attempts", "lease_ttl_s", "max_bytes"):
-        if getattr(limits, name) <= 0:
-            raise LedgerError(f"limits: {name} is {getattr(limits, name)}, it must be above 0")
-    for name in ("max_staleness", "max_groups", "max_filtered_steps"):
-        if getattr(limits, name) < 0:
-            raise LedgerError(f"limits: {name} is {getattr(limits, name)}, it must not be below 0")
-    for name, values in (("overage", OVERAGE), ("filter_groups", FILTERS)):
-        if getattr(limits, name) not in values:
-            raise LedgerError(f"limits: {name} is {getattr(limits, name)!r}; one of {', '.join(values)}")
-    for source, quota in limits.quotas.items():
-        if quota <= 0:
-            raise LedgerError(f"limits: quota of {source!r} is {quota}, it must be above 0")
+    least = dict.fromkeys(("group_size", "groups_per_step", "min_group", "max_attempts", "max_bytes"), 1)
+    least |= dict.fromkeys(("max_staleness", "max_groups", "max_filtered_steps"), 0) | {"lease_ttl_s": 0.001}
+    numbers = {name: (getattr(limits, name), low) for name, low in least.items()}
+    numbers |= {f"quota of {source!r}": (quota, 1) for source, quota in limits.quotas.items()}
+    for name, (value, low) in numbers.items():
+        if value < low:
+            raise LedgerError(f"limits: {name} is {value}, it must be at least {low}")
+    for name, choices in (("overage", OVERAGE), ("filter_groups", FILTERS)):
+        if getattr(limits, name) not in choices:
+            raise LedgerError(f"limits: {name} is {getattr(limits, name)!r}; one of {', '.join(choices)}")
     if 0 < limits.max_groups < limits.groups_per_step:
         raise LedgerError(
             f"limits: max_groups = {limits.max_groups} < groups_per_step = {limits.groups_per_step}: a step could never"
@@ -130,8 +128,8 @@ def _lanes(flat: Sequence[str]) -> dict[str, dict[str, int]]:
 
 
 def _buckets(flat: Sequence[str], kind: str) -> dict[int, int]:
-    found = [(*name.split(" "), int(value)) for name, value in _pairs(flat)]
-    return {int(bucket): count for which, bucket, count in found if which == kind}
+    found = [(name.partition(" "), int(value)) for name, value in _pairs(flat)]
+    return {int(bucket): count for (which, _, bucket), count in found if which == kind}
 
 
 def _ints(flat: Sequence[str]) -> dict[str, int]:

@@ -66,18 +66,27 @@ class WeightPublisher:
         header = _header(named)
         size = len(header) + sum(tensor.nbytes for _, tensor in named)
         _check_space(self.directory, size)
-        path = self.directory / f"weights-{version:08d}.safetensors"
+        path = self._path(version)
         _write_atomically(path, header, named, durable=self.transport == "disk")
         manifest = build_manifest(version, self.transport, path, size, [describe(*item) for item in named])
-        self._delete_old()
+        self._delete_others(version)
         return manifest
 
     def close(self) -> None:
         """Delete every version: the run is over."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _delete_old(self) -> None:
-        for path in sorted(self.directory.glob("weights-*.safetensors"))[: -self.keep]:
+    def _path(self, version: int) -> Path:
+        return self.directory / f"weights-{version:08d}.safetensors"
+
+    def _delete_others(self, version: int) -> None:
+        """All but the newest up to `version`.
+
+        Later ones are of a life that the ledger has forgotten: were they counted, the present version would go.
+        """
+        paths = sorted(self.directory.glob("weights-*.safetensors"))
+        later = [path for path in paths if path > self._path(version)]
+        for path in [*paths[: len(paths) - len(later)][: -self.keep], *later]:
             path.unlink(missing_ok=True)
 
 

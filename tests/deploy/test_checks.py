@@ -43,6 +43,19 @@ def test_a_response_that_leaves_no_room_for_a_prompt() -> None:
     assert "raise rollout.max_model_len" in failures("agent.max_response_tokens=256")["rollout.max_model_len"].mend
 
 
+def test_a_step_that_could_never_be_filled_or_held_is_refused_with_the_sums(tmp_path: Path) -> None:
+    few = failures("transfer_queue.max_groups=3", "groups_per_step=4")["transfer_queue"].mend
+    assert "max_groups = 3 < groups_per_step = 4" in few
+    small = failures("transfer_queue.max_bytes=1000", "groups_per_step=4", "group_size=2")["transfer_queue"].mend
+    assert "max_bytes = 1000 < groups_per_step × group_size × bytes per token × response tokens = 4 × 2 × 9 ×" in small
+    row = {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}}
+    lines = [json.dumps(row | {"data_source": source}) + "\n" for source in ("sums", "code", "sums")]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    given = (f"data.train={tmp_path / 'rows.jsonl'}", "groups_per_step=4", "transfer_queue.quotas={sums: 1, code: 2}")
+    assert "quotas: code 2 + sums 1 = 3 < groups_per_step = 4" in failures(*given)["transfer_queue"].mend
+    assert "transfer_queue" not in failures(*given[:2], "transfer_queue.quotas={sums: 1}")
+
+
 def test_a_missing_model_folder_is_named() -> None:
     found = failures("model=./no/such/model")["model"]
     assert "no such folder" in found.found

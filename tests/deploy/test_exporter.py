@@ -33,7 +33,7 @@ async def client(ledger: MemoryLedger) -> AsyncIterator[tuple[httpx.AsyncClient,
 
 async def seen(client: httpx.AsyncClient, line: str) -> str:
     async with asyncio.timeout(10):
-        while line not in (text := (await client.get("/metrics", headers=TOKEN)).text):  # noqa: ASYNC110
+        while line not in (text := (await client.get("/metrics", headers=TOKEN)).text):
             await asyncio.sleep(0.01)
     return text
 
@@ -47,7 +47,7 @@ async def test_gauges_follow_the_ledger(ledger: MemoryLedger, client) -> None:
     await ledger.drop_run()
     ledger.status = _away  # type: ignore[method-assign]
     async with asyncio.timeout(10):
-        while "penstock" in (await http.get("/metrics", headers=TOKEN)).text:  # noqa: ASYNC110
+        while "penstock" in (await http.get("/metrics", headers=TOKEN)).text:
             await asyncio.sleep(0.01)
     polling.cancel()
 

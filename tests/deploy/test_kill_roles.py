@@ -3,6 +3,8 @@
 import pytest
 from tests.deploy.conftest import assert_accounts_balance, assert_nothing_left
 
+from penstock.transfer_queue.batch_log import BatchLog
+
 pytestmark = [
     pytest.mark.crash,
     pytest.mark.slow,
@@ -39,3 +41,18 @@ def test_each_role_killed_once(start_run) -> None:
     assert summary["restarts"]["rollout-0"] == 1
     assert summary["restarts"]["trainer"] == 1
     assert_nothing_left(seen, "killed")
+
+
+def test_a_killed_trainer_of_two_ranks_replays_from_the_batch_log(start_run) -> None:
+    """No checkpoint is there yet: every step so far is read again, from the log that both ranks wrote."""
+    settings = ("trainer.steps=8", "trainer.checkpoint_every=100", "trainer.ranks=2", "data.eval_limit=16")
+    run = start_run("spilled", *settings, "groups_per_step=4", "group_size=4")
+    log = BatchLog(run.root / "batches")
+    run.wait_for(lambda: len(log.steps()) >= 4)
+    # No rank is more than a step ahead of the other.
+    assert [len(list(log.folder.glob(f"{step:08d}-*.batch"))) for step in (0, 1)] == [2, 2]
+    run.kill_one("train-rank")
+    summary = run.finish()
+    assert (summary["steps"], summary["restarts"]["trainer"]) == (8, 1)
+    assert_accounts_balance(summary)
+    assert log.steps() == []

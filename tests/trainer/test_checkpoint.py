@@ -18,9 +18,11 @@ from penstock.trainer.engine import FSDPEngine  # noqa: E402
 from penstock.trainer.learner import Learner  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
 from penstock.transfer_queue.ledger import Batch  # noqa: E402
+from penstock.transfer_queue.trajectory import DataCursor  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CONFIG = TrainerConfig(lr=1e-3)
+BATCHES = {0: [["train/3#0", "train/3#1"], ["train/7#0"]], 12: [["train/9#1"]]}
 
 
 def train_one(engine: FSDPEngine, ranks: Ranks, step: int) -> dict[str, torch.Tensor]:
@@ -31,9 +33,11 @@ def train_one(engine: FSDPEngine, ranks: Ranks, step: int) -> dict[str, torch.Te
     return dict(engine.weights(torch.float32))
 
 
-def save(engine: FSDPEngine, ranks: Ranks, store: CheckpointStore, step: int, cursor: int = 0) -> Path:
+def save(
+    engine: FSDPEngine, ranks: Ranks, store: CheckpointStore, step: int, cursor: DataCursor = DataCursor()
+) -> Path:
     begin_save(engine, ranks, store.unfinished(step)).result(timeout=30)
-    return store.seal(step, cursor, ranks.world).path
+    return store.seal(step, cursor, ranks.world, BATCHES).path
 
 
 def test_the_step_after_a_restore_is_bitwise_the_same(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
@@ -42,12 +46,12 @@ def test_the_step_after_a_restore_is_bitwise_the_same(tmp_path: Path, tiny_model
     engine = FSDPEngine(tiny_model, CONFIG, ranks)
     train_one(engine, ranks, 0)
     torch.manual_seed(5)
-    save(engine, ranks, store, 1, cursor=17)
+    save(engine, ranks, store, 1, cursor=DataCursor(2, 17))
     random = torch.rand(3)
     expected = train_one(engine, ranks, 1)
     found = store.newest()
     assert found is not None
-    assert (found.step, found.data_cursor, found.ranks) == (1, 17, 1)
+    assert (found.step, found.data_cursor, found.ranks, found.batches) == (1, DataCursor(2, 17), 1, BATCHES)
     other = FSDPEngine(tiny_model, CONFIG, ranks)
     load(other, ranks, found)
     assert torch.equal(torch.rand(3), random)
@@ -63,7 +67,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, tiny_model: str,
     writing = begin_save(engine, ranks, store.unfinished(1))
     train_one(engine, ranks, 1)
     writing.result(timeout=30)
-    store.seal(1, 0, 1)
+    store.seal(1, DataCursor(), 1, {})
     other = FSDPEngine(tiny_model, CONFIG, ranks)
     load(other, ranks, store.newest())
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.weights(torch.float32))
@@ -83,7 +87,7 @@ def test_the_newest_are_kept_private_and_leftovers_go(tmp_path: Path, tiny_model
     assert set(marker["files"]) == {".metadata", "__0_0.distcp"}
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "marker", "no marker"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "marker", "no marker", "batches"])
 def test_every_damage_is_seen(
     tmp_path: Path, tiny_model: str, ranks: Ranks, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +104,7 @@ def test_every_damage_is_seen(
         "remove": shard.unlink,
         "marker": lambda: marker.write_text("{"),
         "no marker": marker.unlink,
+        "batches": lambda: marker.write_text(marker.read_text().replace("train/7#0", "train/8#0")),
     }
     actions[damage]()
     found = store.newest()

@@ -11,6 +11,7 @@ from trainer_support import ScriptedLedger
 from penstock.trainer.data import Row, Stream
 from penstock.trainer.feeder import Feeder, missing_groups
 from penstock.transfer_queue.ledger import Limits, Status
+from penstock.transfer_queue.trajectory import DataCursor
 
 LIMITS = Limits(group_size=4, groups_per_step=8, max_staleness=2)
 
@@ -38,15 +39,42 @@ def test_missing_groups_of_forty_steps(given: Status, expected: int) -> None:
 
 async def test_tasks_follow_the_stream_and_a_restart_goes_on_where_the_ledger_is() -> None:
     limits = Limits(group_size=2, groups_per_step=2, max_staleness=0)
-    rows = [Row([{"role": "user", "content": str(n)}], "test", n, None, {}) for n in range(3)]
+    rows = make_rows(3)
     ledger = ScriptedLedger(limits)
     stream = Stream(3, seed=1, shuffle=True)
     feeder = Feeder(ledger, limits, rows, stream, steps=5)
     await feeder.start()
-    assert (feeder.position, [t.task_id for t in ledger.queued]) == (4, [f"train/{n:08d}" for n in range(4)])
-    assert [t.ground_truth for t in ledger.queued] == [stream.row_index(n) for n in range(4)]
+    assert feeder.cursor == DataCursor(1, 1)
+    places = stream.places(DataCursor(), 7)
+    assert [t.task_id for t in ledger.queued] == [name(place) for place in places[:4]]
+    assert ledger.queued[3].task_id == "train/0001/00000000"
+    assert [t.ground_truth for t in ledger.queued] == [stream.row_index(place) for place in places[:4]]
     assert await feeder.fill() == 0
     del ledger.queued[:3]
     again = Feeder(ledger, limits, rows, stream, steps=5)
     await again.start()
-    assert [t.task_id for t in ledger.queued] == [f"train/{n:08d}" for n in range(3, 7)]
+    assert [t.task_id for t in ledger.queued] == [name(place) for place in places[3:]]
+    assert ledger.place == again.cursor == DataCursor(2, 1)
+
+
+async def test_a_dataset_that_changed_between_restarts_gives_no_name_twice() -> None:
+    limits = Limits(group_size=2, groups_per_step=2, max_staleness=0)
+    ledger, names = ScriptedLedger(limits), []
+    for count in (6, 3, 9):
+        feeder = Feeder(ledger, limits, make_rows(count), Stream(count, seed=1, shuffle=True), steps=50)
+        await feeder.start()
+        names += [t.task_id for t in ledger.queued]
+        ledger.queued.clear()
+    assert names == [
+        *("train/0000/00000000", "train/0000/00000001", "train/0000/00000002", "train/0000/00000003"),
+        *("train/0001/00000000", "train/0001/00000001", "train/0001/00000002", "train/0002/00000000"),
+        *("train/0002/00000001", "train/0002/00000002", "train/0002/00000003", "train/0002/00000004"),
+    ]
+
+
+def name(place: DataCursor) -> str:
+    return f"train/{place.epoch:04d}/{place.index:08d}"
+
+
+def make_rows(count: int) -> list[Row]:
+    return [Row([{"role": "user", "content": str(n)}], "test", n, None, {}) for n in range(count)]

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
-from trainer_support import Crash, make_job, make_tiny_model, write_rows  # noqa: E402
+from trainer_support import ROWS, Crash, make_job, make_tiny_model, write_rows  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from penstock.rollout_server.weights import read_verified  # noqa: E402
@@ -23,6 +23,7 @@ from penstock.trainer.job import BadJob, TrainJob  # noqa: E402
 from penstock.trainer.loop import train  # noqa: E402
 from penstock.trainer.registry import UnknownName  # noqa: E402
 from penstock.trainer.source import BatchTimeout  # noqa: E402
+from penstock.transfer_queue.trajectory import DataCursor  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -44,8 +45,8 @@ def check_accounts(job: TrainJob) -> None:
     assert len(set(episodes)) == len(episodes) == steps * 8
     assert [a.version for a in job.ledger.announced] == list(range(1, steps + 1))
     assert job.ledger.committed == steps
-    assert job.ledger.payloads == {}
-    assert job.ledger.position == steps * 2
+    assert job.ledger.payloads == job.ledger.spilled == {}
+    assert job.ledger.place == DataCursor(*divmod(steps * 2, ROWS))
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +154,22 @@ async def test_weights_that_went_with_the_machine_are_written_anew(tmp_path: Pat
     assert lost.keys() == final_weights(job).keys()
 
 
+async def test_spilled_steps_do_not_pile_up_and_are_replayed_from_the_log(
+    tmp_path: Path, tiny_model: str, reference: dict[str, torch.Tensor]
+) -> None:
+    """A step has 8 episodes. Held at once: the step that is read ahead, the one in training, and the one on its way."""
+    job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, spill=True)
+    job.ledger.crash_at = "after:lease:4"
+    with pytest.raises(Crash):
+        await train(job)
+    assert set(job.ledger.spilled) >= {e for step in range(2) for group in job.ledger.steps[step] for e in group}
+    await train(job)
+    check_accounts(job)
+    assert job.ledger.most_held <= 3 * 8
+    assert "trainer:spill" in job.ledger.waits
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in final_weights(job).items())
+
+
 async def test_cancelling_saves_commits_and_the_next_start_goes_on(
     tmp_path: Path, tiny_model: str, reference: dict[str, torch.Tensor]
 ) -> None:
@@ -178,7 +195,7 @@ async def test_cancelling_while_no_batch_comes_is_quick(tmp_path: Path, tiny_mod
     job.ledger.starved = True
     running = asyncio.create_task(train(job))
     async with asyncio.timeout(20):
-        while not job.ledger.position:
+        while job.ledger.place == DataCursor():
             await asyncio.sleep(0.01)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -249,11 +266,14 @@ async def test_what_cannot_be_right_is_refused_before_the_ledger_is_touched(tmp_
     with pytest.raises(UnknownName, match="unknown advantage estimator 'grop'; did you mean 'grpo'"):
         await train(make_job(tmp_path, tiny_model, {"advantage": "grop"}))
     job = make_job(tmp_path, tiny_model)
+    starved = replace(job, limits=replace(job.limits, quotas={"test": 1}))
+    with pytest.raises(BadJob, match=r"quotas: test 1 = 1 < groups_per_step = 2: .*train\.jsonl"):
+        await train(starved)
     with pytest.raises(DataError, match="no such file"):
         await train(replace(job, train_data=str(tmp_path / "none.jsonl")))
     with pytest.raises(OSError, match="nowhere"):
         await train(replace(job, model=str(tmp_path / "nowhere")))
-    assert job.ledger.position == 0
+    assert job.ledger.place == DataCursor()
 
 
 async def test_synchronous_without_correction(tmp_path: Path, tiny_model: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,15 @@ import pytest
 
 pytest.importorskip("torch")
 
-from trainer_support import make_job, make_trajectory, write_rows
+from trainer_support import make_job, make_trajectory, task_name, write_rows
 
+from penstock.rollout_server.weights import read_verified
+from penstock.trainer import saver
 from penstock.trainer.job import TrainJob
 from penstock.trainer.loop import train
+from penstock.trainer.recent import RecentBatches
 from penstock.transfer_queue import memory
+from penstock.transfer_queue.batch_log import BatchLog
 
 pytestmark = pytest.mark.torch
 STEPS = 6
@@ -25,20 +32,48 @@ class Crash(Exception):
     """The trainer died here."""
 
 
+class Clock:
+    """Shared by all copies of the ledger's state."""
+
+    ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Clock:
+        return self
+
+
 class DyingLedger(memory.MemoryLedger):
     """Raises `Crash` once, before or after the call named in `crash_at`."""
 
+    def __init__(self, batch_log: BatchLog) -> None:
+        self.clock = Clock()
+        super().__init__(clock=self.clock, batch_log=batch_log)
+
     crash_at: tuple[str, str, int] | None = None
 
-    async def _call(self, name: str, number: int, argument: Any) -> Any:
+    durable_until: tuple[str, int] | None = None
+    """The last call whose effect is on disk."""
+    _durable: Any = None
+
+    async def _call(self, name: str, number: int, *arguments: Any) -> Any:
         if self.crash_at == ("before", name, number):
             self.crash_at = None
             raise Crash
-        result = await getattr(super(), name)(argument)
+        result = await getattr(super(), name)(*arguments)
+        if self.durable_until == (name, number):
+            self._durable = copy.deepcopy(self._state)
         if self.crash_at == ("after", name, number):
             self.crash_at = None
             raise Crash
         return result
+
+    def lose_the_last_second(self) -> None:
+        """Its machine is gone, and with it what came after the call `durable_until`."""
+        assert self._durable is not None
+        self._state, self._durable = self._durable, None
+        self.clock.ahead_s += 3600.0  # leases that were held then are over
 
     async def lease_batch(self, step: int) -> Any:
         return await self._call("lease_batch", step, step)
@@ -46,8 +81,11 @@ class DyingLedger(memory.MemoryLedger):
     async def publish_version(self, announcement: Any) -> Any:
         return await self._call("publish_version", announcement.version, announcement)
 
-    async def commit(self, step: int) -> Any:
-        return await self._call("commit", step, step)
+    async def spill(self, step: int, episode_ids: Any) -> Any:
+        return await self._call("spill", step, step, episode_ids)
+
+    async def commit(self, step: int, batches: Any = None) -> Any:
+        return await self._call("commit", step, step, batches)
 
 
 async def work(ledger: Any) -> None:
@@ -68,13 +106,28 @@ async def run(job: TrainJob, lives: int) -> None:
                 await train(job)
         await train(job)
     finally:
-        worker.cancel()
-        (ended,) = await asyncio.gather(worker, return_exceptions=True)
-        assert isinstance(ended, asyncio.CancelledError), ended
+        await stop(worker)
 
 
-async def make(folder: Path, model: str, max_staleness: int) -> TrainJob:
-    job = make_job(folder, model, {"steps": STEPS}, ledger=DyingLedger(), max_staleness=max_staleness)
+async def run_until_crash(job: TrainJob) -> None:
+    worker = asyncio.create_task(work(job.ledger))
+    with pytest.raises(Crash):
+        await train(job)
+    await stop(worker)
+
+
+async def stop(worker: asyncio.Task[None]) -> None:
+    worker.cancel()
+    (ended,) = await asyncio.gather(worker, return_exceptions=True)
+    assert isinstance(ended, asyncio.CancelledError), ended
+
+
+async def make(
+    folder: Path, model: str, max_staleness: int, config: dict[str, Any] | None = None, spill: bool = True
+) -> TrainJob:
+    settings = {"steps": STEPS, **(config or {})}
+    ledger = DyingLedger(batch_log=BatchLog(folder / "batches"))
+    job = make_job(folder, model, settings, ledger=ledger, max_staleness=max_staleness, spill=spill)
     await job.ledger.create_run(job.limits, "")
     return job
 
@@ -89,7 +142,7 @@ async def check(job: TrainJob) -> None:
     lines = [json.loads(line) for line in (job.run_dir / "steps.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert sorted(e for line in lines for e in line["episodes"]) == sorted(
-        f"train/{n:08d}#{m}" for n in range(STEPS * 2) for m in range(4)
+        f"{task_name(n)}#{m}" for n in range(STEPS * 2) for m in range(4)
     )
     metrics = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(line["staleness_max"] <= job.limits.max_staleness for line in metrics)
@@ -110,6 +163,81 @@ async def test_a_crash_in_a_gap(tmp_path: Path, tiny_model: str, moment: str, ca
     job.ledger.crash_at = (moment, call, number)
     await run(job, lives=2)
     await check(job)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+async def test_a_crash_while_a_step_is_spilled(tmp_path: Path, tiny_model: str, moment: str) -> None:
+    """Steps 0 to 2 are trained again: from the log, or from the store where the log came too late."""
+    job = await make(tmp_path, tiny_model, 1, {"checkpoint_every": 100})
+    job.ledger.crash_at = (moment, "spill", 2)
+    await run(job, lives=2)
+    await check(job)
+    assert (await job.ledger.status()).episodes["spilled"] == (STEPS - 1) * 8
+    assert BatchLog(tmp_path / "batches").steps() == []
+
+
+async def test_a_step_whose_checkpoint_is_due_is_not_spilled(tmp_path: Path, tiny_model: str) -> None:
+    job = await make(tmp_path, tiny_model, 1, {"checkpoint_every": 3})
+    await run(job, lives=1)
+    await check(job)
+    assert (await job.ledger.status()).episodes["spilled"] == 4 * 8
+    (tmp_path / "every").mkdir()
+    job = await make(tmp_path / "every", tiny_model, 1, {"checkpoint_every": 1})
+    await run(job, lives=1)
+    assert (await job.ledger.status()).episodes["spilled"] == 0
+
+
+LOST = [
+    *(("lease_batch", n) for n in range(4)),
+    *(("publish_version", n) for n in range(1, 4)),
+    ("commit", 2),
+]
+
+
+@pytest.mark.parametrize(("call", "number"), LOST)
+async def test_a_ledger_that_lost_its_last_second_trains_nothing_twice(
+    tmp_path: Path, tiny_model: str, call: str, number: int
+) -> None:
+    """Its machine is lost after the commit of step 4, and with it everything after the call."""
+    job = await make(tmp_path, tiny_model, 1)
+    job.ledger.durable_until = (call, number)
+    job.ledger.crash_at = ("after", "commit", 4)
+    await run_until_crash(job)
+    job.ledger.lose_the_last_second()
+    assert (await job.ledger.status()).committed_step < 4
+    await run(job, lives=1)
+    await check(job)
+    assert (await job.ledger.latest_version()).version == STEPS
+
+
+async def test_after_catching_up_the_weights_are_announced_anew(
+    tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = await make(tmp_path, tiny_model, 1)
+    job.ledger.durable_until = ("publish_version", 2)
+    job.ledger.crash_at = ("after", "commit", 4)
+    await run_until_crash(job)
+    job.ledger.lose_the_last_second()
+    job.ledger.crash_at = ("before", "lease_batch", 4)
+    await run_until_crash(job)
+    assert "behind the checkpoint: it lost its latest entries and is brought forward to version 4" in caplog.text
+    assert "the weights of version 4 were gone; written again" in caplog.text
+    found = await job.ledger.latest_version()
+    assert (found.version, (await job.ledger.status()).committed_step) == (4, 4)
+    read_verified(found.manifest)
+
+
+async def test_a_ledger_further_behind_than_the_checkpoint_remembers_is_refused(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "RecentBatches", partial(RecentBatches, keep_s=0.0))
+    job = await make(tmp_path, tiny_model, 1)
+    job.ledger.durable_until = ("lease_batch", 0)
+    job.ledger.crash_at = ("after", "commit", 4)
+    await run_until_crash(job)
+    job.ledger.lose_the_last_second()
+    with pytest.raises(RuntimeError, match=r"of version 4, the ledger is at 0 and lacks step 1, .* not of one run"):
+        await train(job)
 
 
 async def test_evaluation_lanes_are_run_and_removed(tmp_path: Path, tiny_model: str) -> None:

@@ -17,9 +17,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.job import TrainJob
 from penstock.transfer_queue.ledger import Announcement, BadPayload, Batch, Limits, Status, StepError, Waiting
-from penstock.transfer_queue.trajectory import COMPLETED, Segment, Task, Trajectory
+from penstock.transfer_queue.trajectory import COMPLETED, DataCursor, Segment, Task, Trajectory
 
 VOCAB = 64
+ROWS = 10
+"""Tasks of an epoch."""
 
 
 def make_tiny_model(folder: Path, *, tied: bool = True, context: int = 256) -> str:
@@ -83,9 +85,12 @@ class ScriptedLedger:
         self.limits = limits
         self.produce = produce
         self.queued: list[Task] = []
-        self.position = 0
+        self.place = DataCursor()
         self.steps: dict[int, list[list[str]]] = {}
         self.payloads: dict[str, Trajectory] = {}
+        self.spilled: dict[str, Trajectory] = {}
+        self.most_held = 0
+        """Most payloads of leased steps that the store ever held."""
         self.announced: list[Announcement] = []
         self.renewed: list[int] = []
         self.committed = 0
@@ -105,18 +110,18 @@ class ScriptedLedger:
             self.crash_at = None
             raise Crash(moment)
 
-    async def submit(self, tasks: Sequence[Task], cursor: int | None = None) -> int:
+    async def submit(self, tasks: Sequence[Task], cursor: DataCursor | None = None) -> int:
         if cursor is None:
             self.lanes[tasks[0].lane] = list(tasks)
             return len(tasks)
-        if cursor <= self.position:
+        if cursor <= self.place:
             return 0
         self.queued += tasks
-        self.position = cursor
+        self.place = cursor
         return len(tasks)
 
-    async def cursor(self) -> int:
-        return self.position
+    async def cursor(self) -> DataCursor:
+        return self.place
 
     async def lease_batch(self, step: int) -> Batch | Waiting:
         self._maybe_crash(f"before:lease:{step}")
@@ -124,7 +129,7 @@ class ScriptedLedger:
             raise StepError(f"step {step} is committed")
         if step not in self.steps and self.twin:
             first = step * self.limits.groups_per_step
-            names = [f"train/{n:08d}" for n in range(first, first + self.limits.groups_per_step)]
+            names = [task_name(n) for n in range(first, first + self.limits.groups_per_step)]
             self.queued = [Task(name, "train", [], "test", None) for name in names]
             self._make(step)
         if step not in self.steps:
@@ -146,12 +151,24 @@ class ScriptedLedger:
         made = [[self.produce(t.task_id, m, version) for m in range(self.limits.group_size)] for t in tasks]
         self.payloads |= {t.episode_id: t for group in made for t in group}
         self.steps[step] = [[t.episode_id for t in group] for group in made]
+        self.most_held = max(self.most_held, len(self.payloads))
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        missing = [e for e in episode_ids if e not in self.payloads]
+        everything = self.payloads | self.spilled
+        missing = [e for e in episode_ids if e not in everything]
         if missing:
             raise BadPayload(f"no payload of {missing[0]}")
-        return [self.payloads[e] for e in episode_ids]
+        return [everything[e] for e in episode_ids]
+
+    async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
+        self._maybe_crash(f"before:spill:{step}")
+        if step >= self.version:
+            raise StepError(f"spill of step {step}: version {step + 1} is not published")
+        assert step >= self.committed, "no share is spilled after its commit"
+        moved = {e: self.payloads.pop(e) for e in episode_ids if e in self.payloads}
+        self.spilled |= moved
+        self._maybe_crash(f"after:spill:{step}")
+        return len(moved)
 
     async def publish_version(self, announcement: Announcement) -> bool:
         self._maybe_crash(f"before:publish:{announcement.version}")
@@ -172,13 +189,14 @@ class ScriptedLedger:
     async def latest_version(self) -> Announcement | None:
         return self.announced[-1] if self.announced else None
 
-    async def commit(self, step: int) -> None:
+    async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
         self._maybe_crash(f"before:commit:{step}")
         assert step <= self.version, "only trained steps are committed"
+        assert all(self.steps[known] == [list(g) for g in groups] for known, groups in (batches or {}).items())
         for old in range(self.committed, step):
             for group in self.steps[old]:
                 for episode in group:
-                    del self.payloads[episode]
+                    del (self.payloads if episode in self.payloads else self.spilled)[episode]
         self.committed = max(self.committed, step)
         self._maybe_crash(f"after:commit:{step}")
 
@@ -211,7 +229,13 @@ class ScriptedLedger:
         )
 
 
-def write_rows(path: Path, count: int = 10) -> str:
+def task_name(number: int) -> str:
+    """Of the n-th training task."""
+    epoch, index = divmod(number, ROWS)
+    return f"train/{epoch:04d}/{index:08d}"
+
+
+def write_rows(path: Path, count: int = ROWS) -> str:
     rows = [
         {
             "prompt": [{"role": "user", "content": f"question {n}"}],

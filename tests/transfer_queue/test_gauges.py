@@ -21,7 +21,7 @@ async def test_gauges_say_what_the_status_says() -> None:
     status = await ledger.status()
     families = {f.name: f for f in text_string_to_metric_families(exposition("r1", status).decode())}
     values = {
-        (name, *sorted((set(s.labels.values()) - {"r1"}))): s.value for name, f in families.items() for s in f.samples
+        (name, *sorted(set(s.labels.values()) - {"r1"})): s.value for name, f in families.items() for s in f.samples
     }
     assert values["penstock_ledger_version",] == 1
     assert values["penstock_ledger_groups", "ready"] == 4

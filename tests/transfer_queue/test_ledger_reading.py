@@ -147,6 +147,20 @@ async def test_groups_that_came_to_be_over_age_by_catching_up_are_dropped(make_l
     assert (status.groups["dropped_over_age"], status.episodes["dropped"]) == (1, 2)
 
 
+async def test_a_lost_publication_is_caught_up_with(make_ledger) -> None:
+    ledger = await make_ledger(LIMITS)
+    await ledger.submit(tasks(4), cursor=at(4))
+    await finish_all(ledger)
+    batch = await ledger.lease_batch(0)
+    assert isinstance(batch, Batch)
+    await ledger.commit(1, {0: batch.groups})
+    status = await ledger.status()
+    assert (status.version, status.step, status.committed_step) == (1, 1, 1)
+    assert (status.episodes["trained"], status.episodes["committed"]) == (4, 4)
+    assert await ledger.publish_version(Announcement(1, {})) is False
+    assert await ledger.renew_manifest(Announcement(1, {"path": "v1"}))
+
+
 async def test_batches_of_known_steps_change_nothing(make_ledger) -> None:
     ledger = await make_ledger(LIMITS)
     await ledger.submit(tasks(4), cursor=at(4))

@@ -1,4 +1,4 @@
--- needs: run, full, episode, queue, group, steps
+-- needs: run, trainer, episode, queue, group, steps
 -- ARGV: step, packed map step → groups of steps that the checkpoint holds ('' for none). Everything of the steps below
 -- `step` is deleted; their payloads are named in `garbage` for a client to sweep.
 local step = tonumber(ARGV[1])
@@ -61,8 +61,8 @@ for done = run.committed_step, step - 1 do
   count('committed_groups', #groups)
   call('HDEL', STEPS, 'batch:' .. done)
 end
-if step > run.next_step then
-  call('HSET', STEPS, 'next_step', step, 'version', step)
+if ARGV[2] ~= '' and step > run.version then
+  call('HSET', STEPS, 'next_step', math.max(step, run.next_step), 'version', step)
   call('HDEL', STEPS, 'announcement')
 end
 call('HSET', STEPS, 'committed_step', math.max(step, run.committed_step))

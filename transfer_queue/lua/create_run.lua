@@ -1,5 +1,5 @@
 -- ARGV: config, then limit name, value, … Returns nothing, or the first limit that differs: name, theirs, ours.
-local RUN = KEYS[1]
+local RUN = KEYS[1] .. 'run'
 local exists = redis.call('EXISTS', RUN) == 1
 for i = 2, #ARGV, 2 do
   local found = redis.call('HGET', RUN, ARGV[i])

@@ -1,4 +1,4 @@
--- needs: run, full, episode, queue, group, lengths, admission
+-- needs: run, trainer, episode, queue, group, lengths, admission
 -- ARGV: step. Returns {1, packed groups} or {0, cause}.
 local step = tonumber(ARGV[1])
 local fixed = call('HGET', STEPS, 'batch:' .. step)

@@ -1,7 +1,5 @@
--- needs: run, full
--- Returns the packed infos of live servers; silent ones are removed.
-for _, server in ipairs(call('ZRANGEBYSCORE', key('servers_until'), '-inf', now_ms())) do
-  call('HDEL', key('servers'), server)
-  call('ZREM', key('servers_until'), server)
-end
-return call('HVALS', key('servers'))
+-- needs: run
+-- Returns the packed infos of live servers. Only reads: those that ask may not write them.
+local live = call('ZRANGEBYSCORE', key('servers_until'), '(' .. now_ms(), '+inf')
+if #live == 0 then return {} end
+return call('HMGET', key('servers'), unpack(live))

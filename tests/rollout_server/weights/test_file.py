@@ -57,6 +57,16 @@ def test_only_the_newest_versions_stay_and_leftovers_go(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
+def test_versions_of_a_life_that_was_taken_back_do_not_push_the_present_one_out(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path, "shm", keep=2)
+    for version in (5, 6, 4):
+        manifest = publisher.write(version, tensors(version).items())
+    assert [path.name for path in tmp_path.iterdir()] == ["weights-00000004.safetensors"]
+    assert read_verified(manifest).keys() == tensors(4).keys()
+    publisher.write(5, tensors(5).items())
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_changed_byte_is_refused_by_tensor_name(tmp_path: Path) -> None:
     manifest = WeightPublisher(tmp_path, "shm").write(1, tensors().items())
     path = Path(manifest["path"])

@@ -1,6 +1,7 @@
--- The run: its limits, its steps, the ledger's clock, and errors. KEYS[1] is the run's own hash, penstock:{RUN}:run.
-local RUN = KEYS[1]
-local PREFIX = string.sub(RUN, 1, -4)
+-- The run: its limits, its steps, the ledger's clock, and errors. KEYS[1] is the run's prefix, penstock:{RUN}:, a key
+-- that never exists: Redis takes KEYS for written, and nobody but the owner may write the run's own hash.
+local PREFIX = KEYS[1]
+local RUN = PREFIX .. 'run'
 local call = redis.call
 
 local function key(name)

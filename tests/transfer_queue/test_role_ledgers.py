@@ -1,0 +1,111 @@
+"""The whole life of a run with every role under its own Redis user, and what each is refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from ledger_samples import INFRA, LIMITS, at, tasks, trajectory, turn
+
+from penstock.transfer_queue.acl import RIGHTS, role_users
+from penstock.transfer_queue.batch_log import BatchLog
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.ledger import Announcement, Batch, LedgerError, ServerInfo, WeightUpdate
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_server import RedisServer
+
+pytestmark = pytest.mark.redis
+PASSWORD = "a-test-password"
+CONFIG = TransferQueueConfig(deadline_s=10.0)
+PASSWORDS = {role: f"{role}-password" for role in RIGHTS}
+
+
+@pytest.fixture
+async def ledgers(tmp_path: Path) -> AsyncIterator[dict[str, RedisLedger]]:
+    """Role → its ledger of one run that its owner has created."""
+    log = BatchLog(tmp_path / "log")
+    async with RedisServer(tmp_path / "redis", PASSWORD, users=role_users("mine", PASSWORDS)) as server:
+        made = {
+            role: await RedisLedger.connect(
+                server.url, "mine", CONFIG, password, role, batch_log=log if role == "trainer" else None
+            )
+            for role, password in PASSWORDS.items()
+        }
+        await made["owner"].create_run(LIMITS, "config: 1")
+        yield made
+        for ledger in made.values():
+            await ledger.close()
+
+
+async def test_each_role_can_do_its_work(ledgers: dict[str, RedisLedger]) -> None:
+    owner, trainer, agent, rollout, watch = (ledgers[role] for role in RIGHTS)
+    for ledger in ledgers.values():
+        assert await ledger.config() == "config: 1"
+    await trainer.submit(tasks(6), cursor=at(6))
+    await rollout.heartbeat(ServerInfo("s0", "http://s0", 0))
+    assert [info.server_id for info in await agent.servers()] == ["s0"]
+    assert [info.server_id for info in await watch.servers()] == ["s0"]
+    for lease in await agent.lease_episodes("w", 8, 0):
+        await agent.journal(lease, turn(1))
+        assert await agent.renew([lease]) == []
+        await agent.complete(lease, trajectory(lease))
+    await agent.add_wait("agent", "lease", 0.5)
+    await watch_everything(watch)
+    for step in (0, 1):
+        batch = await trainer.lease_batch(step)
+        assert isinstance(batch, Batch)
+        assert len(await trainer.read([episode for group in batch.groups for episode in group])) == 4
+        assert await trainer.publish_version(Announcement(step + 1, {}))
+    assert (
+        await trainer.spill(0, [episode for group in (await trainer.lease_batch(0)).groups for episode in group]) == 4
+    )
+    await trainer.commit(2)
+    latest = await rollout.latest_version()
+    assert latest is not None
+    assert latest.version == 2
+    await rollout.report_update(WeightUpdate("s0", 2, 0.1, 0.1, 0.1, 3))
+    await rollout.deregister("s0")
+    given_up = await agent.lease_episodes("w", 2, 2)
+    await agent.release(given_up[1])
+    while await agent.fail(given_up[0], INFRA):
+        (given_up[0], *_) = await agent.lease_episodes("w", 1, 2)
+    await watch_everything(watch)
+    assert (await watch.status()).committed_step == 2
+    assert await owner.drop_run() > 0
+
+
+async def watch_everything(watch: RedisLedger) -> None:
+    await watch.status()
+    await watch.held()
+    await watch.updates()
+    await watch.dead_letters()
+    await watch.cursor()
+
+
+async def test_no_role_can_do_the_work_of_another(ledgers: dict[str, RedisLedger]) -> None:
+    trainer, agent, rollout, watch = (ledgers[role] for role in ("trainer", "agent", "rollout", "watch"))
+    await trainer.submit(tasks(2), cursor=at(2))
+    for lease in await agent.lease_episodes("w", 4, 0):
+        await agent.complete(lease, trajectory(lease))
+    assert isinstance(await trainer.lease_batch(0), Batch)
+    before = await watch.status()
+    for ledger in (agent, rollout, watch):
+        await refused(ledger.publish_version(Announcement(1, {})))
+        await refused(ledger.lease_batch(1))
+        await refused(ledger.commit(1, {0: [["train/0000#0", "train/0000#1"]]}))
+        await refused(ledger.create_run(LIMITS, "config: 2"))
+    for ledger in (rollout, watch):
+        await refused(ledger.lease_episodes("thief", 1, 0))
+        await refused(ledger.submit(tasks(1, start=10), cursor=at(10)))
+        await refused(ledger.drop_run())
+    await refused(rollout.read(["train/0000#0"]))
+    await refused(agent.heartbeat(ServerInfo("false", "http://false", 9)))
+    await refused(watch.deregister("s0"))
+    assert await watch.status() == before
+    assert await ledgers["owner"].config() == "config: 1"
+
+
+async def refused(call) -> None:
+    with pytest.raises(LedgerError, match="Rights per role"):
+        await call
