@@ -32,8 +32,9 @@ from penstock.transfer_queue.codec import (
     values_of,
     wanted_fields,
 )
+from penstock.transfer_queue.fields import Column
 from penstock.transfer_queue.ledger import BadPayload, LedgerError
-from penstock.transfer_queue.packing import FORMAT, HEAD_GUESS, MAGIC, PREAMBLE, head_length, parse_head
+from penstock.transfer_queue.packing import FORMAT, HEAD_GUESS, MAGIC, PREAMBLE, head_length, pack, parse_head
 from penstock.transfer_queue.trajectory import FieldValues, JournalEntry, JournalKind, Task, Trajectory
 
 CODECS = st.sampled_from(["none", "zstd"])
@@ -170,10 +171,13 @@ def test_foreign_plain_data_is_refused_or_read_as_it_is(name: str, value: object
                 read(blob)
 
 
-def test_a_trajectory_lacking_fields_is_refused() -> None:
+def test_a_trajectory_with_other_fields_is_refused() -> None:
     good = {field: None for field in PLAIN_FIELDS} | {"segments": 1, "outcome": ["completed", "", ""]}
     with pytest.raises(BadPayload, match="head: 0 fields for 1 segments"):
         decode_trajectory(sealed(1, {"fields": [], "plain": good}))
+    foreign = pack(1, [Column(f"0.{name}", "f4", []) for name in SEGMENT_FIELDS], good)
+    with pytest.raises(BadPayload, match=r"head: field 0\.prompt_ids of dtype f4 is unknown"):
+        decode_trajectory(foreign)
     del good["reward"]
     with pytest.raises(BadPayload, match="head: field reward is missing"):
         decode_trajectory(sealed(1, {"fields": [], "plain": good | {"segments": 0}}))

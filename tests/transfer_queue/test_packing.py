@@ -192,6 +192,7 @@ def test_a_table_with_a_right_checksum_and_wrong_rows_is_refused(place: int, val
         (["a", "f8", [2], 16, "none", 16, bytes(8)], "a: dtype 'f8' is unknown"),
         (["a", "i4", [4], 16, "lz4", 16, bytes(8)], "a: codec 'lz4' is unknown"),
         (["a", "i4", [5], 16, "none", 16, bytes(8)], "a: 16 stored bytes do not hold shape"),
+        (["a", "i4", [-1, -1], 16, "none", 16, bytes(8)], "a: shape"),
         (["a", "i4", [2, 2, 1], 16, "none", 16, bytes(8)], "a: shape"),
         (["a", "i4", [4], 16, "none", 4, bytes(8)], "a: 8 bytes of checksums for 4 blocks"),
         (["a", "i4", [4], 16, "none", 0, bytes(8)], "a: blocks of 0 bytes"),
