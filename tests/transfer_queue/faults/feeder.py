@@ -1,0 +1,33 @@
+"""Tasks for the miniature trainer, by the rule of trainer/feeder.py, without an end."""
+
+from __future__ import annotations
+
+from faults.episodes import cursor_at, position_of, task_at
+
+from penstock.transfer_queue.ledger import Ledger, Limits, Status
+
+
+class Feeder:
+    """Goes on at the ledger's own cursor."""
+
+    def __init__(self, ledger: Ledger, limits: Limits) -> None:
+        self._ledger = ledger
+        self._limits = limits
+        self._position = 0
+
+    async def start(self) -> None:
+        self._position = position_of(await self._ledger.cursor())
+
+    async def fill(self) -> None:
+        status = await self._ledger.status()
+        waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready"))
+        end = self._position + (self._limits.max_staleness + 2) * self._limits.groups_per_step - waiting
+        if end > self._position:
+            await self._ledger.submit([task_at(n) for n in range(self._position, end)], cursor_at(end))
+            self._position = end
+
+
+def drained(status: Status, limits: Limits) -> bool:
+    """Nothing can become a step any more: groups that are left over are fewer than one needs."""
+    groups = status.groups
+    return groups["queued"] + groups["admitted"] == 0 and groups["ready"] < limits.groups_per_step

@@ -1,0 +1,56 @@
+"""What is done to Redis while a stage plays. Each kind is a coroutine function of the server and a source of chance."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+
+import redis.asyncio as aioredis
+
+from penstock.transfer_queue.redis_server import RedisServer
+
+
+async def kill_redis(server: RedisServer, chance: random.Random) -> None:
+    """SIGKILL, a short while of nothing, restart from the append-only file."""
+    await server.kill()
+    await asyncio.sleep(chance.choice([0.0, chance.uniform(0, 0.3)]))
+    await server.restart()
+
+
+async def pause_redis(server: RedisServer, seconds: float) -> None:
+    """It keeps its connections and answers nothing: SIGSTOP, later SIGCONT."""
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+async def fill_redis(client: aioredis.Redis, seconds: float) -> None:
+    """Full for a while: whatever needs memory is refused."""
+    await client.config_set("maxmemory", 1 << 20)
+    await asyncio.sleep(seconds)
+    await client.config_set("maxmemory", 0)
+
+
+async def lose_tail(server: RedisServer, chance: random.Random, most_bytes: int) -> int:
+    """What a machine that dies does to ``everysec``: the newest bytes of the append-only file were never on disk.
+
+    Returns how many were lost.
+    """
+    await server.kill()
+    file = append_only_file(server.directory)
+    lost = min(chance.randint(1, most_bytes), file.stat().st_size)
+    os.truncate(file, file.stat().st_size - lost)
+    await server.restart()
+    return lost
+
+
+def append_only_file(directory: Path) -> Path:
+    """The file that Redis appends to now: of Redis 7, the newest increment; before that, the only one."""
+    increments = [*directory.glob("appendonlydir/*.incr.aof")]
+    return max(increments, key=lambda path: path.stat().st_mtime) if increments else directory / "appendonly.aof"
