@@ -63,7 +63,7 @@ def check_lengths(config: RunConfig) -> Check:
 
 def check_redis(config: RunConfig) -> Check:
     from penstock.transfer_queue.ledger import LedgerError
-    from penstock.transfer_queue.redis_server import find_redis_server
+    from penstock.transfer_queue.redis_binary import find_redis_server
 
     if config.transfer_queue.url:
         return Check("redis", True, f"the one at {config.transfer_queue.url}")
@@ -71,7 +71,7 @@ def check_redis(config: RunConfig) -> Check:
         found = find_redis_server()
     except LedgerError as error:
         return Check("redis-server", False, "not usable", str(error))
-    return Check("redis-server", True, found)
+    return Check("redis-server", True, found.path)
 
 
 def check_engine(config: RunConfig) -> Check:

@@ -25,15 +25,15 @@ from pathlib import Path
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.data.generate import materialise
-from penstock.deploy.link import PASSWORD_VARIABLE, TOKEN_VARIABLE, Link, limits_of
+from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of, redis_login
 from penstock.deploy.load_config import dump_config
+from penstock.deploy.own_redis import own_redis
 from penstock.deploy.processes import RoleProcess, RoleSpec
 from penstock.deploy.report import Reporter, StalledRun
 from penstock.deploy.roles import TRAINER_STOP_S, weights_dir
 from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.summary import write_summary
 from penstock.transfer_queue.redis_ledger import RedisLedger
-from penstock.transfer_queue.redis_server import RedisServer
 
 logger = logging.getLogger("penstock.run")
 
@@ -70,52 +70,25 @@ async def _ledger(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[Link, R
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
     url = config.transfer_queue.url
     if url:
-        link = Link(url, config.name, os.environ.get(PASSWORD_VARIABLE), token)
+        username, password = redis_login()
+        link = Link(url, config.name, password, token, username)
         async with _connected(link, config, run) as ledger:
             yield link, ledger
         return
-    async with _own_redis(config, run) as (own_url, password):
-        link = Link(own_url, config.name, password, token)
-        async with _connected(link, config, run) as ledger:
-            yield link, ledger
-
-
-@contextlib.asynccontextmanager
-async def _own_redis(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[str, str]]:
-    """Address and password of a redis-server that lives as long as the run."""
-    password = secrets.token_urlsafe(32)
-    server = RedisServer(run.redis, password=password, appendfsync=config.transfer_queue.appendfsync)
-    await server.start()
-    keeper = asyncio.create_task(_keep_alive(server), name="redis keeper")
-    try:
-        yield server.url, password
-    finally:
-        keeper.cancel()
-        await asyncio.wait([keeper])
-        await server.stop()
+    async with own_redis(config, run, token) as link, _connected(link, config, run) as ledger:
+        yield link, ledger
 
 
 @contextlib.asynccontextmanager
 async def _connected(link: Link, config: RunConfig, run: RunDir) -> AsyncIterator[RedisLedger]:
     ledger = await link.connect(config.transfer_queue)
-    lines = [f"export {name}={value}\n" for name, value in link.environment().items()]
     with os.fdopen(os.open(run.connect_env, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.writelines(lines)
+        file.write(link.shell_lines())
     try:
         yield ledger
     finally:
         run.connect_env.unlink(missing_ok=True)
         await ledger.close()
-
-
-async def _keep_alive(server: RedisServer) -> None:
-    """Redis killed from outside comes back with its append-only file; clients retry meanwhile."""
-    while True:
-        await asyncio.sleep(0.2)
-        if server.alive:
-            continue
-        logger.warning("redis-server ended unexpectedly; starting it again from its append-only file")
-        await server.restart()
 
 
 @contextlib.asynccontextmanager
@@ -187,9 +160,10 @@ def role_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
     """The processes of a run on one machine, the trainer last."""
     command = [sys.executable, "-m", "penstock.deploy.cli"]
     settings = {"PENSTOCK_SUPERVISED": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env = {**os.environ, **link.environment(), "OMP_NUM_THREADS": "1", **settings}
 
     def spec(name: str, *argv: str, max_restarts: int, stop_grace_s: float = 15.0) -> RoleSpec:
+        own = link.of_role(name.partition("-")[0])
+        env = {**os.environ, **own.environment(), "OMP_NUM_THREADS": "1", **settings}
         return RoleSpec(name, [*command, *argv], env, run.logs / f"{name}.log", max_restarts, stop_grace_s)
 
     def port(server: int) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import yaml
 
@@ -16,6 +17,7 @@ from penstock.transfer_queue.redis_ledger import RedisLedger
 
 URL_VARIABLE = "PENSTOCK_LEDGER"
 RUN_VARIABLE = "PENSTOCK_RUN"
+USER_VARIABLE = "PENSTOCK_REDIS_USER"
 PASSWORD_VARIABLE = "PENSTOCK_REDIS_PASSWORD"  # noqa: S105 - the variable's name, not a secret
 TOKEN_VARIABLE = "PENSTOCK_TOKEN"  # noqa: S105
 
@@ -28,6 +30,10 @@ class Link:
     run: str
     password: str | None
     token: str
+    username: str | None = None
+    """None: Redis's default user."""
+    role_passwords: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Role → password of the Redis user that has this role's name and rights; empty where the ledger has none."""
 
     @classmethod
     def from_environment(cls, url: str | None = None, run: str | None = None) -> Link:
@@ -42,15 +48,31 @@ class Link:
         ):
             if not value:
                 raise ConfigError(f"{mend} is not set; a living run writes them to runs/NAME/connect.env (source it)")
-        return cls(str(url), str(run), os.environ.get(PASSWORD_VARIABLE), str(token))
+        username, password = redis_login()
+        return cls(str(url), str(run), password, str(token), username)
+
+    def of_role(self, role: str) -> Link:
+        """What a process of that role is told: its own user of the ledger, and nobody else's password."""
+        if role not in self.role_passwords:
+            return replace(self, role_passwords={})
+        return replace(self, username=role, password=self.role_passwords[role], role_passwords={})
 
     def environment(self) -> Mapping[str, str]:
-        secrets = {PASSWORD_VARIABLE: self.password or "", TOKEN_VARIABLE: self.token}
-        return {URL_VARIABLE: self.url, RUN_VARIABLE: self.run, **secrets}
+        login = {USER_VARIABLE: self.username or "", PASSWORD_VARIABLE: self.password or ""}
+        return {URL_VARIABLE: self.url, RUN_VARIABLE: self.run, **login, TOKEN_VARIABLE: self.token}
+
+    def shell_lines(self) -> str:
+        """For a person's shell: the environment as it is here, and as comments the logins of single roles."""
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in self.environment().items()]
+        for role, password in self.role_passwords.items():
+            lines.append(f"# {role} alone: export {USER_VARIABLE}={role} {PASSWORD_VARIABLE}={shlex.quote(password)}")
+        return "\n".join(lines) + "\n"
 
     async def connect(self, settings: TransferQueueConfig | None = None) -> RedisLedger:
         settings = settings or TransferQueueConfig()
-        return await RedisLedger.connect(self.url, run=self.run, config=settings, password=self.password or None)
+        return await RedisLedger.connect(
+            self.url, run=self.run, config=settings, password=self.password, username=self.username
+        )
 
     async def join(self) -> tuple[RedisLedger, RunConfig]:
         """The ledger and the run's configuration, as `penstock run` stored it there."""
@@ -58,6 +80,11 @@ class Link:
         config = parse_config(yaml.safe_load(await ledger.config()), source=f"the ledger's run {self.run!r}")
         await ledger.close()
         return await self.connect(config.transfer_queue), config
+
+
+def redis_login() -> tuple[str | None, str | None]:
+    """User and password for the ledger, from the environment; an empty one counts as none."""
+    return os.environ.get(USER_VARIABLE) or None, os.environ.get(PASSWORD_VARIABLE) or None
 
 
 def limits_of(config: RunConfig) -> Limits:

@@ -49,6 +49,11 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def batches(self) -> Path:
+        """Trained trajectories that wait for their commit."""
+        return self.root / "batches"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 

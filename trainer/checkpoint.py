@@ -13,9 +13,9 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.recent import Groups
+from penstock.transfer_queue.trajectory import DataCursor
 
 COMPLETE = "complete"
 
@@ -39,9 +41,12 @@ class Found:
     path: Path
     step: int
     """Optimizer steps in it: training goes on with this one."""
-    data_cursor: int
+    data_cursor: DataCursor
+    """Place in the data stream after the last submitted task."""
     ranks: int
     """How many wrote it; another number can read it."""
+    batches: Mapping[int, Groups] = field(default_factory=dict)
+    """Groups of the latest steps in it, from before the last commit on: for a ledger that has forgotten them."""
 
 
 class CheckpointStore:
@@ -60,12 +65,12 @@ class CheckpointStore:
     def unfinished(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.tmp"
 
-    def seal(self, step: int, data_cursor: int, ranks: int) -> Found:
+    def seal(self, step: int, data_cursor: DataCursor, ranks: int, batches: Mapping[int, Groups]) -> Found:
         """Make the unfinished folder a checkpoint. When this returns it survives a power cut."""
         temporary, final = self.unfinished(step), self.unfinished(step).with_suffix("")
+        found = Found(final, step, data_cursor, ranks, batches)
         files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
-        marker = {"step": step, "data_cursor": data_cursor, "ranks": ranks, "files": files}
-        (temporary / COMPLETE).write_text(json.dumps(marker, indent=1))
+        (temporary / COMPLETE).write_text(json.dumps(_marker(found, files), indent=1))
         for path in temporary.iterdir():
             _fsync(path)
         _fsync(temporary)
@@ -74,7 +79,7 @@ class CheckpointStore:
         temporary.rename(final)
         _fsync(self.folder)
         self._delete_old()
-        return Found(final, step, data_cursor, ranks)
+        return found
 
     def newest(self) -> Found | None:
         """The newest whole checkpoint. A damaged one is said in the log and set aside under another name, so that it
@@ -102,12 +107,34 @@ def _set_aside(path: Path) -> None:
 
 
 def read_marker(path: Path) -> Found:
-    """Check every file of a checkpoint. Raises `OSError` or `ValueError` naming what is missing or different."""
+    """Check every file of a checkpoint. Raises `OSError` or `ValueError` naming what is missing or different.
+
+    The batches have a checksum of their own, being in no other file.
+    """
     marker = json.loads((path / COMPLETE).read_text())
     for name, expected in marker["files"].items():
         if _fingerprint(path / name) != expected:
             raise ValueError(f"{name} differs from its checksum")
-    return Found(path, int(marker["step"]), int(marker["data_cursor"]), int(marker["ranks"]))
+    if _batches_digest(marker["batches"]) != marker["batches_xxh3"]:
+        raise ValueError("its batches differ from their checksum")
+    batches = {int(step): groups for step, groups in marker["batches"].items()}
+    return Found(path, int(marker["step"]), DataCursor(**marker["data_cursor"]), int(marker["ranks"]), batches)
+
+
+def _marker(found: Found, files: Mapping[str, Any]) -> dict[str, Any]:
+    batches = {str(step): [list(group) for group in groups] for step, groups in found.batches.items()}
+    return {
+        "step": found.step,
+        "data_cursor": asdict(found.data_cursor),
+        "ranks": found.ranks,
+        "batches": batches,
+        "batches_xxh3": _batches_digest(batches),
+        "files": files,
+    }
+
+
+def _batches_digest(batches: Mapping[str, Groups]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(batches, sort_keys=True))
 
 
 def begin_save(engine: FSDPEngine, ranks: Ranks, path: Path) -> Future[Any]:

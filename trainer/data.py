@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from penstock.transfer_queue.trajectory import Task
+from penstock.transfer_queue.trajectory import DataCursor, Task
 
 NEEDED = ("prompt", "data_source", "reward_model")
 PLAIN = (type(None), bool, int, float, str, bytes)
@@ -159,7 +159,11 @@ def _check_plain(value: Any, where: str) -> Any:
 
 
 class Stream:
-    """An endless order over `count` rows, the same after a restart: position n is in epoch n // count."""
+    """An endless order over `count` rows, epoch after epoch, the same after a restart.
+
+    Where the dataset changed between restarts, the epoch goes on at its index in the order of the new rows, and a place
+    that the epoch no longer has is the start of the next one.
+    """
 
     def __init__(self, count: int, seed: int, shuffle: bool) -> None:
         self._count = count
@@ -167,9 +171,24 @@ class Stream:
         self._shuffle = shuffle
         self._order = lru_cache(maxsize=2)(self._make_order)
 
-    def row_index(self, position: int) -> int:
-        epoch, index = divmod(position, self._count)
-        return self._order(epoch)[index]
+    def places(self, start: DataCursor, count: int) -> list[DataCursor]:
+        """`count` places in order, the first at or after `start`."""
+        places = []
+        for _ in range(count):
+            places.append(start := self._existing(start))
+            start = self.after(start)
+        return places
+
+    def after(self, place: DataCursor) -> DataCursor:
+        """The next place."""
+        return self._existing(DataCursor(place.epoch, place.index + 1))
+
+    def row_index(self, place: DataCursor) -> int:
+        """Which row lies at a place that the stream has."""
+        return self._order(place.epoch)[place.index]
+
+    def _existing(self, place: DataCursor) -> DataCursor:
+        return place if place.index < self._count else DataCursor(place.epoch + 1, 0)
 
     def _make_order(self, epoch: int) -> list[int]:
         order = list(range(self._count))

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from penstock.trainer.data import Row, Stream
 from penstock.transfer_queue.ledger import Ledger, Limits, Status
-from penstock.transfer_queue.trajectory import Task
+from penstock.transfer_queue.trajectory import DataCursor, Task
 
 
 class Feeder:
     """Submits training tasks in stream order. Only rank 0 feeds.
 
-    The position is the ledger's own cursor: tasks that were submitted once stay there over a restart of the trainer,
-    and `submit(tasks, cursor)` is a no-op for a position that the ledger has passed.
+    The cursor is the ledger's own: tasks that were submitted once stay there over a restart of the trainer, and
+    `submit(tasks, cursor)` is a no-op for a place that the ledger has passed.
     """
 
     def __init__(self, ledger: Ledger, limits: Limits, rows: Sequence[Row], stream: Stream, steps: int) -> None:
@@ -22,25 +22,26 @@ class Feeder:
         self._rows = rows
         self._stream = stream
         self._steps = steps
-        self.position = 0
-        """Position in the data stream after the last submitted task."""
+        self.cursor = DataCursor()
+        """Place in the data stream after the last submitted task."""
 
     async def start(self) -> None:
-        self.position = await self._ledger.cursor()
+        self.cursor = await self._ledger.cursor()
         await self.fill()
 
     async def fill(self) -> int:
         """Submit what is missing; returns how many groups. Groups that were dropped or died are replaced here."""
         count = missing_groups(await self._ledger.status(), self._limits, self._steps)
         if count > 0:
-            end = self.position + count
-            await self._ledger.submit([self._task(n) for n in range(self.position, end)], cursor=end)
-            self.position = end
+            places = self._stream.places(self.cursor, count)
+            end = self._stream.after(places[-1])
+            await self._ledger.submit([self._task(place) for place in places], cursor=end)
+            self.cursor = end
         return max(count, 0)
 
-    def _task(self, position: int) -> Task:
-        row = self._rows[self._stream.row_index(position)]
-        return row.task(task_id=f"train/{position:08d}", lane="train")
+    def _task(self, place: DataCursor) -> Task:
+        row = self._rows[self._stream.row_index(place)]
+        return row.task(task_id=f"train/{place.epoch:04d}/{place.index:08d}", lane="train")
 
 
 def missing_groups(status: Status, limits: Limits, steps: int) -> int:

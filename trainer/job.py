@@ -42,6 +42,8 @@ class TrainJob:
     """The sampling temperature of training episodes: the engine's logprobs are those of logits / temperature."""
     eval_timeout_s: float = 600.0
     """How long the end of the run waits for the last evaluation."""
+    spill: bool = False
+    """Trained trajectories wait for their commit in the ledger's batch log; `ledger` then has one."""
     stop_timeout_s: float = 60.0
     """After a cancellation: time for the step under way, the last checkpoint and its commit."""
 

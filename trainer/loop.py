@@ -1,6 +1,6 @@
 """The training loop. One process per rank, started by torchrun or alone; the same steps in the same order on each.
 
-    event loop            ledger calls, deadlines, files; tasks: the next batch, the last version, the last checkpoint
+    event loop            ledger calls, deadlines, files; tasks: the next batch, the last version, spill and checkpoint
     torch thread          every forward, backward, update, copy of weights and collective, one after the other
 
 Step s is trained at version s and publishes version s + 1. After a crash the loop starts at the newest checkpoint and
@@ -62,6 +62,8 @@ async def _train(job: TrainJob, stop: asyncio.Event) -> None:
             await p.record(batch, metrics, advantages)
             if (step + 1) % job.config.checkpoint_every == 0:
                 await p.save()
+            else:
+                await p.spiller.begin(batch)
             if job.config.eval_every and (step + 1) % job.config.eval_every == 0:
                 p.evaluate()
         await p.finish()

@@ -18,14 +18,18 @@ from penstock.trainer.data import Stream, load_rows
 from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.evaluate import Evaluator
 from penstock.trainer.feeder import Feeder
-from penstock.trainer.job import TrainJob
+from penstock.trainer.job import BadJob, TrainJob
 from penstock.trainer.learner import Learner
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recorder import Recorder
 from penstock.trainer.saver import Saver
 from penstock.trainer.source import BatchSource
+from penstock.trainer.spiller import Spiller
 from penstock.trainer.torch_thread import TorchThread
+from penstock.transfer_queue.capacity import check_quotas
+from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.trajectory import DataCursor
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -43,6 +47,7 @@ class Parts:
     learner: Learner
     publisher: Publisher
     saver: Saver
+    spiller: Spiller
     source: BatchSource
     recorder: Recorder | None
     evaluator: Evaluator | None
@@ -65,16 +70,16 @@ class Parts:
             engine = await in_torch(FSDPEngine, job.model, job.config, ranks, job.temperature)
             publisher = Publisher(job, engine, ranks, in_torch)
             saver = Saver(job, engine, ranks, in_torch)
+            spiller = Spiller(job, publisher, ranks.first)
             source = BatchSource(job, feeder, engine.limits, ranks.rank, ranks.world)
-            for part in (saver, publisher, evaluator, source):
+            for part in (saver, publisher, spiller, evaluator, source):
                 if part is not None:
                     stack.push_async_callback(part.close)
             if recorder is not None:
                 stack.callback(recorder.close)
             learner = Learner(job.config, engine, ranks)
-            parts = cls(
-                job, in_torch, ranks, engine, learner, publisher, saver, source, recorder, evaluator, feeder, 0, 0.0
-            )
+            leaving = (publisher, saver, spiller)
+            parts = cls(job, in_torch, ranks, engine, learner, *leaving, source, recorder, evaluator, feeder, 0, 0.0)
             await parts._resume()
             yield parts
 
@@ -84,6 +89,7 @@ class Parts:
         wall_s, self.step_began, self.step = now - self.step_began, now, batch.step + 1
         if self.recorder is None:
             return
+        self.saver.remember(batch.step, batch.groups)
         wait_s = self.source.last_wait_s
         busy_s = max(wall_s - wait_s, 1e-9)
         times = {
@@ -96,7 +102,8 @@ class Parts:
         await asyncio.to_thread(self.recorder.step, batch, {**metrics, **times}, advantages)
 
     async def save(self) -> None:
-        await self.saver.save(self.step, self.feeder.position if self.feeder else 0, self.publisher)
+        await self.spiller.settle()
+        await self.saver.save(self.step, self.feeder.cursor if self.feeder else DataCursor(), self.publisher)
 
     def evaluate(self) -> None:
         if self.evaluator is not None:
@@ -131,6 +138,10 @@ class Parts:
 
 def _first_rank_parts(job: TrainJob) -> tuple[Feeder, Recorder, Evaluator]:
     rows = load_rows(job.train_data)
+    try:
+        check_quotas(job.limits, {row.data_source for row in rows})
+    except LedgerError as error:
+        raise BadJob(f"{error} (dataset {job.train_data})") from error
     eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
     stream = Stream(len(rows), job.seed, job.shuffle)
     feeder = Feeder(job.ledger, job.limits, rows, stream, job.config.steps)

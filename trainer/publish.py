@@ -24,6 +24,9 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.torch_thread import TorchThread
 from penstock.transfer_queue.ledger import Announcement
 
+POLL_S = 0.1
+"""Between two looks of the other ranks whether rank 0 has published."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -61,10 +64,10 @@ class Publisher:
         """Publish the engine's present weights as `version`, in the background.
 
         A version that the ledger already has is not published again (a replay after a restart); only if its file is
-        gone is the current one written anew.
+        gone, or the ledger has forgotten where it is, is the current one written anew.
         """
         await self.settle()
-        renew = version == self.published and await self._in_torch(self._ranks.from_first, await self._file_is_gone())
+        renew = version == self.published and await self._in_torch(self._ranks.from_first, await self._is_gone())
         if version <= self.published and not renew:
             return
         weights = await self._in_torch(lambda: list(self._engine.weights(self._dtype)))
@@ -83,9 +86,16 @@ class Publisher:
             await self._ledger.add_wait("trainer", "publish", time.monotonic() - began)
 
     async def until_published(self, version: int) -> None:
-        """Wait until the ledger has `version`, without taking part in the writing."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._out >= version)
+        """Wait until the ledger has `version`, without taking part in the writing. The caller sets the deadline."""
+        if self._ranks.first:
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._out >= version)
+            return
+        while self._out < version:
+            current = await self._ledger.latest_version()
+            self._out = max(self._out, current.version if current else 0)
+            if self._out < version:
+                await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -110,11 +120,14 @@ class Publisher:
     async def _ledger_version(self) -> int | None:
         return (await self._ledger.status()).version if self._ranks.first else None
 
-    async def _file_is_gone(self) -> bool | None:
+    async def _is_gone(self) -> bool | None:
+        """Whether nobody could load the current version; version 0 is the model itself and is never announced."""
         if not self._ranks.first:
             return None
         current = await self._ledger.latest_version()
-        return current is not None and not _path_exists(current.manifest)
+        if current is None or current.version < self.published:
+            return self.published > 0
+        return not _path_exists(current.manifest)
 
 
 def _path_exists(manifest: Any) -> bool:

@@ -16,7 +16,10 @@ from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.recent import Groups, RecentBatches
 from penstock.trainer.torch_thread import TorchThread
+from penstock.transfer_queue.ledger import Status
+from penstock.transfer_queue.trajectory import DataCursor
 
 SAVE_TIMEOUT_S = 1800.0
 """A checkpoint that is not durable and committed by then stops the run."""
@@ -33,31 +36,38 @@ class Saver:
         self._ranks = ranks
         self._in_torch = in_torch
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.keep_checkpoints)
+        self._recent = RecentBatches()
         self._task: asyncio.Task[None] | None = None
         self._saved = -1
 
     async def restore(self) -> int:
         """Load the newest whole checkpoint; returns the step to go on with, 0 for a fresh run.
 
-        Raises `RuntimeError` where the ledger has committed steps and no checkpoint is left at all.
+        A ledger that is behind the checkpoint is brought forward to it. Raises `RuntimeError` where the ledger has
+        committed steps and no checkpoint is left at all, or is further behind than the checkpoint remembers.
         """
         found, committed = await self._in_torch(self._ranks.from_first, await self._find())
         if found is None:
             return 0
-        checkpoint = Found(self._store.folder / found["name"], found["step"], found["data_cursor"], found["ranks"])
+        checkpoint = Found(self._store.folder / found["name"], found["step"], DataCursor(), found["ranks"])
         await self._in_torch(load, self._engine, self._ranks, checkpoint)
         self._saved = checkpoint.step
         logger.info("restored %s: step %d", checkpoint.path, checkpoint.step)
         return max(checkpoint.step, committed)
 
-    async def save(self, step: int, data_cursor: int, publisher: Publisher) -> None:
+    def remember(self, step: int, groups: Groups) -> None:
+        """`step` is trained on these groups: the next checkpoints say so."""
+        self._recent.add(step, groups)
+
+    async def save(self, step: int, data_cursor: DataCursor, publisher: Publisher) -> None:
         """Begin to save the state after `step` steps; a no-op where that is saved already."""
         if step == self._saved:
             return
         await self.settle()
         self._saved = step
         future = await self._in_torch(begin_save, self._engine, self._ranks, self._store.unfinished(step))
-        self._task = asyncio.create_task(self._finish(step, data_cursor, future, publisher), name=f"save {step}")
+        found = Found(self._store.unfinished(step), step, data_cursor, self._ranks.world, self._recent.below(step))
+        self._task = asyncio.create_task(self._finish(found, future, publisher), name=f"save {step}")
 
     async def settle(self) -> None:
         """Wait for the save under way and its commit; raises what went wrong."""
@@ -80,13 +90,34 @@ class Saver:
             return None, 0
         await asyncio.to_thread(self._store.open)
         found = await asyncio.to_thread(self._store.newest)
-        committed = (await self._ledger.status()).committed_step
-        if committed > (found.step if found else 0):
-            self._report_lost_updates(found, committed)
+        status = await self._ledger.status()
+        if status.committed_step > (found.step if found else 0):
+            self._report_lost_updates(found, status.committed_step)
         if found is None:
-            return None, committed
-        data = {"name": found.path.name, "step": found.step, "data_cursor": found.data_cursor, "ranks": found.ranks}
-        return data, committed
+            return None, status.committed_step
+        await self._catch_up(found, status)
+        self._recent.update(found.batches)
+        return {"name": found.path.name, "step": found.step, "ranks": found.ranks}, status.committed_step
+
+    async def _catch_up(self, found: Found, status: Status) -> None:
+        """Redis may lose its last second with its machine; the checkpoint tells it what was trained meanwhile."""
+        if status.step >= found.step and status.version + 1 >= found.step:
+            return
+        unknown = [step for step in range(status.step, found.step) if step not in found.batches]
+        if unknown:
+            raise RuntimeError(
+                f"the checkpoint is of version {found.step}, the ledger is at {status.version} and has not seen step "
+                f"{unknown[0]}, which the checkpoint does not remember: they are not of one run. Start a run with a new "
+                "name, or bring back the ledger's data"
+            )
+        logger.warning(
+            "the ledger is at version %d and next step %d, behind the checkpoint: it lost its latest entries and is "
+            "brought forward to version %d",
+            status.version,
+            status.step,
+            found.step,
+        )
+        await self._ledger.commit(found.step, found.batches)
 
     def _report_lost_updates(self, found: Found | None, committed: int) -> None:
         if found is None:
@@ -104,12 +135,13 @@ class Saver:
             found.step - 1,
         )
 
-    async def _finish(self, step: int, data_cursor: int, future: Future[Any], publisher: Publisher) -> None:
+    async def _finish(self, found: Found, future: Future[Any], publisher: Publisher) -> None:
         async with asyncio.timeout(SAVE_TIMEOUT_S):
             await asyncio.wrap_future(future)
             if not self._ranks.first:
                 return
-            await asyncio.to_thread(self._store.seal, step, data_cursor, self._ranks.world)
+            await asyncio.to_thread(self._store.seal, found.step, found.data_cursor, found.ranks, found.batches)
             # A step counts as trained when its version is out; the ledger commits trained steps only.
-            await publisher.until_published(step)
-            await self._ledger.commit(step)
+            await publisher.until_published(found.step)
+            await self._ledger.commit(found.step, found.batches)
+            self._recent.committed(found.step)

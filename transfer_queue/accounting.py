@@ -12,7 +12,7 @@ STRING_HEADER = 12
 """sds header and end of a long string, and the two bytes that Redis keeps of the protocol."""
 KEY_COST = 110
 """A key: its name, its entry in the key space, its value object."""
-GROUP_COST = 400
+GROUP_COST = 350
 """A group's hash and key, its key's share of the key space, and its place in one sorted set."""
 MEMBER_COST = 300
 """An episode's fields in the group's hash and its place in one sorted set."""

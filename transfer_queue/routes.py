@@ -12,10 +12,8 @@ from redis.exceptions import AskError, ClusterDownError, MovedError, ReadOnlyErr
 
 from penstock.transfer_queue.node import Call, Node
 
-_KEYLESS = frozenset(
-    ("ACL", "BGREWRITEAOF", "CLIENT", "CLUSTER", "COMMAND", "CONFIG", "DBSIZE", "INFO", "KEYS", "PING", "SCAN")
-    + ("SCRIPT", "TIME")
-)
+_KEYLESS = {"ACL", "BGREWRITEAOF", "CLIENT", "CLUSTER", "COMMAND", "CONFIG", "DBSIZE", "INFO", "KEYS", "PING", "SCAN"}
+_KEYLESS |= {"SCRIPT", "TIME"}
 _KEY_AT = {"EVAL": 3, "EVALSHA": 3, "MEMORY": 2, "OBJECT": 2, "DEBUG": 2}
 ASK_TIMEOUT_S = 2.0
 """For one node to say where the slots are; then another is asked."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.link import Link
+from penstock.deploy.link import PASSWORD_VARIABLE, RUN_VARIABLE, USER_VARIABLE, Link
 from penstock.deploy.load_config import ConfigError
+from penstock.transfer_queue.acl import RIGHTS, setuser_commands
 from penstock.transfer_queue.ledger import Ledger, LedgerError
 
 app = typer.Typer(
@@ -38,6 +41,22 @@ def drop(
     if not yes:
         typer.confirm(f"Delete everything of run {run or 'PENSTOCK_RUN'} from its ledger?", abort=True)
     print(f"{_ask(run, lambda ledger: ledger.drop_run())} keys deleted")
+
+
+@app.command()
+def acl(run: RunArgument = None) -> None:
+    """Print users for a Redis of your own, one per role of a run; each line is for redis-cli, on every node.
+
+    Example: penstock queue acl mine 2>logins | redis-cli --user admin --askpass
+    """
+    name = run or os.environ.get(RUN_VARIABLE, "")
+    passwords = {role: secrets.token_urlsafe(32) for role in RIGHTS}
+    try:
+        print("\n".join(setuser_commands(name, passwords)))
+    except LedgerError as error:
+        raise _mistake(error) from None
+    for role, password in passwords.items():
+        typer.echo(f"export {USER_VARIABLE}={name}-{role} {PASSWORD_VARIABLE}={password}", err=True)
 
 
 @letters.command("list")
@@ -72,8 +91,12 @@ def _ask(run: str | None, question: Callable[[Ledger], Awaitable[Any]]) -> Any:
     try:
         return _plain(asyncio.run(_asked(run, question)))
     except (ConfigError, LedgerError) as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
+        raise _mistake(error) from None
+
+
+def _mistake(error: Exception) -> typer.Exit:
+    typer.secho(str(error), fg="red", err=True)
+    return typer.Exit(2)
 
 
 async def _asked(run: str | None, question: Callable[[Ledger], Awaitable[Any]]) -> Any:

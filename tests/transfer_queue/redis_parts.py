@@ -1,0 +1,99 @@
+"""For tests of what talks to Redis: small scripts under names of their own, and a proxy that meddles."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from penstock.transfer_queue import connection as module
+from penstock.transfer_queue.connection import Connection
+from penstock.transfer_queue.scripts import Script
+
+PASSWORD = "a-test-password"
+
+SCRIPTS = {
+    "echo": "return {KEYS, ARGV}",
+    "refuse": "return redis.error_reply(ARGV[1])",
+    "weigh": "if redis.call('EXISTS', KEYS[2]) == 0 then return redis.error_reply('RETRY no payload') end"
+    " redis.call('HDEL', KEYS[1], '')"  # a write that Redis allows when memory is full allows all that follow
+    " return {redis.call('STRLEN', KEYS[2]), redis.call('HINCRBY', KEYS[1], 'runs', 1)}",
+    "grow": "return redis.call('HINCRBY', KEYS[1], 'runs', 1)",
+    "grow_at_any_price": "redis.call('HDEL', KEYS[1], '') return redis.call('HINCRBY', KEYS[1], 'runs', 1)",
+}
+
+
+@pytest.fixture(autouse=True)
+def small_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {name: Script(name, source, hashlib.sha1(source.encode()).hexdigest()) for name, source in SCRIPTS.items()}
+    monkeypatch.setattr(module, "script", made.__getitem__)
+
+
+async def open_to(url: str, deadline_s: float = 20.0) -> Connection:
+    return await Connection.connect(url, deadline_s=deadline_s, password=PASSWORD)
+
+
+class Proxy:
+    """Between client and Redis. `let_through`: bytes of replies until it cuts; `hold_for`: replies wait for these
+    bytes in a request."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.let_through: int | None = None
+        self.hold_for = b""
+        self._seen = asyncio.Event()
+
+    async def __aenter__(self) -> Proxy:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        forward = asyncio.create_task(self._forward(reader, up_writer))
+        try:
+            while data := await up_reader.read(1 << 16):
+                if self.hold_for:
+                    await self._seen.wait()
+                if self.let_through is not None:
+                    writer.write(data[: self.let_through])
+                    self.let_through = None
+                    break
+                writer.write(data)
+        except asyncio.CancelledError:
+            return  # the test is over
+        finally:
+            forward.cancel()
+            writer.close()
+            up_writer.close()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            if self.hold_for and self.hold_for in data:
+                self._seen.set()
+            writer.write(data)
+
+
+def make_certificates(folder: Path) -> dict[str, Path]:
+    """A CA of our own and a certificate of 127.0.0.1: options of `RedisServer`."""
+    files = {name: folder / f"{name}.pem" for name in ("tls_ca", "ca_key", "tls_cert", "tls_key", "request")}
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    extensions = folder / "extensions"
+    extensions.write_text("subjectAltName=IP:127.0.0.1\n")
+    _openssl("req", "-x509", *key, "-keyout", files["ca_key"], "-out", files["tls_ca"], "-subj", "/CN=test CA")
+    _openssl("req", *key, "-keyout", files["tls_key"], "-out", files["request"], "-subj", "/CN=127.0.0.1")
+    signing = ["-CA", files["tls_ca"], "-CAkey", files["ca_key"], "-CAcreateserial", "-extfile", extensions]
+    _openssl("x509", "-req", "-in", files["request"], *signing, "-out", files["tls_cert"])
+    ssl.create_default_context(cafile=str(files["tls_ca"]))
+    return {name: files[name] for name in ("tls_ca", "tls_cert", "tls_key")}
+
+
+def _openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=30)

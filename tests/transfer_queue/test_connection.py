@@ -1,0 +1,222 @@
+"""What `Connection` promises on one redis-server: order, one round trip, repeats, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from redis_parts import PASSWORD, Proxy, make_certificates, open_to, small_scripts  # noqa: F401 - a fixture
+
+from penstock.transfer_queue.connection import Connection
+from penstock.transfer_queue.ledger import BadPayload, LeaseLost, LedgerError, LedgerUnavailable, StepError
+from penstock.transfer_queue.redis_server import RedisServer
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[RedisServer]:
+    async with RedisServer(tmp_path / "redis", PASSWORD) as started:
+        yield started
+
+
+@pytest.fixture
+async def connection(server: RedisServer) -> AsyncIterator[Connection]:
+    made = await open_to(server.url)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def proxied(server: RedisServer) -> AsyncIterator[tuple[Connection, Proxy]]:
+    async with Proxy(server.port) as proxy:
+        made = await open_to(proxy.url)
+        yield made, proxy
+        await made.close()
+
+
+async def test_many_answer_in_order_and_in_python(connection: Connection) -> None:
+    assert connection.spreads is False
+    commands = [("SET", "a", b"\x00\xff"), ("GET", "a"), ("GET", "none"), ("HSET", "h", "x", 1), ("HGETALL", "h")]
+    assert await connection.many(commands) == [True, b"\x00\xff", None, 1, {b"x": b"1"}]
+    assert await connection.many([]) == []
+
+
+async def test_a_script_sees_its_keys_and_arguments(connection: Connection) -> None:
+    assert await connection.script("echo", "a", 1, "x", keys=["b", "c"]) == [[b"a", b"b", b"c"], [b"1", b"x"]]
+
+
+async def test_scan_finds_every_key_of_the_pattern(connection: Connection) -> None:
+    await connection.many([("SET", f"{kind}:{number}", 1) for kind in "ab" for number in range(3000)])
+    found = [key async for chunk in connection.scan("a:*") for key in chunk]
+    assert {int(key.partition(b":")[2]) for key in found} == set(range(3000))
+
+
+async def test_write_and_run_is_one_round_trip(proxied: tuple[Connection, Proxy]) -> None:
+    """No reply comes before the script was sent: a client that waits for the write's reply would wait for ever."""
+    connection, proxy = proxied
+    proxy.hold_for = b"EVALSHA"
+    assert await connection.write_and_run([("SET", "payload", b"x" * 70_000)], "weigh", "h", keys=["payload"]) == [
+        70_000,
+        1,
+    ]
+
+
+async def test_only_what_got_no_reply_is_sent_again(proxied: tuple[Connection, Proxy]) -> None:
+    connection, proxy = proxied
+    proxy.let_through = len(":1\r\n")
+    assert await connection.many([("INCR", "seen"), ("INCR", "lost")]) == [1, 2]
+    assert await connection.many([("GET", "seen"), ("GET", "lost")]) == [b"1", b"2"]
+
+
+async def test_a_lost_reply_repeats_the_write_and_the_script(proxied: tuple[Connection, Proxy]) -> None:
+    connection, proxy = proxied
+    await connection.write_and_run([("SET", "payload", b"")], "weigh", "other", keys=["payload"])
+    proxy.let_through = 2
+    writes = [("APPEND", "payload", b"xy")]
+    assert await connection.write_and_run(writes, "weigh", "h", keys=["payload"]) == [4, 2]
+
+
+async def test_scripts_come_back_after_a_flush(connection: Connection) -> None:
+    for _ in range(2):
+        await connection.command("SCRIPT", "FLUSH")
+        assert await connection.script("echo", "k") == [[b"k"], []]
+    await connection.command("SCRIPT", "FLUSH")
+    assert await connection.write_and_run([("APPEND", "p", b"xyz")], "weigh", "h", keys=["p"]) == [3, 1]
+
+
+async def test_a_full_redis_is_waited_for(connection: Connection) -> None:
+    await connection.command("SET", "ballast", b"x" * 2_000_000)
+    await connection.command("CONFIG", "SET", "maxmemory", (await connection.info())["used_memory"] // 2)
+    calls = [
+        asyncio.create_task(connection.command("SET", "a", 1)),
+        asyncio.create_task(connection.script("grow", "runs")),
+        asyncio.create_task(connection.write_and_run([("SET", "p", b"xy")], "weigh", "h", keys=["p"])),
+    ]
+    await until_refused(connection, 3)
+    assert not any(call.done() for call in calls)
+    assert await connection.command("EXISTS", "h") == 0, "a script ran without the payload that it acknowledges"
+    await connection.command("UNLINK", "ballast")
+    assert await asyncio.gather(*calls) == [True, 1, [2, 1]]
+
+
+async def test_a_script_that_frees_memory_runs_when_there_is_none(connection: Connection) -> None:
+    await connection.command("SET", "ballast", b"x" * 2_000_000)
+    await connection.command("CONFIG", "SET", "maxmemory", (await connection.info())["used_memory"] // 2)
+    assert await connection.script("grow_at_any_price", "runs") == 1
+
+
+async def test_a_payload_that_does_not_come_is_named(server: RedisServer) -> None:
+    connection = await open_to(server.url, deadline_s=0.4)
+    with pytest.raises(LedgerUnavailable, match=r"weigh: no answer from redis://.* for 0\.\d s: RETRY no payload"):
+        await connection.script("weigh", "h", keys=["nowhere"])
+    await connection.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [("LEASELOST a", LeaseLost), ("BADPAYLOAD a", BadPayload), ("STEP a", StepError), ("LEDGER a", LedgerError)],
+)
+async def test_refusals_are_raised_at_once(connection: Connection, reply: str, kind: type[LedgerError]) -> None:
+    with pytest.raises(kind, match="^a$"):
+        await connection.script("refuse", "k", reply)
+    with pytest.raises(kind, match="^a$"):
+        await connection.write_and_run([("SET", "p", 1)], "refuse", "k", reply)
+
+
+async def test_a_wrong_command_is_not_repeated(connection: Connection, server: RedisServer) -> None:
+    await connection.command("SET", "text", 1)
+    with pytest.raises(LedgerError, match="WRONGTYPE"):
+        await connection.many([("INCR", "n"), ("HGET", "text", "x")])
+    assert await connection.command("GET", "n") == b"1"
+
+
+async def test_a_cancelled_call_leaves_no_reply_to_the_next(connection: Connection) -> None:
+    waiting = asyncio.create_task(connection.command("BLPOP", "list", 0))
+    while (await connection.info())["blocked_clients"] == 0:
+        await asyncio.sleep(0.005)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await connection.command("RPUSH", "list", "for the next")
+    assert await asyncio.gather(*(connection.command("ECHO", str(n)) for n in range(100))) == [
+        str(n).encode() for n in range(100)
+    ]
+
+
+async def test_more_calls_than_connections(connection: Connection) -> None:
+    replies = await asyncio.gather(*(connection.command("INCR", "n") for _ in range(500)))
+    assert sorted(replies) == list(range(1, 501))
+
+
+async def test_calls_outlive_a_restart(connection: Connection, server: RedisServer) -> None:
+    await connection.command("SET", "a", 1)
+    await server.kill()
+    calls = [asyncio.create_task(connection.command("GET", "a")) for _ in range(20)]
+    await server.restart()
+    assert await asyncio.gather(*calls) == [b"1"] * 20
+
+
+async def test_a_unix_socket_serves_too(tmp_path: Path) -> None:
+    async with RedisServer(tmp_path / "data", PASSWORD, unix_socket=tmp_path / "s") as server:
+        connection = await open_to(server.url)
+        assert server.url == f"unix://{tmp_path / 's'}"
+        assert await connection.many([("SET", "a", 1), ("GET", "a")]) == [True, b"1"]
+        await connection.close()
+
+
+async def test_tls(tmp_path: Path) -> None:
+    async with RedisServer(tmp_path / "data", PASSWORD, **make_certificates(tmp_path)) as server:
+        connection = await open_to(server.url)
+        assert server.url.startswith("rediss://")
+        assert await connection.script("echo", "k") == [[b"k"], []]
+        await connection.close()
+        with pytest.raises(LedgerError, match=r"certificate verify failed.*\?ssl_ca_certs=FILE"):
+            await open_to(server.url.partition("?")[0])
+        with pytest.raises(LedgerUnavailable):
+            await open_to(server.url.replace("rediss", "redis").partition("?")[0], deadline_s=0.3)
+
+
+async def test_a_wrong_login_is_refused(server: RedisServer) -> None:
+    with pytest.raises(LedgerError, match="refused the login"):
+        await Connection.connect(server.url, deadline_s=5, password="wrong-password")
+
+
+async def test_a_redis_that_evicts_is_refused(server: RedisServer, connection: Connection) -> None:
+    await connection.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    with pytest.raises(LedgerError, match=r"evicts keys when full \(maxmemory-policy allkeys-lru\)"):
+        await open_to(server.url)
+
+
+async def test_an_old_redis_is_refused() -> None:
+    """Of the old one only its INFO is needed."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        info = b"redis_version:5.0.14\r\n"
+        while data := await reader.read(1 << 16):
+            for command in data.split(b"*")[1:]:
+                writer.write(b"$%d\r\n%s\r\n" % (len(info), info) if b"INFO" in command[4:14] else b"+OK\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as old:
+        port = old.sockets[0].getsockname()[1]
+        with pytest.raises(LedgerError, match=r"runs Redis 5\.0\.14; 6\.2 or newer is needed"):
+            await open_to(f"redis://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1", "redis://:secret@host:port"])
+async def test_a_wrong_url_is_named_without_its_password(url: str) -> None:
+    with pytest.raises(LedgerError, match="ledger URL") as caught:
+        await open_to(url)
+    assert "secret" not in str(caught.value)
+
+
+async def until_refused(connection: Connection, times: int) -> None:
+    """Wait until Redis has refused that many commands for want of memory."""
+    while True:
+        stats = (await connection.command("INFO", "errorstats")).get("errorstat_OOM", {"count": 0})
+        if stats["count"] >= times:
+            return
+        await asyncio.sleep(0.01)

@@ -1,0 +1,93 @@
+"""Rights per role: what a rollout server, an agent worker, the trainer and an onlooker may touch of one run.
+
+Redis (7.0 or newer) checks them for every command inside a script too, so a stolen rollout server's password cannot
+commit a step. It takes the KEYS of a script for written whatever the script does; therefore every role may write the
+run's empty prefix ``penstock:{RUN}:``, a key that never exists, and scripts get that one as KEYS[1].
+
+| keys of the run | owner | trainer | agent | rollout | watch |
+|---|---|---|---|---|---|
+| `run`: limits and configuration | write | read | read | read | read |
+| `steps`: versions, batches, commits | write | write | read | read | read |
+| groups, episodes, leases, journals, letters, lanes, counts; payloads | write | write | write | - | read |
+| `servers`, `updates` | write | write | read | write | read |
+| `once:*`, `waits` | write | write | write | write | read |
+
+`owner` creates and drops the run: `penstock run` itself and the person behind it. SCAN, which owner, trainer and watch
+may use, shows the names of other runs' keys in the same Redis, but not what is in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.transfer_queue.keys import Keys
+from penstock.transfer_queue.ledger import LedgerError
+
+_RUN = ("run",)
+_STEPS = ("steps", "steps:*")
+_EPISODES = (
+    *("counters", "counts", "queue*", "admitted", "ready", "open:*", "leases", "workers", "asked", "group:*", "task:*"),
+    *("journal:*", "letter*", "lane*", "lengths", "in_system", "garbage"),
+)
+_SERVERS = ("servers", "servers_until", "updates")
+_CALLS = ("once:*", "waits")
+_ALL = ("*",)
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """Of one role. Names are patterns below the run's prefix."""
+
+    write: tuple[str, ...] = ()
+    """Read and write."""
+    read: tuple[str, ...] = ()
+    payloads: str = ""
+    """``~`` read and write, ``%R~`` read, empty: none."""
+    commands: tuple[str, ...] = field(default=())
+    """Besides `_COMMANDS`."""
+
+
+RIGHTS: Mapping[str, Rights] = {
+    "owner": Rights(write=_ALL, payloads="~", commands=("+scan",)),
+    "trainer": Rights(write=(*_STEPS, *_EPISODES, *_SERVERS, *_CALLS), read=_RUN, payloads="~", commands=("+scan",)),
+    "agent": Rights(write=(*_EPISODES, *_CALLS), read=(*_RUN, *_STEPS, *_SERVERS), payloads="~"),
+    "rollout": Rights(write=(*_SERVERS, *_CALLS), read=(*_RUN, *_STEPS)),
+    "watch": Rights(read=_ALL, payloads="%R~", commands=("+scan",)),
+}
+ROLES = ("trainer", "agent", "rollout", "watch")
+"""Users of a Redis that `penstock run` starts; its owner there is the default user."""
+_COMMANDS = (
+    *("-@all", "+@hash", "+@sortedset", "+@set", "+@list", "+@string", "+del", "+unlink", "+exists", "+type"),
+    *("+expire", "+pexpire", "+persist", "+ttl", "+pttl", "+rename", "+eval", "+evalsha", "+time", "+ping"),
+    *("-@dangerous", "-@blocking", "+info", "+memory|usage", "+cluster|slots"),
+)
+"""Data and scripts, nothing that stops, empties, copies or configures a server; INFO for the check at connect."""
+
+
+def role_users(run: str, passwords: Mapping[str, str]) -> list[str]:
+    """A line ``user ROLE …`` of redis.conf for each role in `passwords`; only hashes of the passwords are in it.
+
+    Raises `LedgerError` for an unknown role or a run's name that could reach over its keys.
+    """
+    return [f"user {role} {user_rules(run, role, password)}" for role, password in passwords.items()]
+
+
+def setuser_commands(run: str, passwords: Mapping[str, str]) -> list[str]:
+    """``ACL SETUSER`` lines for a Redis that people run themselves; its users are called ``RUN-ROLE``."""
+    return [f"ACL SETUSER {run}-{role} {user_rules(run, role, password)}" for role, password in passwords.items()]
+
+
+def user_rules(run: str, role: str, password: str) -> str:
+    """The rules of one user, from scratch."""
+    if role not in RIGHTS:
+        raise LedgerError(f"role {role!r}: there are {', '.join(RIGHTS)}")
+    if len(password) < 8:
+        raise LedgerError(f"password of {role}: at least 8 characters")
+    keys, rights = Keys(run), RIGHTS[role]
+    patterns = [f"~{keys.index}", *(f"~{keys.index}{name}" for name in rights.write)]
+    patterns += [f"%R~{keys.index}{name}" for name in rights.read]
+    patterns += [f"{rights.payloads}{keys.payload('*')}"] if rights.payloads else []
+    hashed = hashlib.sha256(password.encode()).hexdigest()
+    return " ".join(["reset on", f"#{hashed}", *patterns, "resetchannels", *_COMMANDS, *rights.commands])

@@ -1,0 +1,37 @@
+"""Settings under which a run could only stand still or burst, refused before it starts, with the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from penstock.transfer_queue.ledger import LedgerError, Limits
+
+BYTES_PER_TOKEN = 9
+"""Of a response: id 4, logprob 4, mask 1."""
+
+
+def check_quotas(limits: Limits, sources: Collection[str]) -> None:
+    """`sources`: every data_source of the dataset. Raises `LedgerError` where the quotas together cannot fill a step.
+
+    A source without a quota is not bounded and can fill any step.
+    """
+    if not sources or not set(sources) <= limits.quotas.keys():
+        return
+    parts = [f"{source} {limits.quotas[source]}" for source in sorted(set(sources))]
+    total = sum(limits.quotas[source] for source in set(sources))
+    if total < limits.groups_per_step:
+        raise LedgerError(
+            f"quotas: {' + '.join(parts)} = {total} < groups_per_step = {limits.groups_per_step}: every data_source has a "
+            f"quota and a step could never be filled. Raise quotas to {limits.groups_per_step} in sum, or leave one out"
+        )
+
+
+def check_step_bytes(limits: Limits, response_tokens: int) -> None:
+    """`response_tokens`: most of one episode. Raises `LedgerError` where a step's longest episodes pass `max_bytes`."""
+    needed = limits.groups_per_step * limits.group_size * BYTES_PER_TOKEN * response_tokens
+    if needed > limits.max_bytes:
+        raise LedgerError(
+            f"max_bytes = {limits.max_bytes} < groups_per_step × group_size × {BYTES_PER_TOKEN} bytes × response tokens = "
+            f"{limits.groups_per_step} × {limits.group_size} × {BYTES_PER_TOKEN} × {response_tokens} = {needed}: one step "
+            f"may not fit. Raise max_bytes to at least {needed}, or lower one of the factors"
+        )

@@ -1,0 +1,148 @@
+"""What a redis-server of ours is told: one frozen value, and its redis.conf."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.redis_binary import RedisBinary
+
+SOCKET_PATH_LIMIT = 107
+"""Bytes that the kernel allows in the path of a unix socket."""
+USERS_VERSION = (7, 0)
+"""Redis that knows rights to read only (%R~)."""
+BUS_OFFSET = 10_000
+"""The nodes of a cluster talk to each other on the port this far above their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Checked when made; raises `LedgerError` naming the option."""
+
+    password: str
+    appendfsync: str = "everysec"
+    port: int = 0
+    """0: a free one, chosen at the first start."""
+    unix_socket: Path | None = None
+    """Instead of a port."""
+    users: Sequence[str] = ()
+    """Lines of redis.conf: ``user NAME on #SHA256 ~PATTERN +COMMAND``."""
+    maxmemory: int = 0
+    """Bytes; 0: no limit."""
+    tls_cert: Path | None = None
+    """With `tls_key` and `tls_ca`: only TLS is spoken."""
+    tls_key: Path | None = None
+    tls_ca: Path | None = None
+    cluster: bool = False
+    """A node of a Redis Cluster; see `redis_cluster`."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[!#-~]{8,}", self.password):
+            raise LedgerError("Redis password: at least 8 printable characters without spaces or double quotes")
+        for line in self.users:
+            if not line.startswith("user ") or "\n" in line:
+                raise LedgerError(f"users: {line.split(' #')[0]!r} is not one line that starts with 'user '")
+        files = (self.tls_cert, self.tls_key, self.tls_ca)
+        if any(files) and not all(files):
+            raise LedgerError("TLS needs all three of tls_cert, tls_key and tls_ca")
+        if self.unix_socket and (self.cluster or any(files)):
+            raise LedgerError("unix_socket: a node of a cluster and a server with TLS need a port")
+        if self.unix_socket and len(os.fsencode(self.unix_socket)) > SOCKET_PATH_LIMIT:
+            raise LedgerError(
+                f"unix socket {self.unix_socket}: longer than {SOCKET_PATH_LIMIT} bytes; give a shorter path"
+            )
+
+    def url(self, port: int) -> str:
+        """Without the password."""
+        if self.unix_socket:
+            return f"unix://{self.unix_socket}"
+        if self.tls_ca:
+            return f"rediss://127.0.0.1:{port}?ssl_ca_certs={quote(str(self.tls_ca))}"
+        return f"redis://127.0.0.1:{port}"
+
+    def check_version(self, binary: RedisBinary) -> None:
+        """Raise `LedgerError` naming the option that this redis-server is too old for."""
+        if binary.version < USERS_VERSION and any("%R~" in line or "%W~" in line for line in self.users):
+            version = ".".join(map(str, binary.version))
+            raise LedgerError(f"users: rights to read only (%R~) need Redis 7.0; {binary.path} is {version}")
+
+    def config(self, directory: Path, log_file: Path, port: int) -> str:
+        """The text of redis.conf."""
+        return "\n".join(
+            [
+                "bind 127.0.0.1",
+                *self._listen(port),
+                "protected-mode yes",
+                f'requirepass "{_escape(self.password)}"',
+                *self.users,
+                "daemonize no",
+                f'dir "{directory}"',
+                f'logfile "{log_file}"',
+                'save ""',
+                "appendonly yes",
+                f"appendfsync {self.appendfsync}",
+                f"maxmemory {self.maxmemory}",
+                "maxmemory-policy noeviction",
+                *self._cluster(),
+                "",
+            ]
+        )
+
+    def _listen(self, port: int) -> list[str]:
+        if self.unix_socket:
+            return ["port 0", f'unixsocket "{self.unix_socket}"', "unixsocketperm 700"]
+        if not self.tls_cert:
+            return [f"port {port}"]
+        files = (("cert", self.tls_cert), ("key", self.tls_key), ("ca-cert", self.tls_ca))
+        lines = [f'tls-{name}-file "{path}"' for name, path in files]
+        return ["port 0", f"tls-port {port}", *lines, "tls-auth-clients no"]
+
+    def _cluster(self) -> list[str]:
+        if not self.cluster:
+            return []
+        bus = ["tls-cluster yes"] if self.tls_cert else []
+        login = f'masterauth "{_escape(self.password)}"'
+        return ["cluster-enabled yes", "cluster-config-file nodes.conf", "cluster-node-timeout 2000", login, *bus]
+
+
+def free_port(*, cluster: bool = False) -> int:
+    """A port of loopback that nobody uses; for a node of a cluster its bus port is free too."""
+    for _ in range(200):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if not cluster:
+            return port
+        low = port - BUS_OFFSET if port + BUS_OFFSET > 65535 else port
+        if _is_free(low) and _is_free(low + BUS_OFFSET):
+            return low
+    raise LedgerError("no two free ports 10000 apart for a node of a Redis Cluster")
+
+
+def check_free(port: int, *, cluster: bool = False) -> None:
+    """Raise `LedgerError` naming the port that is taken."""
+    if cluster and port + BUS_OFFSET > 65535:
+        raise LedgerError(f"port {port} for a node of a cluster: its bus port {port + BUS_OFFSET} is over 65535")
+    for wanted in (port, port + BUS_OFFSET) if cluster else (port,):
+        if not _is_free(wanted):
+            raise LedgerError(f"port {wanted} for redis-server is in use; choose another")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\")
