@@ -74,7 +74,7 @@ async def draw_up(plan: Plan, ledger: Ledger, kills: Mapping[str, int]) -> Accou
         lost=books.lost(held),
         twice=books.twice(),
     )
-    account.wrong += books.wrong_lineage() + books.wrong_prints()
+    account.wrong += books.wrong_lineage() + books.wrong_prints() + books.wrong_fences()
     account.wrong += wrong_counters(plan, books, status, held, tasks)
     account.wrong += await wrong_payloads(books, ledger, held)
     return account
@@ -131,6 +131,18 @@ class Books:
                 if seen.setdefault(trained.step, trained) != trained:
                     wrong.append(f"step {trained.step} had another batch in life {record['life']}")
         return wrong
+
+    def wrong_fences(self) -> list[str]:
+        """A fence keeps owners of an episode apart: no two have the same."""
+        owners: dict[tuple[str, int], set[str]] = defaultdict(set)
+        for record in self.told:
+            if record["kind"] == "leased":
+                owners[record["episode"], record["fence"]].add(record["owner"])
+        return [
+            f"{episode}: fence {fence} was given to {sorted(both)}"
+            for (episode, fence), both in owners.items()
+            if len(both) > 1
+        ]
 
     def wrong_prints(self) -> list[str]:
         """What the trainer read is what a worker completed."""

@@ -37,17 +37,20 @@ async def fill_redis(client: aioredis.Redis, seconds: float) -> None:
     await client.config_set("maxmemory", 0)
 
 
-async def lose_tail(server: RedisServer, chance: random.Random, most_bytes: int) -> int:
-    """What a machine that dies does to ``everysec``: the newest bytes of the append-only file were never on disk.
+async def lose_tail(server: RedisServer, chance: random.Random) -> int:
+    """What a machine that dies does to ``everysec``: what was appended in the last second was not all on disk.
 
-    Returns how many were lost.
+    Returns how many bytes were lost.
     """
-    await server.kill()
     file = append_only_file(server.directory)
-    lost = min(chance.randint(1, most_bytes), file.stat().st_size)
-    os.truncate(file, file.stat().st_size - lost)
+    safe = file.stat().st_size
+    await asyncio.sleep(chance.uniform(0.05, 1.0))
+    await server.kill()
+    size = file.stat().st_size
+    kept = chance.randint(safe, size)
+    os.truncate(file, kept)
     await server.restart()
-    return lost
+    return size - kept
 
 
 def append_only_file(directory: Path) -> Path:

@@ -32,8 +32,9 @@ class JournalBook:
             records.close()
 
     def close(self, episode_id: str) -> None:
-        """The episode is acknowledged: nobody will resume it."""
-        self._path(episode_id).unlink(missing_ok=True)
+        """The episode is acknowledged: nobody will resume it, unless that is lost."""
+        if not self._may_lose_tail:
+            self._path(episode_id).unlink(missing_ok=True)
 
     def check(self, lease: Lease) -> None:
         """Raises `JournalBroken` unless the lease's journal is, in order, what was journaled.

@@ -97,7 +97,7 @@ class Stage:
         async with asyncio.TaskGroup() as group:
             for place in range(self._places):
                 group.create_task(self.troupe.keep_worker(place, *self._worker_options))
-            playing = [group.create_task(fault) for fault in faults]
+            playing = [group.create_task(self._under_way(fault)) for fault in faults]
             await self.troupe.kill_trainer_in(gaps)
             finishing = group.create_task(self.troupe.finish_training())
             await asyncio.gather(*playing)
@@ -105,6 +105,12 @@ class Stage:
             await self._drain(finishing)
             await self.troupe.stop_workers()
         return await draw_up(self.plan, self.ledger, {**self.kills, **self.troupe.kills})
+
+    async def _under_way(self, fault: Coroutine[Any, Any, None]) -> None:
+        """Faults begin when the first step is trained."""
+        while not (await self.ledger.status()).version:
+            await asyncio.sleep(0.02)
+        await fault
 
     async def _drain(self, finishing: asyncio.Task[None]) -> None:
         try:

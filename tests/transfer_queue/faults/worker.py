@@ -32,18 +32,17 @@ SHORT_PAUSE_S, IDLE_S = 0.004, 0.02
 class Worker:
     """The coroutines of one process. What it was told is in ``told/NAME.jsonl``."""
 
-    def __init__(self, plan: Plan, name: str, ledger: RedisLedger) -> None:
+    def __init__(self, plan: Plan, name: str, ledger: RedisLedger, stopping: asyncio.Event) -> None:
         self._plan = plan
         self._name = name
         self._ledger = ledger
         self._chance = random.Random(f"{plan.seed}/{name}")
         self._told = Records(plan.folder / "told" / f"{name}.jsonl")
         self._journals = JournalBook(plan.folder / "journals", may_lose_tail=plan.may_lose_tail)
-        self._stopping = asyncio.Event()
+        self._stopping = stopping
         self._parent = os.getppid()
 
     async def run(self) -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stopping.set)
         async with asyncio.TaskGroup() as group:
             for number in range(COROUTINES):
                 group.create_task(self._work(f"{self._name}.{number}"))
@@ -61,6 +60,7 @@ class Worker:
         version = latest.version if latest else 0
         leases = await self._ledger.lease_episodes(owner, LEASES, version)
         for lease in leases:
+            self._told.write("leased", episode=lease.episode_id, fence=lease.fence, owner=owner)
             await self._attempt(lease, version)
         if not leases:
             await asyncio.sleep(IDLE_S)
@@ -120,11 +120,12 @@ async def main() -> None:
     parser.add_argument("--url")
     parser.add_argument("--clock-jumps", action="store_true")
     given = parser.parse_args()
-    plan = load_plan(given.plan)
+    plan, stopping = load_plan(given.plan), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     ledger = await RedisLedger.connect(given.url or plan.url, plan.run, plan.config, plan.password)
     try:
         async with jump_now_and_then(random.Random(f"{plan.seed}/{given.name}/clock"), given.clock_jumps):
-            await Worker(plan, given.name, ledger).run()
+            await Worker(plan, given.name, ledger, stopping).run()
     finally:
         await ledger.close()
 
