@@ -61,11 +61,13 @@ async def draw_up(plan: Plan, ledger: Ledger, kills: Mapping[str, int]) -> Accou
     """The account of a stage whose work is drained. Asks the ledger by its public protocol only."""
     books = Books(plan)
     status, held = await ledger.status(), await ledger.held()
-    tasks = position_of(await ledger.cursor())
+    tasks = {task_id_at(position) for position in range(position_of(await ledger.cursor()))}
+    if plan.may_lose_tail:
+        tasks |= tasks_of(books.trained)  # trained, and their submission is lost: they will be fed again
     account = Account(
         seed=plan.seed,
         kills=kills,
-        tasks=tasks,
+        tasks=len(tasks),
         acknowledged=len(books.acknowledged),
         trained=len(books.trained),
         steps=len(books.lineage),
@@ -151,15 +153,15 @@ class Books:
         return [f"{episode} was read with print {seen}, which nobody completed" for episode, seen in read - completed]
 
 
-def wrong_counters(plan: Plan, books: Books, status: Status, held: set[str], tasks: int) -> list[str]:
+def wrong_counters(plan: Plan, books: Books, status: Status, held: set[str], tasks: set[str]) -> list[str]:
     """The ledger's own counts against the books."""
     groups, episodes = status.groups, status.episodes
     trained_groups = sum(len(trained.groups) for trained in books.lineage)
     reasons = sum(groups[state] for state in REASONS)
-    other = tasks - len(tasks_of(books.trained)) - len(tasks_of(held))
+    other = len(tasks - tasks_of(books.trained) - tasks_of(held))
     expected: dict[str, tuple[Any, Any]] = {
-        "submitted groups": (groups["submitted"], tasks),
-        "groups in all states": (sum(groups.values()) - groups["submitted"], tasks),
+        "submitted groups": (groups["submitted"], len(tasks)),
+        "groups in all states": (sum(groups.values()) - groups["submitted"], len(tasks)),
         "committed groups": (groups["committed"], trained_groups),
         "groups of trained episodes": (len(tasks_of(books.trained)), trained_groups),
         "groups neither trained nor held": (other, reasons),
@@ -174,16 +176,11 @@ def wrong_counters(plan: Plan, books: Books, status: Status, held: set[str], tas
     if not plan.may_lose_tail and not len(books.acknowledged) <= episodes["completed"] <= len(books.begun):
         bounds = f"{len(books.acknowledged)} acknowledged, {len(books.begun)} begun"
         wrong.append(f"completed: {episodes['completed']}; {bounds}")
-    return [*wrong, *stray_tasks(books, tasks)]
+    return [*wrong, *(f"{task} was never submitted" for task in tasks_of(books.trained) - tasks)]
 
 
 def placed(episodes: Mapping[str, int], held: set[str]) -> int:
     return len(held) + sum(episodes[name] for name in ("trained", "dropped", "filtered", "unrewarded", "buried"))
-
-
-def stray_tasks(books: Books, tasks: int) -> list[str]:
-    known = {task_id_at(position) for position in range(tasks)}
-    return [f"{task} was never submitted" for task in sorted(tasks_of(books.trained) - known)]
 
 
 async def wrong_payloads(books: Books, ledger: Ledger, held: set[str]) -> list[str]:

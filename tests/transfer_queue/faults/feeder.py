@@ -8,23 +8,18 @@ from penstock.transfer_queue.ledger import Ledger, Limits, Status
 
 
 class Feeder:
-    """Goes on at the ledger's own cursor."""
+    """Goes on at the ledger's own cursor, which a ledger that lost its tail turns back."""
 
     def __init__(self, ledger: Ledger, limits: Limits) -> None:
         self._ledger = ledger
         self._limits = limits
-        self._position = 0
-
-    async def start(self) -> None:
-        self._position = position_of(await self._ledger.cursor())
 
     async def fill(self) -> None:
-        status = await self._ledger.status()
+        position, status = position_of(await self._ledger.cursor()), await self._ledger.status()
         waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready"))
-        end = self._position + (self._limits.max_staleness + 2) * self._limits.groups_per_step - waiting
-        if end > self._position:
-            await self._ledger.submit([task_at(n) for n in range(self._position, end)], cursor_at(end))
-            self._position = end
+        end = position + (self._limits.max_staleness + 2) * self._limits.groups_per_step - waiting
+        if end > position:
+            await self._ledger.submit([task_at(number) for number in range(position, end)], cursor_at(end))
 
 
 def drained(status: Status, limits: Limits) -> bool:

@@ -22,7 +22,7 @@ from faults.plan import Plan, check_parent, load_plan
 from faults.records import Records
 
 from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.ledger import Announcement, Batch, StepError
+from penstock.transfer_queue.ledger import Announcement, BadPayload, Batch, StepError
 from penstock.transfer_queue.redis_ledger import RedisLedger
 
 START_AGAIN = 75
@@ -77,7 +77,6 @@ class Trainer:
             await self._ledger.publish_version(announcement(step))
         elif step == version:
             await self._ledger.renew_manifest(announcement(step))
-        await self._feeder.start()
         self._saved = step
         return step, max(step, version)
 
@@ -152,7 +151,7 @@ async def main() -> None:
     try:
         await ledger.create_run(plan.limits, "faults: 1")
         await Trainer(plan, given.life, ledger, gaps).run()
-    except StepError as error:
+    except (StepError, BadPayload) as error:
         if not plan.may_lose_tail:
             raise
         print(error, file=sys.stderr)

@@ -19,6 +19,8 @@ from faults.trainer import START_AGAIN
 
 MOST_PASSES = {"in_checkpoint": 2, "after_checkpoint": 2, "in_commit": 2, "after_commit": 2}
 STOP_TIMEOUT_S = 30.0
+MOST_STARTS = 30
+"""A trainer that was told to start again so often, without a life that trains, will never go on."""
 
 
 class Troupe:
@@ -66,14 +68,19 @@ class Troupe:
         """One life for each gap, one after the other, each ending there."""
         for gap in gaps:
             passes = self._chance.randint(1, MOST_PASSES.get(gap, most_passes))
-            while await self._trainer_life(gap, passes) != KILLED:
-                pass  # it was told to start again before it came there
+            await self._until(KILLED, gap, passes)
             self.kills[f"trainer:{gap}"] += 1
 
     async def finish_training(self) -> None:
-        """Lives without a gap until one says that everything is trained."""
-        while await self._trainer_life("", 1):
-            pass
+        """Until a life says that everything is trained."""
+        await self._until(0, "", 1)
+
+    async def _until(self, code: int, gap: str, passes: int) -> None:
+        """Lives that are told to start again are no end."""
+        for _ in range(MOST_STARTS):
+            if await self._trainer_life(gap, passes) == code:
+                return
+        raise self._trainer.failure(START_AGAIN)
 
     async def _trainer_life(self, gap: str, passes: int) -> int:
         self._lives += 1
