@@ -22,7 +22,7 @@ from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.ledger import Announcement, Batch, Limits
 from penstock.transfer_queue.redis_ledger import RedisLedger
 from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.trajectory import COMPLETED, Segment, Task, Trajectory
+from penstock.transfer_queue.trajectory import COMPLETED, DataCursor, Segment, Task, Trajectory
 
 SIZES = {"32kb": 3_500, "1mb": 110_000}
 """Response tokens whose packed trajectory is about that large."""
@@ -81,7 +81,7 @@ async def _through_ledger(store: Store, tokens: int, run: str) -> float:
     ledger = await RedisLedger.connect(store.url, run, TransferQueueConfig(), password=store.password)
     await ledger.create_run(Limits(MEMBERS, GROUPS, max_staleness=0), "{}")
     tasks = [Task(f"train/{n:08d}", "train", [{"role": "user", "content": "?"}], "bench", "0") for n in range(GROUPS)]
-    await ledger.submit(tasks, cursor=GROUPS)
+    await ledger.submit(tasks, cursor=DataCursor(0, GROUPS))
     leases = await ledger.lease_episodes("bench", GROUPS * MEMBERS, 0)
     trajectories = [_trajectory(lease.episode_id, lease.task.task_id, tokens) for lease in leases]
     began = time.perf_counter()

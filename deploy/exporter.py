@@ -12,10 +12,12 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
+import uvicorn
 from fastapi import FastAPI, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.types import ASGIApp
 
+from penstock.deploy.link import Link
 from penstock.rollout_server.routes import RequireToken
 from penstock.transfer_queue.gauges import LedgerGauges
 from penstock.transfer_queue.ledger import Ledger, LedgerError, Status
@@ -45,6 +47,17 @@ class LedgerExporter:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+async def serve(link: Link, host: str, port: int, every_s: float) -> None:
+    """Until interrupted. Raises `LedgerError` where the ledger cannot be reached at all."""
+    ledger = await link.connect()
+    try:
+        exporter = LedgerExporter(ledger, link.run, every_s)
+        settings = uvicorn.Config(make_app(exporter, link.token), host=host, port=port, log_level="warning")
+        await uvicorn.Server(settings).serve()
+    finally:
+        await ledger.close()
 
 
 def make_app(exporter: LedgerExporter, token: str) -> ASGIApp:

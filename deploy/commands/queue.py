@@ -7,14 +7,15 @@ import dataclasses
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from penstock.deploy.link import PASSWORD_VARIABLE, RUN_VARIABLE, USER_VARIABLE, Link
 from penstock.deploy.load_config import ConfigError
 from penstock.transfer_queue.acl import RIGHTS, setuser_commands
+from penstock.transfer_queue.gauges import exposition
 from penstock.transfer_queue.ledger import Ledger, LedgerError
 
 app = typer.Typer(
@@ -23,13 +24,34 @@ app = typer.Typer(
 letters = typer.Typer(help="Episodes that were given up, with their cause.", no_args_is_help=True)
 app.add_typer(letters, name="dead-letters")
 
+Answer = TypeVar("Answer")
 RunArgument = Annotated[str | None, typer.Argument(help="Name of the run [PENSTOCK_RUN].")]
 
 
 @app.command()
-def status(run: RunArgument = None) -> None:
-    """Counts by state, versions, bytes and waits, as JSON."""
-    print(json.dumps(_ask(run, lambda ledger: ledger.status()), indent=2))
+def status(
+    run: RunArgument = None,
+    prometheus: Annotated[bool, typer.Option("--prometheus", help="Prometheus's text format.")] = False,
+) -> None:
+    """Counts by state, versions, ages, bytes and waits, as JSON."""
+    found = _ask(run, lambda ledger: ledger.status())
+    if prometheus:
+        print(exposition(Link.from_environment(run=run).run, found).decode(), end="")
+    else:
+        print(json.dumps(_plain(found), indent=2))
+
+
+@app.command()
+def export(
+    run: RunArgument = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of GET /metrics.")] = 9464,
+    every_s: Annotated[float, typer.Option(help="Seconds between two looks at the ledger.", min=0.1)] = 5.0,
+) -> None:
+    """Serve the ledger's numbers to Prometheus, with the run's token as bearer credentials, until interrupted."""
+    from penstock.deploy.exporter import serve
+
+    _run(lambda: serve(Link.from_environment(run=run), host, port, every_s))
 
 
 @app.command()
@@ -60,23 +82,27 @@ def acl(run: RunArgument = None) -> None:
 
 
 @letters.command("list")
-def list_letters(run: RunArgument = None) -> None:
-    """One line per dead letter: episode, attempts, cause."""
-    for letter in _ask(run, lambda ledger: ledger.dead_letters()):
-        outcome = letter["outcome"]
-        print(f"{letter['episode_id']}  attempts {letter['attempts']}  {outcome['component']}: {outcome['reason']}")
+def list_letters(
+    run: RunArgument = None,
+    limit: Annotated[int, typer.Option(help="Most letters to list.", min=1)] = 100,
+    start: Annotated[int, typer.Option(help="Pass over so many of the oldest.", min=0)] = 0,
+) -> None:
+    """One line per dead letter, oldest first: episode, attempts, cause."""
+    for letter in _ask(run, lambda ledger: ledger.dead_letters(limit, start)):
+        outcome = letter.outcome
+        print(f"{letter.episode_id}  attempts {letter.attempts}  {outcome.component}: {outcome.reason}")
 
 
 @letters.command()
 def show(episode_id: str, run: RunArgument = None) -> None:
     """A dead letter with its journal: what the model said and what the tools answered."""
-    found = [item for item in _ask(run, lambda ledger: ledger.dead_letters(10_000)) if item["episode_id"] == episode_id]
-    if not found:
+    found = _ask(run, lambda ledger: ledger.dead_letter(episode_id))
+    if found is None:
         typer.secho(
             f"{episode_id}: no such dead letter; `penstock queue dead-letters list` shows them", fg="red", err=True
         )
         raise typer.Exit(1)
-    print(json.dumps(found[0], indent=2, default=str))
+    print(json.dumps(_plain(found), indent=2, default=str))
 
 
 @letters.command()
@@ -86,10 +112,14 @@ def requeue(episode_id: str, run: RunArgument = None) -> None:
     print(f"{episode_id} is queued again")
 
 
-def _ask(run: str | None, question: Callable[[Ledger], Awaitable[Any]]) -> Any:
-    """Connect, ask one thing, give back plain data; mistakes are one message."""
+def _ask(run: str | None, question: Callable[[Ledger], Awaitable[Answer]]) -> Answer:
+    """Connect and ask one thing; mistakes are one message."""
+    return _run(lambda: _asked(run, question))
+
+
+def _run(job: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
     try:
-        return _plain(asyncio.run(_asked(run, question)))
+        return asyncio.run(job())
     except (ConfigError, LedgerError) as error:
         raise _mistake(error) from None
 
@@ -99,7 +129,7 @@ def _mistake(error: Exception) -> typer.Exit:
     return typer.Exit(2)
 
 
-async def _asked(run: str | None, question: Callable[[Ledger], Awaitable[Any]]) -> Any:
+async def _asked(run: str | None, question: Callable[[Ledger], Awaitable[Answer]]) -> Answer:
     ledger = await Link.from_environment(run=run).connect()
     try:
         return await question(ledger)

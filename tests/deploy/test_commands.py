@@ -1,6 +1,7 @@
 """The commands that look into a run, on a real redis-server."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,11 +10,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from penstock.deploy.cli import app
+from penstock.transfer_queue.acl import RIGHTS
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.ledger import Limits
 from penstock.transfer_queue.redis_ledger import RedisLedger
 from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind, Task
+from penstock.transfer_queue.trajectory import DataCursor, Outcome, OutcomeKind, Task
 
 PASSWORD = "only-for-this-test"
 
@@ -27,7 +29,7 @@ async def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         ledger = await RedisLedger.connect(server.url, "mine", TransferQueueConfig(), password=PASSWORD)
         limits = Limits(group_size=2, groups_per_step=1, max_staleness=1, max_attempts=1)
         await ledger.create_run(limits, "config: true")
-        await ledger.submit([Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")], cursor=1)
+        await ledger.submit([Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")], cursor=DataCursor(0, 1))
         yield ledger
         await ledger.close()
 
@@ -41,6 +43,8 @@ async def test_status_is_json(ledger: RedisLedger) -> None:
     result = await invoke("queue", "status", "mine")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["groups"]["queued"] == 1
+    told = await invoke("queue", "status", "mine", "--prometheus")
+    assert 'penstock_ledger_groups{run="mine",state="queued"} 1.0' in told.stdout
 
 
 @pytest.mark.redis
@@ -62,6 +66,17 @@ async def test_drop_deletes_the_run(ledger: RedisLedger) -> None:
     assert "keys deleted" in (await invoke("queue", "drop", "mine", "--yes")).stdout
     result = await invoke("agent", "--name", "a", "--run", "mine")
     assert result.exit_code != 0
+
+
+async def test_acl_prints_users_for_ones_own_redis() -> None:
+    result = await invoke("queue", "acl", "mine")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line.split()[2] for line in lines] == [f"mine-{role}" for role in RIGHTS]
+    for line, login in zip(lines, result.stderr.splitlines(), strict=True):
+        password = login.partition("PENSTOCK_REDIS_PASSWORD=")[2]
+        assert f"#{hashlib.sha256(password.encode()).hexdigest()}" in line.split()
+    assert (await invoke("queue", "acl", "a*")).exit_code == 2
 
 
 async def test_a_role_without_its_secrets_says_which(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,9 +120,9 @@ async def test_a_payload_that_does_not_come_is_named(server: RedisServer) -> Non
     [("LEASELOST a", LeaseLost), ("BADPAYLOAD a", BadPayload), ("STEP a", StepError), ("LEDGER a", LedgerError)],
 )
 async def test_refusals_are_raised_at_once(connection: Connection, reply: str, kind: type[LedgerError]) -> None:
-    with pytest.raises(kind, match="^a$"):
+    with pytest.raises(kind, match=r"^a$"):
         await connection.script("refuse", "k", reply)
-    with pytest.raises(kind, match="^a$"):
+    with pytest.raises(kind, match=r"^a$"):
         await connection.write_and_run([("SET", "p", 1)], "refuse", "k", reply)
 
 

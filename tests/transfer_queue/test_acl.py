@@ -1,0 +1,176 @@
+"""Rights per role, checked by a real redis-server: what each may do and what it is refused, in and out of scripts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from redis_parts import PASSWORD, small_scripts  # noqa: F401 - a fixture
+
+from penstock.transfer_queue.acl import RIGHTS, ROLES, role_users, setuser_commands
+from penstock.transfer_queue.connection import Connection
+from penstock.transfer_queue.keys import Keys
+from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.redis_server import RedisServer
+
+pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
+RUN, OTHER = Keys("mine"), Keys("other")
+PAYLOAD = RUN.payload("train/0#0@1")
+PASSWORDS = {role: f"{role}-password" for role in RIGHTS}
+Users = dict[str, Connection]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def users(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Users]:
+    """Role → its connection; ``default`` → one that may do everything."""
+    lines = role_users("mine", PASSWORDS)
+    async with RedisServer(tmp_path_factory.mktemp("redis"), PASSWORD, users=lines) as server:
+        made = {"default": await Connection.connect(server.url, deadline_s=10, password=PASSWORD)}
+        for role, password in PASSWORDS.items():
+            made[role] = await Connection.connect(server.url, deadline_s=10, password=password, username=role)
+        yield made
+        for connection in made.values():
+            await connection.close()
+
+
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def a_run(users: Users) -> None:
+    await users["default"].command("FLUSHALL")
+    hashes = ("run", "steps", "group:train/0", "servers", "waits")
+    await users["default"].many(
+        [
+            *(("HSET", RUN.index + name, "field", "value") for name in hashes),
+            ("SET", PAYLOAD, b"packed"),
+            ("HSET", OTHER.run, "field", "value"),
+            ("SET", OTHER.payload("train/0#0@1"), b"packed"),
+        ]
+    )
+
+
+MAY_WRITE = {
+    "owner": {"run", "steps", "group:train/0", "servers", "waits"},
+    "trainer": {"steps", "group:train/0", "servers", "waits"},
+    "agent": {"group:train/0", "waits"},
+    "rollout": {"servers", "waits"},
+    "watch": set(),
+}
+MAY_READ = {
+    "owner": MAY_WRITE["owner"],
+    "trainer": MAY_WRITE["owner"],
+    "agent": MAY_WRITE["owner"],
+    "rollout": {"run", "steps", "servers", "waits"},
+    "watch": MAY_WRITE["owner"],
+}
+WRITE_IN_SCRIPT = "return redis.call('HSET', KEYS[1] .. ARGV[1], 'field', 'new')"
+READ_IN_SCRIPT = "return redis.call('HGET', KEYS[1] .. ARGV[1], 'field')"
+
+
+@pytest.mark.parametrize("name", sorted(MAY_WRITE["owner"]))
+@pytest.mark.parametrize("role", RIGHTS)
+async def test_index_keys(users: Users, role: str, name: str) -> None:
+    user, key = users[role], RUN.index + name
+    for read in (("HGET", key, "field"), ("EVAL", READ_IN_SCRIPT, 1, RUN.index, name)):
+        assert await allowed(user, *read) == (name in MAY_READ[role]), read
+    for write in (("HSET", key, "field", "new"), ("EVAL", WRITE_IN_SCRIPT, 1, RUN.index, name)):
+        assert await allowed(user, *write) == (name in MAY_WRITE[role]), write
+    kept = await users["default"].command("HGET", key, "field")
+    assert kept == (b"new" if name in MAY_WRITE[role] else b"value")
+
+
+@pytest.mark.parametrize(
+    ("role", "reads", "writes"),
+    [
+        *[("owner", True, True), ("trainer", True, True), ("agent", True, True)],
+        *[("rollout", False, False), ("watch", True, False)],
+    ],
+)
+async def test_payloads(users: Users, role: str, reads: bool, writes: bool) -> None:
+    assert await allowed(users[role], "GET", PAYLOAD) == reads
+    assert await allowed(users[role], "SET", PAYLOAD, b"other") == writes
+    assert await allowed(users[role], "UNLINK", PAYLOAD) == writes
+    assert await users["default"].command("EXISTS", PAYLOAD) == (0 if writes else 1)
+
+
+COMMIT = """
+local group = KEYS[1] .. 'group:train/0'
+redis.call('HSET', KEYS[1] .. 'steps', 'committed_step', 1)
+redis.call('DEL', group)
+return 1
+"""
+
+
+@pytest.mark.parametrize("role", ["agent", "rollout", "watch"])
+async def test_only_the_trainer_commits(users: Users, role: str) -> None:
+    assert not await allowed(users[role], "EVAL", COMMIT, 1, RUN.index)
+    assert await users["default"].command("EXISTS", RUN.index + "group:train/0") == 1
+    assert await allowed(users["trainer"], "EVAL", COMMIT, 1, RUN.index)
+    assert await users["default"].command("EXISTS", RUN.index + "group:train/0") == 0
+
+
+@pytest.mark.parametrize("role", RIGHTS)
+async def test_other_runs_are_out_of_reach(users: Users, role: str) -> None:
+    for command in (
+        ("HGET", OTHER.run, "field"),
+        ("HSET", OTHER.run, "field", "new"),
+        ("GET", OTHER.payload("train/0#0@1")),
+        ("EVAL", "return redis.call('HGET', ARGV[1], 'field')", 1, RUN.index, OTHER.run),
+    ):
+        assert not await allowed(users[role], *command), command
+
+
+@pytest.mark.parametrize("role", RIGHTS)
+async def test_nobody_reaches_the_server_itself(users: Users, role: str) -> None:
+    for command in ("FLUSHALL", "KEYS *", "CONFIG GET dir", "ACL LIST", "SHUTDOWN", "BGREWRITEAOF", "SCRIPT FLUSH"):
+        assert not await allowed(users[role], *command.split()), command
+    for command in ("MONITOR", "CLIENT LIST", "REPLICAOF NO ONE", "SAVE", "MODULE LIST", "SWAPDB 0 1", "PUBLISH a b"):
+        assert not await allowed(users[role], *command.split()), command
+
+
+@pytest.mark.parametrize("role", RIGHTS)
+async def test_every_role_has_what_a_connection_needs(users: Users, role: str) -> None:
+    assert (await users[role].info())["used_memory"] > 0
+    assert await users[role].script("echo", RUN.index, "x") == [[RUN.index.encode()], [b"x"]]
+    assert await allowed(users[role], "SCAN", 0) == (role in ("owner", "trainer", "watch"))
+
+
+async def test_passwords_are_kept_as_hashes() -> None:
+    lines = role_users("mine", PASSWORDS)
+    assert [line.split()[1] for line in lines] == list(RIGHTS)
+    for line, password in zip(lines, PASSWORDS.values(), strict=True):
+        assert password not in line
+        assert f"#{hashlib.sha256(password.encode()).hexdigest()}" in line.split()
+    assert set(ROLES) == set(RIGHTS) - {"owner"}
+
+
+async def test_the_commands_for_ones_own_redis_work(users: Users) -> None:
+    for line in setuser_commands("theirs", {"agent": "another-password"}):
+        assert await users["default"].command(*line.split())
+    found = await users["default"].command("ACL", "GETUSER", "theirs-agent")
+    assert "~penstock:payload:theirs:*" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("run", "passwords", "problem"),
+    [
+        ("mine", {"root": "long-enough"}, "role 'root': there are owner, trainer"),
+        ("mine", {"agent": "short"}, "password of agent: at least 8"),
+        ("mine*", {"agent": "long-enough"}, "run name"),
+        ("mine ~*", {"agent": "long-enough"}, "run name"),
+    ],
+)
+async def test_what_could_reach_too_far_is_refused(run: str, passwords: dict[str, str], problem: str) -> None:
+    with pytest.raises(LedgerError, match=problem):
+        role_users(run, passwords)
+
+
+async def allowed(user: Connection, *command: object) -> bool:
+    """False where Redis refused it for want of rights; any other refusal is raised."""
+    try:
+        await user.command(*command)
+    except LedgerError as error:
+        if "permissions" not in str(error) and "The user executing the script can't" not in str(error):
+            raise
+        return False
+    return True
