@@ -6,10 +6,10 @@ import asyncio
 import os
 import random
 import signal
-from pathlib import Path
 
 import redis.asyncio as aioredis
 
+from penstock.transfer_queue.append_only_file import newest_append_only_file
 from penstock.transfer_queue.redis_server import RedisServer
 
 
@@ -42,7 +42,7 @@ async def lose_tail(server: RedisServer, chance: random.Random) -> int:
 
     Returns how many bytes were lost.
     """
-    file = append_only_file(server.directory)
+    file = newest_append_only_file(server.directory)
     safe = file.stat().st_size
     await asyncio.sleep(chance.uniform(0.05, 1.0))
     await server.kill()
@@ -51,9 +51,3 @@ async def lose_tail(server: RedisServer, chance: random.Random) -> int:
     os.truncate(file, kept)
     await server.restart()
     return size - kept
-
-
-def append_only_file(directory: Path) -> Path:
-    """The file that Redis appends to now: of Redis 7, the newest increment; before that, the only one."""
-    increments = [*directory.glob("appendonlydir/*.incr.aof")]
-    return max(increments, key=lambda path: path.stat().st_mtime) if increments else directory / "appendonly.aof"
