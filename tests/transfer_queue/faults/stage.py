@@ -128,6 +128,9 @@ class Stage:
             await fault()
             self.kills[name] += 1
 
+    async def kill_worker(self) -> None:
+        self.troupe.kill_worker()
+
     async def leftovers(self) -> list[str]:
         """Keys that are left when the run is dropped."""
         await self.ledger.drop_run()

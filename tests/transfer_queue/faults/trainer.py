@@ -26,7 +26,8 @@ from penstock.transfer_queue.ledger import Announcement, BadPayload, Batch, Step
 from penstock.transfer_queue.redis_ledger import RedisLedger
 
 START_AGAIN = 75
-BATCH_TIMEOUT_S = 90.0
+BATCH_TIMEOUT_S = 60.0
+"""Longer than any fault of ours lasts."""
 POLL_S = 0.01
 
 
@@ -87,18 +88,20 @@ class Trainer:
 
     async def _lease(self, step: int) -> Batch | None:
         """None where everything that was fed is trained."""
-        async with asyncio.timeout(BATCH_TIMEOUT_S):
-            while True:
-                check_parent(self._parent)
-                finishing = self._plan.finishing
-                if not finishing:
-                    await self._feeder.fill()
-                answer = await self._ledger.lease_batch(step)
-                if isinstance(answer, Batch):
-                    return answer
-                if finishing and drained(await self._ledger.status(), self._plan.limits):
-                    return None
-                await asyncio.sleep(POLL_S)
+        deadline = asyncio.get_running_loop().time() + BATCH_TIMEOUT_S
+        while True:
+            check_parent(self._parent)
+            finishing = self._plan.finishing
+            if not finishing:
+                await self._feeder.fill()
+            answer = await self._ledger.lease_batch(step)
+            if isinstance(answer, Batch):
+                return answer
+            if finishing and drained(await self._ledger.status(), self._plan.limits):
+                return None
+            if asyncio.get_running_loop().time() > deadline:
+                raise AssertionError(f"no batch for step {step}: {answer.cause}; {await self._ledger.status()}")
+            await asyncio.sleep(POLL_S)
 
     async def _train(self, batch: Batch) -> None:
         groups = [list(group) for group in batch.groups]
