@@ -21,7 +21,7 @@ class CuttingProxy:
         self._server: asyncio.Server | None = None
         self._pipes: set[asyncio.Task[None]] = set()
         self.mean_bytes = 0
-        """A connection passes on about so many bytes, each way, before it is cut; 0: it is never cut."""
+        """A new connection passes on about so many bytes, one way, before it is cut; 0: it is never cut."""
         self.cuts: Counter[str] = Counter()
         """``request`` | ``reply`` → connections cut there."""
 
@@ -46,8 +46,12 @@ class CuttingProxy:
         except OSError:
             writer.close()
             return
+        left = self._chance.expovariate(1 / self.mean_bytes) if self.mean_bytes else float("inf")
+        cut = self._chance.choice([REQUEST, REPLY])
         ways = [(reader, up_writer, REQUEST), (up_reader, writer, REPLY)]
-        pipes = [asyncio.create_task(self._pass_on(*way)) for way in ways]
+        pipes = [
+            asyncio.create_task(self._pass_on(*way, left if way[2] == cut else float("inf"))) for way in ways
+        ]
         self._pipes.update(pipes)
         try:
             await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
@@ -59,9 +63,10 @@ class CuttingProxy:
             writer.close()
             up_writer.close()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str) -> None:
-        """Until one side ends, or the bytes that this connection may pass this way are used up."""
-        left = self._chance.expovariate(1 / self.mean_bytes) if self.mean_bytes else float("inf")
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str, left: float
+    ) -> None:
+        """Until one side ends, or the `left` bytes that this connection may pass this way are used up."""
         while data := await reader.read(1 << 16):
             if self.mean_bytes and len(data) > left:
                 # What is flushed arrives: the other side sees the first part of a message, then the end.

@@ -55,7 +55,7 @@ class Stage:
         self.server = RedisServer(
             self._folder / "redis", PASSWORD, appendfsync=fsync, unix_socket=self._folder / "redis.sock"
         )
-        self.proxy = CuttingProxy(self.server.url, self._folder / "proxy.sock", self.chance) if behind_proxy else None
+        self.proxy = CuttingProxy(self.server.url, self._folder / "proxy.sock", self.chance)
         self.plan = Plan(
             folder=self._folder,
             url=self.server.url,
@@ -66,7 +66,7 @@ class Stage:
             checkpoint_every=self.chance.randint(1, 4),
             may_lose_tail=may_lose_tail,
         )
-        options = ["--url", self.proxy.url] if self.proxy else []
+        options = ["--url", self.proxy.url] if behind_proxy else []
         self.troupe = Troupe(self.plan.save(), self.chance, options)
         self._places = workers
         self._worker_options = worker_options
@@ -78,8 +78,7 @@ class Stage:
         async with AsyncExitStack() as stack:
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             await stack.enter_async_context(self.server)
-            if self.proxy is not None:
-                await stack.enter_async_context(self.proxy)
+            await stack.enter_async_context(self.proxy)
             self.client = aioredis.Redis.from_url(self.server.url, password=PASSWORD, protocol=2)
             stack.push_async_callback(self.client.aclose)
             self.ledger = await RedisLedger.connect(self.server.url, self.plan.run, self.plan.config, PASSWORD)

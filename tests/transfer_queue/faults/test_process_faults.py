@@ -7,10 +7,13 @@ import asyncio
 import pytest
 from faults.gaps import ANYWHERE, GAPS
 from faults.havoc import kill_redis
+from faults.proxy import REPLY, REQUEST, CuttingProxy
 from faults.rounds import seeds
 from faults.stage import Stage
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
+MEAN_BYTES = 12_000
+"""Between two cuts of a connection: some dozens of calls."""
 
 
 async def test_workers_killed() -> None:
@@ -39,19 +42,17 @@ async def test_trainer_killed_in_each_gap() -> None:
 async def test_connections_cut_in_mid_message() -> None:
     for seed in seeds(2):
         async with Stage(seed, behind_proxy=True) as stage:
-            account = await stage.play(cut_for_a_while(stage, 3.0))
+            stage.proxy.mean_bytes = MEAN_BYTES
+            account = await stage.play(stop_cutting(stage.proxy, after_s=3.0))
             print(account.line)
             account.check()
-            assert account.kills["cut reply"]
-            assert account.kills["cut request"]
+            assert stage.proxy.cuts[REPLY]
+            assert stage.proxy.cuts[REQUEST]
 
 
-async def cut_for_a_while(stage: Stage, seconds: float) -> None:
-    assert stage.proxy is not None
-    stage.proxy.mean_bytes = 12_000
-    await asyncio.sleep(seconds)
-    stage.proxy.mean_bytes = 0
-    stage.kills.update({f"cut {way}": count for way, count in stage.proxy.cuts.items()})
+async def stop_cutting(proxy: CuttingProxy, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    proxy.mean_bytes = 0
 
 
 async def test_clocks_of_workers_jump_by_an_hour() -> None:
@@ -66,10 +67,11 @@ async def test_clocks_of_workers_jump_by_an_hour() -> None:
 async def test_everything_at_once() -> None:
     for seed in seeds(1):
         async with Stage(seed, behind_proxy=True, worker_options=["--clock-jumps"]) as stage:
+            stage.proxy.mean_bytes = MEAN_BYTES
             faults = [
                 stage.every(1.2, "redis", lambda: kill_redis(stage.server, stage.chance), times=5),
                 stage.every(1.0, "worker kills asked", stage.kill_worker, times=5),
-                cut_for_a_while(stage, 6.0),
+                stop_cutting(stage.proxy, after_s=6.0),
             ]
             account = await stage.play(*faults, gaps=stage.chance.choices([*GAPS, ANYWHERE], k=6))
             print(account.line)
