@@ -39,9 +39,12 @@ class JournalBook:
     def check(self, lease: Lease) -> None:
         """Raises `JournalBroken` unless the lease's journal is, in order, what was journaled.
 
-        Entries whose owner saw no answer may be there or not; a ledger that lost its tail may miss the newest.
+        Entries whose owner saw no answer may be there or not; a ledger that lost its tail may miss the newest. What
+        later owners journaled, because this lease ran out before its owner came to it, does not count.
         """
         records = read_records(self._path(lease.episode_id))
+        if not self._may_lose_tail:
+            records = [record for record in records if record["fence"] < lease.fence]
         journal = [entry_print(entry) for entry in lease.journal]
         begun = [record["entry"] for record in records if record["kind"] == "about"]
         told = [record["entry"] for record in records if record["kind"] == "told"]
