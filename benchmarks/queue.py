@@ -1,111 +1,166 @@
-"""The ledger against raw Redis: the same bytes by SET, GET, DEL, and by complete → lease_batch → read → commit.
+"""The ledger beside raw Redis and beside verl's queue, in one run on one machine; and the ledger's index alone.
 
-penstock bench queue --json
+    penstock bench queue --json
+
+    raw_redis              SET each payload; GET each payload
+    ledger                 complete each; lease_batch, read, publish_version, commit
+    transferqueue          kv_put each; kv_batch_get, kv_clear            (where scripts/setup-bench has been run)
+    transferqueue_batched  the same with one kv_batch_put per producer
+
+Producers and consumer are processes of their own for every store. The redis-server is set as `penstock run` sets it:
+its append-only file is on disk, which TransferQueue has no counterpart of. Hence the ratios `…_without_aof` too.
+
+Environment: PENSTOCK_BENCH_ROUNDS (9; at most 5 for the index), PENSTOCK_BENCH_SIZES (32kb,1mb,8mb),
+PENSTOCK_BENCH_PRODUCERS (1,8), PENSTOCK_BENCH_MAX_QUEUED (1000000), PENSTOCK_BENCH_PYTHON (the interpreter that has
+TransferQueue; empty: leave it out).
 """
 
 from __future__ import annotations
 
-import asyncio
+import os
 import secrets
 import tempfile
-import time
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
-import redis.asyncio as redis
+import redis.asyncio as aioredis
+import uvloop
 
-from penstock.transfer_queue.codec import encode_trajectory
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Announcement, Batch, Limits
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from benchmarks.support.arrays import payload_arrays
+from benchmarks.support.comparison import Cell, compare, ratio, say
+from benchmarks.support.index import measure_index
+from benchmarks.support.machine import machine
+from benchmarks.support.memory import can_reset
+from benchmarks.support.sides import Plan, Side, StoreSide, TransferQueueSide, start_transferqueue, transferqueue_python
 from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.trajectory import COMPLETED, DataCursor, Segment, Task, Trajectory
 
-SIZES = {"32kb": 3_500, "1mb": 110_000}
-"""Response tokens whose packed trajectory is about that large."""
-GROUPS, MEMBERS, ROUNDS = 8, 4, 5
-
-
-@dataclass(frozen=True)
-class Store:
-    url: str
-    password: str
+COUNTS = {"32kb": 256, "1mb": 32, "8mb": 16}
+"""Payloads per round, all producers together."""
+INDEX_ROUNDS = 5
+MISSING = "missing: TransferQueue is not installed; scripts/setup-bench makes an environment for it"
 
 
 def measure() -> dict[str, Any]:
-    return asyncio.run(_measure())
+    return uvloop.run(_measure())
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured, from the environment."""
+
+    rounds: int
+    sizes: list[str]
+    producers: list[int]
+
+    @classmethod
+    def read(cls) -> Extent:
+        sizes = os.environ.get("PENSTOCK_BENCH_SIZES", ",".join(COUNTS)).split(",")
+        producers = os.environ.get("PENSTOCK_BENCH_PRODUCERS", "1,8").split(",")
+        return cls(int(os.environ.get("PENSTOCK_BENCH_ROUNDS", "9")), sizes, [int(many) for many in producers])
 
 
 async def _measure() -> dict[str, Any]:
+    extent = Extent.read()
+    setup = {**asdict(extent), "payloads_per_round": COUNTS, "peaks_are_per_round": can_reset()}
+    async with AsyncExitStack() as stack:
+        others = await _transferqueue(stack, setup)
+        server, password = await _server(stack, setup)
+        sides = [*await _stores(stack, server, password), *others]
+        cells = await _cells(sides, extent, extent.sizes)
+        figures, ratios = _figures(cells), _ratios(cells)
+        await _append_only(server, password, "no")
+        without_aof = await _cells(sides, extent, ["1mb"])
+        figures["without_aof"] = _figures(without_aof)
+        ratios |= {f"{name}_without_aof": value for name, value in _ratios(without_aof).items()}
+    figures["index"], index_ratios = await _index(min(extent.rounds, INDEX_ROUNDS))
+    return {"bench": "queue", "ratio": ratios | index_ratios, "figures": figures, "setup": setup}
+
+
+# the stores --------------------------------------------------------------------------------------------------------
+async def _server(stack: AsyncExitStack, setup: dict[str, Any]) -> tuple[RedisServer, str]:
+    server, password = await stack.enter_async_context(_redis())
+    async with aioredis.Redis.from_url(server.url, password=password) as client:
+        setup |= await machine(client)
+    return server, password
+
+
+@asynccontextmanager
+async def _redis() -> AsyncIterator[tuple[RedisServer, str]]:
+    password = secrets.token_urlsafe(16)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        password = secrets.token_urlsafe(16)
         async with RedisServer(Path(folder), password) as server:
-            store = Store(server.url, password)
-            figures: dict[str, Any] = {}
-            ratio: dict[str, float] = {}
-            for name, tokens in SIZES.items():
-                rounds = [await _one_round(store, tokens, f"{name}-{number}") for number in range(ROUNDS)]
-                raw, ledger = (median(r[key] for r in rounds) for key in ("raw_mb_s", "ledger_mb_s"))
-                figures |= {f"raw_redis_{name}_mb_per_s": round(raw, 1), f"ledger_{name}_mb_per_s": round(ledger, 1)}
-                ratio[f"ledger_over_raw_redis_{name}"] = round(ledger / raw, 3)
-    setup = {"groups": GROUPS, "members": MEMBERS, "rounds": ROUNDS, "appendfsync": "everysec", "producers": 1}
-    return {"bench": "queue", "ratio": ratio, "figures": figures, "setup": setup}
+            yield server, password
 
 
-async def _one_round(store: Store, tokens: int, run: str) -> dict[str, float]:
-    """Both in the same second, so that a noisy machine disturbs both alike."""
-    example = _trajectory("bench#0", "bench", tokens)
-    megabytes = len(encode_trajectory(example)) * GROUPS * MEMBERS / 1e6
-    raw_s = await _raw(store, encode_trajectory(example))
-    ledger_s = await _through_ledger(store, tokens, run)
-    return {"raw_mb_s": megabytes / raw_s, "ledger_mb_s": megabytes / ledger_s}
+async def _append_only(server: RedisServer, password: str, value: str) -> None:
+    async with aioredis.Redis.from_url(server.url, password=password) as client:
+        await client.config_set("appendonly", value)
 
 
-async def _raw(store: Store, payload: bytes) -> float:
-    client = redis.from_url(store.url, password=store.password)
-    began = time.perf_counter()
-    for number in range(GROUPS * MEMBERS):
-        await client.set(f"raw:{number}", payload)
-    for number in range(GROUPS * MEMBERS):
-        await client.get(f"raw:{number}")
-    await client.delete(*[f"raw:{number}" for number in range(GROUPS * MEMBERS)])
-    elapsed = time.perf_counter() - began
-    await client.aclose()
-    return elapsed
+async def _stores(stack: AsyncExitStack, server: RedisServer, password: str) -> list[Side]:
+    sides: list[Side] = []
+    for name, kind in (("raw_redis", "raw"), ("ledger", "ledger")):
+        side = StoreSide(name, kind, server, password)
+        stack.push_async_callback(side.stop)
+        sides.append(side)
+    return sides
 
 
-async def _through_ledger(store: Store, tokens: int, run: str) -> float:
-    ledger = await RedisLedger.connect(store.url, run, TransferQueueConfig(), password=store.password)
-    await ledger.create_run(Limits(MEMBERS, GROUPS, max_staleness=0), "{}")
-    tasks = [Task(f"train/{n:08d}", "train", [{"role": "user", "content": "?"}], "bench", "0") for n in range(GROUPS)]
-    await ledger.submit(tasks, cursor=DataCursor(0, GROUPS))
-    leases = await ledger.lease_episodes("bench", GROUPS * MEMBERS, 0)
-    trajectories = [_trajectory(lease.episode_id, lease.task.task_id, tokens) for lease in leases]
-    began = time.perf_counter()
-    for lease, trajectory in zip(leases, trajectories, strict=True):
-        await ledger.complete(lease, trajectory)
-    batch = await ledger.lease_batch(0)
-    assert isinstance(batch, Batch)
-    await ledger.read([episode for group in batch.groups for episode in group])
-    await ledger.publish_version(Announcement(1, {}))
-    await ledger.commit(1)
-    elapsed = time.perf_counter() - began
-    await ledger.drop_run()
-    await ledger.close()
-    return elapsed
+async def _transferqueue(stack: AsyncExitStack, setup: dict[str, Any]) -> list[Side]:
+    """Both ways to use it, on one driver; none where it is not installed, which `setup` then says."""
+    python = transferqueue_python()
+    if python is None:
+        setup["transferqueue"] = MISSING
+        return []
+    say("starting TransferQueue")
+    driver, versions = await start_transferqueue(python)
+    stack.push_async_callback(driver.stop)
+    setup["transferqueue"] = versions
+    return [
+        TransferQueueSide("transferqueue", driver, batched=False),
+        TransferQueueSide("transferqueue_batched", driver, batched=True),
+    ]
 
 
-def _trajectory(episode_id: str, task_id: str, tokens: int) -> Trajectory:
-    rng = np.random.default_rng(0)
-    segment = Segment(
-        prompt_ids=rng.integers(0, 50_000, 100, dtype=np.int32),
-        response_ids=rng.integers(0, 50_000, tokens, dtype=np.int32),
-        response_mask=np.ones(tokens, dtype=np.uint8),
-        response_logprobs=-rng.random(tokens, dtype=np.float32),
-        version_spans=np.array([[0, 0, tokens]], dtype=np.int32),
-        turn_starts=np.array([0], dtype=np.int32),
-    )
-    return Trajectory(episode_id, task_id, (segment,), 1.0, COMPLETED, num_turns=1)
+# what they come to -------------------------------------------------------------------------------------------------
+Cells = dict[tuple[str, int], dict[str, Cell]]
+"""(size, producers) → side → cell"""
+
+
+async def _cells(sides: Sequence[Side], extent: Extent, sizes: Sequence[str]) -> Cells:
+    cells = {}
+    for size in sizes:
+        payload_bytes = sum(values.nbytes for values in payload_arrays(size).values())
+        for producers in extent.producers:
+            plan = Plan(size, producers, COUNTS[size])
+            cells[size, producers] = await compare(sides, plan, extent.rounds, payload_bytes)
+    return cells
+
+
+def _figures(cells: Cells) -> dict[str, Any]:
+    """side → size → ``N producers`` → figures"""
+    figures: dict[str, Any] = {}
+    for (size, producers), by_side in cells.items():
+        for name, cell in by_side.items():
+            figures.setdefault(name, {}).setdefault(size, {})[f"{producers}_producers"] = cell.figures()
+    return figures
+
+
+def _ratios(cells: Cells) -> dict[str, float]:
+    """``ledger_over_STORE_SIZE`` with one producer, ``…_8_producers`` with more; only of stores that ran."""
+    ratios: dict[str, float] = {}
+    for (size, producers), by_side in cells.items():
+        suffix = "" if producers == 1 else f"_{producers}_producers"
+        for name in by_side:
+            if name != "ledger":
+                ratios[f"ledger_over_{name}_{size}{suffix}"] = ratio(by_side, "ledger", name)
+    return ratios
+
+
+async def _index(rounds: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """On a server of its own: what the payloads left behind must not disturb it."""
+    async with _redis() as (server, password):
+        return await measure_index(server.url, password, rounds)

@@ -47,6 +47,8 @@ def _load(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"penstock_bench_{name}", FOLDER / f"{name}.py")
     if spec is None or spec.loader is None:
         raise ImportError(f"{FOLDER / name}.py cannot be loaded")
+    if str(FOLDER.parent) not in sys.path:
+        sys.path.append(str(FOLDER.parent))  # for benchmarks.support, which several benchmarks share
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up while it is being made
     spec.loader.exec_module(module)

@@ -106,16 +106,6 @@ async def test_bad_gsm8k_is_one_message(tmp_path: Path) -> None:
     assert "test.jsonl" in result.stderr
 
 
-@pytest.mark.redis
-async def test_a_benchmark_prints_one_json_object() -> None:
-    result = await invoke("bench", "queue", "--json")
-    assert result.exit_code == 0, result.output
-    measured = json.loads(result.stdout)
-    assert measured["bench"] == "queue"
-    assert set(measured) == {"bench", "ratio", "figures", "setup"}
-    assert measured["ratio"]["ledger_over_raw_redis_1mb"] > 0
-
-
 async def test_benchmarks_are_named() -> None:
     assert "queue" in (await invoke("bench", "list")).stdout
     result = await invoke("bench", "nonsense")

@@ -1,0 +1,159 @@
+"""One producer or the consumer of raw Redis or of the ledger, as a process. Started by `sides.StoreSide`.
+
+python -m benchmarks.support.store_child {raw|ledger} REDIS_URL    (password in PENSTOCK_BENCH_PASSWORD)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import redis.asyncio as aioredis
+import uvloop
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from benchmarks.support.arrays import payload_arrays
+from benchmarks.support.child import answer_questions, own_stdout
+from benchmarks.support.ledger_calls import GROUP_SIZE, consume_step, leased_work, open_ledger, start_run
+from penstock.transfer_queue.codec import encode_trajectory
+from penstock.transfer_queue.ledger import Lease
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.trajectory import COMPLETED, Segment, Trajectory
+
+Answer = dict[str, Any]
+
+
+def trajectory(size: str, episode_id: str, task_id: str) -> Trajectory:
+    return Trajectory(episode_id, task_id, (Segment(**payload_arrays(size)),), 1.0, COMPLETED, num_turns=1)
+
+
+async def timed(calls: list[Callable[[], Awaitable[Any]]]) -> Answer:
+    """One call after the other; the clock is the machine's, so that processes can be compared."""
+    each, began = [], time.perf_counter()
+    last = began
+    for call in calls:
+        await call()
+        now = time.perf_counter()
+        each.append(now - last)
+        last = now
+    return {"began": began, "ended": last, "each_s": each}
+
+
+class Raw:
+    """SET of the packed trajectory, GET of each; the consumer holds them all in the end, as a trainer does.
+
+    Deleted afterwards, outside of the clock.
+    """
+
+    def __init__(self, url: str, password: str) -> None:
+        # What the ledger's own connections are set to.
+        self._client = aioredis.Redis.from_pool(
+            aioredis.ConnectionPool.from_url(
+                url,
+                password=password,
+                protocol=2,
+                socket_timeout=None,
+                socket_connect_timeout=None,
+                retry=Retry(NoBackoff(), 0),
+            )
+        )
+        self._packed: dict[str, bytes] = {}
+        self._held: list[bytes] = []
+
+    async def start_round(self, run: str, size: str, count: int) -> Answer:
+        await self._client.ping()
+        return {"bytes": len(self._payload(size))}
+
+    async def get_ready(self, run: str, size: str, worker: int, count: int) -> Answer:
+        payload = self._payload(size)
+        await self._client.ping()
+        self._sets = [lambda key=f"raw:{worker}:{n}": self._client.set(key, payload) for n in range(count)]
+        return {}
+
+    async def produce(self) -> Answer:
+        return await timed(self._sets)
+
+    async def consume(self, size: str, workers: int, count: int) -> Answer:
+        self._keys = [f"raw:{worker}:{n}" for worker in range(workers) for n in range(count // workers)]
+        answer = await timed([lambda key=key: self._get(key, len(self._payload(size))) for key in self._keys])
+        return {"consume_s": answer["ended"] - answer["began"], "each_s": answer["each_s"]}
+
+    async def end_round(self) -> Answer:
+        await self._client.unlink(*self._keys)
+        self._held = []
+        return {}
+
+    async def _get(self, key: str, length: int) -> None:
+        found = await self._client.get(key)
+        if found is None or len(found) != length:
+            raise ValueError(f"{key}: {0 if found is None else len(found)} bytes came back, {length} were set")
+        self._held.append(found)
+
+    def _payload(self, size: str) -> bytes:
+        if size not in self._packed:
+            self._packed = {size: encode_trajectory(trajectory(size, "train/00000000#0", "train/00000000"))}
+        return self._packed[size]
+
+
+class Ledgers:
+    """`complete` of each trajectory; `lease_batch`, `read`, `publish_version`, `commit` of the step they make."""
+
+    def __init__(self, url: str, password: str) -> None:
+        self._url = url
+        self._password = password
+        self._ledger: RedisLedger | None = None
+
+    async def start_round(self, run: str, size: str, count: int) -> Answer:
+        self._ledger = await open_ledger(self._url, self._password, run)
+        await start_run(self._ledger, count // GROUP_SIZE)
+        return {}
+
+    async def get_ready(self, run: str, size: str, worker: int, count: int) -> Answer:
+        if self._ledger is not None:
+            await self._ledger.close()
+        self._ledger = ledger = await open_ledger(self._url, self._password, run)
+        leases = await leased_work(ledger, f"producer-{worker}", count)
+        self._completions = [self._completion(lease, size) for lease in leases]
+        return {}
+
+    async def produce(self) -> Answer:
+        return await timed(self._completions)
+
+    async def consume(self, size: str, workers: int, count: int) -> Answer:
+        assert self._ledger is not None
+        began = time.perf_counter()
+        trajectories = await consume_step(self._ledger, step=0)
+        took = time.perf_counter() - began
+        length = len(payload_arrays(size)["response_ids"])
+        if len(trajectories) != count or any(len(t.segments[0].response_ids) != length for t in trajectories):
+            raise ValueError(f"{len(trajectories)} trajectories came back, {count} were completed")
+        return {"consume_s": took, "each_s": [took / count] * count}
+
+    async def end_round(self) -> Answer:
+        assert self._ledger is not None
+        await self._ledger.drop_run()
+        await self._ledger.close()
+        self._ledger = None
+        return {}
+
+    def _completion(self, lease: Lease, size: str) -> Callable[[], Awaitable[Any]]:
+        assert self._ledger is not None
+        ledger, work = self._ledger, trajectory(size, lease.episode_id, lease.task.task_id)
+        return lambda: ledger.complete(lease, work)
+
+
+def main() -> None:
+    replies = own_stdout()
+    kind, url = sys.argv[1:]
+    store = {"raw": Raw, "ledger": Ledgers}[kind](url, os.environ["PENSTOCK_BENCH_PASSWORD"])
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        answer_questions(replies, lambda question: runner.run(getattr(store, question.pop("do"))(**question)))
+
+
+if __name__ == "__main__":
+    main()
