@@ -304,8 +304,21 @@ class MemoryState:
 
     def _quota_allows(self, group: Group) -> bool:
         source = group.task.data_source
-        used = sum(other.task.data_source == source for other in self.in_state("admitted", "ready"))
-        return source not in self.limits.quotas or used < self.limits.quotas[source]
+        return (
+            source not in self.limits.quotas
+            or self._of_source(source, "admitted", "ready") < self.limits.quotas[source]
+        )
+
+    def parked(self) -> int:
+        """Queued groups beyond what the quota of their source has room for."""
+        room = {
+            source: max(0, quota - self._of_source(source, "admitted", "ready"))
+            for source, quota in self.limits.quotas.items()
+        }
+        return sum(max(0, self._of_source(source, "queued") - free) for source, free in room.items())
+
+    def _of_source(self, source: str, *states: str) -> int:
+        return sum(group.task.data_source == source for group in self.in_state(*states))
 
     def _unshipped_dues(self) -> list[int]:
         """Under ``mask`` a group that is late while it runs takes nobody's place: it ships whenever it ends."""

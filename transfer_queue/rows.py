@@ -110,6 +110,7 @@ def status_from_map(found: dict[str, Any]) -> Status:
         groups=groups,
         episodes=now | {name: counts.get(name, 0) for name in EVER},
         bytes=counters.get("bytes", 0),
+        parked=found["parked"],
         unconsumed_bytes=counters.get("unconsumed", 0),
         waits_s={name: float(value) for name, value in _pairs(found["waits"])},
         workers=_ints(found["workers"]),
