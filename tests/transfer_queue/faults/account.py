@@ -15,7 +15,6 @@ from faults.checkpoints import Checkpoints, Trained
 from faults.episodes import position_of, task_id_at, task_of, trajectory_print
 from faults.plan import Plan
 from faults.records import read_folder, read_records
-
 from penstock.transfer_queue.ledger import Ledger, Status
 
 REASONS = {"filtered": "filtered", "dropped_over_age": "dropped", "dead": "dead"}
@@ -53,7 +52,12 @@ class Account:
     def check(self) -> None:
         """Raises `AssertionError` with all that is wrong, unless every episode is accounted for."""
         assert not (self.lost or self.twice or self.wrong), "\n".join(
-            [self.line, *("lost: " + name for name in self.lost), *("twice: " + name for name in self.twice), *self.wrong]
+            [
+                self.line,
+                *("lost: " + name for name in self.lost),
+                *("twice: " + name for name in self.twice),
+                *self.wrong,
+            ]
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from faults.episodes import cursor_at, position_of, task_at
-
 from penstock.transfer_queue.ledger import Ledger, Limits, Status
 
 

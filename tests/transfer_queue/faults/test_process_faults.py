@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from faults.gaps import ANYWHERE, GAPS
 from faults.havoc import kill_redis
 from faults.proxy import REPLY, REQUEST, CuttingProxy

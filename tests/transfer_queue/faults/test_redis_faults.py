@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+
 from faults.gaps import ANYWHERE
 from faults.havoc import fill_redis, kill_redis, lose_tail, pause_redis
 from faults.rounds import seeds
 from faults.stage import Stage
-
 from penstock.transfer_queue.ledger import Limits
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]

@@ -1,7 +1,7 @@
 """Keeps a stage's workers and its trainer alive: one that was killed is replaced, one that fails ends the stage.
 
-    per worker place:  start ─► wait ─► killed by us? start the next
-    trainer:           start with the next gap ─► wait ─► killed, or told to start again? the next life
+per worker place:  start ─► wait ─► killed by us? start the next
+trainer:           start with the next gap ─► wait ─► killed, or told to start again? the next life
 """
 
 from __future__ import annotations
