@@ -46,7 +46,9 @@ class Feeder:
 
 def missing_groups(status: Status, limits: Limits, steps: int) -> int:
     """Groups to submit: (max_staleness + 2) steps ahead of consumption, never more than the run can still train."""
-    waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready"))
+    # Parked groups cannot be admitted before others ship: were they counted, a backlog of a source at its quota would
+    # take all the room and a step could never be filled.
+    waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready")) - status.parked
     ahead = (limits.max_staleness + 2) * limits.groups_per_step
     still_needed = (steps - status.version) * limits.groups_per_step - status.groups.get("shipped", 0)
     return min(ahead, still_needed) - waiting

@@ -87,8 +87,7 @@ class Field:
         expected = min(last * self.block, self.size) - first * self.block
         if len(raw) != expected:
             raise BadPayload(f"{self.name}: {len(raw)} bytes, {expected} by the head; the payload is truncated")
-        known = self.checksums[first * _DIGEST_BYTES : last * _DIGEST_BYTES]
-        if first < last and _checksums(raw, self.block) != known:  # no row was asked for: no block, no checksum
+        if _checksums(raw, self.block) != self.checksums[first * _DIGEST_BYTES : last * _DIGEST_BYTES]:
             raise BadPayload(f"{self.name}: wrong checksum; the payload was damaged")
         if self.codec != "none":
             raw = decompress(raw, self.raw_bytes, self.name)
@@ -116,15 +115,13 @@ def store(column: Column, compression: str = "none") -> Stored:
         raise BadPayload(f"{name}: {error}") from error
     if not 1 <= array.ndim <= 2:
         raise BadPayload(f"{name}: has {array.ndim} dimensions; 1 or 2 can be stored")
-    packed = compress(_bytes_of(array), array.nbytes) if compression == "zstd" else None
+    raw, codec = _bytes_of(array), "none"
+    packed = compress(raw, array.nbytes) if compression == "zstd" else None
     if packed is not None:
-        row = [name, dtype, array.shape, len(packed), "zstd", len(packed), xxh3_64_digest(packed)]
-        return Stored(row, packed, array.nbytes, False)
-    if sliced and array.nbytes > BLOCK:
-        row = [name, dtype, array.shape, array.nbytes, "none", BLOCK, _checksums(_bytes_of(array), BLOCK)]
-    else:
-        row = [name, dtype, array.shape, array.nbytes, "none", array.nbytes, xxh3_64_digest(array.data)]
-    return Stored(row, array.data, array.nbytes, array.itemsize == 4)
+        raw, codec = packed, "zstd"
+    block = BLOCK if sliced and codec == "none" and len(raw) > BLOCK else len(raw)
+    row = [name, dtype, array.shape, len(raw), codec, block, _checksums(raw, block)]
+    return Stored(row, raw, array.nbytes, codec == "none" and array.itemsize == 4)
 
 
 def field_from_row(row: Any, start: int) -> Field:
@@ -150,7 +147,7 @@ def _check_sizes(field: Field) -> None:
     if field.size < 0 or (field.codec == "none" and field.size != field.raw_bytes):
         raise BadPayload(f"{field.name}: {field.size} stored bytes do not hold shape {field.shape}")
     whole = field.block == field.size
-    blocks = 1 if whole else -(-field.size // max(field.block, 1))
+    blocks = -(-field.size // max(field.block, 1))
     if not whole and not (0 < field.block < field.size and field.codec == "none"):
         raise BadPayload(f"{field.name}: blocks of {field.block} bytes do not fit {field.size}")
     if len(field.checksums) != blocks * _DIGEST_BYTES:
@@ -158,10 +155,11 @@ def _check_sizes(field: Field) -> None:
 
 
 def _checksums(raw: Any, block: int) -> bytes:
-    if len(raw) <= block:
+    """One for each block; none where there are no bytes: an empty field has no checksum, nor has a slice of no rows."""
+    if 0 < len(raw) <= block:
         return xxh3_64_digest(raw)
     view = memoryview(raw)
-    return b"".join([xxh3_64_digest(view[at : at + block]) for at in range(0, len(view), block)])
+    return b"".join([xxh3_64_digest(view[at : at + block]) for at in range(0, len(view), max(block, 1))])
 
 
 def _bytes_of(array: NDArray[Any]) -> Any:

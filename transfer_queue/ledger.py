@@ -200,6 +200,8 @@ class Status:
     """queued, admitted, ready → how long the group that is first there has been in that state; absent where none is."""
     over_age: Sequence[LengthDecile] = ()
     """Ten deciles, shortest first; empty until an episode has finished."""
+    parked: int = 0
+    """Queued groups beyond what the quota of their source has room for now; they are counted in queued, too."""
     unconsumed_bytes: int = 0
     """Payloads and journals that count against `max_bytes`."""
 

@@ -380,6 +380,7 @@ class MemoryLedger:
             groups=self._count_groups(),
             episodes=self._count_episodes(),
             bytes=state.held_bytes(),
+            parked=state.parked(),
             unconsumed_bytes=state.waiting_bytes(),
             waits_s=dict(self._waits),
             workers=dict(workers),

@@ -273,7 +273,8 @@ class MemoryState:
         """Members that have not ended count with what they have journaled."""
         self.counts["dropped_over_age"] += 1
         for member in group.members:
-            self.counts["dropped"] += member.state == "done"
+            # Those without a reward were counted when their group was ready.
+            self.counts["dropped"] += member.payload is not None
             self.lengths[bucket_of(member.tokens)] += member.state in ("queued", "leased")
             self.over_age_lengths[bucket_of(member.tokens)] += member.state != "failed"
         del self.groups[group.task.task_id]
@@ -304,8 +305,21 @@ class MemoryState:
 
     def _quota_allows(self, group: Group) -> bool:
         source = group.task.data_source
-        used = sum(other.task.data_source == source for other in self.in_state("admitted", "ready"))
-        return source not in self.limits.quotas or used < self.limits.quotas[source]
+        return (
+            source not in self.limits.quotas
+            or self._of_source(source, "admitted", "ready") < self.limits.quotas[source]
+        )
+
+    def parked(self) -> int:
+        """Queued groups beyond what the quota of their source has room for."""
+        room = {
+            source: max(0, quota - self._of_source(source, "admitted", "ready"))
+            for source, quota in self.limits.quotas.items()
+        }
+        return sum(max(0, self._of_source(source, "queued") - free) for source, free in room.items())
+
+    def _of_source(self, source: str, *states: str) -> int:
+        return sum(group.task.data_source == source for group in self.in_state(*states))
 
     def _unshipped_dues(self) -> list[int]:
         """Under ``mask`` a group that is late while it runs takes nobody's place: it ships whenever it ends."""

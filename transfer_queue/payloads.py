@@ -78,10 +78,10 @@ class Payloads:
         return [_join([next(replies) for _ in group]) for group in pieces]
 
     def _pieces(self, cut: Cut) -> Iterator[_Piece]:
-        keys = self.keys(cut.stored)
-        for number in range(cut.start // CHUNK_BYTES, -(-cut.stop // CHUNK_BYTES)):
+        keys, end = self.keys(cut.stored), min(cut.stop, cut.stored.size)
+        for number in range(cut.start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             start = max(cut.start - number * CHUNK_BYTES, 0)
-            stop = min(cut.stop - number * CHUNK_BYTES, CHUNK_BYTES)
+            stop = min(end - number * CHUNK_BYTES, CHUNK_BYTES)
             whole = start == 0 and stop == min(CHUNK_BYTES, cut.stored.size - number * CHUNK_BYTES)
             command = ["GET", keys[number]] if whole else ["GETRANGE", keys[number], start, stop - 1]
             yield _Piece(command, stop - start)

@@ -16,6 +16,7 @@ from types import TracebackType
 import redis.asyncio as aioredis
 from redis.exceptions import AuthenticationError, RedisError
 
+from penstock.transfer_queue.append_only_file import mend_append_only_file
 from penstock.transfer_queue.directory_lock import DirectoryLock
 from penstock.transfer_queue.ledger import LedgerError
 from penstock.transfer_queue.redis_binary import find_redis_server
@@ -96,6 +97,7 @@ class RedisServer:
         self._options.check_version(binary)
         self._prepare()
         try:
+            await asyncio.to_thread(mend_append_only_file, binary.path, self.directory)
             await self._spawn(binary.path)
             await self._until_up()
         except BaseException:

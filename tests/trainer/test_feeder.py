@@ -6,11 +6,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from trainer_support import ScriptedLedger
+from trainer_support import ScriptedLedger, make_trajectory
 
 from penstock.trainer.data import Row, Stream
 from penstock.trainer.feeder import Feeder, missing_groups
-from penstock.transfer_queue.ledger import Limits, Status
+from penstock.transfer_queue.ledger import Announcement, Batch, Limits, Status
+from penstock.transfer_queue.memory import MemoryLedger
 from penstock.transfer_queue.trajectory import DataCursor
 
 LIMITS = Limits(group_size=4, groups_per_step=8, max_staleness=2)
@@ -70,6 +71,26 @@ async def test_a_dataset_that_changed_between_restarts_gives_no_name_twice() -> 
         *("train/0001/00000000", "train/0001/00000001", "train/0001/00000002", "train/0002/00000000"),
         *("train/0002/00000001", "train/0002/00000002", "train/0002/00000003", "train/0002/00000004"),
     ]
+
+
+@pytest.mark.parametrize("quota", [1, 4, 6])
+async def test_a_source_at_its_quota_does_not_take_the_others_room(quota: int) -> None:
+    """Every second row is of a source whose quota is below, at and above its share of a step."""
+    limits = Limits(group_size=2, groups_per_step=8, max_staleness=2, quotas={"odd": quota})
+    rows = [Row([{"role": "user", "content": "?"}], ("even", "odd")[n % 2], n, None, {}) for n in range(100)]
+    ledger = MemoryLedger()
+    await ledger.create_run(limits, "")
+    feeder = Feeder(ledger, limits, rows, Stream(100, seed=1, shuffle=True), steps=25)
+    await feeder.start()
+    for step in range(25):
+        await feeder.fill()
+        while leases := await ledger.lease_episodes("w", 50, step):
+            for lease in leases:
+                await ledger.complete(lease, make_trajectory(lease.task.task_id, lease.member, step))
+        batch = await ledger.lease_batch(step)
+        assert isinstance(batch, Batch), batch
+        await ledger.publish_version(Announcement(step + 1, {}))
+    assert feeder.cursor >= DataCursor(2, 0)
 
 
 def name(place: DataCursor) -> str:

@@ -1,132 +1,134 @@
-"""Round trips of everything that is stored, and what is refused, field by field."""
+"""Round trips of everything that is stored, whole, by field and by slice; damage is named."""
 
 from __future__ import annotations
 
+import struct
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
+from types import MappingProxyType
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_samples import segment, task, trajectory, turn
+from payload_samples import LEASE, plain, same, trajectories
+from xxhash import xxh3_64_intdigest
 
-from penstock.transfer_queue.checks import check_segment, finish
 from penstock.transfer_queue.codec import (
+    KIND_TRAJECTORY,
+    PLAIN_FIELDS,
+    SEGMENT_FIELDS,
+    TOKEN_FIELDS,
     decode_journal,
     decode_task,
     decode_trajectory,
     encode_journal,
     encode_task,
     encode_trajectory,
+    get_fields,
+    outcome_from_plain,
+    values_of,
+    wanted_fields,
 )
-from penstock.transfer_queue.ledger import BadPayload, Lease
-from penstock.transfer_queue.packing import PREAMBLE
-from penstock.transfer_queue.trajectory import (
-    COMPLETED,
-    JournalEntry,
-    JournalKind,
-    Outcome,
-    OutcomeKind,
-    Segment,
-    Task,
-    Trajectory,
-)
+from penstock.transfer_queue.fields import Column
+from penstock.transfer_queue.ledger import BadPayload, LedgerError
+from penstock.transfer_queue.packing import FORMAT, HEAD_GUESS, MAGIC, PREAMBLE, head_length, pack, parse_head
+from penstock.transfer_queue.trajectory import FieldValues, JournalEntry, JournalKind, Task, Trajectory
 
-LEASE = Lease("train/0001#0", task(1), 0, 0, 1, 0)
-
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@st.composite
-def segments(draw: st.DrawFn) -> Segment:
-    """Any segment that an engine could have made: turns of sampled tokens with observations between them."""
-    mask: list[int] = []
-    spans, starts, version = [], [], 0
-    for sampled, observed in draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=5)):
-        starts.append(len(mask))
-        if sampled:
-            version += draw(st.integers(0, 2))
-            spans.append((version, len(mask), len(mask) + sampled))
-        mask += [1] * sampled + [0] * observed
-    rng = np.random.default_rng(draw(st.integers(0, 99)))
-    return Segment(
-        prompt_ids=rng.integers(0, 2**31, draw(st.integers(0, 9)), dtype=np.int32),
-        response_ids=rng.integers(0, 2**31, len(mask), dtype=np.int32),
-        response_mask=np.array(mask, dtype=np.uint8),
-        response_logprobs=(-rng.random(len(mask)) * np.array(mask)).astype(np.float32),
-        version_spans=np.array(spans, dtype=np.int32).reshape(-1, 3),
-        turn_starts=np.array(starts, dtype=np.int32),
-    )
-
-
-trajectories = st.builds(
-    Trajectory,
-    episode_id=st.just(LEASE.episode_id),
-    task_id=st.just(LEASE.task.task_id),
-    segments=st.lists(segments(), max_size=3),
-    reward=st.none() | st.floats(allow_nan=False, allow_infinity=False),
-    outcome=st.builds(Outcome, st.just(OutcomeKind.TRUNCATED), st.text()),
-    turn_rewards=st.lists(st.floats(allow_nan=False), max_size=3),
-    num_turns=st.integers(0, 9),
-    metrics=st.dictionaries(st.text(), st.floats(allow_nan=False), max_size=3),
-    extra=st.dictionaries(st.text(), plain, max_size=3),
-    data_source=st.text(),
-)
-
-
-def same(left: object, right: object) -> bool:
-    """Equality of two dataclasses with arrays, dtypes included."""
-    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        return left.dtype == right.dtype and np.array_equal(left, right)
-    if hasattr(left, "__dataclass_fields__"):
-        return all(same(getattr(left, f.name), getattr(right, f.name)) for f in fields(left))  # type: ignore[arg-type]
-    if isinstance(left, list) and left and hasattr(left[0], "__dataclass_fields__"):
-        return isinstance(right, list) and len(left) == len(right) and all(map(same, left, right))
-    return left == right
+CODECS = st.sampled_from(["none", "zstd"])
 
 
 @settings(max_examples=60, deadline=None)
-@given(trajectories)
-def test_trajectories_come_back_equal_and_pass_the_checks(sent: Trajectory) -> None:
-    result = finish(LEASE, sent)
-    assert same(decode_trajectory(result.blob), sent)
-    assert result.lowest_version == sent.min_version
+@given(trajectories, CODECS)
+def test_trajectories_come_back_equal(sent: Trajectory, codec: str) -> None:
+    assert same(decode_trajectory(encode_trajectory(sent, codec)), sent)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.dictionaries(st.text(), plain, max_size=3), plain)
-def test_tasks_come_back_equal(extra: dict, truth: object) -> None:
-    sent = Task("train/1", "train", [{"role": "user", "content": "hi"}], "d", truth, None, extra, {"top_p": 1.0}, 3)
-    assert decode_task(encode_task(sent)) == sent
+@settings(max_examples=100, deadline=None)
+@given(st.data(), trajectories, CODECS)
+def test_fields_and_slices_equal_those_of_the_whole(data: st.DataObject, sent: Trajectory, codec: str) -> None:
+    fields = data.draw(st.lists(st.sampled_from(SEGMENT_FIELDS + PLAIN_FIELDS), unique=True))
+    edge = st.integers(-9, 9) | st.integers(-70_000, 70_000)
+    start, stop = data.draw(edge), data.draw(st.none() | edge)
+    found = get_fields(encode_trajectory(sent, codec), fields, start, stop)
+    assert same(found, expected(sent, fields, start, stop))
 
 
-def test_journal_entries_come_back_equal() -> None:
-    entries = [turn(3), JournalEntry(JournalKind.TOOLS, data={"results": [{"text": "4"}], "sandbox_session": "s-1"})]
-    assert all(same(decode_journal(encode_journal(entry)), entry) for entry in entries)
+def expected(sent: Trajectory, fields: list[str], start: int, stop: int | None) -> FieldValues:
+    rows = {name: slice(start, stop) if name in TOKEN_FIELDS else slice(None) for name in fields}
+    segments = [
+        {name: getattr(s, name)[rows[name]] for name in fields if name in SEGMENT_FIELDS} for s in sent.segments
+    ]
+    return FieldValues(
+        sent.episode_id, {name: getattr(sent, name) for name in fields if name in PLAIN_FIELDS}, segments
+    )
+
+
+def test_a_slice_moves_only_its_own_blocks() -> None:
+    """As a store with GETRANGE reads it: the head, then some blocks; a prompt comes whole whatever rows are asked."""
+    sent = replace(trajectory(LEASE), segments=[segment([0] * 200_000, prompt=50_000)])
+    blob = encode_trajectory(sent)
+    head = parse_head(blob[: head_length(blob[:HEAD_GUESS])], KIND_TRAJECTORY)
+    fields = ["response_mask", "reward", "prompt_ids"]
+    assert wanted_fields(head, fields) == ["0.response_mask", "0.prompt_ids"]
+    ranges = {name: head.fields[name].byte_range(70_000, 70_010) for name in wanted_fields(head, fields)}
+    assert {name: last - first for name, (first, last) in ranges.items()} == {
+        "0.response_mask": 65_536,
+        "0.prompt_ids": 200_000,
+    }
+    raws = {name: blob[first:last] for name, (first, last) in ranges.items()}
+    found = values_of(head, raws, fields, 70_000, 70_010)
+    assert same(found, expected(sent, fields, 70_000, 70_010))
+    assert len(found.segments[0]["prompt_ids"]) == 50_000
+
+
+def test_an_unknown_field_is_refused_with_the_valid_ones() -> None:
+    blob = encode_trajectory(trajectory(LEASE))
+    for name in ("advantages", "segments", ""):
+        with pytest.raises(
+            LedgerError, match=f"'{name}' is no field of a trajectory; one of prompt_ids, .*data_source"
+        ):
+            get_fields(blob, ["response_mask", name])
+
+
+def test_one_field_can_be_read_though_another_is_damaged() -> None:
+    sent = trajectory(LEASE)
+    raw = sent.segments[0].response_logprobs.tobytes()
+    blob = encode_trajectory(sent)
+    assert blob.count(raw) == 1
+    damaged = blob.replace(raw, bytes(len(raw)))
+    assert same(get_fields(damaged, ["response_mask"]), get_fields(blob, ["response_mask"]))
+    for read in (decode_trajectory, lambda payload: get_fields(payload, ["response_logprobs"])):
+        with pytest.raises(BadPayload, match=r"0\.response_logprobs: wrong checksum"):
+            read(damaged)
+    with pytest.raises(BadPayload, match="length"):
+        get_fields(blob[:-1], ["response_ids"])
 
 
 def test_arrays_are_packed_not_spelled_out() -> None:
     long = replace(trajectory(LEASE), segments=[segment([0] * 100_000)])
     assert len(encode_trajectory(long)) < 100_000 * (4 + 1 + 4 + 12) + 2_000
+    assert len(encode_trajectory(long, "zstd")) < 100_000 * (4 + 1 + 4 + 12) / 2
 
 
-@settings(max_examples=80, deadline=None)
+def test_the_head_of_a_megabyte_fits_the_first_read() -> None:
+    long = encode_trajectory(replace(trajectory(LEASE), segments=[segment([0] * 60_000)]))
+    assert len(long) > 1 << 20
+    assert head_length(long[:HEAD_GUESS]) <= HEAD_GUESS
+
+
+@settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_any_damage_is_noticed(data: st.DataObject) -> None:
-    """One flipped bit anywhere, padding apart, is an error; so is any cut."""
+def test_any_flipped_byte_and_any_cut_is_refused(data: st.DataObject) -> None:
     blob = encode_trajectory(trajectory(LEASE))
     at = data.draw(st.integers(0, len(blob) - 1))
     damaged = bytearray(blob)
-    damaged[at] ^= 1 << data.draw(st.integers(0, 7))
-    with suppress(BadPayload):
-        assert same(decode_trajectory(bytes(damaged)), decode_trajectory(blob))  # padding or a reserved byte
-    with pytest.raises(BadPayload):
-        decode_trajectory(blob[:at])
+    damaged[at] ^= data.draw(st.integers(1, 255))
+    for payload in (bytes(damaged), blob[:at]):
+        with pytest.raises(BadPayload):
+            decode_trajectory(payload)
 
 
 @pytest.mark.parametrize(
@@ -134,78 +136,89 @@ def test_any_damage_is_noticed(data: st.DataObject) -> None:
     [
         (0, b"X", "magic"),
         (4, b"\x63\x00", "format: version 99 is unknown"),
+        (4, b"\x01\x00", "format: version 1 is unknown; this build reads version 2"),
         (6, b"\x02\x00", "kind"),
+        (12, b"\x01", "head: reserved bytes are not 0"),
+        (16, b"\x01", "length"),
         (PREAMBLE.size + 3, b"\xff", "head: wrong checksum"),
-        (-1, b"\x07", None),
+        (-1, b"\x07", r"0\.response_mask: wrong checksum"),
     ],
 )
-def test_the_damaged_part_is_named(at: int, value: bytes, message: str | None) -> None:
+def test_the_damaged_part_is_named(at: int, value: bytes, message: str) -> None:
     blob = bytearray(encode_trajectory(replace(trajectory(LEASE), segments=[segment([0] * 7)])))
     start = at % len(blob)
     blob[start : start + len(value)] = value
-    if message is None:
-        decode_trajectory(bytes(blob))
-        return
     with pytest.raises(BadPayload, match=message):
         decode_trajectory(bytes(blob))
 
 
-def test_a_damaged_field_is_named() -> None:
-    sent = trajectory(LEASE)
-    blob = encode_trajectory(sent)
-    raw = sent.segments[0].response_logprobs.tobytes()
-    assert blob.count(raw) == 1
-    with pytest.raises(BadPayload, match=r"0\.response_logprobs: wrong checksum"):
-        decode_trajectory(blob.replace(raw, bytes(len(raw))))
+def sealed(kind: int, head: object) -> bytes:
+    raw = msgpack.packb(head)
+    preamble = PREAMBLE.pack(MAGIC, FORMAT, kind, len(raw), 0, 0, xxh3_64_intdigest(raw))
+    return preamble + raw + bytes(-len(raw) % 8)
 
 
-GOOD = segment([0, 0, 1])  # four positions, three sampled
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([*PLAIN_FIELDS, "segments", "other"]), plain, st.sampled_from([1, 2]))
+def test_foreign_plain_data_is_refused_or_read_as_it_is(name: str, value: object, kind: int) -> None:
+    """A head with a right checksum and any content: nothing but `BadPayload` comes out."""
+    good = {field: None for field in PLAIN_FIELDS} | {"segments": 0, "outcome": ["completed", "", ""]}
+    assert decode_trajectory(sealed(1, {"fields": [], "plain": good})).segments == []
+    for changed in (good | {name: value}, {key: one for key, one in good.items() if key != name}):
+        blob = sealed(kind, {"fields": [], "plain": changed})
+        for read in (decode_trajectory, decode_journal, lambda payload: get_fields(payload, PLAIN_FIELDS)):
+            with suppress(BadPayload):
+                read(blob)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"response_mask": np.array([1, 1], dtype=np.uint8)}, "response_mask: shape"),
-        ({"response_mask": np.array([1, 1, 2, 0], dtype=np.uint8)}, "response_mask: holds other values"),
-        ({"response_logprobs": np.zeros(5, dtype=np.float32)}, "response_logprobs: shape"),
-        ({"response_logprobs": np.array([0, np.inf, 0, 0], dtype=np.float32)}, "response_logprobs: holds NaN"),
-        ({"response_ids": np.array([1, -2, 3, 4], dtype=np.int32)}, "response_ids: holds negative"),
-        ({"prompt_ids": np.array([0.5])}, "prompt_ids: dtype"),
-        ({"prompt_ids": np.zeros((2, 2), dtype=np.int32)}, "prompt_ids: has 2 dimensions"),
-        ({"turn_starts": np.array([9], dtype=np.int32)}, "turn_starts: points behind"),
-        ({"turn_starts": np.array([2, 1], dtype=np.int32)}, "turn_starts: is not in order"),
-        ({"version_spans": np.array([[0, 0, 2]], dtype=np.int32)}, "version_spans: response position 2"),
-        ({"version_spans": np.array([[0, 0, 4]], dtype=np.int32)}, "version_spans: response position 3"),
-        ({"version_spans": np.array([[0, 0, 3], [1, 2, 3]], dtype=np.int32)}, "covered by 2 spans"),
-        ({"version_spans": np.array([[-1, 0, 3]], dtype=np.int32)}, "version -1 is negative"),
-        ({"version_spans": np.array([[0, 0, 9]], dtype=np.int32)}, "span 0 to 9 of version 0 is outside"),
-        ({"version_spans": np.zeros((3, 2), dtype=np.int32)}, "version_spans: shape"),
-    ],
-)
-def test_bad_segments_are_refused_by_field(change: dict, message: str) -> None:
-    check_segment(GOOD, 0, "segments[0]")
-    with pytest.raises(BadPayload, match=message):
-        check_segment(replace(GOOD, **change), 0, "segments[0]")
+def test_a_trajectory_with_other_fields_is_refused() -> None:
+    good = {field: None for field in PLAIN_FIELDS} | {"segments": 1, "outcome": ["completed", "", ""]}
+    with pytest.raises(BadPayload, match="head: 0 fields for 1 segments"):
+        decode_trajectory(sealed(1, {"fields": [], "plain": good}))
+    foreign = pack(1, [Column(f"0.{name}", "f4", []) for name in SEGMENT_FIELDS], good)
+    with pytest.raises(BadPayload, match=r"head: field 0\.prompt_ids of dtype f4 is unknown"):
+        decode_trajectory(foreign)
+    del good["reward"]
+    with pytest.raises(BadPayload, match="head: field reward is missing"):
+        decode_trajectory(sealed(1, {"fields": [], "plain": good | {"segments": 0}}))
+    with pytest.raises(BadPayload, match="outcome: 'exploded' is not a valid OutcomeKind"):
+        outcome_from_plain(["exploded", "", ""])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"reward": float("nan")}, "reward: nan is not finite"),
-        ({"outcome": Outcome(OutcomeKind.CANCELLED)}, "reward: cancelled may not carry one"),
-        ({"episode_id": "train/0002#0"}, "episode_id"),
-        ({"task_id": "train/0002"}, "task_id"),
-        ({"extra": {"x": {1, 2}}}, "plain data: set"),
-    ],
-)
-def test_bad_trajectories_are_refused_by_field(change: dict, message: str) -> None:
-    assert trajectory(LEASE).outcome == COMPLETED
-    with pytest.raises(BadPayload, match=message):
-        finish(LEASE, replace(trajectory(LEASE), **change))
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=120))
+def test_arbitrary_bytes_are_refused(junk: bytes) -> None:
+    for blob in (junk, MAGIC + struct.pack("<HH", FORMAT, KIND_TRAJECTORY) + junk):
+        for read in (decode_trajectory, decode_journal, decode_task, lambda payload: get_fields(payload, ["reward"])):
+            with pytest.raises(BadPayload):
+                read(blob)
 
 
-def test_tokens_below_the_floor_and_payloads_over_the_limit_are_refused() -> None:
-    with pytest.raises(BadPayload, match="version 2 is below the lease's floor 3"):
-        finish(replace(LEASE, min_version=3), trajectory(LEASE, version=2))
-    with pytest.raises(BadPayload, match="over the limit of 100"):
-        finish(LEASE, trajectory(LEASE), max_bytes=100)
+# tasks and journals --------------------------------------------------------------------------------------------------
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.text(), plain, max_size=3), plain, st.integers(-1000, 1000))
+def test_tasks_come_back_equal(extra: dict, truth: object, priority: int) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    sent = Task("train/1", "train", messages, "d", truth, None, extra, {"top_p": 1.0}, 3, priority)
+    assert decode_task(encode_task(sent)) == sent
+
+
+def test_any_mapping_may_be_in_a_task_and_what_cannot_be_packed_is_named() -> None:
+    sent = replace(task(1), extra_info=MappingProxyType({"nested": MappingProxyType({"a": np.float32(0.5)})}))
+    assert decode_task(encode_task(sent)).extra_info == {"nested": {"a": 0.5}}
+    with pytest.raises(BadPayload, match="task train/0001: ground_truth: set"):
+        encode_task(replace(task(1), ground_truth={1, 2}))
+
+
+def test_journal_entries_come_back_equal() -> None:
+    entries = [turn(3), JournalEntry(JournalKind.TOOLS, data={"results": [{"text": "4"}], "sandbox_session": "s-1"})]
+    assert all(same(decode_journal(encode_journal(entry)), entry) for entry in entries)
+
+
+def test_damaged_journal_entries_are_refused() -> None:
+    blob = encode_journal(turn(3))
+    for at in range(len(blob)):
+        damaged = bytearray(blob)
+        damaged[at] ^= 0x10
+        with pytest.raises(BadPayload):
+            decode_journal(bytes(damaged))

@@ -16,6 +16,7 @@ return cmsgpack.pack({
   run = {run.version, run.next_step, run.committed_step, run.groups_per_step, run.group_size},
   counters = call('HGETALL', key('counters')),
   queued = count_queued(quotas),
+  parked = count_parked(quotas),
   admitted = call('ZCARD', key('admitted')),
   ready = call('ZCARD', key('ready')),
   open = call('ZCARD', key('open:train')),

@@ -27,6 +27,16 @@ local function count_queued(quotas)
   return queued
 end
 
+-- Queued groups beyond what the quota of their source has room for.
+local function count_parked(quotas)
+  local parked = 0
+  for source, quota in pairs(quotas) do
+    local room = math.max(0, quota - tonumber(call('HGET', key('in_system'), source) or 0))
+    parked = parked + math.max(0, call('ZCARD', key('queue:' .. source)) - room)
+  end
+  return parked
+end
+
 -- Unshipped groups of sources with a quota.
 local function count_source(source, by)
   if quota_of()[source] then call('HINCRBY', key('in_system'), source, by) end

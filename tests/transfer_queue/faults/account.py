@@ -1,0 +1,198 @@
+"""The account of a stage that has played to its end: where is every episode that was submitted?
+
+Each task is in exactly one place: trained (its rewarded members in one step of the trainer's newest checkpoint), held
+(ready, too few for a step), or counted under one reason: filtered, dropped over age, dead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from faults.checkpoints import Checkpoints, Trained
+from faults.episodes import position_of, task_id_at, task_of, trajectory_print
+from faults.plan import Plan
+from faults.records import read_folder, read_records
+from penstock.transfer_queue.ledger import Ledger, Status
+
+REASONS = {"filtered": "filtered", "dropped_over_age": "dropped", "dead": "dead"}
+"""State of a group that will not be trained → name in the account."""
+
+
+@dataclass
+class Account:
+    """Counts of episodes where nothing else is said."""
+
+    seed: int
+    kills: Mapping[str, int]
+    tasks: int
+    acknowledged: int
+    trained: int
+    steps: int
+    owed: int
+    """Finished and still held, because too few groups for a step are left."""
+    reasons: Mapping[str, int]
+    """Groups that will not be trained, by reason."""
+    lost: list[str]
+    """Acknowledged, and in no place; with why we think so."""
+    twice: list[str]
+    """Trained more than once in the final lineage, or acknowledged to two workers."""
+    wrong: list[str] = field(default_factory=list)
+    """Everything else that does not add up."""
+
+    @property
+    def line(self) -> str:
+        counts = {"kills": dict(self.kills), "tasks": self.tasks, "acknowledged": self.acknowledged}
+        counts |= {"trained": self.trained, "steps": self.steps, "owed": self.owed, **self.reasons}
+        counts |= {"lost": len(self.lost), "twice": len(self.twice), "wrong": len(self.wrong)}
+        return f"account of seed {self.seed}: " + ", ".join(f"{name} {count}" for name, count in counts.items())
+
+    def check(self) -> None:
+        """Raises `AssertionError` with all that is wrong, unless every episode is accounted for."""
+        assert not (self.lost or self.twice or self.wrong), "\n".join(
+            [
+                self.line,
+                *("lost: " + name for name in self.lost),
+                *("twice: " + name for name in self.twice),
+                *self.wrong,
+            ]
+        )
+
+
+async def draw_up(plan: Plan, ledger: Ledger, kills: Mapping[str, int]) -> Account:
+    """The account of a stage whose work is drained. Asks the ledger by its public protocol only."""
+    books = Books(plan)
+    status, held = await ledger.status(), await ledger.held()
+    tasks = {task_id_at(position) for position in range(position_of(await ledger.cursor()))}
+    if plan.may_lose_tail:
+        tasks |= tasks_of(books.trained)  # trained, and their submission is lost: they will be fed again
+    account = Account(
+        seed=plan.seed,
+        kills=kills,
+        tasks=len(tasks),
+        acknowledged=len(books.acknowledged),
+        trained=len(books.trained),
+        steps=len(books.lineage),
+        owed=len(held),
+        reasons={name: status.groups[state] for state, name in REASONS.items()},
+        lost=books.lost(held),
+        twice=books.twice(),
+    )
+    account.wrong += books.wrong_lineage() + books.wrong_prints() + books.wrong_fences()
+    account.wrong += wrong_counters(plan, books, status, held, tasks)
+    account.wrong += await wrong_payloads(books, ledger, held)
+    return account
+
+
+class Books:
+    """What the processes wrote down."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.told = read_folder(plan.folder / "told")
+        self.acknowledged = {record["episode"]: record for record in self.told if record["kind"] == "acknowledged"}
+        self.begun = {record["episode"] for record in self.told if record["kind"] == "about"}
+        self.lineage = Checkpoints(plan.folder / "checkpoints").lineage()
+        self.steps_of: dict[str, list[int]] = defaultdict(list)
+        for trained in self.lineage:
+            for group in trained.groups:
+                for episode in group:
+                    self.steps_of[episode].append(trained.step)
+
+    @property
+    def trained(self) -> set[str]:
+        return set(self.steps_of)
+
+    def lost(self, held: set[str]) -> list[str]:
+        """Acknowledged with a reward, its group was trained or is held, and it is not there."""
+        trained_tasks, held_tasks = tasks_of(self.trained), tasks_of(held)
+        lost = []
+        for episode, record in self.acknowledged.items():
+            rewarded, task = record["reward"] is not None, task_of(episode)
+            if rewarded and task in trained_tasks and episode not in self.steps_of:
+                lost.append(f"{episode} of a trained group")
+            if rewarded and task in held_tasks and episode not in held:
+                lost.append(f"{episode} of a held group")
+        return lost if not self._plan.may_lose_tail else []
+
+    def twice(self) -> list[str]:
+        twice = [f"{episode} in steps {steps}" for episode, steps in self.steps_of.items() if len(steps) > 1]
+        if self._plan.may_lose_tail:
+            return twice
+        times = Counter(record["episode"] for record in self.told if record["kind"] == "acknowledged")
+        return twice + [f"{episode} acknowledged {count} times" for episode, count in times.items() if count > 1]
+
+    def wrong_lineage(self) -> list[str]:
+        """The model has seen every step once, in order; each life trained a step on the same batch as all others."""
+        steps = [trained.step for trained in self.lineage]
+        wrong = [] if steps == list(range(len(steps))) else [f"the model's steps are {steps}"]
+        if self._plan.may_lose_tail:
+            return wrong
+        seen = {trained.step: trained for trained in self.lineage}
+        for record in read_records(self._plan.folder / "trainer.jsonl"):
+            if record["kind"] == "trained":
+                trained = Trained(record["step"], record["groups"], record["prints"])
+                if seen.setdefault(trained.step, trained) != trained:
+                    wrong.append(f"step {trained.step} had another batch in life {record['life']}")
+        return wrong
+
+    def wrong_fences(self) -> list[str]:
+        """A fence keeps owners of an episode apart: no two have the same."""
+        owners: dict[tuple[str, int], set[str]] = defaultdict(set)
+        for record in self.told:
+            if record["kind"] == "leased":
+                owners[record["episode"], record["fence"]].add(record["owner"])
+        return [
+            f"{episode}: fence {fence} was given to {sorted(both)}"
+            for (episode, fence), both in owners.items()
+            if len(both) > 1
+        ]
+
+    def wrong_prints(self) -> list[str]:
+        """What the trainer read is what a worker completed."""
+        completed = {(record["episode"], record["print"]) for record in self.told if record["kind"] == "about"}
+        read = {pair for trained in self.lineage for pair in trained.prints.items()}
+        return [f"{episode} was read with print {seen}, which nobody completed" for episode, seen in read - completed]
+
+
+def wrong_counters(plan: Plan, books: Books, status: Status, held: set[str], tasks: set[str]) -> list[str]:
+    """The ledger's own counts against the books."""
+    groups, episodes = status.groups, status.episodes
+    trained_groups = sum(len(trained.groups) for trained in books.lineage)
+    reasons = sum(groups[state] for state in REASONS)
+    other = len(tasks - tasks_of(books.trained) - tasks_of(held))
+    expected: dict[str, tuple[Any, Any]] = {
+        "submitted groups": (groups["submitted"], len(tasks)),
+        "groups in all states": (sum(groups.values()) - groups["submitted"], len(tasks)),
+        "committed groups": (groups["committed"], trained_groups),
+        "groups of trained episodes": (len(tasks_of(books.trained)), trained_groups),
+        "groups neither trained nor held": (other, reasons),
+        "ready groups": (groups["ready"], len(tasks_of(held))),
+        "trained episodes": (episodes["trained"], len(books.trained)),
+        "committed episodes": (episodes["committed"], len(books.trained)),
+        "queued and leased episodes": (episodes["queued"] + episodes["leased"], 0),
+        "steps": ((status.version, status.step, status.committed_step), (len(books.lineage),) * 3),
+        "completed episodes by place": (episodes["completed"], placed(episodes, held)),
+    }
+    wrong = [f"{name}: {found}, expected {want}" for name, (found, want) in expected.items() if found != want]
+    if not plan.may_lose_tail and not len(books.acknowledged) <= episodes["completed"] <= len(books.begun):
+        bounds = f"{len(books.acknowledged)} acknowledged, {len(books.begun)} begun"
+        wrong.append(f"completed: {episodes['completed']}; {bounds}")
+    return [*wrong, *(f"{task} was never submitted" for task in tasks_of(books.trained) - tasks)]
+
+
+def placed(episodes: Mapping[str, int], held: set[str]) -> int:
+    return len(held) + sum(episodes[name] for name in ("trained", "dropped", "filtered", "unrewarded", "buried"))
+
+
+async def wrong_payloads(books: Books, ledger: Ledger, held: set[str]) -> list[str]:
+    """What is held can be read, as it was completed."""
+    completed = {(record["episode"], record["print"]) for record in books.told if record["kind"] == "about"}
+    read = [(one.episode_id, trajectory_print(one)) for one in await ledger.read(sorted(held))]
+    return [f"{episode} is held with print {seen}, which nobody completed" for episode, seen in set(read) - completed]
+
+
+def tasks_of(episodes: set[str]) -> set[str]:
+    return {task_of(episode) for episode in episodes}

@@ -1,0 +1,27 @@
+"""Tasks for the miniature trainer, by the rule of trainer/feeder.py, without an end."""
+
+from __future__ import annotations
+
+from faults.episodes import cursor_at, position_of, task_at
+from penstock.transfer_queue.ledger import Ledger, Limits, Status
+
+
+class Feeder:
+    """Goes on at the ledger's own cursor, which a ledger that lost its tail turns back."""
+
+    def __init__(self, ledger: Ledger, limits: Limits) -> None:
+        self._ledger = ledger
+        self._limits = limits
+
+    async def fill(self) -> None:
+        position, status = position_of(await self._ledger.cursor()), await self._ledger.status()
+        waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready"))
+        end = position + (self._limits.max_staleness + 2) * self._limits.groups_per_step - waiting
+        if end > position:
+            await self._ledger.submit([task_at(number) for number in range(position, end)], cursor_at(end))
+
+
+def drained(status: Status, limits: Limits) -> bool:
+    """Nothing can become a step any more: groups that are left over are fewer than one needs."""
+    groups = status.groups
+    return groups["queued"] + groups["admitted"] == 0 and groups["ready"] < limits.groups_per_step

@@ -1,0 +1,166 @@
+"""A trainer process: ``python -m faults.trainer PLAN LIFE [--gap NAME --passes N] [--url URL]``.
+
+The order of trainer/loop.py: take(s), prefetch(s + 1), train, publish(s + 1), spill; every few steps a checkpoint and
+its commit beside the next steps. Its model is the list of what it was trained on. Exit 0: everything fed is trained.
+Exit 75: the ledger has lost steps; started again, it goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+from pathlib import Path
+
+from faults.checkpoints import Checkpoint, Checkpoints, Trained, groups_by_step
+from faults.episodes import trajectory_print
+from faults.feeder import Feeder, drained
+from faults.gaps import Gaps
+from faults.plan import Plan, check_parent, load_plan
+from faults.records import Records
+from penstock.transfer_queue.batch_log import BatchLog
+from penstock.transfer_queue.ledger import Announcement, BadPayload, Batch, StepError
+from penstock.transfer_queue.redis_ledger import RedisLedger
+
+START_AGAIN = 75
+BATCH_TIMEOUT_S = 60.0
+"""Longer than any fault of ours lasts."""
+POLL_S = 0.01
+
+
+class Trainer:
+    """One life, from the newest checkpoint to the end or to a gap."""
+
+    def __init__(self, plan: Plan, life: str, ledger: RedisLedger, gaps: Gaps) -> None:
+        self._plan = plan
+        self._life = life
+        self._ledger = ledger
+        self._gaps = gaps
+        self._feeder = Feeder(ledger, plan.limits)
+        self._checkpoints = Checkpoints(plan.folder / "checkpoints")
+        self._log = Records(plan.folder / "trainer.jsonl", durable=False)
+        self._saved = 0
+        self._since_saved: list[Trained] = []
+        self._saving: asyncio.Task[None] | None = None
+        self._next: asyncio.Task[Batch | None] | None = None
+        self._parent = os.getppid()
+
+    async def run(self) -> None:
+        step, published = await self._resume()
+        while batch := await self._take(step):
+            self._gaps.at("after_lease")
+            self._next = asyncio.create_task(self._lease(step + 1))
+            await self._train(batch)
+            self._gaps.at("after_step")
+            if step + 1 > published:
+                await self._ledger.publish_version(announcement(step + 1))
+            self._gaps.at("after_publish")
+            await self._spill(batch)
+            step += 1
+            if step % self._plan.checkpoint_every == 0:
+                await self._save(step)
+        await self._save(step)
+        await self._settle()
+
+    async def _resume(self) -> tuple[int, int]:
+        """(step to go on with, newest version that is out)"""
+        step, status = self._checkpoints.newest().step, await self._ledger.status()
+        if status.committed_step > step:
+            raise AssertionError(f"step {status.committed_step} is committed and no checkpoint beyond {step} is whole")
+        await self._ledger.commit(step, groups_by_step(self._checkpoints.lineage(status.committed_step)))
+        again = await self._ledger.rewind(step)
+        version = (await self._ledger.status()).version
+        self._log.write("life", life=self._life, step=step, version=version, again=again)
+        if step > version:
+            await self._ledger.publish_version(announcement(step))
+        elif step == version:
+            await self._ledger.renew_manifest(announcement(step))
+        self._saved = step
+        return step, max(step, version)
+
+    async def _take(self, step: int) -> Batch | None:
+        self._gaps.at("before_step")
+        task, self._next = self._next, None
+        return await (task or self._lease(step))
+
+    async def _lease(self, step: int) -> Batch | None:
+        """None where everything that was fed is trained."""
+        deadline = asyncio.get_running_loop().time() + BATCH_TIMEOUT_S
+        while True:
+            check_parent(self._parent)
+            finishing = self._plan.finishing
+            if not finishing:
+                await self._feeder.fill()
+            answer = await self._ledger.lease_batch(step)
+            if isinstance(answer, Batch):
+                return answer
+            if finishing and drained(await self._ledger.status(), self._plan.limits):
+                return None
+            if asyncio.get_running_loop().time() > deadline:
+                raise AssertionError(f"no batch for step {step}: {answer.cause}; {await self._ledger.status()}")
+            await asyncio.sleep(POLL_S)
+
+    async def _train(self, batch: Batch) -> None:
+        groups = [list(group) for group in batch.groups]
+        trajectories = await self._ledger.read([episode for group in groups for episode in group])
+        prints = {trajectory.episode_id: trajectory_print(trajectory) for trajectory in trajectories}
+        trained = Trained(batch.step, groups, prints)
+        self._since_saved.append(trained)
+        self._log.write("trained", life=self._life, step=batch.step, groups=groups, prints=prints)
+
+    async def _spill(self, batch: Batch) -> None:
+        self._gaps.during("in_spill")
+        await self._ledger.spill(batch.step, [episode for group in batch.groups for episode in group])
+
+    async def _save(self, step: int) -> None:
+        if step == self._saved:
+            return
+        await self._settle()
+        checkpoint = Checkpoint(step, self._saved, tuple(self._since_saved))
+        self._saved, self._since_saved = step, []
+        self._saving = asyncio.create_task(self._seal_and_commit(checkpoint))
+
+    async def _seal_and_commit(self, checkpoint: Checkpoint) -> None:
+        self._checkpoints.write(checkpoint, self._gaps)
+        self._gaps.at("after_checkpoint")
+        self._gaps.during("in_commit")
+        await self._ledger.commit(checkpoint.step, groups_by_step(checkpoint.trained))
+        self._gaps.at("after_commit")
+
+    async def _settle(self) -> None:
+        if self._saving is not None:
+            await self._saving
+
+
+def announcement(version: int) -> Announcement:
+    return Announcement(version, {"path": f"weights-{version}"})
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("life")
+    parser.add_argument("--gap", default="")
+    parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("--url")
+    given = parser.parse_args()
+    plan = load_plan(given.plan)
+    gaps = Gaps(given.gap, given.passes, random.Random(f"{plan.seed}/{given.life}"))
+    log = BatchLog(plan.folder / "batches")
+    ledger = await RedisLedger.connect(given.url or plan.url, plan.run, plan.config, plan.password, batch_log=log)
+    try:
+        await ledger.create_run(plan.limits, "faults: 1")
+        await Trainer(plan, given.life, ledger, gaps).run()
+    except (StepError, BadPayload) as error:
+        if not plan.may_lose_tail:
+            raise
+        print(error, file=sys.stderr)
+        sys.exit(START_AGAIN)
+    finally:
+        await ledger.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

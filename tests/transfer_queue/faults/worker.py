@@ -1,0 +1,133 @@
+"""An agent worker process: ``python -m faults.worker PLAN NAME [--url URL] [--clock-jumps]``.
+
+Several coroutines lease episodes, journal their turns and end them. SIGTERM: leases are handed back, then exit 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+
+from faults.clock import jump_now_and_then
+from faults.episodes import next_entry, trajectory_of, trajectory_print
+from faults.journals import JournalBook
+from faults.plan import Plan, check_parent, load_plan
+from faults.records import Records
+from penstock.transfer_queue.ledger import BadPayload, Lease, LeaseLost, LedgerUnavailable
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.trajectory import JournalEntry, Outcome, OutcomeKind
+
+COROUTINES = 4
+LEASES = 2
+INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")
+ENDINGS = {"complete": 0.86, "fail": 0.09, "release": 0.05}
+SHORT_PAUSE_S, IDLE_S = 0.004, 0.02
+
+
+class Worker:
+    """The coroutines of one process. What it was told is in ``told/NAME.jsonl``."""
+
+    def __init__(self, plan: Plan, name: str, ledger: RedisLedger, stopping: asyncio.Event) -> None:
+        self._plan = plan
+        self._name = name
+        self._ledger = ledger
+        self._chance = random.Random(f"{plan.seed}/{name}")
+        self._told = Records(plan.folder / "told" / f"{name}.jsonl")
+        self._journals = JournalBook(plan.folder / "journals", may_lose_tail=plan.may_lose_tail)
+        self._stopping = stopping
+        self._parent = os.getppid()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(COROUTINES):
+                group.create_task(self._work(f"{self._name}.{number}"))
+
+    async def _work(self, owner: str) -> None:
+        while not self._stopping.is_set():
+            check_parent(self._parent)
+            try:
+                await self._round(owner)
+            except LedgerUnavailable as error:
+                self._told.write("unavailable", cause=str(error))
+
+    async def _round(self, owner: str) -> None:
+        latest = await self._ledger.latest_version()
+        version = latest.version if latest else 0
+        leases = await self._ledger.lease_episodes(owner, LEASES, version)
+        for lease in leases:
+            self._told.write("leased", episode=lease.episode_id, fence=lease.fence, owner=owner)
+            await self._attempt(lease, version)
+        if not leases:
+            await asyncio.sleep(IDLE_S)
+
+    async def _attempt(self, lease: Lease, version: int) -> None:
+        try:
+            if self._stopping.is_set():
+                return await self._ledger.release(lease)
+            self._journals.check(lease)
+            await self._run_episode(lease, version)
+        except LeaseLost:
+            self._told.write("lease_lost", episode=lease.episode_id, fence=lease.fence)
+        except BadPayload:
+            # Its journal names a version that the ledger forgot; once the trainer published that again, it is good.
+            if not self._plan.may_lose_tail:
+                raise
+            await self._ledger.release(lease)
+            await asyncio.sleep(IDLE_S)
+
+    async def _run_episode(self, lease: Lease, version: int) -> None:
+        entries = list(lease.journal)
+        while entry := next_entry(lease.episode_id, entries, max(version, lease.min_version), self._chance):
+            await self._think()
+            self._journals.write(lease, "about", entry)
+            await self._ledger.journal(lease, entry)
+            self._journals.write(lease, "told", entry)
+            entries.append(entry)
+        (ending,) = self._chance.choices([*ENDINGS], [*ENDINGS.values()])
+        if ending == "complete":
+            await self._complete(lease, entries)
+        elif ending == "fail":
+            again = await self._ledger.fail(lease, INFRA)
+            self._told.write("failed", episode=lease.episode_id, fence=lease.fence, again=again)
+        else:
+            await self._ledger.release(lease)
+
+    async def _think(self) -> None:
+        """Now and then so long that the lease runs out: the worker comes back as one that was thought dead."""
+        slow = self._chance.random() < 0.004
+        await asyncio.sleep(1.5 * self._plan.limits.lease_ttl_s if slow else self._chance.uniform(0, SHORT_PAUSE_S))
+
+    async def _complete(self, lease: Lease, entries: list[JournalEntry]) -> None:
+        reward = None if self._chance.random() < 0.02 else float(self._chance.random() < 0.5)
+        trajectory = trajectory_of(lease, entries, reward)
+        facts = {"episode": lease.episode_id, "fence": lease.fence, "reward": reward}
+        facts["print"] = trajectory_print(trajectory)
+        self._told.write("about", **facts)
+        await self._ledger.complete(lease, trajectory)
+        self._told.write("acknowledged", **facts)
+        self._journals.close(lease.episode_id)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("--url")
+    parser.add_argument("--clock-jumps", action="store_true")
+    given = parser.parse_args()
+    plan, stopping = load_plan(given.plan), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
+    ledger = await RedisLedger.connect(given.url or plan.url, plan.run, plan.config, plan.password)
+    try:
+        async with jump_now_and_then(random.Random(f"{plan.seed}/{given.name}/clock"), given.clock_jumps):
+            await Worker(plan, given.name, ledger, stopping).run()
+    finally:
+        await ledger.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,188 @@
+"""What is refused before a byte is sent, field by field, and what the index is told of what is accepted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ledger_samples import segment, task, trajectory
+from payload_samples import LEASE, same, segments, trajectories
+
+from penstock.transfer_queue.checks import check_tasks, finish
+from penstock.transfer_queue.codec import decode_trajectory, encode_trajectory
+from penstock.transfer_queue.ledger import BadPayload, LedgerError
+from penstock.transfer_queue.segment_checks import check_segment
+from penstock.transfer_queue.trajectory import COMPLETED, Outcome, OutcomeKind, Segment, Task, Trajectory
+
+GOOD = segment([0, 0, 1])  # four positions, three sampled
+
+
+def i4(*values: Any) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trajectories)
+def test_whatever_an_engine_makes_passes_and_is_told_to_the_index(sent: Trajectory) -> None:
+    result = finish(LEASE, sent)
+    assert same(decode_trajectory(result.blob), sent)
+    assert result.reward == sent.reward
+    assert result.tokens == sum(len(one.response_ids) for one in sent.segments)
+    assert result.lowest_version == sent.min_version
+    assert result.highest_version == max((one.versions().max(initial=0) for one in sent.segments), default=0)
+
+
+def test_compression_reaches_the_payload() -> None:
+    long = replace(trajectory(LEASE), segments=[segment([0] * 5_000)])
+    assert finish(LEASE, long, compression="zstd").blob == encode_trajectory(long, "zstd") != finish(LEASE, long).blob
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"response_mask": np.array([1, 1], dtype=np.uint8)}, "response_mask: shape"),
+        ({"response_mask": np.array([1, 1, 2, 0], dtype=np.uint8)}, "response_mask: holds other values"),
+        ({"response_mask": np.array([1, 1, 0.5, 0])}, "response_mask: holds other values"),
+        ({"response_mask": np.array(["1", "1", "1", "0"])}, "response_mask: dtype"),
+        ({"response_logprobs": np.zeros(5, dtype=np.float32)}, "response_logprobs: shape"),
+        ({"response_logprobs": np.array([0, np.inf, 0, 0], dtype=np.float32)}, "response_logprobs: holds NaN"),
+        ({"response_logprobs": np.array([0, -np.inf, np.inf, 0], dtype=np.float32)}, "response_logprobs: holds NaN"),
+        ({"response_logprobs": np.array([0, np.nan, 0, 0], dtype=np.float32)}, "response_logprobs: holds NaN"),
+        ({"response_logprobs": np.array([0, -1e300, 0, 0])}, "response_logprobs: holds NaN"),
+        ({"response_logprobs": np.array(["a", "b", "c", "d"])}, "response_logprobs: dtype"),
+        ({"response_ids": i4(1, -2, 3, 4)}, "response_ids: holds negative"),
+        ({"response_ids": np.array([1, 2**31, 3, 4])}, "response_ids: holds values over int32"),
+        ({"response_ids": np.array([1, 2**31, 3, 4], dtype=np.uint32)}, "response_ids: holds values over int32"),
+        ({"prompt_ids": np.array([0.5])}, "prompt_ids: dtype"),
+        ({"prompt_ids": np.zeros((2, 2), dtype=np.int32)}, "prompt_ids: has 2 dimensions"),
+        ({"turn_starts": i4(9)}, "turn_starts: points behind"),
+        ({"turn_starts": i4(-1)}, "turn_starts: holds negative"),
+        ({"turn_starts": i4(2, 1)}, "turn_starts: is not in order"),
+        ({"version_spans": i4([0, 0, 2])}, "version_spans: response position 2"),
+        ({"version_spans": i4([0, 0, 4])}, "version_spans: response position 3"),
+        ({"version_spans": i4([0, 0, 3], [1, 2, 3])}, "covered by 2 spans"),
+        ({"version_spans": i4([0, 0, 2], [0, 1, 2])}, "covered by 2 spans"),
+        ({"version_spans": i4([0, 0, 1], [0, 2, 4])}, "response position 1"),
+        ({"version_spans": np.zeros((0, 3), dtype=np.int32)}, "version_spans: response position 0"),
+        ({"version_spans": i4([-1, 0, 3])}, "version -1 is negative"),
+        ({"version_spans": i4([0, 0, 9])}, "span 0 to 9 of version 0 is outside"),
+        ({"version_spans": i4([0, 0, 3], [0, 3, 3])}, "span 3 to 3 of version 0 is outside"),
+        ({"version_spans": np.zeros((3, 2), dtype=np.int32)}, "version_spans: shape"),
+        ({"version_spans": np.array([[2**31, 0, 3]])}, "version_spans: holds values over int32"),
+        ({"version_spans": np.array([[0.0, 0.0, 3.0]])}, "version_spans: dtype"),
+    ],
+)
+def test_bad_segments_are_refused_by_field(change: dict, message: str) -> None:
+    check_segment(GOOD, 0, "segments[0]")
+    with pytest.raises(BadPayload, match=r"segments\[0\]\." + message if ":" in message else message):
+        check_segment(replace(GOOD, **change), 0, "segments[0]")
+
+
+def test_other_dtypes_and_span_orders_are_as_good() -> None:
+    wide = Segment(
+        GOOD.prompt_ids.astype(np.int64),
+        GOOD.response_ids.tolist(),  # type: ignore[arg-type]
+        GOOD.response_mask.astype(bool),  # type: ignore[arg-type]
+        GOOD.response_logprobs.astype(np.float64),
+        GOOD.version_spans[::-1].astype(np.uint64),
+        [],  # type: ignore[arg-type]
+    )
+    sent = replace(trajectory(LEASE), segments=[wide])
+    result = finish(LEASE, sent)
+    assert (result.tokens, result.lowest_version, result.highest_version) == (4, 0, 1)
+    found = decode_trajectory(result.blob).segments[0]
+    want = replace(GOOD, version_spans=GOOD.version_spans[::-1], turn_starts=i4())
+    assert same(found, want)
+
+
+def test_more_spans_than_the_quick_look_counts_are_checked_too() -> None:
+    long = segment([0] * 5_000)
+    check_segment(long, 0, "s")
+    spans = long.version_spans.copy()
+    spans[4_000, 1] = 3_999
+    with pytest.raises(BadPayload, match=r"response position 3999 .* covered by 2 spans"):
+        check_segment(replace(long, version_spans=spans), 0, "s")
+
+
+@st.composite
+def perhaps_bad(draw: st.DrawFn) -> Segment:
+    """A segment of an engine with some of its numbers changed."""
+    found = draw(segments())
+    arrays = {name: getattr(found, name).copy() for name in Segment.__dataclass_fields__}
+    for name in draw(st.lists(st.sampled_from(sorted(arrays)), max_size=2)):
+        values = arrays[name].reshape(-1)
+        if values.size:
+            at = draw(st.integers(0, values.size - 1))
+            odd = [0, 1, 2, 255] if values.dtype == np.uint8 else [-1, 0, 1, 2, 3, len(found.response_ids), 2**31 - 128]
+            values[at] = draw(st.sampled_from([*odd, np.nan, np.inf] if values.dtype == np.float32 else odd))
+    return Segment(**arrays)
+
+
+@settings(max_examples=300, deadline=None)
+@given(perhaps_bad(), st.integers(-1, 3))
+def test_the_quick_look_and_the_rules_judge_alike(found: Segment, floor: int) -> None:
+    """int64 prompts are for the rules alone, int32 ones for the quick look first: same verdict, same words."""
+    ruled = replace(found, prompt_ids=found.prompt_ids.astype(np.int64))
+    assert verdict(found, floor) == verdict(ruled, floor)
+
+
+def verdict(found: Segment, floor: int) -> str | None:
+    try:
+        check_segment(found, floor, "s")
+    except BadPayload as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward": float("nan")}, "reward: nan is not finite"),
+        ({"reward": "1"}, "reward: '1' is not finite"),
+        ({"reward": 10**400}, "reward: 1000.* is not finite"),
+        ({"outcome": Outcome(OutcomeKind.CANCELLED)}, "reward: cancelled may not carry one"),
+        ({"outcome": Outcome(OutcomeKind.INFRA_ERROR)}, "reward: infra_error may not carry one"),
+        ({"episode_id": "train/0002#0"}, "episode_id"),
+        ({"task_id": "train/0002"}, "task_id"),
+        ({"extra": {"x": {1, 2}}}, "plain data: set"),
+    ],
+)
+def test_bad_trajectories_are_refused_by_field(change: dict, message: str) -> None:
+    assert trajectory(LEASE).outcome == COMPLETED
+    with pytest.raises(BadPayload, match=message):
+        finish(LEASE, replace(trajectory(LEASE), **change))
+
+
+def test_tokens_below_the_floor_and_payloads_over_the_limit_are_refused() -> None:
+    with pytest.raises(BadPayload, match="version 2 is below the lease's floor 3"):
+        finish(replace(LEASE, min_version=3), trajectory(LEASE, version=2))
+    with pytest.raises(BadPayload, match="over the limit of 100"):
+        finish(LEASE, trajectory(LEASE), max_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task_id": ""}, "task_id must be 1 to 200"),
+        ({"task_id": "a b"}, "task_id must be 1 to 200"),
+        ({"task_id": "a\n"}, "task_id must be 1 to 200"),
+        ({"task_id": "a" * 201}, "task_id must be 1 to 200"),
+        ({"lane": "eval 4"}, "lane must be 1 to 200"),
+        ({"data_source": "x" * 201}, "task train/0001: data_source must be at most 200 printable"),
+        ({"data_source": "two\nlines"}, "data_source must be"),
+        ({"data_source": None}, "data_source must be"),
+        ({"priority": 1001}, "task train/0001: priority is 1001, not a whole number from -1000 to 1000"),
+        ({"priority": -1001}, "priority is -1001"),
+        ({"priority": 0.5}, "priority is 0.5"),
+        ({"min_version": -1}, "task train/0001: min_version is -1, below 0"),
+    ],
+)
+def test_tasks_that_the_ledger_cannot_keep_are_refused(change: dict, message: str) -> None:
+    good: list[Task] = [task(1), task(2, source="Größe 3/α", priority=-1000), task(3, source="", priority=1000)]
+    check_tasks(good)
+    with pytest.raises(LedgerError, match=message):
+        check_tasks([*good, replace(task(1), **change)])

@@ -1,0 +1,284 @@
+"""The container: every array and every slice comes back equal, and any damage is refused, whatever its bytes say."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from payload_samples import plain, same
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+from penstock.transfer_queue.fields import BLOCK, DTYPES, MAX_RAW_BYTES, Column
+from penstock.transfer_queue.ledger import BadPayload, LedgerError
+from penstock.transfer_queue.packing import (
+    FORMAT,
+    HEAD_GUESS,
+    MAGIC,
+    PREAMBLE,
+    blob_length,
+    head_length,
+    pack,
+    parse_head,
+    read_arrays,
+    unpack_plain,
+    whole_head,
+)
+
+KIND = 7
+CODECS = st.sampled_from(["none", "zstd"])
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> list[Column]:
+    """Arrays of all dtypes, empty ones and ones of several blocks among them, half of them worth compressing."""
+    found = []
+    for number in range(draw(st.integers(0, 4))):
+        dtype = draw(st.sampled_from(sorted(DTYPES)))
+        rows = draw(st.sampled_from([0, 1, 5, 300, 20_000, 65_536, 65_537, 70_001]))
+        shape = (rows,) if draw(st.booleans()) else (rows, 3)
+        values = np.random.default_rng(number).integers(0, draw(st.sampled_from([3, 256])), shape)
+        found.append(Column(f"field {number}", dtype, values.astype(DTYPES[dtype]), draw(st.booleans())))
+    return found
+
+
+LONG = [
+    Column("mask", "u1", np.arange(150_001) % 7 % 2, sliced=True),
+    Column("ids", "i4", np.arange(150_001), sliced=True),
+    Column("spans", "i4", np.arange(30_000).reshape(-1, 3), sliced=True),
+    Column("prompt", "i4", np.arange(40_000)),
+]
+
+
+def whole(blob: bytes) -> tuple[dict[str, Any], Any]:
+    head = whole_head(blob, KIND)
+    return read_arrays(head, blob), head.plain
+
+
+def sealed(head: Any, body: bytes = b"", packed: bytes | None = None) -> bytes:
+    """A payload whose checksum of the head is right, whatever the head says."""
+    raw = msgpack.packb(head) if packed is None else packed
+    preamble = PREAMBLE.pack(MAGIC, FORMAT, KIND, len(raw), 0, len(body), xxh3_64_intdigest(raw))
+    return preamble + raw + bytes(-len(raw) % 8) + body
+
+
+@settings(max_examples=60, deadline=None)
+@given(columns(), st.dictionaries(st.text(), plain, max_size=3), CODECS)
+def test_arrays_and_plain_data_come_back_equal(sent: list[Column], extra: dict, codec: str) -> None:
+    blob = pack(KIND, sent, extra, codec)
+    arrays, found = whole(blob)
+    assert same({column.name: column.values for column in sent}, arrays)
+    assert found == extra
+    assert blob_length(blob[: PREAMBLE.size]) == len(blob)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.data(), CODECS)
+def test_any_slice_of_any_field_is_read_from_its_own_bytes(data: st.DataObject, codec: str) -> None:
+    blob = pack(KIND, LONG, {}, codec)
+    head = parse_head(blob[: head_length(blob[:HEAD_GUESS])], KIND)
+    column = data.draw(st.sampled_from(LONG))
+    rows = len(column.values)
+    edge = st.sampled_from([0, 1, 16_384, 65_536, rows - 1, rows, rows + 9]) | st.integers(-rows - 3, rows + 3)
+    start, stop = data.draw(edge), data.draw(st.none() | edge)
+    field = head.fields[column.name]
+    first, last = field.byte_range(start, stop)
+    cut = field.decode(blob[first:last], start, stop)
+    assert cut.dtype == DTYPES[column.dtype]
+    assert np.array_equal(cut, column.values[start:stop])
+    if column.sliced and codec == "none":
+        assert last - first <= cut.nbytes + 2 * BLOCK
+        assert (first - field.start) % BLOCK == 0
+    else:
+        assert (first, last) == (field.start, field.start + field.size)
+
+
+def test_arrays_are_views_and_read_only() -> None:
+    blob = pack(KIND, LONG, {})
+    arrays, _ = whole(blob)
+    body = np.frombuffer(blob, np.uint8)
+    assert all(np.shares_memory(body, values) for values in arrays.values())
+    assert not any(values.flags.writeable for values in arrays.values())
+    assert all(values.flags.aligned for values in arrays.values())
+
+
+def test_damage_outside_of_a_slice_does_not_hide_it_and_damage_inside_is_refused() -> None:
+    blob = bytearray(pack(KIND, LONG, {}))
+    field = parse_head(bytes(blob), KIND).fields["ids"]
+    blob[field.start + 2 * BLOCK + 5] ^= 1  # in the third block: rows 32,768 to 49,151
+    good = slice(*field.byte_range(0, 32_768))
+    assert field.decode(bytes(blob[good]), 0, 32_768)[-1] == 32_767
+    bad = slice(*field.byte_range(49_000, 50_000))
+    with pytest.raises(BadPayload, match="ids: wrong checksum"):
+        field.decode(bytes(blob[bad]), 49_000, 50_000)
+    with pytest.raises(BadPayload, match=r"ids: \d+ bytes, \d+ by the head; the payload is truncated"):
+        field.decode(bytes(blob[good])[:-1], 0, 32_768)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_every_flipped_bit_and_every_cut_is_refused(codec: str) -> None:
+    """Exhaustive: no byte of a payload is unprotected, padding and reserved ones included."""
+    sent = [Column("a", "u1", np.arange(13)), Column("b", "f4", np.ones(300)), Column("c", "i4", np.zeros((0, 3)))]
+    blob = pack(KIND, sent, {"name": "x"}, codec)
+    assert len(blob) % 4 != 0
+    assert whole(blob)[1] == {"name": "x"}
+    for at in range(len(blob)):
+        for bit in range(8):
+            damaged = bytearray(blob)
+            damaged[at] ^= 1 << bit
+            with pytest.raises(BadPayload):
+                whole(bytes(damaged))
+        with pytest.raises(BadPayload):
+            whole(blob[:at])
+    with pytest.raises(BadPayload, match="length"):
+        whole(blob + b"\0")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), CODECS)
+def test_a_flipped_byte_of_a_long_payload_is_refused(data: st.DataObject, codec: str) -> None:
+    blob = bytearray(pack(KIND, LONG, {"name": "x"}, codec))
+    blob[data.draw(st.integers(0, len(blob) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(BadPayload):
+        whole(bytes(blob))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+@example(PREAMBLE.pack(MAGIC, FORMAT, KIND, 2**32 - 1, 0, 2**64 - 1, 0))
+@example(PREAMBLE.pack(MAGIC, FORMAT, KIND, 0, 0, 0, xxh3_64_intdigest(b"")))
+def test_arbitrary_bytes_are_refused(junk: bytes) -> None:
+    for blob in (junk, MAGIC + struct.pack("<HH", FORMAT, KIND) + junk, sealed(None, packed=junk)):
+        with pytest.raises(BadPayload):
+            whole(blob)
+        with suppress(BadPayload):
+            assert head_length(blob) >= PREAMBLE.size
+        assert blob_length(blob) >= PREAMBLE.size
+
+
+odd = plain | st.binary(max_size=20) | st.sampled_from([-1, 2**63, 2**40, True, [2**30, 2**30], [], [0, 2**30], [-1]])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 6), odd, st.binary(max_size=64))
+def test_a_table_with_a_right_checksum_and_wrong_rows_is_refused(place: int, value: object, body: bytes) -> None:
+    """Whoever can write the store can seal any head: a reader allocates and believes nothing that does not fit."""
+    row: list[Any] = ["a", "i4", [4], 16, "none", 16, xxh3_64_digest(bytes(16))]
+    good = sealed({"fields": [row], "plain": {}}, bytes(16))
+    assert whole(good)[0]["a"].tolist() == [0, 0, 0, 0]
+    changed = [*row[:place], value, *row[place + 1 :]]
+    for head in (
+        {"fields": [changed], "plain": {}},
+        {"fields": value, "plain": {}},
+        {"fields": [], "plain": value},
+        value,
+    ):
+        with suppress(BadPayload):
+            arrays, _ = whole(sealed(head, body))
+            assert isinstance(value, dict | list | str)  # plain data, no field, or another name of the field
+            assert all(values.nbytes <= len(body) for values in arrays.values())
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (["a", "f8", [2], 16, "none", 16, bytes(8)], "a: dtype 'f8' is unknown"),
+        (["a", "i4", [4], 16, "lz4", 16, bytes(8)], "a: codec 'lz4' is unknown"),
+        (["a", "i4", [5], 16, "none", 16, bytes(8)], "a: 16 stored bytes do not hold shape"),
+        (["a", "i4", [-1, -1], 16, "none", 16, bytes(8)], "a: shape"),
+        (["a", "i4", [2, 2, 1], 16, "none", 16, bytes(8)], "a: shape"),
+        (["a", "i4", [4], 16, "none", 4, bytes(8)], "a: 8 bytes of checksums for 4 blocks"),
+        (["a", "i4", [4], 16, "none", 0, bytes(8)], "a: blocks of 0 bytes"),
+        (["a", "i4", [4], 16, "none", 17, bytes(8)], "a: blocks of 17 bytes"),
+        (["a", "i4", [4], 16, "none", 16], "head: malformed row"),
+        (["a", "i4", [2**29], 16, "zstd", 16, bytes(8)], f"over the limit of {MAX_RAW_BYTES}"),
+        (["a", "i4", [2], 8, "none", 8, bytes(8)], "length: a body of 16 bytes, its fields have 8"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_named(row: list[Any], message: str) -> None:
+    with pytest.raises(BadPayload, match=message):
+        whole(sealed({"fields": [row], "plain": {}}, bytes(16)))
+
+
+def test_two_fields_of_one_name_and_foreign_heads_are_refused() -> None:
+    row = ["a", "i4", [4], 16, "none", 16, xxh3_64_digest(bytes(16))]
+    with pytest.raises(BadPayload, match="two fields have one name"):
+        whole(sealed({"fields": [row, row], "plain": {}}, bytes(32)))
+    with pytest.raises(BadPayload, match="not a map of fields and plain data"):
+        whole(sealed({"fields": [row]}, bytes(16)))
+
+
+def test_deep_and_unhashable_plain_data_is_refused() -> None:
+    for packed in (b"\x91" * 100_000 + b"\xc0", b"\x81\x91\x01\x01", b"\xa1\xff"):
+        with pytest.raises(BadPayload, match="thing: not msgpack"):
+            unpack_plain(packed, "thing")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [(["a"], "a: "), (np.float32(1), "a: has 0 dimensions"), (np.zeros((1, 1, 1)), "a: has 3 dimensions")],
+)
+def test_what_is_no_array_is_not_packed(values: Any, message: str) -> None:
+    with pytest.raises(BadPayload, match=message):
+        pack(KIND, [Column("a", "f4", values)], {})
+
+
+# zstd ----------------------------------------------------------------------------------------------------------------
+def test_zstd_is_kept_only_where_it_is_smaller() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, 10_000)
+    sent = [
+        Column("noise", "u1", noise, sliced=True),
+        Column("zeros", "u1", np.zeros(90_000)),
+        Column("few", "u1", [0]),
+    ]
+    blob = pack(KIND, sent, {}, "zstd")
+    found = whole_head(blob, KIND).fields
+    assert {name: field.codec for name, field in found.items()} == {"noise": "none", "zeros": "zstd", "few": "none"}
+    assert len(blob) < 11_000
+
+
+def compressed(frame: bytes, raw_bytes: int) -> bytes:
+    row = ["a", "u1", [raw_bytes], len(frame), "zstd", len(frame), xxh3_64_digest(frame)]
+    return sealed({"fields": [row], "plain": {}}, frame)
+
+
+@pytest.mark.parametrize(
+    ("frame", "message"),
+    [
+        (zstandard.compress(bytes(50_000_000)), "declares 50000000 bytes, not 1000"),
+        (zstandard.compress(bytes(999)), "declares 999 bytes, not 1000"),
+        (zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1000)), "declares -1 bytes"),
+        (zstandard.compress(bytes(1000)) + b"more", "not one whole zstd frame"),
+        (zstandard.compress(bytes(1000))[:-1], "not one whole zstd frame"),
+        (b"no zstd at all", "not one whole zstd frame"),
+    ],
+)
+def test_a_frame_never_unpacks_to_more_than_its_field(frame: bytes, message: str) -> None:
+    good = compressed(zstandard.compress(bytes(1000)), 1000)
+    assert whole(good)[0]["a"].nbytes == 1000
+    with pytest.raises(BadPayload, match=message):
+        whole(compressed(frame, 1000))
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = [Column("a", "u1", np.zeros(5_000)), Column("b", "u1", np.ones(5))]
+    blob = pack(KIND, sent, {}, "zstd")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(LedgerError, match=r"penstock\[zstd\]"):
+        pack(KIND, sent, {}, "zstd")
+    with pytest.raises(LedgerError, match=r"penstock\[zstd\]"):
+        whole(blob)
+    field = parse_head(blob, KIND).fields["b"]
+    assert field.decode(blob[slice(*field.byte_range())]).tolist() == [1] * 5
+
+
+def test_an_unknown_compression_is_refused_by_name() -> None:
+    with pytest.raises(LedgerError, match="compression: 'lz4' is unknown; one of none, zstd"):
+        pack(KIND, [], {}, "lz4")
