@@ -9,7 +9,8 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import redis.asyncio as aioredis
@@ -32,7 +33,7 @@ def trajectory(size: str, episode_id: str, task_id: str) -> Trajectory:
     return Trajectory(episode_id, task_id, (Segment(**payload_arrays(size)),), 1.0, COMPLETED, num_turns=1)
 
 
-async def timed(calls: list[Callable[[], Awaitable[Any]]]) -> Answer:
+async def timed(calls: Sequence[Callable[[], Awaitable[Any]]]) -> Answer:
     """One call after the other; the clock is the machine's, so that processes can be compared."""
     each, began = [], time.perf_counter()
     last = began
@@ -72,7 +73,7 @@ class Raw:
     async def get_ready(self, run: str, size: str, worker: int, count: int) -> Answer:
         payload = self._payload(size)
         await self._client.ping()
-        self._sets = [lambda key=f"raw:{worker}:{n}": self._client.set(key, payload) for n in range(count)]
+        self._sets = [partial(self._client.set, f"raw:{worker}:{n}", payload) for n in range(count)]
         return {}
 
     async def produce(self) -> Answer:
@@ -80,7 +81,7 @@ class Raw:
 
     async def consume(self, size: str, workers: int, count: int) -> Answer:
         self._keys = [f"raw:{worker}:{n}" for worker in range(workers) for n in range(count // workers)]
-        answer = await timed([lambda key=key: self._get(key, len(self._payload(size))) for key in self._keys])
+        answer = await timed([partial(self._get, key, len(self._payload(size))) for key in self._keys])
         return {"consume_s": answer["ended"] - answer["began"], "each_s": answer["each_s"]}
 
     async def end_round(self) -> Answer:
@@ -90,8 +91,8 @@ class Raw:
 
     async def _get(self, key: str, length: int) -> None:
         found = await self._client.get(key)
-        if found is None or len(found) != length:
-            raise ValueError(f"{key}: {0 if found is None else len(found)} bytes came back, {length} were set")
+        if not isinstance(found, bytes) or len(found) != length:
+            raise ValueError(f"{key}: {len(found or b'')} bytes came back, {length} were set")
         self._held.append(found)
 
     def _payload(self, size: str) -> bytes:
@@ -144,7 +145,7 @@ class Ledgers:
     def _completion(self, lease: Lease, size: str) -> Callable[[], Awaitable[Any]]:
         assert self._ledger is not None
         ledger, work = self._ledger, trajectory(size, lease.episode_id, lease.task.task_id)
-        return lambda: ledger.complete(lease, work)
+        return partial(ledger.complete, lease, work)
 
 
 def main() -> None:
