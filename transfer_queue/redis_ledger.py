@@ -142,7 +142,7 @@ class RedisLedger:
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         result = finish(lease, trajectory, compression=self._compression)
-        stored = Stored(f"{lease.episode_id}@{lease.fence}", len(result.blob))
+        stored = Stored(f"{lease.episode_id}@{lease.fence}", result.packed.size)
         numbers = (
             stored.size,
             payload_cost(stored.size),
@@ -154,7 +154,7 @@ class RedisLedger:
         outcome = pack_plain(outcome_to_plain(trajectory.outcome), "outcome")
         try:
             await self._connection.write_and_run(
-                self._payloads.writes(stored, result.blob),
+                self._payloads.writes(stored, result.packed),
                 *("complete", self._keys.index, lease.episode_id, lease.fence, *numbers, outcome),
                 keys=[] if self._connection.spreads else self._payloads.keys(stored),
             )
