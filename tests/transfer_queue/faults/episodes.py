@@ -57,7 +57,9 @@ def turns_of(episode_id: str) -> int:
     return 1 + crc32(episode_id.encode()) % 3
 
 
-def next_entry(episode_id: str, entries: Sequence[JournalEntry], version: int, chance: random.Random) -> JournalEntry | None:
+def next_entry(
+    episode_id: str, entries: Sequence[JournalEntry], version: int, chance: random.Random
+) -> JournalEntry | None:
     """A turn is a sampled entry, and a tools entry unless it is the last; None where the last was sampled."""
     if len(entries) == 2 * turns_of(episode_id) - 1:
         return None

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from faults.episodes import entry_print
 from faults.records import Records, read_records
-
 from penstock.transfer_queue.ledger import Lease
 from penstock.transfer_queue.trajectory import JournalEntry
 

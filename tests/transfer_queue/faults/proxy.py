@@ -49,9 +49,7 @@ class CuttingProxy:
         left = self._chance.expovariate(1 / self.mean_bytes) if self.mean_bytes else float("inf")
         cut = self._chance.choice([REQUEST, REPLY])
         ways = [(reader, up_writer, REQUEST), (up_reader, writer, REPLY)]
-        pipes = [
-            asyncio.create_task(self._pass_on(*way, left if way[2] == cut else float("inf"))) for way in ways
-        ]
+        pipes = [asyncio.create_task(self._pass_on(*way, left if way[2] == cut else float("inf"))) for way in ways]
         self._pipes.update(pipes)
         try:
             await asyncio.wait(pipes, return_when=asyncio.FIRST_COMPLETED)
@@ -63,9 +61,7 @@ class CuttingProxy:
             writer.close()
             up_writer.close()
 
-    async def _pass_on(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str, left: float
-    ) -> None:
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: str, left: float) -> None:
         """Until one side ends, or the `left` bytes that this connection may pass this way are used up."""
         while data := await reader.read(1 << 16):
             if self.mean_bytes and len(data) > left:

@@ -1,8 +1,8 @@
 """One stage: a redis-server, workers, a trainer, the faults that are played on them, and the account at the end.
 
-    async with Stage(folder, seed) as stage:
-        account = await stage.play(stage.every(0.2, lambda: kill_redis(stage.server, stage.chance), times=4))
-    account.check()
+async with Stage(folder, seed) as stage:
+    account = await stage.play(stage.every(0.2, lambda: kill_redis(stage.server, stage.chance), times=4))
+account.check()
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import redis.asyncio as aioredis
+
 from faults.account import Account, draw_up
 from faults.plan import Plan, random_limits
 from faults.proxy import CuttingProxy
 from faults.troupe import Troupe
-
 from penstock.transfer_queue.ledger import Limits
 from penstock.transfer_queue.redis_ledger import RedisLedger
 from penstock.transfer_queue.redis_server import RedisServer
@@ -118,14 +118,13 @@ class Stage:
         except TimeoutError as error:
             raise AssertionError(f"seed {self.plan.seed}: not drained: {await self.ledger.status()}") from error
 
-    async def every(
-        self, mean_s: float, name: str, fault: Callable[[], Awaitable[object]], *, times: int
-    ) -> None:
-        """Play a fault `times` times, after random pauses."""
+    async def every(self, mean_s: float, fault: Callable[[], Awaitable[object]], *, times: int, name: str = "") -> None:
+        """Play a fault `times` times, after random pauses; with a `name` it is counted under that."""
         for _ in range(times):
             await asyncio.sleep(self.chance.uniform(0.3, 1.7) * mean_s)
             await fault()
-            self.kills[name] += 1
+            if name:
+                self.kills[name] += 1
 
     async def kill_worker(self) -> None:
         self.troupe.kill_worker()

@@ -20,7 +20,6 @@ from faults.feeder import Feeder, drained
 from faults.gaps import Gaps
 from faults.plan import Plan, check_parent, load_plan
 from faults.records import Records
-
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.ledger import Announcement, BadPayload, Batch, StepError
 from penstock.transfer_queue.redis_ledger import RedisLedger

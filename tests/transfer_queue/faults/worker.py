@@ -17,7 +17,6 @@ from faults.episodes import next_entry, trajectory_of, trajectory_print
 from faults.journals import JournalBook
 from faults.plan import Plan, check_parent, load_plan
 from faults.records import Records
-
 from penstock.transfer_queue.ledger import BadPayload, Lease, LeaseLost, LedgerUnavailable
 from penstock.transfer_queue.redis_ledger import RedisLedger
 from penstock.transfer_queue.trajectory import JournalEntry, Outcome, OutcomeKind
