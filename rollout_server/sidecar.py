@@ -87,6 +87,8 @@ class Sidecar:
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._refused: Announcement | None = None
+        self._loaded: Announcement | None = None
+        """What the engine holds; None for the model itself."""
         self._suspect = False
         """A request failed in the engine: do not wait for the next look at its health."""
 
@@ -119,7 +121,7 @@ class Sidecar:
         self.engine = self._new_engine()
         try:
             self.info = await self.engine.start()
-            self.version, self._refused = self.info.version, None
+            self.version, self._refused, self._loaded = self.info.version, None, None
             self.cause = "the newest weights are not loaded yet"
             checked = time.monotonic()
             while True:
@@ -149,20 +151,27 @@ class Sidecar:
         self._changed.set()
 
     async def _pull(self) -> bool:
-        """Load the newest announced weights where they are newer. True once this server has what is announced.
+        """Load the newest announced weights where they are others. True once this server has what is announced.
 
-        Refused weights are tried again when the announcement changes: same bytes, same refusal.
+        Others, not only newer: a ledger that lost its last second with its machine may announce an older version, or
+        the same number with other weights. Refused ones are tried again when the announcement changes.
         """
         try:
             newest = await self._ask_ledger(self._ledger.latest_version())
         except LedgerError:
             return False
-        if newest is None or newest.version <= self.version:
+        if newest is None or self._holds(newest):
             return True
         if newest == self._refused:
             return False
         await self._load(newest)
-        return newest.version <= self.version
+        return self._holds(newest)
+
+    def _holds(self, newest: Announcement) -> bool:
+        """Whether the engine has these weights, wherever their file is now."""
+        if newest.version != self.version or self._loaded is None:
+            return newest.version == self.version
+        return newest.manifest.get("tensors") == self._loaded.manifest.get("tensors")
 
     async def _load(self, newest: Announcement) -> None:
         assert self.engine is not None
@@ -174,7 +183,7 @@ class Sidecar:
             self.cause = f"weights refused, version {self.version} stays: {error}"
             logger.error(self.cause)
             return
-        self.version, self._refused = report.version, None
+        self.version, self._refused, self._loaded = report.version, None, newest
         self.metrics.updated(report)
         self._changed.set()
         await self._report(report)

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.transfer_queue.codec import encode_trajectory
+from penstock.transfer_queue.codec import pack_trajectory
 from penstock.transfer_queue.ledger import BadPayload, Lease, LedgerError
+from penstock.transfer_queue.packing import Packed
 from penstock.transfer_queue.segment_checks import check_segment, expect
 from penstock.transfer_queue.trajectory import Task, Trajectory
 
@@ -32,7 +33,7 @@ _NAME = re.compile(r"[!-~]+")
 class Finished:
     """A checked, packed trajectory with the few numbers that the index keeps."""
 
-    blob: bytes
+    packed: Packed
     reward: float | None
     tokens: int
     """Length of all responses together, observations included."""
@@ -50,13 +51,13 @@ def finish(
     Raises `BadPayload` naming the field, `LedgerError` for a compression that this build has not.
     """
     check_trajectory(lease, trajectory)
-    blob = encode_trajectory(trajectory, compression)
-    if len(blob) > max_bytes:
-        raise BadPayload(f"payload of {trajectory.episode_id}: {len(blob)} bytes, over the limit of {max_bytes}")
+    packed = pack_trajectory(trajectory, compression)
+    if packed.size > max_bytes:
+        raise BadPayload(f"payload of {trajectory.episode_id}: {packed.size} bytes, over the limit of {max_bytes}")
     spans = [np.asarray(segment.version_spans).reshape(-1, 3) for segment in trajectory.segments]
     versions = [version for rows in spans for version in rows[:, 0].tolist()]
     return Finished(
-        blob,
+        packed,
         None if trajectory.reward is None else float(trajectory.reward),
         sum(len(segment.response_ids) for segment in trajectory.segments),
         min(versions, default=None),

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.transfer_queue.fields import Column
 from penstock.transfer_queue.ledger import BadPayload, LedgerError
-from penstock.transfer_queue.packing import Head, pack, pack_plain, read_arrays, unpack_plain, whole_head
+from penstock.transfer_queue.packing import Head, Packed, pack, pack_plain, read_arrays, unpack_plain, whole_head
 from penstock.transfer_queue.trajectory import (
     FieldValues,
     JournalEntry,
@@ -41,6 +41,11 @@ _COLUMNS = [(name, dtype, name in TOKEN_FIELDS) for name, dtype in SEGMENT_DTYPE
 
 
 def encode_trajectory(trajectory: Trajectory, compression: str = "none") -> bytes:
+    """`pack_trajectory`, as one string of bytes."""
+    return pack_trajectory(trajectory, compression).joined()
+
+
+def pack_trajectory(trajectory: Trajectory, compression: str = "none") -> Packed:
     """Pack a trajectory. Fields of segment i are named ``i.prompt_ids`` and so on.
 
     Raises `BadPayload` naming what cannot be packed, `LedgerError` for a compression that this build has not.
@@ -110,7 +115,7 @@ def encode_journal(entry: JournalEntry) -> bytes:
         "context_hash": entry.context_hash,
         "data": entry.data,
     }
-    return pack(KIND_JOURNAL, columns, plain)
+    return pack(KIND_JOURNAL, columns, plain).joined()
 
 
 def decode_journal(blob: bytes) -> JournalEntry:

@@ -19,6 +19,7 @@ from redis.exceptions import NoScriptError
 from penstock.transfer_queue.fitness import check_server
 from penstock.transfer_queue.ledger import LedgerUnavailable
 from penstock.transfer_queue.node import Call, Node, redact
+from penstock.transfer_queue.packing import Packed
 from penstock.transfer_queue.refusals import check_passing
 from penstock.transfer_queue.routes import Cluster, OneServer, Routes
 from penstock.transfer_queue.scripts import script
@@ -194,7 +195,8 @@ def _script_call(name: str, key: str, args: Sequence[Any], keys: Sequence[str]) 
 
 
 def _bytes_of(call: Call) -> int:
-    return sum(len(arg) for arg in call.args if isinstance(arg, bytes | bytearray | memoryview))
+    plain = sum(len(arg) for arg in call.args if isinstance(arg, bytes | bytearray | memoryview))
+    return plain + sum(arg.size for arg in call.args if isinstance(arg, Packed))
 
 
 def _in_python(call: Call) -> Any:

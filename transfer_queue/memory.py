@@ -136,7 +136,7 @@ class MemoryLedger:
         group, member = self._state.owned(lease.episode_id, lease.fence)
         if result.highest_version > self._state.version:
             raise BadPayload(f"version_spans: version {result.highest_version} is newer than {self._state.version}")
-        member.state, member.payload, member.reward = "done", result.blob, result.reward
+        member.state, member.payload, member.reward = "done", result.packed.joined(), result.reward
         member.outcome, member.journal = trajectory.outcome, []
         member.tokens, member.lowest_version = result.tokens, result.lowest_version
         if group.is_train:

@@ -273,7 +273,8 @@ class MemoryState:
         """Members that have not ended count with what they have journaled."""
         self.counts["dropped_over_age"] += 1
         for member in group.members:
-            self.counts["dropped"] += member.state == "done"
+            # Those without a reward were counted when their group was ready.
+            self.counts["dropped"] += member.payload is not None
             self.lengths[bucket_of(member.tokens)] += member.state in ("queued", "leased")
             self.over_age_lengths[bucket_of(member.tokens)] += member.state != "failed"
         del self.groups[group.task.task_id]

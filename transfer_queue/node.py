@@ -21,6 +21,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.packing import Packed
 
 MAX_CONNECTIONS = 64
 """To one server at once; further calls wait for one."""
@@ -133,12 +134,34 @@ def redact(url: str) -> str:
     return re.sub(r"//[^@/]*@", "//", url)
 
 
+def _wire(connection: AbstractConnection, commands: Sequence[Sequence[Any]]) -> list[Any]:
+    """The commands in Redis's protocol, buffers of a packed payload as they lie."""
+    chunks: list[Any] = []
+    for command in commands:
+        if any(isinstance(arg, Packed) for arg in command):
+            chunks += _gathered(connection, command)
+        else:
+            chunks += connection.pack_command(*command)
+    return chunks
+
+
+def _gathered(connection: AbstractConnection, command: Sequence[Any]) -> list[Any]:
+    chunks: list[Any] = [b"*%d\r\n" % len(command)]
+    for arg in command:
+        if isinstance(arg, Packed):
+            chunks += [b"$%d\r\n" % arg.size, *arg.buffers, b"\r\n"]
+        else:
+            plain = connection.encoder.encode(arg)
+            chunks.append(b"$%d\r\n%b\r\n" % (len(plain), plain))
+    return chunks
+
+
 async def _exchange(connection: AbstractConnection, calls: Sequence[Call], asking: bool) -> None:
     await connection.connect()
     commands = [call.args for call in calls]
     if asking:
         commands = [command for args in commands for command in (("ASKING",), args)]
-    await connection.send_packed_command(connection.pack_commands(commands), check_health=False)
+    await connection.send_packed_command(_wire(connection, commands), check_health=False)
     for call in calls:
         if asking:
             await connection.read_response()

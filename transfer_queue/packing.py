@@ -23,7 +23,7 @@ the rest:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +55,31 @@ class Head:
     """Bytes of the whole payload."""
 
 
-def pack(kind: int, columns: Iterable[Column], plain: Mapping[str, Any], compression: str = "none") -> bytes:
-    """Pack arrays and plain data. Raises `BadPayload` for other data, `LedgerError` for an unknown compression."""
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A payload in the buffers that make it up, arrays among them as they lie: a megabyte is not copied to be sent."""
+
+    buffers: Sequence[Any]
+    size: int
+    """Bytes of all of them."""
+
+    def joined(self) -> bytes:
+        return b"".join(self.buffers)
+
+
+def pack(kind: int, columns: Iterable[Column], plain: Mapping[str, Any], compression: str = "none") -> Packed:
+    """Pack arrays and plain data. Raises `BadPayload` for other data, `LedgerError` for an unknown compression.
+
+    The arrays must not change while the buffers are in use.
+    """
     check_compression(compression)
     stored = sorted((store(column, compression) for column in columns), key=_unaligned)
     _check_raw_bytes(sum(one.raw_bytes for one in stored))
     body_len = sum(one.row[3] for one in stored)
     head = pack_plain({"fields": [one.row for one in stored], "plain": plain}, "plain data")
     preamble = PREAMBLE.pack(MAGIC, FORMAT, kind, len(head), 0, body_len, xxh3_64_intdigest(head))
-    return b"".join([preamble, head, bytes(-len(head) % 8), *(one.raw for one in stored)])
+    start = b"".join([preamble, head, bytes(-len(head) % 8)])
+    return Packed([start, *(memoryview(one.raw).cast("B") for one in stored if one.row[3])], len(start) + body_len)
 
 
 def whole_head(blob: bytes, kind: int) -> Head:

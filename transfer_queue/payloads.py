@@ -15,7 +15,7 @@ from typing import Any
 from penstock.transfer_queue.accounting import CHUNK_BYTES
 from penstock.transfer_queue.connection import Connection
 from penstock.transfer_queue.keys import Keys
-from penstock.transfer_queue.packing import PREAMBLE, blob_length
+from penstock.transfer_queue.packing import PREAMBLE, Packed, blob_length
 
 PIPELINE_BYTES = 2 << 20
 """Replies of one round trip. With more, Redis builds them in memory that no cache holds, at half the speed."""
@@ -58,10 +58,12 @@ class Payloads:
         count = max(1, -(-stored.size // CHUNK_BYTES))
         return [self._keys.payload(stored.name, piece) for piece in range(count)]
 
-    def writes(self, stored: Stored, blob: bytes) -> list[list[Any]]:
+    def writes(self, stored: Stored, packed: Packed) -> list[list[Any]]:
         """Commands that store it. NX: what was acknowledged first stays, whatever a repeat of the call carries."""
-        view = memoryview(blob) if len(blob) > CHUNK_BYTES else blob
-        cuts = range(0, len(blob), CHUNK_BYTES)
+        if packed.size <= CHUNK_BYTES:
+            return [["SET", self._keys.payload(stored.name), packed, "NX"]]
+        view = memoryview(packed.joined())
+        cuts = range(0, packed.size, CHUNK_BYTES)
         return [
             ["SET", key, view[at : at + CHUNK_BYTES], "NX"] for key, at in zip(self.keys(stored), cuts, strict=True)
         ]
@@ -78,10 +80,10 @@ class Payloads:
         return [_join([next(replies) for _ in group]) for group in pieces]
 
     def _pieces(self, cut: Cut) -> Iterator[_Piece]:
-        keys = self.keys(cut.stored)
-        for number in range(cut.start // CHUNK_BYTES, -(-cut.stop // CHUNK_BYTES)):
+        keys, end = self.keys(cut.stored), min(cut.stop, cut.stored.size)
+        for number in range(cut.start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
             start = max(cut.start - number * CHUNK_BYTES, 0)
-            stop = min(cut.stop - number * CHUNK_BYTES, CHUNK_BYTES)
+            stop = min(end - number * CHUNK_BYTES, CHUNK_BYTES)
             whole = start == 0 and stop == min(CHUNK_BYTES, cut.stored.size - number * CHUNK_BYTES)
             command = ["GET", keys[number]] if whole else ["GETRANGE", keys[number], start, stop - 1]
             yield _Piece(command, stop - start)

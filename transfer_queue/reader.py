@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec import KIND_TRAJECTORY, decode_trajectory, get_fields, values_of, wanted_fields
@@ -15,6 +16,7 @@ from penstock.transfer_queue.trajectory import FieldValues, Trajectory
 SPILLED = -1
 """Size that ``locate.lua`` gives a payload in the batch log."""
 
+Value = TypeVar("Value")
 Locate = Callable[[Sequence[str]], Awaitable[list[Stored]]]
 """Where the payloads of episodes are; an empty name where there is none."""
 
@@ -29,14 +31,14 @@ class Reader:
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
         blobs = await self.blobs(episode_ids)
-        return [_decoded(episode_id, blobs[episode_id]) for episode_id in episode_ids]
+        return [_in_payload(episode_id, decode_trajectory, blobs[episode_id]) for episode_id in episode_ids]
 
     async def get(
         self, episode_ids: Sequence[str], fields: Sequence[str], start: int, stop: int | None
     ) -> list[FieldValues]:
         stored, spilled = await self._split(episode_ids)
         logged = await self._from_log(spilled)
-        found = {name: get_fields(blob, fields, start, stop) for name, blob in logged.items()}
+        found = {name: _in_payload(name, get_fields, blob, fields, start, stop) for name, blob in logged.items()}
         found |= await self._cut_fields(stored, fields, start, stop)
         return [found[episode_id] for episode_id in episode_ids]
 
@@ -79,20 +81,24 @@ class Reader:
         self, stored: Mapping[str, Stored], fields: Sequence[str], start: int, stop: int | None
     ) -> dict[str, FieldValues]:
         heads = await self._heads(stored)
-        wanted = [(name, field) for name, head in heads.items() for field in wanted_fields(head, fields)]
+        tables = {name: _in_payload(name, wanted_fields, head, fields) for name, head in heads.items()}
+        wanted = [(name, field) for name, table in tables.items() for field in table]
         cuts = [Cut(stored[name], *heads[name].fields[field].byte_range(start, stop)) for name, field in wanted]
         arrays: dict[str, dict[str, bytes]] = {name: {} for name in stored}
         for (name, field), raw in zip(wanted, await self._payloads.cut(cuts), strict=True):
             arrays[name][field] = raw
-        return {name: values_of(head, arrays[name], fields, start, stop) for name, head in heads.items()}
+        return {
+            name: _in_payload(name, values_of, head, arrays[name], fields, start, stop) for name, head in heads.items()
+        }
 
     async def _heads(self, stored: Mapping[str, Stored]) -> dict[str, Head]:
         first = await self._payloads.cut([Cut(one, 0, min(HEAD_GUESS, one.size)) for one in stored.values()])
         prefixes = {name: _present(name, prefix or None) for name, prefix in zip(stored, first, strict=True)}
-        long = {name: length for name, p in prefixes.items() if (length := head_length(p)) > len(p)}
+        lengths = {name: _in_payload(name, head_length, prefix) for name, prefix in prefixes.items()}
+        long = {name: length for name, length in lengths.items() if length > len(prefixes[name])}
         again = await self._payloads.cut([Cut(stored[name], 0, length) for name, length in long.items()])
         prefixes |= dict(zip(long, again, strict=True))
-        return {name: parse_head(prefix, KIND_TRAJECTORY) for name, prefix in prefixes.items()}
+        return {name: _in_payload(name, parse_head, prefix, KIND_TRAJECTORY) for name, prefix in prefixes.items()}
 
 
 def _present(name: str, blob: bytes | None) -> bytes:
@@ -101,8 +107,9 @@ def _present(name: str, blob: bytes | None) -> bytes:
     return blob
 
 
-def _decoded(name: str, blob: bytes) -> Trajectory:
+def _in_payload(episode_id: str, decode: Callable[..., Value], *args: Any) -> Value:
+    """`decode(*args)`; what is damaged is named with its episode."""
     try:
-        return decode_trajectory(blob)
+        return decode(*args)
     except BadPayload as error:
-        raise BadPayload(f"{name}: {error}") from error
+        raise BadPayload(f"{episode_id}: {error}") from error

@@ -16,6 +16,7 @@ from penstock.transfer_queue.accounting import MEMBER_COST, journal_cost, payloa
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.checks import check_tasks, finish
 from penstock.transfer_queue.codec import encode_journal, encode_task, outcome_to_plain
+from penstock.transfer_queue.compression import check_compression
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.connection import Connection
 from penstock.transfer_queue.keys import Keys
@@ -83,9 +84,10 @@ class RedisLedger:
 
         `batch_log` is where trained trajectories wait for their commit; only a trainer needs it. Raises
         `LedgerUnavailable` after `config.deadline_s`, `LedgerError` for a wrong login, a Redis older than 6.2 or one
-        that evicts keys when full.
+        that evicts keys when full, or a compression that is not installed.
         """
         Keys(run)
+        check_compression(config.compression)
         connection = await Connection.connect(url, deadline_s=config.deadline_s, password=password, username=username)
         return cls(connection, run, config, batch_log)
 
@@ -142,7 +144,7 @@ class RedisLedger:
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         result = finish(lease, trajectory, compression=self._compression)
-        stored = Stored(f"{lease.episode_id}@{lease.fence}", len(result.blob))
+        stored = Stored(f"{lease.episode_id}@{lease.fence}", result.packed.size)
         numbers = (
             stored.size,
             payload_cost(stored.size),
@@ -154,7 +156,7 @@ class RedisLedger:
         outcome = pack_plain(outcome_to_plain(trajectory.outcome), "outcome")
         try:
             await self._connection.write_and_run(
-                self._payloads.writes(stored, result.blob),
+                self._payloads.writes(stored, result.packed),
                 *("complete", self._keys.index, lease.episode_id, lease.fence, *numbers, outcome),
                 keys=[] if self._connection.spreads else self._payloads.keys(stored),
             )

@@ -66,7 +66,9 @@ def limits_to_args(limits: Limits) -> list[Any]:
 
 def check_limits(limits: Limits) -> None:
     """Raise `LedgerError` naming the limit, and the arithmetic where one could never be met."""
-    least: dict[str, float] = dict.fromkeys(("group_size", "groups_per_step", "min_group", "max_attempts", "max_bytes"), 1)
+    least: dict[str, float] = dict.fromkeys(
+        ("group_size", "groups_per_step", "min_group", "max_attempts", "max_bytes"), 1
+    )
     least |= dict.fromkeys(("max_staleness", "max_groups", "max_filtered_steps"), 0) | {"lease_ttl_s": 0.001}
     numbers = {name: (getattr(limits, name), low) for name, low in least.items()}
     numbers |= {f"quota of {source!r}": (quota, 1) for source, quota in limits.quotas.items()}

@@ -62,6 +62,8 @@ class VLLMEngine:
         self.model = model
         self._server = VLLMServer(config, model, log_dir, seed)
         self._version = 0
+        self._loads = 0
+        """Loads so far: a number that comes a second time with other weights must not find the first one's prefixes."""
         self._world_size = 1
         self.info: EngineInfo | None = None
         self._shapes = tensor_shapes(model)
@@ -183,7 +185,7 @@ class VLLMEngine:
             "token_ids": request.token_ids,
             "sampling_params": sampling_params(request.sampling),
             "stream": True,
-            "cache_salt": f"v{self._version}",
+            "cache_salt": f"v{self._version}-{self._loads}",
         }
 
     # ---- weights
@@ -243,6 +245,7 @@ class VLLMEngine:
             raise EngineError(f"vLLM reports version {reported} after loading {version}")
         await self._settle()
         self._version = version
+        self._loads += 1
         return load_s
 
     def _raise_if_refused(self, error: EngineError) -> None:

@@ -152,6 +152,16 @@ async def test_new_versions_are_pulled_under_a_request_and_reported(server: Runn
     assert [(update.version, update.in_flight) for update in server.ledger.reported] == [(2, 1)]
 
 
+async def test_a_ledger_that_went_back_is_followed(server: RunningServer) -> None:
+    """It lost its last second: version 2 is not announced any more, then a second time with other weights."""
+    for version, weights in ((1, "a"), (2, "b"), (1, "a"), (2, "c")):
+        server.ledger.announce(version, tensors=[{"name": "w", "xxh3": weights}])
+        await server.until(lambda n=len(server.engine.loaded): len(server.engine.loaded) > n)
+    server.ledger.announce(2, path="elsewhere", tensors=[{"name": "w", "xxh3": "c"}])
+    await asyncio.sleep(0.4)  # the same weights in another file are no reason to load
+    assert server.engine.loaded == [1, 2, 1, 2]
+
+
 async def test_refused_weights_leave_the_server_up_until_better_ones_come(server: RunningServer) -> None:
     server.ledger.announce(1, damaged="lm_head")
     async with asyncio.timeout(5):

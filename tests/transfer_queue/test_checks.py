@@ -29,7 +29,7 @@ def i4(*values: Any) -> np.ndarray:
 @given(trajectories)
 def test_whatever_an_engine_makes_passes_and_is_told_to_the_index(sent: Trajectory) -> None:
     result = finish(LEASE, sent)
-    assert same(decode_trajectory(result.blob), sent)
+    assert same(decode_trajectory(result.packed.joined()), sent)
     assert result.reward == sent.reward
     assert result.tokens == sum(len(one.response_ids) for one in sent.segments)
     assert result.lowest_version == sent.min_version
@@ -38,7 +38,11 @@ def test_whatever_an_engine_makes_passes_and_is_told_to_the_index(sent: Trajecto
 
 def test_compression_reaches_the_payload() -> None:
     long = replace(trajectory(LEASE), segments=[segment([0] * 5_000)])
-    assert finish(LEASE, long, compression="zstd").blob == encode_trajectory(long, "zstd") != finish(LEASE, long).blob
+    assert (
+        finish(LEASE, long, compression="zstd").packed.joined()
+        == encode_trajectory(long, "zstd")
+        != finish(LEASE, long).packed.joined()
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,7 @@ def test_other_dtypes_and_span_orders_are_as_good() -> None:
     sent = replace(trajectory(LEASE), segments=[wide])
     result = finish(LEASE, sent)
     assert (result.tokens, result.lowest_version, result.highest_version) == (4, 0, 1)
-    found = decode_trajectory(result.blob).segments[0]
+    found = decode_trajectory(result.packed.joined()).segments[0]
     want = replace(GOOD, version_spans=GOOD.version_spans[::-1], turn_starts=i4())
     assert same(found, want)
 

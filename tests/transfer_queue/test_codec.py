@@ -175,7 +175,7 @@ def test_a_trajectory_with_other_fields_is_refused() -> None:
     good = {field: None for field in PLAIN_FIELDS} | {"segments": 1, "outcome": ["completed", "", ""]}
     with pytest.raises(BadPayload, match="head: 0 fields for 1 segments"):
         decode_trajectory(sealed(1, {"fields": [], "plain": good}))
-    foreign = pack(1, [Column(f"0.{name}", "f4", []) for name in SEGMENT_FIELDS], good)
+    foreign = pack(1, [Column(f"0.{name}", "f4", []) for name in SEGMENT_FIELDS], good).joined()
     with pytest.raises(BadPayload, match=r"head: field 0\.prompt_ids of dtype f4 is unknown"):
         decode_trajectory(foreign)
     del good["reward"]

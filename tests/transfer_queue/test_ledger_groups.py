@@ -189,6 +189,24 @@ async def test_dropped_episodes_count_with_what_they_had_sampled(make_ledger) ->
     assert status.over_age[0].tokens_up_to <= 3
 
 
+async def test_an_episode_is_counted_under_one_reason(make_ledger) -> None:
+    """A member without a reward in a group that became ready and then over-age: unrewarded, not dropped too."""
+    ledger = await make_ledger(replace(LIMITS, overage="drop", group_size=3, groups_per_step=1, max_staleness=1))
+    await ledger.submit(tasks(6), cursor=at(6))
+    slow = await ledger.lease_episodes("worker", 3, 0)
+    await finish_all(ledger)
+    await train(ledger, 0)
+    await finish_all(ledger, version=1)
+    for lease, reward in zip(slow, [1.0, 0.0, None], strict=True):
+        await ledger.complete(lease, trajectory(lease, reward=reward))
+    await ledger.commit(2, {1: [["train/0002#0"]]})  # the group of version 0 was not in it, and step 2 is too late
+    assert isinstance(await ledger.lease_batch(2), Waiting)
+    episodes = (await ledger.status()).episodes
+    reasons = {name: episodes[name] for name in ("dropped", "unrewarded", "committed")}
+    assert episodes["completed"] == sum(reasons.values()) + len(await ledger.held())
+    assert (reasons["dropped"], (await ledger.status()).groups["dropped_over_age"]) == (2, 1)
+
+
 async def test_no_decile_before_anything_finished() -> None:
     ledger = MemoryLedger()
     await ledger.create_run(Limits(1, 1, 0), "x")

@@ -72,7 +72,7 @@ def sealed(head: Any, body: bytes = b"", packed: bytes | None = None) -> bytes:
 @settings(max_examples=60, deadline=None)
 @given(columns(), st.dictionaries(st.text(), plain, max_size=3), CODECS)
 def test_arrays_and_plain_data_come_back_equal(sent: list[Column], extra: dict, codec: str) -> None:
-    blob = pack(KIND, sent, extra, codec)
+    blob = pack(KIND, sent, extra, codec).joined()
     arrays, found = whole(blob)
     assert same({column.name: column.values for column in sent}, arrays)
     assert found == extra
@@ -82,7 +82,7 @@ def test_arrays_and_plain_data_come_back_equal(sent: list[Column], extra: dict, 
 @settings(max_examples=120, deadline=None)
 @given(st.data(), CODECS)
 def test_any_slice_of_any_field_is_read_from_its_own_bytes(data: st.DataObject, codec: str) -> None:
-    blob = pack(KIND, LONG, {}, codec)
+    blob = pack(KIND, LONG, {}, codec).joined()
     head = parse_head(blob[: head_length(blob[:HEAD_GUESS])], KIND)
     column = data.draw(st.sampled_from(LONG))
     rows = len(column.values)
@@ -101,7 +101,7 @@ def test_any_slice_of_any_field_is_read_from_its_own_bytes(data: st.DataObject, 
 
 
 def test_arrays_are_views_and_read_only() -> None:
-    blob = pack(KIND, LONG, {})
+    blob = pack(KIND, LONG, {}).joined()
     arrays, _ = whole(blob)
     body = np.frombuffer(blob, np.uint8)
     assert all(np.shares_memory(body, values) for values in arrays.values())
@@ -110,7 +110,7 @@ def test_arrays_are_views_and_read_only() -> None:
 
 
 def test_damage_outside_of_a_slice_does_not_hide_it_and_damage_inside_is_refused() -> None:
-    blob = bytearray(pack(KIND, LONG, {}))
+    blob = bytearray(pack(KIND, LONG, {}).joined())
     field = parse_head(bytes(blob), KIND).fields["ids"]
     blob[field.start + 2 * BLOCK + 5] ^= 1  # in the third block: rows 32,768 to 49,151
     good = slice(*field.byte_range(0, 32_768))
@@ -126,7 +126,7 @@ def test_damage_outside_of_a_slice_does_not_hide_it_and_damage_inside_is_refused
 def test_every_flipped_bit_and_every_cut_is_refused(codec: str) -> None:
     """Exhaustive: no byte of a payload is unprotected, padding and reserved ones included."""
     sent = [Column("a", "u1", np.arange(13)), Column("b", "f4", np.ones(300)), Column("c", "i4", np.zeros((0, 3)))]
-    blob = pack(KIND, sent, {"name": "x"}, codec)
+    blob = pack(KIND, sent, {"name": "x"}, codec).joined()
     assert len(blob) % 4 != 0
     assert whole(blob)[1] == {"name": "x"}
     for at in range(len(blob)):
@@ -144,7 +144,7 @@ def test_every_flipped_bit_and_every_cut_is_refused(codec: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data(), CODECS)
 def test_a_flipped_byte_of_a_long_payload_is_refused(data: st.DataObject, codec: str) -> None:
-    blob = bytearray(pack(KIND, LONG, {"name": "x"}, codec))
+    blob = bytearray(pack(KIND, LONG, {"name": "x"}, codec).joined())
     blob[data.draw(st.integers(0, len(blob) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(BadPayload):
         whole(bytes(blob))
@@ -238,7 +238,7 @@ def test_zstd_is_kept_only_where_it_is_smaller() -> None:
         Column("zeros", "u1", np.zeros(90_000)),
         Column("few", "u1", [0]),
     ]
-    blob = pack(KIND, sent, {}, "zstd")
+    blob = pack(KIND, sent, {}, "zstd").joined()
     found = whole_head(blob, KIND).fields
     assert {name: field.codec for name, field in found.items()} == {"noise": "none", "zeros": "zstd", "few": "none"}
     assert len(blob) < 11_000
@@ -269,7 +269,7 @@ def test_a_frame_never_unpacks_to_more_than_its_field(frame: bytes, message: str
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = [Column("a", "u1", np.zeros(5_000)), Column("b", "u1", np.ones(5))]
-    blob = pack(KIND, sent, {}, "zstd")
+    blob = pack(KIND, sent, {}, "zstd").joined()
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(LedgerError, match=r"penstock\[zstd\]"):
         pack(KIND, sent, {}, "zstd")

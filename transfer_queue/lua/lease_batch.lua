@@ -18,7 +18,7 @@ local function drop_group(task_id)
   count('dropped_over_age', 1)
   for m = 0, tonumber(v.size) - 1 do
     local state, tokens = v['s' .. m], tonumber(v['t' .. m] or 0)
-    if state == 'd' then count('dropped', 1) end
+    if v['b' .. m] then count('dropped', 1) end  -- others without a reward were counted when their group was ready
     if state ~= 'd' and state ~= 'x' then count_length(tokens, false) end
     if state ~= 'x' then count_length(tokens, true) end
   end
