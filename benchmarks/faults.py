@@ -1,4 +1,4 @@
-"""Many kills of redis-server, of the trainer in every gap and of agent workers, in one run: what is lost, what is twice?
+"""Many kills of redis-server, of the trainer in every gap and of agent workers: what is lost, what is twice?
 
 penstock bench faults --json; PENSTOCK_FAULT_KILLS (200) of Redis and of the trainer each, PENSTOCK_FAULT_SEED.
 """
@@ -68,8 +68,8 @@ async def _one_stage(seed: int, kills: int, gaps: list[str]) -> tuple[Account, d
         stage.chance.shuffle(gaps)
         workers_killed = max(1, round(kills * REDIS_PAUSE_S / WORKER_PAUSE_S))
         account = await stage.play(
-            stage.every(REDIS_PAUSE_S, "redis", lambda: kill_redis(stage.server, stage.chance), times=kills),
-            stage.every(WORKER_PAUSE_S, "worker kills asked", stage.kill_worker, times=workers_killed),
+            stage.every(REDIS_PAUSE_S, lambda: kill_redis(stage.server, stage.chance), name="redis", times=kills),
+            stage.every(WORKER_PAUSE_S, stage.kill_worker, times=workers_killed),
             gaps=gaps,
         )
         account.wrong += [f"{key} is left in Redis" for key in await stage.leftovers()]

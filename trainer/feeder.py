@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.trainer.data import Row, Stream
-from penstock.transfer_queue.ledger import Ledger, Limits, Status
+from penstock.transfer_queue.ledger import Ledger, Limits, Status, StepError
 from penstock.transfer_queue.trajectory import DataCursor, Task
 
 
@@ -35,9 +35,17 @@ class Feeder:
         if count > 0:
             places = self._stream.places(self.cursor, count)
             end = self._stream.after(places[-1])
-            await self._ledger.submit([self._task(place) for place in places], cursor=end)
-            self.cursor = end
+            await self._submit([self._task(place) for place in places], end)
         return max(count, 0)
+
+    async def _submit(self, tasks: Sequence[Task], end: DataCursor) -> None:
+        try:
+            await self._ledger.submit(tasks, cursor=end, after=self.cursor)
+        except StepError:
+            # It has lost its newest tasks with its machine: they come first.
+            self.cursor = await self._ledger.cursor()
+        else:
+            self.cursor = end
 
     def _task(self, place: DataCursor) -> Task:
         row = self._rows[self._stream.row_index(place)]

@@ -2,8 +2,8 @@
 
 A script's writes stand between MULTI and EXEC in the file. Where a crash cuts such a block in the middle of a command,
 redis-server cuts off that command only: the block stays open, and what is appended later falls into it, so that the
-restart after the next one executes half a script and refuses others. ``redis-check-aof --fix`` cuts the whole block off.
-Every redis-server binary is that tool too, under that name.
+restart after the next one executes half a script and refuses others. ``redis-check-aof --fix`` cuts the whole block
+off. Every redis-server binary is that tool too, under that name.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _check_and_fix(binary: str, path: Path) -> None:
     if done.returncode:
         last = (done.stdout + done.stderr).strip().splitlines()[-3:]
         raise LedgerError(
-            f"{path} is damaged and cannot be mended: {' | '.join(last)}. Bring it back from a copy, or start anew with "
-            "another directory; the trainer goes on from its newest checkpoint"
+            f"{path} is damaged and cannot be mended: {' | '.join(last)}. Bring it back from a copy, or start "
+            "anew with another directory; the trainer goes on from its newest checkpoint"
         )
 
 

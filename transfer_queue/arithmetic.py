@@ -29,13 +29,17 @@ def may_admit(due: int, unshipped: Sequence[int], next_step: int, groups_per_ste
     return all(count_due(unshipped, t) < places(t, next_step, groups_per_step) for t in range(due, last + 1))
 
 
-def may_ship(left: Sequence[int], step: int, groups_per_step: int) -> bool:
-    """Whether a batch of `step` may leave groups with the dues `left` behind: for all t ≥ step, #{≤ t} ≤ (t − step)·G.
+def may_ship(ended: Sequence[int], running: Sequence[int], step: int, groups_per_step: int) -> bool:
+    """Whether a batch of `step` may leave groups with these dues behind: for all t ≥ step, #{≤ t} ≤ (t − step)·G.
 
-    At t = step this says that no group that is due now may stay behind.
+    At t = step this says that no group that is due now may stay behind. Where none that is due by t still runs there is
+    nothing to wait for: that too many are due at once happens to a ledger that has caught up with a checkpoint.
     """
-    last = max([step, *left])
-    return all(count_due(left, t) <= (t - step) * groups_per_step for t in range(step, last + 1))
+    left = [*ended, *running]
+    return all(
+        count_due(left, t) <= (t - step) * groups_per_step or not count_due(running, t)
+        for t in range(step, max([step, *left]) + 1)
+    )
 
 
 def room_allows(unconsumed: int, max_bytes: int, groups: int, max_groups: int, groups_per_step: int) -> bool:

@@ -218,11 +218,14 @@ class Ledger(Protocol):
         """The resolved YAML of the run. Raises `LedgerError` where no such run exists."""
 
     # data ----------------------------------------------------------------------------------------------------------
-    async def submit(self, tasks: Sequence[Task], cursor: DataCursor | None = None) -> int:
+    async def submit(
+        self, tasks: Sequence[Task], cursor: DataCursor | None = None, after: DataCursor | None = None
+    ) -> int:
         """Queue tasks (a group each in ``train``; one episode each elsewhere). Returns how many were new.
 
         With `cursor` (place in the data stream after these tasks) the call is exactly-once for lane ``train``: it
-        is a no-op unless the stored cursor is smaller.
+        is a no-op unless the stored cursor is smaller. With `after` (place before these tasks) it raises `StepError`
+        where the stored cursor is smaller than that: the ledger has lost tasks with its machine, go on at `cursor()`.
         """
 
     async def cursor(self) -> DataCursor:

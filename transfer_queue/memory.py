@@ -70,13 +70,17 @@ class MemoryLedger:
         return self._config
 
     # data ----------------------------------------------------------------------------------------------------------
-    async def submit(self, tasks: Sequence[Task], cursor: DataCursor | None = None) -> int:
+    async def submit(
+        self, tasks: Sequence[Task], cursor: DataCursor | None = None, after: DataCursor | None = None
+    ) -> int:
         await self.config()
         check_tasks(tasks)
         state = self._state
         packed = {task.task_id: encode_task(task) for task in tasks}
         if cursor is not None and cursor <= state.cursor:
             return 0
+        if after is not None and after > state.cursor:
+            raise StepError(f"submit after {_place(after)}: the tasks after {_place(state.cursor)} are not here")
         new = {
             name: blob for name, blob in packed.items() if name not in state.groups | dict.fromkeys(state.trained_ahead)
         }
@@ -192,12 +196,13 @@ class MemoryLedger:
             state.drop_over_age(step)
         self._check_filtered(step)
         ready = sorted(state.in_state("ready"), key=lambda group: (group.due, group.seq))
-        batch, left = ready[:per_step], ready[per_step:] + state.in_state("admitted")
+        batch, running = ready[:per_step], state.in_state("admitted")
         if len(batch) < per_step:
-            running, queued = len(state.in_state("admitted")), len(state.in_state("queued"))
-            return Waiting(f"{len(batch)} of {per_step} groups ready; {running} in flight, {queued} queued")
-        if state.limits.overage == "wait" and not may_ship([group.due for group in left], step, per_step):
-            return Waiting(f"slow groups are due: {_slow_names(left)}")
+            queued = len(state.in_state("queued"))
+            return Waiting(f"{len(batch)} of {per_step} groups ready; {len(running)} in flight, {queued} queued")
+        ended_dues, running_dues = [g.due for g in ready[per_step:]], [g.due for g in running]
+        if state.limits.overage == "wait" and not may_ship(ended_dues, running_dues, step, per_step):
+            return Waiting(f"slow groups are due: {_slow_names(running)}")
         return self._ship(step, sorted(batch, key=lambda group: group.seq))
 
     def _ship(self, step: int, batch: list[Group]) -> Batch:
@@ -445,8 +450,12 @@ class MemoryLedger:
 
 def _slow_names(groups: list[Group], limit: int = 5) -> str:
     """The running groups that are due first, with the step by which each must ship."""
-    running = sorted((g for g in groups if g.state == "admitted"), key=lambda group: (group.due, group.seq))
-    return ", ".join(f"{group.task.task_id} by step {group.due}" for group in running[:limit])
+    first = sorted(groups, key=lambda group: (group.due, group.seq))[:limit]
+    return ", ".join(f"{group.task.task_id} by step {group.due}" for group in first)
+
+
+def _place(cursor: DataCursor) -> str:
+    return f"{cursor.epoch}:{cursor.index}"
 
 
 def _refuse_train(lane: str) -> None:

@@ -102,12 +102,15 @@ class Payloads:
 
     async def delete(self, gone: Sequence[Stored]) -> None:
         """Free payloads whose names will never be used again, so that twice does no harm."""
-        known = [await self._measured(stored) if stored.size == 0 else stored for stored in gone]
-        keys = [key for stored in known for key in self.keys(stored)]
+        keys = [key for stored in await self.measured(gone) for key in self.keys(stored)]
         if self._connection.spreads:
             await self._connection.many([["UNLINK", key] for key in keys])
         elif keys:
             await self._connection.command("UNLINK", *keys)
+
+    async def measured(self, stored: Sequence[Stored]) -> list[Stored]:
+        """With the sizes that were unknown."""
+        return [await self._measured(one) if one.size == 0 else one for one in stored]
 
     async def _measured(self, stored: Stored) -> Stored:
         """What a writer left behind that died before it told the index how much it wrote."""

@@ -110,9 +110,11 @@ class RedisLedger:
         return str(config.decode())
 
     # data ----------------------------------------------------------------------------------------------------------
-    async def submit(self, tasks: Sequence[Task], cursor: DataCursor | None = None) -> int:
+    async def submit(
+        self, tasks: Sequence[Task], cursor: DataCursor | None = None, after: DataCursor | None = None
+    ) -> int:
         check_tasks(tasks)
-        at = ("", "") if cursor is None else (cursor.epoch, cursor.index)
+        at = [item for place in (cursor, after) for item in (("", "") if place is None else (place.epoch, place.index))]
         rows = [_submitted(task) for task in tasks]
         size = max(1, len(rows)) if cursor is not None else SUBMIT_CHUNK
         new = 0
@@ -220,8 +222,14 @@ class RedisLedger:
         garbage = self._keys.garbage
         while rows := await self._connection.command("SRANDMEMBER", garbage, SWEEP_CHUNK):
             pairs = [row.decode().rpartition(" ") for row in rows]
-            await self._payloads.delete([Stored(name, int(size)) for name, _, size in pairs])
-            await self._connection.command("SREM", garbage, *rows)
+            gone = await self._payloads.measured([Stored(name, int(size)) for name, _, size in pairs])
+            if self._connection.spreads:
+                await self._payloads.delete(gone)
+                await self._connection.command("SREM", garbage, *rows)
+                continue
+            keys = [self._payloads.keys(stored) for stored in gone]
+            args = [item for row, mine in zip(rows, keys, strict=True) for item in (row, len(mine))]
+            await self._connection.script("sweep", self._keys.index, *args, keys=[key for mine in keys for key in mine])
 
     async def rewind(self, step: int) -> int:
         return int(await self._script("rewind", step))

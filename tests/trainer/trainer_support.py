@@ -110,7 +110,9 @@ class ScriptedLedger:
             self.crash_at = None
             raise Crash(moment)
 
-    async def submit(self, tasks: Sequence[Task], cursor: DataCursor | None = None) -> int:
+    async def submit(
+        self, tasks: Sequence[Task], cursor: DataCursor | None = None, after: DataCursor | None = None
+    ) -> int:
         if cursor is None:
             self.lanes[tasks[0].lane] = list(tasks)
             return len(tasks)

@@ -27,9 +27,9 @@ async def test_half_a_script_stays_undone(tmp_path: Path, lost_bytes: int) -> No
         await server.kill()
         file = newest_append_only_file(tmp_path)
         os.truncate(file, file.stat().st_size - lost_bytes)
-        for number in range(3):
+        for name in ("whole-0", "whole-1", "whole-2"):
             await server.restart()
-            await ask(server, lambda client: client.eval(TWO_WRITES, 2, f"whole-{number}", f"whole-{number}"))
+            await ask(server, lambda client, name=name: client.eval(TWO_WRITES, 2, name, name))
             await server.kill()
         await server.restart()
         kept = await ask(server, lambda client: client.keys("*"))

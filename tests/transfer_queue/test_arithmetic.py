@@ -38,12 +38,13 @@ def test_a_fixed_step_ahead_takes_its_places_away() -> None:
 
 
 def test_shipping_may_overtake_only_groups_that_still_ship_in_time() -> None:
-    assert may_ship([], 4, 2)
-    assert not may_ship([4], 4, 2)  # due now
-    assert may_ship([5, 5], 4, 2)  # both fit into step 5
-    assert not may_ship([5, 5, 5], 4, 2)
-    assert may_ship([5, 5, 6, 6], 4, 2)
-    assert not may_ship([5, 6, 6, 6, 6], 4, 2)
+    assert may_ship([], [], 4, 2)
+    assert not may_ship([], [4], 4, 2)  # due now
+    assert may_ship([], [5, 5], 4, 2)  # both fit into step 5
+    assert not may_ship([5, 5], [5], 4, 2)
+    assert may_ship([5, 6], [5, 6], 4, 2)
+    assert not may_ship([5, 6], [6, 6, 6], 4, 2)
+    assert may_ship([4, 5, 5], [6], 4, 2)  # nothing that is due still runs
 
 
 def test_back_pressure_always_leaves_one_step() -> None:

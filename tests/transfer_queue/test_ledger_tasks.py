@@ -11,6 +11,7 @@ from ledger_samples import LIMITS, at, task, tasks
 from penstock.transfer_queue.ledger import (
     BadPayload,
     LedgerError,
+    StepError,
 )
 from penstock.transfer_queue.trajectory import DataCursor
 
@@ -40,6 +41,17 @@ async def test_submit_with_a_cursor_happens_once(make_ledger) -> None:
     assert await ledger.submit(tasks(2, start=3), cursor=at(5)) == 2
     assert await ledger.cursor() == at(5)
     assert (await ledger.status()).groups["queued"] == 5
+
+
+async def test_a_submission_that_would_leave_a_gap_is_refused(make_ledger) -> None:
+    """A ledger that lost its newest tasks is not told of later ones before it has them again."""
+    ledger = await make_ledger(LIMITS)
+    assert await ledger.submit(tasks(3), cursor=at(3), after=at(0)) == 3
+    with pytest.raises(StepError, match="submit after 0:5: the tasks after 0:3 are not here"):
+        await ledger.submit(tasks(1, start=5), cursor=at(6), after=at(5))
+    assert await ledger.submit(tasks(3), cursor=at(3), after=at(5)) == 0  # a repeat stays a no-op
+    assert await ledger.submit(tasks(2, start=3), cursor=at(0, epoch=1), after=at(3)) == 2
+    assert (await ledger.status()).groups["submitted"] == 5
 
 
 async def test_submit_without_a_cursor_skips_known_tasks(make_ledger) -> None:

@@ -1,4 +1,4 @@
--- needs: run, trainer, episode, queue, group, steps
+-- needs: run, trainer, server, episode, queue, group, steps
 -- ARGV: step, packed map step → groups of steps that the checkpoint holds ('' for none). Everything of the steps below
 -- `step` is deleted; their payloads are named in `garbage` for a client to sweep.
 local step = tonumber(ARGV[1])

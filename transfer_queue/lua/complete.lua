@@ -1,4 +1,4 @@
--- needs: run, full, episode, queue, group, lengths
+-- needs: run, full, server, episode, queue, group, lengths
 -- ARGV: episode, fence, payload bytes, bytes it counts for, reward ('' for none), lowest version ('' for none), highest
 -- version, response tokens, outcome. KEYS[2…]: the payload's keys, where this server holds them.
 local episode, fence, bytes, held, reward = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]

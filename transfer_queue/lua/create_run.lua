@@ -1,3 +1,4 @@
+-- needs: server
 -- ARGV: config, then limit name, value, … Returns nothing, or the first limit that differs: name, theirs, ours.
 local RUN = KEYS[1] .. 'run'
 local exists = redis.call('EXISTS', RUN) == 1
@@ -9,4 +10,5 @@ for i = 2, #ARGV, 2 do
 end
 for i = 2, #ARGV, 2 do redis.call('HSET', RUN, ARGV[i], ARGV[i + 1]) end
 redis.call('HSET', RUN, 'config', ARGV[1])
+redis.call('HSETNX', KEYS[1] .. 'counters', 'server', server_start())
 return {}

@@ -1,4 +1,4 @@
--- needs: run, full, episode, queue, group
+-- needs: run, full, server, episode, queue, group
 -- ARGV: lane. Everything of it is deleted.
 for _, task_id in ipairs(call('ZRANGE', key('lane:' .. ARGV[1]), 0, -1)) do
   forget_group(task_id)

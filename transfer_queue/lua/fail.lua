@@ -1,4 +1,4 @@
--- needs: run, full, episode, queue, group
+-- needs: run, full, server, episode, queue, group
 -- ARGV: episode, fence, outcome. Returns 1 if the episode will be tried again, 0 if it is given up.
 local episode, fence = ARGV[1], ARGV[2]
 local task_id, m = split(episode)

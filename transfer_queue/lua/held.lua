@@ -1,4 +1,4 @@
--- needs: run, episode, queue, group
+-- needs: run, server, episode, queue, group
 -- Finished training episodes that are still here: in unfinished and ready groups, and in steps not yet committed.
 local names = {}
 for _, set in ipairs({'admitted', 'ready'}) do

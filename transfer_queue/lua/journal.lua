@@ -1,4 +1,4 @@
--- needs: run, episode
+-- needs: run, server, episode
 -- ARGV: episode, fence, nonce, packed entry, bytes it counts for, sampled tokens. Values are position and entry: a hash
 -- keeps no order.
 local episode, fence, nonce, entry, held = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])

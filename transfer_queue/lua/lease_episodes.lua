@@ -1,4 +1,4 @@
--- needs: run, full, episode, queue, admission
+-- needs: run, full, server, episode, queue, admission
 -- ARGV: worker, count, version, nonce. Returns rows {episode, member, attempts, fence, floor, task, journal}.
 local worker, wanted, version, nonce = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local now = now_ms()
@@ -26,7 +26,7 @@ local function give(episode)
   local task_id, m = split(episode)
   local group = group_key(task_id)
   local v = call('HMGET', group, 'lane', 'f' .. m, 'z' .. m)
-  local fence = call('HINCRBY', key('counters'), 'fence', 1)
+  local fence = new_fence()
   call('HSET', group, 's' .. m, 'l', 'f' .. m, fence, 'w' .. m, worker)
   if v[2] then call('HSET', group, 'z' .. m, (v[3] or '') .. v[2] .. ' ') end
   close_episode(episode, v[1])

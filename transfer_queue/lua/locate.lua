@@ -1,4 +1,4 @@
--- needs: run, episode
+-- needs: run, server, episode
 -- ARGV: episodes. Returns for each {name of its payload, bytes}; bytes −1: in the batch log; 0: nowhere.
 local rows = {}
 for i, episode in ipairs(ARGV) do

@@ -1,4 +1,4 @@
--- needs: run, trainer, episode, steps
+-- needs: run, trainer, server, episode, steps
 -- ARGV: version, packed announcement, nonce. Returns 1 if it became current, 0 if it was published before.
 local version, nonce = tonumber(ARGV[1]), ARGV[3]
 if version <= run.version then

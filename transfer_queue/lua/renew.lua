@@ -1,4 +1,4 @@
--- needs: run, full, episode
+-- needs: run, full, server, episode
 -- ARGV: episode, fence, … Returns the episodes that their fence no longer owns.
 local now, lost = now_ms(), {}
 for i = 1, #ARGV, 2 do

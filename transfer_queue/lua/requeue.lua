@@ -1,4 +1,4 @@
--- needs: run, episode, queue, group
+-- needs: run, server, episode, queue, group
 -- ARGV: episode. Its group is queued again as it was submitted.
 local episode = ARGV[1]
 if not call('ZSCORE', key('letters'), episode) then

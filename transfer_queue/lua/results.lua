@@ -1,4 +1,4 @@
--- needs: run, episode
+-- needs: run, server, episode
 -- ARGV: lane. Returns its finished episodes, oldest task first, and how many are still out.
 local names, out = {}, 0
 for _, task_id in ipairs(call('ZRANGE', key('lane:' .. ARGV[1]), 0, -1)) do

@@ -1,4 +1,4 @@
--- needs: run, trainer, episode, queue, group
+-- needs: run, trainer, server, episode, queue, group
 -- ARGV: step, episodes of it that are durable in the batch log. Their payloads are named in `garbage`. Returns how many
 -- were still held here.
 local step, moved = tonumber(ARGV[1]), 0

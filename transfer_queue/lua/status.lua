@@ -1,4 +1,4 @@
--- needs: run, episode, queue
+-- needs: run, server, episode, queue
 -- Returns a packed map of everything that `Status` is made of; hashes as flat lists.
 local now, quotas = now_ms(), quota_of()
 

@@ -1,11 +1,16 @@
--- needs: run, episode, queue
--- ARGV: epoch and index of the cursor ('' for none), then task id, lane, min_version, priority, source, bytes that the
+-- needs: run, server, episode, queue
+-- ARGV: epoch and index of the cursor ('' for none), and of the place before the tasks ('' for any), then task id, lane, min_version, priority, source, bytes that the
 -- task, and each of its episodes once it may run, count for, packed task, … Returns how many tasks were new.
 local epoch, index = tonumber(ARGV[1]), tonumber(ARGV[2])
 if epoch then
   local known = call('HMGET', key('counters'), 'epoch', 'index')
   local known_epoch, known_index = tonumber(known[1] or 0), tonumber(known[2] or 0)
   if epoch < known_epoch or (epoch == known_epoch and index <= known_index) then return 0 end
+  local after_epoch, after_index = tonumber(ARGV[3]), tonumber(ARGV[4])
+  if after_epoch and (after_epoch > known_epoch or (after_epoch == known_epoch and after_index > known_index)) then
+    return refuse('STEP', 'submit after ' .. after_epoch .. ':' .. after_index .. ': the tasks after ' .. known_epoch
+      .. ':' .. known_index .. ' are not here')
+  end
 end
 local quotas, now, new, train_tasks = quota_of(), now_ms(), 0, 0
 
@@ -26,7 +31,7 @@ local function add(task_id, lane, min_version, priority, source, cost, member_co
   end
 end
 
-for i = 3, #ARGV, 8 do
+for i = 5, #ARGV, 8 do
   local task_id = ARGV[i]
   -- A ledger that lost its last second with its machine may be told again of a task that is trained already.
   if call('EXISTS', group_key(task_id)) == 0 and call('SREM', key('trained_ahead'), task_id) == 0 then

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from faults.episodes import cursor_at, position_of, task_at
-from penstock.transfer_queue.ledger import Ledger, Limits, Status
+from penstock.transfer_queue.ledger import Ledger, Limits, Status, StepError
+from penstock.transfer_queue.trajectory import DataCursor, Task
 
 
 class Feeder:
@@ -14,11 +17,18 @@ class Feeder:
         self._limits = limits
 
     async def fill(self) -> None:
-        position, status = position_of(await self._ledger.cursor()), await self._ledger.status()
-        waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready"))
+        start, status = await self._ledger.cursor(), await self._ledger.status()
+        position = position_of(start)
+        waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready")) - status.parked
         end = position + (self._limits.max_staleness + 2) * self._limits.groups_per_step - waiting
         if end > position:
-            await self._ledger.submit([task_at(number) for number in range(position, end)], cursor_at(end))
+            await self._submit([task_at(number) for number in range(position, end)], cursor_at(end), start)
+
+    async def _submit(self, tasks: Sequence[Task], end: DataCursor, start: DataCursor) -> None:
+        try:
+            await self._ledger.submit(tasks, cursor=end, after=start)
+        except StepError:
+            return  # the cursor was turned back meanwhile; the next call sees it
 
 
 def drained(status: Status, limits: Limits) -> bool:

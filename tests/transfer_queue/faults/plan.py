@@ -27,7 +27,7 @@ class Plan:
     limits: Limits
     checkpoint_every: int
     may_lose_tail: bool = False
-    """Redis may lose its newest writes, as a machine with ``everysec`` does: what was acknowledged may be owed again."""
+    """Redis may lose its newest writes, as a machine with ``everysec`` does: what was finished may be owed again."""
 
     @property
     def config(self) -> TransferQueueConfig:

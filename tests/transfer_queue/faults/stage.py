@@ -118,12 +118,13 @@ class Stage:
         except TimeoutError as error:
             raise AssertionError(f"seed {self.plan.seed}: not drained: {await self.ledger.status()}") from error
 
-    async def every(self, mean_s: float, name: str, fault: Callable[[], Awaitable[object]], *, times: int) -> None:
-        """Play a fault `times` times, after random pauses."""
+    async def every(self, mean_s: float, fault: Callable[[], Awaitable[object]], *, times: int, name: str = "") -> None:
+        """Play a fault `times` times, after random pauses; with a `name` it is counted under that."""
         for _ in range(times):
             await asyncio.sleep(self.chance.uniform(0.3, 1.7) * mean_s)
             await fault()
-            self.kills[name] += 1
+            if name:
+                self.kills[name] += 1
 
     async def kill_worker(self) -> None:
         self.troupe.kill_worker()

@@ -20,7 +20,7 @@ MEAN_BYTES = 12_000
 async def test_workers_killed() -> None:
     for seed in seeds(2):
         async with Stage(seed) as stage:
-            account = await stage.play(stage.every(0.6, "worker kills asked", stage.kill_worker, times=6))
+            account = await stage.play(stage.every(0.6, stage.kill_worker, times=6))
             print(account.line)
             account.check()
             assert account.kills["worker"]
@@ -70,8 +70,8 @@ async def test_everything_at_once() -> None:
         async with Stage(seed, behind_proxy=True, worker_options=["--clock-jumps"]) as stage:
             stage.proxy.mean_bytes = MEAN_BYTES
             faults = [
-                stage.every(1.2, "redis", lambda: kill_redis(stage.server, stage.chance), times=5),
-                stage.every(1.0, "worker kills asked", stage.kill_worker, times=5),
+                stage.every(1.2, lambda: kill_redis(stage.server, stage.chance), times=5, name="redis"),
+                stage.every(1.0, stage.kill_worker, times=5),
                 stop_cutting(stage.proxy, after_s=6.0),
             ]
             account = await stage.play(*faults, gaps=stage.chance.choices([*GAPS, ANYWHERE], k=6))

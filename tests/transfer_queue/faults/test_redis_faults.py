@@ -18,7 +18,7 @@ WAIT = Limits(group_size=3, groups_per_step=2, max_staleness=1, lease_ttl_s=0.6,
 async def test_redis_killed_under_load(fsync: str) -> None:
     for seed in seeds(2):
         async with Stage(seed, fsync=fsync) as stage:
-            kills = stage.every(0.35, "redis", lambda: kill_redis(stage.server, stage.chance), times=5)
+            kills = stage.every(0.35, lambda: kill_redis(stage.server, stage.chance), times=5, name="redis")
             account = await stage.play(kills)
             print(account.line)
             account.check()
@@ -32,7 +32,9 @@ async def test_redis_paused_for_longer_than_leases_last(seconds: float) -> None:
     """Nobody's lease is lost to a pause, and no client gives up."""
     for seed in seeds(1):
         async with Stage(seed, limits=WAIT) as stage:
-            account = await stage.play(stage.every(0.3, "pause", lambda: pause_redis(stage.server, seconds), times=1))
+            account = await stage.play(
+                stage.every(0.3, lambda: pause_redis(stage.server, seconds), times=1, name="pause")
+            )
             print(account.line)
             account.check()
             assert account.steps > 1
@@ -41,7 +43,7 @@ async def test_redis_paused_for_longer_than_leases_last(seconds: float) -> None:
 async def test_redis_full() -> None:
     for seed in seeds(1):
         async with Stage(seed) as stage:
-            account = await stage.play(stage.every(0.4, "full", lambda: fill_redis(stage.client, 0.6), times=3))
+            account = await stage.play(stage.every(0.4, lambda: fill_redis(stage.client, 0.6), times=3, name="full"))
             print(account.line)
             account.check()
 
@@ -50,7 +52,7 @@ async def test_tail_of_the_append_only_file_lost() -> None:
     """A machine with ``everysec`` dies: what was acknowledged may be owed again, and nothing is trained twice."""
     for seed in seeds(2):
         async with Stage(seed, fsync="everysec", may_lose_tail=True) as stage:
-            losses = stage.every(0.3, "tail", lambda: lose_tail(stage.server, stage.chance), times=4)
+            losses = stage.every(0.3, lambda: lose_tail(stage.server, stage.chance), times=4, name="tail")
             account = await stage.play(losses, gaps=[ANYWHERE] * 2)
             print(account.line)
             account.check()

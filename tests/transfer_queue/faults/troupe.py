@@ -19,6 +19,8 @@ from faults.trainer import START_AGAIN
 
 MOST_PASSES = {"in_checkpoint": 2, "after_checkpoint": 2, "in_commit": 2, "after_commit": 2}
 STOP_TIMEOUT_S = 30.0
+STOPPED_EARLY = -signal.SIGTERM
+"""It was asked to stop before it had begun."""
 MOST_STARTS = 30
 """A trainer that was told to start again so often, without a life that trains, will never go on."""
 
@@ -40,17 +42,18 @@ class Troupe:
 
     async def keep_worker(self, place: int, *options: str) -> None:
         """Until `stop_workers`. Raises `ProcessFailed` where one ends by itself."""
-        for number in range(1 << 30):
-            process = await Process.start(
-                "worker", self._plan_file, f"worker-{place}-{number}", *self._options, *options
-            )
+        number = 0
+        while not self._stopping:
+            name = f"worker-{place}-{number}"
+            process = await Process.start("worker", self._plan_file, name, *self._options, *options)
             self._workers[place] = process
+            if self._stopping:
+                process.signal(signal.SIGTERM)
             code = await process.wait()
-            if self._stopping and code == 0:
-                return
-            if code != KILLED:
+            if code not in ((0, STOPPED_EARLY, KILLED) if self._stopping else (KILLED,)):
                 raise process.failure(code)
-            self.restarts["worker"] += 1
+            number += 1
+        self.restarts["worker"] += number - 1
 
     def kill_worker(self) -> None:
         if self._workers[self._chance.choice([*self._workers])].signal(signal.SIGKILL):

@@ -81,10 +81,23 @@ local function owned(episode, fence, now)
   return member
 end
 
+-- A Redis that was started again, or a replica in its place, may have forgotten its newest fences with its machine,
+-- whose owners live on: it skips more than can have been given.
+local FENCES_SKIPPED, this_server = 1000000, nil
+local function new_fence()
+  local counters = key('counters')
+  this_server = this_server or server_start()
+  if tonumber(call('HGET', counters, 'server')) ~= this_server then
+    call('HSET', counters, 'server', this_server)
+    call('HINCRBY', counters, 'fence', FENCES_SKIPPED)
+  end
+  return call('HINCRBY', counters, 'fence', 1)
+end
+
 -- Back to the queue under a new fence: the old owner is refused from now on.
 local function hand_back(episode, member)
   unhold(episode, member.lane, member.worker)
-  call('HSET', member.group, 's' .. member.m, 'q', 'f' .. member.m, call('HINCRBY', key('counters'), 'fence', 1))
+  call('HSET', member.group, 's' .. member.m, 'q', 'f' .. member.m, new_fence())
   open_episode(episode, member.lane, member.floor, member.seq)
 end
 

@@ -1,0 +1,88 @@
+"""What one second lost with Redis's machine must not do: give a fence twice, free what is needed again."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from ledger_samples import at, tasks, trajectory, turn
+
+from penstock.transfer_queue.append_only_file import newest_append_only_file
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.ledger import Announcement, Batch, LeaseLost, Limits
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_server import RedisServer
+
+pytestmark = pytest.mark.redis
+PASSWORD = "a-test-password"
+LIMITS = Limits(group_size=2, groups_per_step=1, max_staleness=1)
+
+
+class LosingServer(RedisServer):
+    """Can be taken back to where it was."""
+
+    def mark(self) -> int:
+        return newest_append_only_file(self.directory).stat().st_size
+
+    async def lose_since(self, mark: int) -> None:
+        await self.kill()
+        os.truncate(newest_append_only_file(self.directory), mark)
+        await self.restart()
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[LosingServer]:
+    async with LosingServer(tmp_path, PASSWORD, appendfsync="always") as started:
+        yield started
+
+
+@pytest.fixture
+async def ledger(server: LosingServer) -> AsyncIterator[RedisLedger]:
+    config = TransferQueueConfig(deadline_s=20.0)
+    made = await RedisLedger.connect(server.url, f"loss-{secrets.token_hex(4)}", config, PASSWORD)
+    await made.create_run(LIMITS, "x")
+    yield made
+    await made.close()
+
+
+async def test_an_owner_from_the_lost_second_is_refused(server: LosingServer, ledger: RedisLedger) -> None:
+    await ledger.submit(tasks(1), cursor=at(1))
+    mark = server.mark()
+    lost = await ledger.lease_episodes("old", 2, 0)
+    await server.lose_since(mark)
+    new = await ledger.lease_episodes("new", 2, 0)
+    assert [lease.episode_id for lease in new] == [lease.episode_id for lease in lost]
+    for old, owner in zip(lost, new, strict=True):
+        with pytest.raises(LeaseLost):
+            await ledger.journal(old, turn(1))
+        await ledger.complete(owner, trajectory(owner))
+        with pytest.raises(LeaseLost):
+            await ledger.complete(old, trajectory(old, reward=0.0))
+    assert [one.reward for one in await ledger.read([lease.episode_id for lease in new])] == [1.0, 1.0]
+
+
+async def test_a_sweep_under_way_frees_nothing_that_is_needed_again(
+    server: LosingServer, ledger: RedisLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client has read what is garbage, Redis forgets that it is, the client goes on."""
+    await ledger.submit(tasks(1), cursor=at(1))
+    for lease in await ledger.lease_episodes("worker", 2, 0):
+        await ledger.complete(lease, trajectory(lease))
+    assert isinstance(await ledger.lease_batch(0), Batch)
+    await ledger.publish_version(Announcement(1, {}))
+    mark, command = server.mark(), ledger._connection.command
+
+    async def lose_after_reading(*args: object) -> object:
+        answer = await command(*args)
+        if args[0] == "SRANDMEMBER" and answer:
+            await server.lose_since(mark)
+        return answer
+
+    monkeypatch.setattr(ledger._connection, "command", lose_after_reading)
+    await ledger.commit(1)
+    status = await ledger.status()
+    assert (status.version, status.committed_step) == (1, 0)
+    assert len(await ledger.read([f"{tasks(1)[0].task_id}#{member}" for member in range(2)])) == 2
