@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
+from faults.clock import HOUR_S, REAL_TIME
+from faults.episodes import cursor_at, task_at
 from faults.gaps import ANYWHERE, GAPS
 from faults.havoc import kill_redis
 from faults.proxy import REPLY, REQUEST, CuttingProxy
@@ -63,6 +66,18 @@ async def test_clocks_of_workers_jump_by_an_hour() -> None:
             print(account.line)
             account.check()
             assert account.trained
+
+
+@pytest.mark.parametrize("jump_s", [-HOUR_S, HOUR_S])
+async def test_a_clock_decides_nothing_about_leases(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    async with Stage(0) as stage:
+        ledger = stage.ledger
+        await ledger.submit([task_at(0)], cursor_at(1))
+        held = await ledger.lease_episodes("old", 9, 0)
+        assert held
+        monkeypatch.setattr(time, "time", lambda: REAL_TIME() + jump_s)
+        assert await ledger.lease_episodes("new", 9, 0) == []
+        assert await ledger.renew(held) == []
 
 
 async def test_everything_at_once() -> None:
