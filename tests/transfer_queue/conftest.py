@@ -14,6 +14,7 @@ from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.ledger import Ledger, Limits
 from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.redis_cluster import RedisCluster
 from penstock.transfer_queue.redis_ledger import RedisLedger
 from penstock.transfer_queue.redis_server import RedisServer
 
@@ -31,14 +32,21 @@ async def redis_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterato
         yield server
 
 
-@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
-def store(request: pytest.FixtureRequest) -> RedisServer | None:
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RedisCluster]:
+    async with RedisCluster(tmp_path_factory.mktemp("cluster"), PASSWORD) as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["memory", *(pytest.param(name, marks=pytest.mark.redis) for name in ("redis", "cluster"))])
+def store(request: pytest.FixtureRequest) -> RedisServer | RedisCluster | None:
     """None stands for memory."""
-    return request.getfixturevalue("redis_server") if request.param == "redis" else None
+    fixtures = {"redis": "redis_server", "cluster": "redis_cluster"}
+    return request.getfixturevalue(fixtures[request.param]) if request.param in fixtures else None
 
 
 @pytest.fixture
-async def make_ledger(store: RedisServer | None, tmp_path: Path) -> AsyncIterator[MakeLedger]:
+async def make_ledger(store: RedisServer | RedisCluster | None, tmp_path: Path) -> AsyncIterator[MakeLedger]:
     """Makes a new run with the given limits; the run is dropped afterwards."""
     made: list[Ledger] = []
 

@@ -1,4 +1,4 @@
-"""What `Ledger` promises of leases and endings. One suite for both ledgers."""
+"""What `Ledger` promises of leases and endings. One suite for memory, Redis and a Redis Cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `Ledger` promises of groups: filtering, priorities, quotas, capacity. One suite for both ledgers."""
+"""What `Ledger` promises of groups: filtering, priorities, quotas, capacity. One suite for memory, Redis and a Redis Cluster."""
 
 from __future__ import annotations
 

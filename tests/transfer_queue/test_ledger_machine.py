@@ -34,6 +34,7 @@ from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.ledger import Announcement, Batch, Lease, Ledger, LedgerError, Limits, Status
 from penstock.transfer_queue.memory import MemoryLedger
 from penstock.transfer_queue.memory_state import Group
+from penstock.transfer_queue.redis_cluster import RedisCluster
 from penstock.transfer_queue.redis_ledger import RedisLedger
 from penstock.transfer_queue.redis_server import RedisServer
 from penstock.transfer_queue.rows import check_limits
@@ -71,7 +72,7 @@ limits_given = st.builds(
 class LedgerMachine(RuleBasedStateMachine):
     """Workers hold versions that only grow, up to the published one; the trainer may crash between any two calls."""
 
-    server: RedisServer | None = None
+    server: RedisServer | RedisCluster | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.step_of: dict[str, int] = {}
 
     @staticmethod
-    async def _connect(server: RedisServer, log: BatchLog) -> RedisLedger:
+    async def _connect(server: RedisServer | RedisCluster, log: BatchLog) -> RedisLedger:
         config, run = TransferQueueConfig(deadline_s=20.0), f"m-{secrets.token_hex(6)}"
         return await RedisLedger.connect(server.url, run, config, "a-test-password", batch_log=log)
 
@@ -342,7 +343,7 @@ def comparable(answer: Any) -> Any:
     return repr(answer) if isinstance(answer, list) else answer
 
 
-def run_machine(server: RedisServer | None, examples: int, steps: int) -> None:
+def run_machine(server: RedisServer | RedisCluster | None, examples: int, steps: int) -> None:
     machine = type("Machine", (LedgerMachine,), {"server": server})
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     run_state_machine_as_test(
@@ -365,6 +366,11 @@ def test_random_interleavings_in_memory() -> None:
 @pytest.mark.redis
 def test_redis_answers_as_memory_does(redis_server: RedisServer) -> None:
     run_machine(redis_server, examples=12, steps=40)
+
+
+@pytest.mark.redis
+def test_a_cluster_answers_as_memory_does(redis_cluster: RedisCluster) -> None:
+    run_machine(redis_cluster, examples=6, steps=40)
 
 
 @pytest.mark.slow

@@ -188,3 +188,22 @@ async def test_two_runs_do_not_see_each_other(ledger: RedisLedger, redis_server:
 
 def replace_deadline(deadline_s: float) -> TransferQueueConfig:
     return CONFIG.model_copy(update={"deadline_s": deadline_s})
+
+
+async def test_compressed_trajectories_take_less_and_come_back_the_same(
+    ledger: RedisLedger, redis_server: RedisServer
+) -> None:
+    packing = await RedisLedger.connect(
+        redis_server.url, ledger._run, CONFIG.model_copy(update={"compression": "zstd"}), PASSWORD
+    )
+    await ledger.submit(tasks(1), cursor=at(1))
+    plain, small = await ledger.lease_episodes("worker", 2, 0)
+    await ledger.complete(plain, trajectory(plain, tokens=5000))
+    before = (await ledger.status()).unconsumed_bytes
+    await packing.complete(small, trajectory(small, tokens=5000))
+    assert (await ledger.status()).unconsumed_bytes - before < before / 2
+    one, two = await ledger.read([plain.episode_id, small.episode_id])  # a reader needs no setting
+    assert repr(two.segments) == repr(one.segments)
+    (values,) = await ledger.get([small.episode_id], ["response_ids"], 4990, 4993)
+    assert values.segments[0]["response_ids"].tolist() == [4990, 4991, 4992]
+    await packing.close()
