@@ -1,4 +1,4 @@
-"""What `Ledger` promises of groups: filtering, priorities, quotas, capacity. One suite for memory, Redis and a Redis Cluster."""
+"""What `Ledger` promises of groups: filtering, priorities, quotas, capacity. One suite for all stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `Ledger` promises of reading by field, spilling, and catching up. One suite for memory, Redis and a Redis Cluster."""
+"""What `Ledger` promises of reading by field, spilling, and catching up. One suite for all stores."""
 
 from __future__ import annotations
 
