@@ -1,6 +1,7 @@
 -- needs: run, server, episode, queue
--- ARGV: epoch and index of the cursor ('' for none), and of the place before the tasks ('' for any), then task id, lane, min_version, priority, source, bytes that the
--- task, and each of its episodes once it may run, count for, packed task, … Returns how many tasks were new.
+-- ARGV: epoch and index of the cursor ('' for none), epoch and index of the place before the tasks ('' for any), then
+-- task id, lane, min_version, priority, source, bytes that the task, and each of its episodes once it may run, count
+-- for, packed task, … Returns how many tasks were new.
 local epoch, index = tonumber(ARGV[1]), tonumber(ARGV[2])
 if epoch then
   local known = call('HMGET', key('counters'), 'epoch', 'index')

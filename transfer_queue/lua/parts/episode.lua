@@ -1,9 +1,9 @@
 -- Episodes. A group is one hash, group:TASK_ID, small enough for Redis's compact encoding; its task is task:TASK_ID.
--- Of the group: seq, lane, source, priority, size, min_version, cost, members_cost, state, at (ms, of the last change of state), floor,
--- due, ended, rewarded, lowest, rmin, rmax (rewards), step. Of member m: sM state (q, l, d, x), fM fence, wM worker, aM
--- attempts, kM fence of the last counted failure, nM journal bytes, tM response tokens, bM payload bytes, hM what they
--- count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without reward, zM earlier
--- fences.
+-- Of the group: seq, lane, source, priority, size, min_version, cost, members_cost, state, at (ms, of the last change of
+-- state), floor, due, ended, rewarded, lowest, rmin, rmax (rewards), step. Of member m: sM state (q, l, d, x), fM fence,
+-- wM worker, aM attempts, kM fence of the last counted failure, nM journal bytes, tM response tokens, bM payload bytes,
+-- hM what they count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without
+-- reward, zM earlier fences.
 local function split(episode)
   return string.match(episode, '^(.*)#(%d+)$')
 end
