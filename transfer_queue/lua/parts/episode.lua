@@ -82,14 +82,16 @@ local function owned(episode, fence, now)
 end
 
 -- A Redis that was started again, or a replica in its place, may have forgotten its newest fences with its machine,
--- whose owners live on: it skips more than can have been given.
-local FENCES_SKIPPED, this_server = 1000000, nil
+-- whose owners live on. It goes on at a number that no start before it can have reached: ten for each millisecond of its
+-- clock, and more than the known ones. (A number of up to 14 digits is the same in Lua's text.)
+local FENCES_PER_MS, FENCES_SKIPPED, this_server = 10, 1000000, nil
 local function new_fence()
   local counters = key('counters')
   this_server = this_server or server_start()
-  if tonumber(call('HGET', counters, 'server')) ~= this_server then
-    call('HSET', counters, 'server', this_server)
-    call('HINCRBY', counters, 'fence', FENCES_SKIPPED)
+  local v = call('HMGET', counters, 'server', 'fence')
+  if tonumber(v[1]) ~= this_server then
+    local floor = math.max(tonumber(v[2] or 0) + FENCES_SKIPPED, now_ms() * FENCES_PER_MS)
+    call('HSET', counters, 'server', this_server, 'fence', string.format('%.0f', floor))
   end
   return call('HINCRBY', counters, 'fence', 1)
 end
