@@ -100,14 +100,19 @@ class Publisher:
                 await asyncio.sleep(POLL_S)
 
     async def remind(self) -> None:
-        """Say again where the newest weights are, where the ledger has forgotten it with its machine: servers that
-        join would otherwise never load them."""
+        """Publish the newest version again where the ledger has forgotten it with its machine.
+
+        Else a batch that needs episodes of that version would be waited for in vain. The weights are the same, so the
+        number still names one set of them.
+        """
         writing = self._task is not None and not self._task.done()
         if self._newest is None or writing:
             return
         current = await self._ledger.latest_version()
         if current is None or current.version < self._newest.version:
-            await self._ledger.renew_manifest(self._newest)
+            published = await self._ledger.publish_version(self._newest)
+            if not published:
+                await self._ledger.renew_manifest(self._newest)
 
     async def close(self) -> None:
         if self._task is not None:

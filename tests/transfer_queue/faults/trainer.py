@@ -85,9 +85,9 @@ class Trainer:
 
     async def _remind(self) -> None:
         """As trainer/publish.py: the ledger may have forgotten what the newest version is."""
-        current = await self._ledger.latest_version()
-        if (current.version if current else 0) < self._version:
-            await self._ledger.renew_manifest(announcement(self._version))
+        current, newest = await self._ledger.latest_version(), announcement(self._version)
+        if (current.version if current else 0) < self._version and not await self._ledger.publish_version(newest):
+            await self._ledger.renew_manifest(newest)
 
     async def _take(self, step: int) -> Batch | None:
         self._gaps.at("before_step")
