@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    engine: Literal["hf", "vllm"] = Field("hf", description="Which engine samples: transformers' own, or stock vLLM.")
+    engine: Literal["hf", "vllm", "sglang"] = Field(
+        "hf", description="Which engine samples: transformers' own, stock vLLM or stock SGLang."
+    )
     servers: int = Field(1, ge=0, description="Rollout servers that `penstock run` starts.")
     host: str = Field("127.0.0.1", description="Address the sidecar listens on; engines always stay on loopback.")
     port: int = Field(0, ge=0, le=65535, description="First sidecar port; 0 takes free ones.")
@@ -18,7 +20,7 @@ class RolloutConfig(BaseModel):
     max_model_len: int = Field(1024, gt=0, description="Prompt plus response, in tokens.")
     max_concurrent: int = Field(64, gt=0, description="Requests decoded together; more wait in the sidecar.")
     threads: int = Field(1, gt=0, description="CPU threads of the engine process.")
-    kv_cache_tokens: int = Field(20480, gt=0, description="Tokens that the KV cache of the hf engine holds.")
+    kv_cache_tokens: int = Field(20480, gt=0, description="Tokens that the KV cache holds: hf, and SGLang on CPUs.")
     pause: Literal["keep", "recompute"] = Field(
         "keep", description="In-flight requests over a weight swap: go on with their KV, or rebuild it first."
     )
@@ -31,4 +33,11 @@ class RolloutConfig(BaseModel):
     )
     vllm_args: dict[str, Any] = Field(
         default_factory=dict, description="Further `vllm serve` flags, by name; null drops one of Penstock's own."
+    )
+    sglang_python: str | None = Field(
+        None, description="Python of the environment that holds SGLang; None looks for .venv-sglang, then this one."
+    )
+    sglang_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further `sglang.launch_server` flags, by name; null drops one of Penstock's own.",
     )
