@@ -110,13 +110,18 @@ def check_engine(config: RunConfig) -> Check:
         return Check(
             "rollout.engine", not missing, f"hf, missing {missing}" if missing else "hf", "pip install 'penstock[hf]'"
         )
-    from penstock.rollout_server.engines.vllm_server import find_python
+    from penstock.rollout_server.engines import sglang_server, vllm_server
     from penstock.rollout_server.protocol import EngineError
 
+    name = config.rollout.engine
     try:
-        return Check("rollout.engine", True, f"vllm in {find_python(config.rollout.vllm_python)}")
+        if name == "vllm":
+            python = vllm_server.find_python(config.rollout.vllm_python)
+        else:
+            python = sglang_server.find_python(config.rollout.sglang_python)
     except EngineError as error:
-        return Check("rollout.engine", False, "vllm", str(error))
+        return Check("rollout.engine", False, name, str(error))
+    return Check("rollout.engine", True, f"{name} in {python}")
 
 
 def check_trainer(config: RunConfig) -> Check:

@@ -1,7 +1,7 @@
 """The model folder as SGLang is shown it: the same files, without the ids at which answers end by themselves.
 
 Only the caller's `stop_token_ids` end an answer. SGLang's `ignore_eos` would ignore those too, so what it reads must
-not name an end-of-sequence id: neither config.json nor generation_config.json, whose sampling defaults would apply, too.
+not name an end-of-sequence id: neither config.json nor generation_config.json, whose sampling defaults would apply.
 """
 
 from __future__ import annotations
