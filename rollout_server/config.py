@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class RolloutConfig(BaseModel):
@@ -21,8 +21,10 @@ class RolloutConfig(BaseModel):
     max_concurrent: int = Field(64, gt=0, description="Requests decoded together; more wait in the sidecar.")
     threads: int = Field(1, gt=0, description="CPU threads of the engine process.")
     kv_cache_tokens: int = Field(20480, gt=0, description="Tokens that the KV cache holds: hf, and SGLang on CPUs.")
-    pause: Literal["keep", "recompute"] = Field(
-        "keep", description="In-flight requests over a weight swap: go on with their KV, or rebuild it first."
+    pause: Literal["keep", "recompute", "abort"] = Field(
+        "keep",
+        description="In-flight requests over a weight swap: go on with their KV, rebuild it first, or (sglang only)"
+        " end with what they have and the client goes on.",
     )
     weight_transport: Literal["shm", "disk"] = Field("shm", description="How weights travel from trainer to server.")
     start_timeout_s: float = Field(180.0, gt=0, description="An engine that is not up by then is restarted.")
@@ -41,3 +43,9 @@ class RolloutConfig(BaseModel):
         default_factory=dict,
         description="Further `sglang.launch_server` flags, by name; null drops one of Penstock's own.",
     )
+
+    @model_validator(mode="after")
+    def _pause_is_offered(self) -> RolloutConfig:
+        if self.pause == "abort" and self.engine != "sglang":
+            raise ValueError("pause=abort is offered by the sglang engine only; take keep or recompute")
+        return self

@@ -56,7 +56,7 @@ ROUTES = (
     "/model_info",
     "/server_info",
 )
-PAUSES = {"keep": "in_place", "recompute": "retract"}
+PAUSES = {"keep": "in_place", "recompute": "retract", "abort": "abort"}
 """rollout.pause → SGLang's word."""
 
 
@@ -260,7 +260,7 @@ class SGLangEngine:
             "weight_version": str(version),
             "abort_all_requests": False,
             # With requests frozen in place it would be refused, and the update with it; the salts do its work.
-            "flush_cache": self.config.pause == "recompute",
+            "flush_cache": self.config.pause != "keep",
         }
 
     async def _check_loaded(self, version: int, expected: Mapping[str, str]) -> None:

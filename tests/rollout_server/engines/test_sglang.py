@@ -102,6 +102,23 @@ async def test_recompute_rebuilds_the_past_under_the_new_weights(engine: SGLangE
         close(answer.logprobs[swap:], reference.logprobs(context, answer.token_ids[swap:]))
 
 
+async def test_abort_ends_answers_with_what_they_have(engine: SGLangEngine, reference: Reference) -> None:
+    before, after = next(versions), next(versions)
+    await engine.load_weights(reference.publish(before, reference.first))
+    tasks = await under_load(engine, 3, 1700)
+    keep, engine.config = engine.config, engine.config.model_copy(update={"pause": "abort"})
+    try:
+        report = await engine.load_weights(reference.publish(after, reference.other(1)))
+    finally:
+        engine.config = keep
+    assert report.in_flight == 0
+    for i, answer in enumerate(await asyncio.gather(*tasks)):
+        assert answer.finish_reason == "abort"
+        assert answer.version_spans == [(before, 0, len(answer.token_ids))]
+        close(answer.logprobs, reference.logprobs(PROMPT[: 20 + i], answer.token_ids))
+    assert (await whole(engine, ask(PROMPT, 4))).version_spans == [(after, 0, 4)]
+
+
 async def test_new_requests_never_meet_the_old_versions_prefix_cache(
     engine: SGLangEngine, reference: Reference
 ) -> None:
