@@ -108,9 +108,7 @@ class SGLangEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """Stream the answer. Raises `BadRequest` (ids outside the vocabulary, too many), `EngineError`."""
-        if self.info is None or not self._server.alive:
-            raise EngineError("SGLang is not running")
-        request = fit_request(request, self.info)
+        request = fit_request(request, self._check_running())
         self._refuse_seed(request.sampling)
         deadline = time.monotonic() + self.config.request_timeout_s
         await self._until_admitting(deadline)
@@ -131,6 +129,7 @@ class SGLangEngine:
         it was ended; the sidecar starts another.
         """
         async with self._swap:
+            self._check_running()
             begin = time.monotonic()
             with as_folder(manifest, self._server.folder) as folder:
                 expected = await asyncio.to_thread(self._read, manifest)
@@ -154,6 +153,11 @@ class SGLangEngine:
     def stderr_tail(self) -> str:
         """The last lines of the server's log."""
         return self._server.tail()
+
+    def _check_running(self) -> EngineInfo:
+        if self.info is None or not self._server.alive:
+            raise EngineError("SGLang is not running")
+        return self.info
 
     # ---- starting
 
@@ -235,7 +239,7 @@ class SGLangEngine:
         except TimeoutError as error:
             await self._server.stop()
             raise EngineError(f"the weight swap took more than {self.config.start_timeout_s} s") from error
-        except (EngineError, asyncio.CancelledError):
+        except BaseException:
             await self._server.stop()  # half a version may be loaded: it must not sample
             raise
         finally:

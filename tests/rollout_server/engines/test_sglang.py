@@ -214,8 +214,10 @@ async def test_other_weights_than_the_versions_end_the_server_and_its_open_answe
         assert isinstance(outcome, EngineError)
         assert outcome.retryable
     assert not await engine.healthy()
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineError, match="not running"):
         await whole(engine, ask(PROMPT, 4))
+    with pytest.raises(EngineError, match="not running"):
+        await engine.load_weights(reference.publish(next(versions), reference.first))
 
 
 OWNER = """
