@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import shutil
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.data.generate import PREFIX
 from penstock.deploy.roles import SHARED_MEMORY
+from penstock.rollout_server.config import RolloutConfig
 
 
 @dataclass(frozen=True)
@@ -110,13 +113,22 @@ def check_engine(config: RunConfig) -> Check:
         return Check(
             "rollout.engine", not missing, f"hf, missing {missing}" if missing else "hf", "pip install 'penstock[hf]'"
         )
-    from penstock.rollout_server.engines.vllm_server import find_python
+    return asyncio.run(_check_stock_server(config.rollout))
+
+
+async def _check_stock_server(config: RolloutConfig) -> Check:
+    """Asks the environment that the engine would use: is the server in it, and new enough?"""
+    from penstock.rollout_server.engines import sglang_server, vllm_server
     from penstock.rollout_server.protocol import EngineError
 
     try:
-        return Check("rollout.engine", True, f"vllm in {find_python(config.rollout.vllm_python)}")
+        if config.engine == "vllm":
+            found: Any = await vllm_server.find_installation(config)
+        else:
+            found = await sglang_server.find_installation(config)
     except EngineError as error:
-        return Check("rollout.engine", False, "vllm", str(error))
+        return Check("rollout.engine", False, config.engine, str(error))
+    return Check("rollout.engine", True, f"{config.engine} {found.version} in {found.python}")
 
 
 def check_trainer(config: RunConfig) -> Check:

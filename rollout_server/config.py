@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    engine: Literal["hf", "vllm"] = Field("hf", description="Which engine samples: transformers' own, or stock vLLM.")
+    engine: Literal["hf", "vllm", "sglang"] = Field(
+        "hf", description="Which engine samples: transformers' own, stock vLLM or stock SGLang."
+    )
     servers: int = Field(1, ge=0, description="Rollout servers that `penstock run` starts.")
     host: str = Field("127.0.0.1", description="Address the sidecar listens on; engines always stay on loopback.")
     port: int = Field(0, ge=0, le=65535, description="First sidecar port; 0 takes free ones.")
@@ -18,9 +20,11 @@ class RolloutConfig(BaseModel):
     max_model_len: int = Field(1024, gt=0, description="Prompt plus response, in tokens.")
     max_concurrent: int = Field(64, gt=0, description="Requests decoded together; more wait in the sidecar.")
     threads: int = Field(1, gt=0, description="CPU threads of the engine process.")
-    kv_cache_tokens: int = Field(20480, gt=0, description="Tokens that the KV cache of the hf engine holds.")
-    pause: Literal["keep", "recompute"] = Field(
-        "keep", description="In-flight requests over a weight swap: go on with their KV, or rebuild it first."
+    kv_cache_tokens: int = Field(20480, gt=0, description="Tokens that the KV cache holds: hf, and SGLang on CPUs.")
+    pause: Literal["keep", "recompute", "abort"] = Field(
+        "keep",
+        description="In-flight requests over a weight swap: go on with their KV, rebuild it first, or (sglang only)"
+        " end with what they have and the client goes on.",
     )
     weight_transport: Literal["shm", "disk"] = Field("shm", description="How weights travel from trainer to server.")
     start_timeout_s: float = Field(180.0, gt=0, description="An engine that is not up by then is restarted.")
@@ -32,3 +36,16 @@ class RolloutConfig(BaseModel):
     vllm_args: dict[str, Any] = Field(
         default_factory=dict, description="Further `vllm serve` flags, by name; null drops one of Penstock's own."
     )
+    sglang_python: str | None = Field(
+        None, description="Python of the environment that holds SGLang; None looks for .venv-sglang, then this one."
+    )
+    sglang_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further `sglang.launch_server` flags, by name; null drops one of Penstock's own.",
+    )
+
+    @model_validator(mode="after")
+    def _pause_is_offered(self) -> RolloutConfig:
+        if self.pause == "abort" and self.engine != "sglang":
+            raise ValueError("pause=abort is offered by the sglang engine only; take keep or recompute")
+        return self

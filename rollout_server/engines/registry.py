@@ -15,6 +15,7 @@ MakeEngine = Callable[[RolloutConfig, str, Path, int], Engine]
 ENGINES = {
     "hf": "penstock.rollout_server.engines.hf:HFEngine",
     "vllm": "penstock.rollout_server.engines.vllm:VLLMEngine",
+    "sglang": "penstock.rollout_server.engines.sglang:SGLangEngine",
 }
 
 

@@ -24,10 +24,11 @@ from typing import Any
 import httpx
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.answer_stream import version_of
 from penstock.rollout_server.engines.checkpoint import check_complete, tensor_shapes, vocab_size
 from penstock.rollout_server.engines.vllm_plugin import REFUSED
 from penstock.rollout_server.engines.vllm_server import MODEL_NAME, Installation, VLLMServer
-from penstock.rollout_server.engines.vllm_stream import TokenStream, refusal, version_of
+from penstock.rollout_server.engines.vllm_stream import TokenStream, refusal
 from penstock.rollout_server.limits import fit_request
 from penstock.rollout_server.protocol import (
     Chunk,

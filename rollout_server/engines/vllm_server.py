@@ -7,16 +7,12 @@ routes are open to whoever connects; on a socket that is nobody but this user, a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import re
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,7 @@ from typing import Any
 import httpx
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines import guard
+from penstock.rollout_server.engines.child_server import ChildServer
 from penstock.rollout_server.engines.vllm_plugin import BACKEND
 from penstock.rollout_server.protocol import EngineError
 
@@ -54,18 +50,15 @@ class Installation:
     """The CPU build."""
 
 
-class VLLMServer:
+class VLLMServer(ChildServer):
     """One server process, its private socket folder and its log."""
 
     def __init__(self, config: RolloutConfig, model: str, log_dir: Path, seed: int) -> None:
+        super().__init__("vLLM", log_dir / "vllm.log", config.start_timeout_s)
         self.config = config
         self.model = model
-        self.log_path = log_dir / "vllm.log"
         self.seed = seed
-        self.http: httpx.AsyncClient
-        self._process: asyncio.subprocess.Process | None = None
         self._folder = ""
-        self._log_start = 0
 
     async def start(self) -> Installation:
         """Returns when the server answers; raises `EngineError` with the log's end where it does not in time."""
@@ -74,8 +67,9 @@ class VLLMServer:
         key = secrets.token_urlsafe(32)
         self.http = _client(self._folder, key)
         try:
-            await self._spawn(installation, key)
-            await self._until_healthy(time.monotonic() + self.config.start_timeout_s)
+            command = [*launcher(installation), *self._flags()]
+            await self.spawn(command, environment(installation, self.config.threads, key))
+            await self.until_answering("/health")
         except BaseException:
             await self.stop()
             raise
@@ -83,62 +77,11 @@ class VLLMServer:
 
     async def stop(self) -> None:
         """End the whole process group; a second call does nothing."""
-        process, self._process = self._process, None
         folder, self._folder = self._folder, ""
         if folder:
             await self.http.aclose()  # vLLM's orderly end waits for its connections
-        if process is not None:
-            await _end(process)
+        await self.end()
         shutil.rmtree(folder, ignore_errors=True)
-
-    @property
-    def alive(self) -> bool:
-        """The process was started and has not ended."""
-        return self._process is not None and self._process.returncode is None
-
-    @property
-    def pid(self) -> int | None:
-        """Of the guard, which is also the process group's number."""
-        return self._process.pid if self._process else None
-
-    def tail(self, lines: int = 25) -> str:
-        """The last lines of the server's log."""
-        try:
-            with self.log_path.open("rb") as file:
-                file.seek(max(0, self.log_path.stat().st_size - 16384))
-                return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-        except OSError:
-            return ""
-
-    def cause(self) -> str:
-        """The first exception since the server began its log entry, else the log's end. vLLM reports one many times."""
-        found = re.search(r"(?:^|\s)(\w*(?:Error|Exception|error): .+)$", self._log_of_this_run(), re.MULTILINE)
-        return f"{found[1]} (see {self.log_path})" if found else f"{self.log_path} ends with:\n{self.tail()}"
-
-    def _log_of_this_run(self) -> str:
-        try:
-            with self.log_path.open("rb") as file:
-                file.seek(self._log_start)
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
-
-    async def _spawn(self, installation: Installation, key: str) -> None:
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [*launcher(installation), *self._flags()]
-        with self.log_path.open("ab") as log:
-            self._log_start = log.tell()
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                guard.__file__,
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment(installation, self.config.threads, key),
-                start_new_session=True,
-            )
 
     def _flags(self) -> list[str]:
         return flags(
@@ -160,29 +103,6 @@ class VLLMServer:
             },
             self.config.vllm_args,
         )
-
-    async def _until_healthy(self, deadline: float) -> None:
-        while time.monotonic() < deadline:
-            if not self.alive:
-                raise EngineError(f"vLLM ended while it started: {self.cause()}")
-            with contextlib.suppress(httpx.HTTPError):
-                if (await self.http.get("/health", timeout=5)).status_code == httpx.codes.OK:
-                    return
-            await asyncio.sleep(0.2)
-        raise EngineError(
-            f"vLLM was not up within {self.config.start_timeout_s:g} s; its log ends with:\n{self.tail()}"
-        )
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    assert process.stdin is not None
-    process.stdin.close()  # the guard sees the end of its input
-    try:
-        await asyncio.wait_for(process.wait(), guard.GRACE_S + 5)
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
 
 
 async def find_installation(config: RolloutConfig) -> Installation:

@@ -117,3 +117,13 @@ def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("penstock.deploy.checks.shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
     assert "--shm-size" in failures()["shared memory"].mend
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_environment_without_the_stock_server_is_found_before_the_run(engine: str, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("""#!/bin/sh\necho '{"versions": [], "plugin": false, "gpu": false}'\n""")
+    python.chmod(0o755)
+    check = failures(f"rollout.engine={engine}", f"rollout.{engine}_python={python}")["rollout.engine"]
+    assert check.found == engine
+    assert f"scripts/setup-{engine} makes the environment" in check.mend

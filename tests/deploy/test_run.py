@@ -44,12 +44,15 @@ def test_a_short_run_leaves_what_is_promised(start_run) -> None:
     assert not (run.root / "connect.env").exists()
 
 
-@pytest.mark.vllm
-def test_stock_vllm_is_one_override_away(start_run) -> None:
-    found = check_engine(load_config(RECIPE, ["rollout.engine=vllm"]))
+STOCK = [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)]
+
+
+@pytest.mark.parametrize("engine", STOCK)
+def test_a_stock_server_is_one_override_away(start_run, engine: str) -> None:
+    found = check_engine(load_config(RECIPE, [f"rollout.engine={engine}"]))
     if not found.ok:
         pytest.skip(found.mend)
-    summary = start_run("on-vllm", *SHORT, "rollout.engine=vllm").finish()
+    summary = start_run(f"on-{engine}", *SHORT, f"rollout.engine={engine}").finish()
     assert summary["steps"] == 4
     assert summary["weight_updates"] >= 3
     assert summary["staleness_max"] <= 2

@@ -257,4 +257,14 @@ async def skip_without_vllm() -> None:
         pytest.skip(str(error))
 
 
+async def skip_without_sglang() -> None:
+    """Skip, saying how to get it, where no environment with SGLang is found."""
+    from penstock.rollout_server.engines.sglang_server import find_installation
+
+    try:
+        await find_installation(RolloutConfig())
+    except EngineError as error:
+        pytest.skip(str(error))
+
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")

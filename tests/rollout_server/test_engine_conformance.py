@@ -16,18 +16,36 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.rollout_server.conftest import VOCAB, Reference, ask, skip_without_vllm, small_config, whole
+from tests.rollout_server.conftest import (
+    VOCAB,
+    Reference,
+    ask,
+    skip_without_sglang,
+    skip_without_vllm,
+    small_config,
+    whole,
+)
 
 from penstock.rollout_server.engines.registry import make_engine
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, GenerateRequest, WeightsRefused
 
-ENGINES = [pytest.param("hf", marks=pytest.mark.torch), pytest.param("vllm", marks=pytest.mark.vllm)]
-SETTINGS: dict[str, dict[str, Any]] = {"hf": {}, "vllm": {"max_model_len": 2048}}
+ENGINES = [
+    pytest.param("hf", marks=pytest.mark.torch),
+    pytest.param("vllm", marks=pytest.mark.vllm),
+    pytest.param("sglang", marks=pytest.mark.sglang),
+]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "hf": {},
+    "vllm": {"max_model_len": 2048},
+    "sglang": {"max_model_len": 2048, "kv_cache_tokens": 20480},
+}
 """RolloutConfig changes per engine."""
-LONG = {"hf": 450, "vllm": 1950}
+LONG = {"hf": 450, "vllm": 1950, "sglang": 1950}
 """Tokens of an answer that is still going on when the test has done what it must do meanwhile."""
-TOLERANCE = {"hf": 2e-5, "vllm": 1e-4}
+TOLERANCE = {"hf": 2e-5, "vllm": 1e-4, "sglang": 2e-5}
 """Largest |logprob − plain forward pass| in float32."""
+WITHOUT_SEEDS = {"sglang"}
+"""Engines that refuse a seed, and say so at start."""
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 PROMPT = [(7 * i + 3) % VOCAB for i in range(24)]
@@ -40,6 +58,8 @@ class Subject:
     name: str
     engine: Engine
     max_model_len: int
+    limits: list[str]
+    """What it said at start that it cannot do."""
     versions: itertools.count[int]
     """Versions not used yet."""
 
@@ -65,6 +85,8 @@ async def subject(
     name: str = request.param
     if name == "vllm":
         await skip_without_vllm()
+    if name == "sglang":
+        await skip_without_sglang()
     config = small_config(engine=name, **SETTINGS[name])
     engine = make_engine(config, tiny_model, tmp_path_factory.mktemp("logs"), 0)
     info = await engine.start()
@@ -72,7 +94,7 @@ async def subject(
     assert info.vocab_size == VOCAB
     assert info.max_model_len == config.max_model_len
     try:
-        yield Subject(name, engine, config.max_model_len, itertools.count(1))
+        yield Subject(name, engine, config.max_model_len, info.limits, itertools.count(1))
     finally:
         await engine.stop()
 
@@ -114,11 +136,22 @@ async def test_the_models_own_eos_stops_nothing_by_itself(subject: Subject) -> N
 
 
 async def test_a_seed_gives_the_same_answer_again(subject: Subject) -> None:
+    if subject.name in WITHOUT_SEEDS:
+        pytest.skip("this engine refuses seeds")
     first = await whole(subject.engine, ask(PROMPT, 20, seed=11))
     again = await whole(subject.engine, ask(PROMPT, 20, seed=11))
     other = await whole(subject.engine, ask(PROMPT, 20, seed=12))
     assert first.token_ids == again.token_ids
     assert first.token_ids != other.token_ids
+
+
+async def test_a_seed_that_would_not_be_honoured_is_refused(subject: Subject) -> None:
+    if subject.name not in WITHOUT_SEEDS:
+        pytest.skip("this engine honours seeds")
+    assert any("seed" in limit for limit in subject.limits)
+    with pytest.raises(EngineError, match=r"sampling\.seed") as caught:
+        await whole(subject.engine, ask(PROMPT, 4, seed=11))
+    assert not caught.value.retryable
 
 
 async def test_top_k_one_is_greedy(subject: Subject, reference: Reference) -> None:

@@ -1,0 +1,153 @@
+"""One streamed answer of a stock server, as it arrives: ids, logprobs, and which version sampled each.
+
+    server-sent events ──► reader task: append, with the version that sampled them
+                                │ wakes
+    consumer  ◄── Chunk ── chunks(): whatever arrived within `COALESCE_S`
+
+Servers report version spans only with the last event, so tokens are labelled before; the last event proves the labels
+of each answer: a difference is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, ClassVar
+
+import httpx
+
+from penstock.rollout_server.protocol import Chunk, EngineError, FinishReason
+from penstock.rollout_server.spans import slice_spans
+
+COALESCE_S = 0.03
+"""Tokens that arrive within this time travel on in one chunk."""
+LAST_EVENT_S = 2.0
+"""Servers mark the end of the stream right after the finish reason."""
+
+
+class AnswerStream(ABC):
+    """One answer. `chunks` is read once; `close` ends the request in the engine if it still runs."""
+
+    engine: ClassVar[str]
+    """The server's name, for messages."""
+    path: ClassVar[str]
+    """Of the route that streams."""
+
+    def __init__(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        self.received = 0
+        self.finish_reason: FinishReason | None = None
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._emitted = 0
+        self._cuts: list[tuple[int, int]] = []  # (first position, version), ascending
+        self._error: EngineError | None = None
+        self._news = asyncio.Event()
+        self._reader = asyncio.create_task(self._read(http, body))
+
+    @property
+    def ended(self) -> bool:
+        """The answer is complete, or failed."""
+        return self.finish_reason is not None or self._error is not None
+
+    async def chunks(self, timeout_s: float) -> AsyncGenerator[Chunk]:
+        """The answer's tokens in order; the last chunk carries the finish reason. Raises `EngineError`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            await self._wait(deadline, timeout_s)
+            if chunk := self._take():
+                yield chunk
+            if self._error is not None:
+                raise self._error
+            if self.finish_reason is not None and self._emitted == self.received:
+                return
+
+    async def close(self) -> None:
+        """Servers abort a request whose connection closes; that of a complete answer is kept for the next one."""
+        if self.finish_reason is not None:
+            await asyncio.wait({self._reader}, timeout=LAST_EVENT_S)
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    @abstractmethod
+    def _receive(self, event: dict[str, Any]) -> None:
+        """Take one event apart: `_add` its tokens, and `_end` the answer at the last."""
+
+    @abstractmethod
+    def _refusal(self, status: int, body: bytes) -> EngineError:
+        """What an answer other than 200 says."""
+
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        if len(token_ids) != len(logprobs):
+            raise EngineError(f"{self.engine} sent {len(token_ids)} tokens with {len(logprobs)} logprobs")
+        self._token_ids += token_ids
+        self._logprobs += logprobs
+        if token_ids and (not self._cuts or self._cuts[-1][1] != version):
+            self._cuts.append((self.received, version))
+        self.received += len(token_ids)
+
+    def _end(self, reason: FinishReason, reported: list[tuple[int, int]] | None) -> None:
+        """`reported`: the server's own (first position, version) of the whole answer, the truth where it has one."""
+        if reported is not None:
+            self._believe(reported)
+        self.finish_reason = reason
+
+    def _believe(self, reported: list[tuple[int, int]]) -> None:
+        """What was handed on already must agree with the server's versions."""
+        if slice_spans(reported, 0, self._emitted) != slice_spans(self._cuts, 0, self._emitted):
+            raise EngineError(f"(position, version) on receipt {self._cuts} differ from {self.engine}'s own {reported}")
+        self._cuts = reported
+
+    async def _wait(self, deadline: float, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._news.wait(), max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise EngineError(f"no answer within {timeout_s} s") from error
+        if self._emitted and not self.ended:  # the first token waits for no other
+            await asyncio.sleep(COALESCE_S)
+        if not self.ended:
+            self._news.clear()
+
+    def _take(self) -> Chunk | None:
+        """Everything received and not yet handed on; None where that is nothing."""
+        start, end, self._emitted = self._emitted, self.received, self.received
+        if start == end and self.finish_reason is None:
+            return None
+        token_ids, self._token_ids = self._token_ids, []
+        logprobs, self._logprobs = self._logprobs, []
+        return Chunk(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            version_spans=slice_spans(self._cuts, start, end),
+            finish_reason=self.finish_reason,
+        )
+
+    async def _read(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        try:
+            async with http.stream("POST", self.path, json=body, timeout=None) as response:
+                await self._read_events(response)
+        except (httpx.HTTPError, RuntimeError) as error:  # the last: the client was closed by `stop`
+            self._error = EngineError(f"{self.engine} broke off the answer: {error!r}")
+        except (LookupError, TypeError, ValueError) as error:
+            self._error = EngineError(f"{self.engine} sent an event of another form than expected: {error!r}")
+        except EngineError as error:
+            self._error = error
+        finally:
+            self._news.set()
+
+    async def _read_events(self, response: httpx.Response) -> None:
+        if response.status_code != httpx.codes.OK:
+            raise self._refusal(response.status_code, await response.aread())
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                self._receive(json.loads(line[6:]))
+                self._news.set()
+        if not self.ended:
+            raise EngineError(f"{self.engine} ended the answer without a finish reason")
+
+
+def version_of(label: str) -> int:
+    """Policy version of a server's label; it may start as "default", which is the model folder: version 0."""
+    return 0 if label == "default" else int(label)

@@ -1,0 +1,83 @@
+"""One request to SGLang's `/generate`: its events, taken apart.
+
+Each event carries the tokens since the last one and the version that the server had when they came out of its
+scheduler, which is paused while that changes. The spans of the last event are the truth.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import httpx
+
+from penstock.rollout_server.engines.answer_stream import AnswerStream, version_of
+from penstock.rollout_server.protocol import EngineError, FinishReason
+
+ABORT_S = 5.0
+"""How long the server may take to note that an answer is not wanted any more."""
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class SGLangStream(AnswerStream):
+    """One answer of SGLang. `body["rid"]` is its name there; none may be the beginning of another."""
+
+    engine = "SGLang"
+    path = "/generate"
+
+    def __init__(self, http: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        super().__init__(http, body)
+        self._http = http
+        self._rid: str = body["rid"]
+
+    async def close(self) -> None:
+        """SGLang would notice the closed connection only two seconds later, and sample on until then."""
+        if not self.ended:
+            # A server that does not answer this is gone or hangs, which its supervisor finds out by itself.
+            with contextlib.suppress(httpx.HTTPError, RuntimeError):
+                await self._http.post("/abort_request", json={"rid": self._rid}, timeout=ABORT_S)
+        await super().close()
+
+    def _receive(self, event: dict[str, Any]) -> None:
+        if error := event.get("error"):
+            raise EngineError(f"SGLang: {error.get('message', error)}", retryable=error.get("code", 500) >= 500)
+        meta = event["meta_info"]
+        self._add(event["output_ids"], logprobs_of(event), version_of(meta["weight_version"]))
+        if (reason := meta["finish_reason"]) is not None:
+            self._finish(reason, meta)
+
+    def _finish(self, reason: dict[str, Any], meta: dict[str, Any]) -> None:
+        status = reason.get("status_code")
+        if reason["type"] not in _FINISH or status is not None:  # an abort with a status is the server's refusal
+            raise EngineError(
+                f"SGLang ended the answer with {reason['type']!r}: {reason.get('message')}",
+                retryable=status is None or status >= 500,
+            )
+        if isinstance(reason.get("matched"), str):  # no stop string is ever sent; the last id was replaced by another
+            raise EngineError(f"SGLang ended the answer by itself: {reason['matched']}")
+        spans = meta.get("weight_versions")
+        reported = spans and [(span["start"], version_of(span["version"])) for span in spans]
+        self._end(_FINISH[reason["type"]], reported)
+
+    def _refusal(self, status: int, body: bytes) -> EngineError:
+        return refusal(status, body)
+
+
+def logprobs_of(event: dict[str, Any]) -> list[float]:
+    """Of `output_ids`, in order. Raises `EngineError` where SGLang's pairs are of other tokens."""
+    pairs = event["meta_info"].get("output_token_logprobs") or []
+    if (ids := [pair[1] for pair in pairs]) != event["output_ids"]:
+        raise EngineError(f"SGLang sent tokens {event['output_ids']} with logprobs of {ids}")
+    return [pair[0] for pair in pairs]
+
+
+def refusal(status: int, body: bytes) -> EngineError:
+    """SGLang's answer to a bad request; 4xx would be refused by any other server too."""
+    try:
+        answer = json.loads(body)
+        message = answer.get("message") or answer["error"]
+        message = message.get("message", message) if isinstance(message, dict) else message
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message = body.decode(errors="replace")[:500]
+    return EngineError(f"SGLang answered {status}: {message}", retryable=status >= 500)

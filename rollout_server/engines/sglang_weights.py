@@ -1,0 +1,84 @@
+"""A version's file as SGLang wants it, and what SGLang must hold after loading it.
+
+SGLang loads a folder of safetensors files, and tells the checksum of every parameter that it holds. On CPUs that is the
+start of the SHA-256 of its bytes, so each of them can be computed from the file, fused ones from their parts. Whether a
+server's checksums are of that kind is found out at its start, on the weights that it came up with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.rollout_server.protocol import WeightsRefused
+
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""SGLang's parameter of → the checkpoint's, in the order in which their rows are stacked."""
+
+
+@contextmanager
+def as_folder(manifest: Mapping[str, Any], parent: Path) -> Iterator[Path]:
+    """A folder that holds nothing but the version's file, held open: a trainer that deletes it changes nothing.
+
+    Raises `WeightsRefused` where the file cannot be opened.
+    """
+    try:
+        file = os.open(manifest["path"], os.O_RDONLY)
+    except OSError as error:
+        raise WeightsRefused(f"version {manifest['version']}: {manifest['path']}: {error.strerror}") from error
+    folder = parent / f"weights-{manifest['version']}"
+    try:
+        folder.mkdir()
+        (folder / "model.safetensors").symlink_to(f"/proc/{os.getpid()}/fd/{file}")
+        yield folder
+    finally:
+        os.close(file)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def expected_checksums(tensors: Mapping[str, Any], names: list[str], dtype: str) -> dict[str, str]:
+    """What SGLang's parameters `names` must have as checksums, in hexadecimal, after loading `tensors` as `dtype`.
+
+    Names that are not of the checkpoint (buffers) are left out. The head is the embedding where the two are tied.
+    """
+    import torch
+
+    kind: torch.dtype = getattr(torch, dtype)
+    parts = {name: [part for part in _parts(name) if part in tensors] for name in names}
+    return {
+        name: _checksum(torch.cat([tensors[part].to(kind) for part in found])) for name, found in parts.items() if found
+    }
+
+
+def first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
+    """Name of the first parameter whose checksum is another one, None where all agree."""
+    return next((name for name in sorted(expected) if found.get(name) != expected[name]), None)
+
+
+def folder_tensors(model: str) -> dict[str, Any]:
+    """All tensors of the model folder's safetensors files, by name; empty where there are none."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = {}
+    for path in sorted(Path(model).glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def _parts(name: str) -> tuple[str, ...]:
+    for fused, parts in _FUSED.items():
+        if f".{fused}." in name:
+            return tuple(name.replace(f".{fused}.", f".{part}.") for part in parts)
+    return (name,)
+
+
+def _checksum(tensor: Any) -> str:
+    import torch
+
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(raw)).hexdigest()[:16]

@@ -1,0 +1,174 @@
+"""How SGLang's events become chunks, against answers in the form that SGLang 0.5.23 sends; no SGLang is needed here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.rollout_server.engines.sglang_stream import SGLangStream, logprobs_of, refusal
+from penstock.rollout_server.protocol import Chunk, EngineError
+
+Event = dict[str, Any]
+
+
+def event(ids: list[int], version: str = "0", finish: dict[str, Any] | None = None, **meta: Any) -> Event:
+    """As captured from the server, shortened to what is read and a few fields that are not."""
+    pairs = [[-token / 10, token, None] for token in ids]
+    return {
+        "output_ids": ids,
+        "meta_info": {
+            "id": "ab" * 16,
+            "finish_reason": finish,
+            "prompt_tokens": 3,
+            "weight_version": version,
+            "num_retractions": 0,
+            "input_token_logprobs": [],
+            "output_token_logprobs": pairs,
+            **meta,
+        },
+    }
+
+
+def spans(*rows: tuple[str, int, int]) -> dict[str, Any]:
+    return {"weight_versions": [{"version": version, "start": start, "end": end} for version, start, end in rows]}
+
+
+LENGTH = {"type": "length", "length": 4}
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
+
+class Server:
+    """Answers `/generate` with events and notes what else is asked of it."""
+
+    def __init__(self, events: list[Event], status: int = 200, keep_open: bool = False) -> None:
+        self.events = events
+        self.status = status
+        self.keep_open = keep_open
+        self.others: list[tuple[str, Event]] = []
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        if request.url.path != "/generate":
+            self.others.append((request.url.path, body))
+            return httpx.Response(200)
+        if self.status != 200:
+            return httpx.Response(self.status, json=self.events[0])
+        return httpx.Response(200, stream=Body(self.events, self.keep_open))
+
+
+class Body(httpx.AsyncByteStream):
+    def __init__(self, events: list[Event], keep_open: bool) -> None:
+        self.events = events
+        self.keep_open = keep_open
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for one in self.events:
+            yield f"data: {json.dumps(one)}\n\n".encode()
+        if self.keep_open:
+            await asyncio.Event().wait()
+        yield b"data: [DONE]\n\n"
+
+
+@asynccontextmanager
+async def answering(server: Server) -> AsyncIterator[SGLangStream]:
+    async with httpx.AsyncClient(transport=httpx.MockTransport(server), base_url="http://sglang") as http:
+        stream = SGLangStream(http, {"rid": "ab" * 16})
+        yield stream
+        await stream.close()
+
+
+async def all_chunks(server: Server) -> list[Chunk]:
+    async with answering(server) as stream:
+        return [chunk async for chunk in stream.chunks(5.0)]
+
+
+async def test_tokens_logprobs_and_versions_arrive_in_order() -> None:
+    last = event([5], "7", LENGTH, **spans(("0", 0, 3), ("7", 3, 5)))
+    chunks = await all_chunks(Server([event([1]), event([2, 3]), event([4], "7"), last]))
+    assert [token for chunk in chunks for token in chunk.token_ids] == [1, 2, 3, 4, 5]
+    assert [value for chunk in chunks for value in chunk.logprobs] == [-0.1, -0.2, -0.3, -0.4, -0.5]
+    assert chunks[-1].finish_reason == "length"
+    versions = [version for chunk in chunks for version, start, end in chunk.version_spans for _ in range(start, end)]
+    assert versions == [0, 0, 0, 7, 7]
+
+
+async def test_tokens_of_two_versions_in_one_event_are_told_apart_by_the_spans() -> None:
+    (chunk,) = await all_chunks(Server([event([1, 2], "4", LENGTH, **spans(("3", 0, 1), ("4", 1, 2)))]))
+    assert chunk.version_spans == [(3, 0, 1), (4, 1, 2)]
+
+
+async def test_a_version_that_was_handed_on_wrongly_is_an_error_not_a_guess() -> None:
+    async with answering(Server([], keep_open=True)) as stream:
+        stream._receive(event([1], "1"))
+        assert stream._take() is not None
+        with pytest.raises(EngineError, match="differ from SGLang's own"):
+            stream._receive(event([2], "2", LENGTH, **spans(("2", 0, 2))))
+
+
+async def test_an_abort_hands_on_the_partial_answer() -> None:
+    chunks = await all_chunks(Server([event([1, 2]), event([], "0", ABORTED, **spans(("0", 0, 2)))]))
+    assert [token for chunk in chunks for token in chunk.token_ids] == [1, 2]
+    assert chunks[-1].finish_reason == "abort"
+
+
+@pytest.mark.parametrize(
+    ("events", "text", "retryable"),
+    [
+        ([{"error": {"message": "too long", "code": 400}}], "too long", False),
+        ([{"error": {"message": "dead", "code": 500}}], "dead", True),
+        ([event([1])], "without a finish reason", True),
+        ([event([], "0", ABORTED | {"message": "queue is full", "status_code": 503})], "queue is full", True),
+        ([event([], "0", ABORTED | {"message": "too long", "status_code": 400})], "too long", False),
+        ([event([1], "0", {"type": "stop", "matched": "NaN happened"})], "NaN happened", True),
+        ([event([1], "0", {"type": "tired"})], "'tired'", True),
+        ([{"text": "hello"}], "another form than expected", True),
+    ],
+)
+async def test_errors_inside_the_stream(events: list[Event], text: str, retryable: bool) -> None:
+    with pytest.raises(EngineError, match=text) as caught:
+        await all_chunks(Server(events))
+    assert caught.value.retryable == retryable
+
+
+def test_logprobs_of_other_tokens_are_refused() -> None:
+    with pytest.raises(EngineError, match=r"tokens \[1, 9\] with logprobs of \[1, 2\]"):
+        logprobs_of(event([1, 2]) | {"output_ids": [1, 9]})
+
+
+async def test_closing_an_unfinished_answer_aborts_it_by_its_name() -> None:
+    server = Server([event([1])], keep_open=True)
+    async with answering(server) as stream:
+        assert (await anext(stream.chunks(5.0))).token_ids == [1]
+    assert server.others == [("/abort_request", {"rid": "ab" * 16})]
+
+
+async def test_a_finished_answer_is_not_aborted() -> None:
+    server = Server([event([1], "0", LENGTH, **spans(("0", 0, 1)))])
+    await all_chunks(server)
+    assert server.others == []
+
+
+async def test_a_refusal_carries_sglangs_message() -> None:
+    with pytest.raises(EngineError, match="400: top_p must be") as caught:
+        await all_chunks(Server([{"error": {"message": "top_p must be in (0, 1]"}}], status=400))
+    assert not caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"success": False, "message": "no weights"}, "400: no weights"),
+        ({"error": {"message": "too long"}}, "400: too long"),
+        ({"error": "Unauthorized"}, "400: Unauthorized"),
+        (["odd"], r'400: \["odd"\]'),
+    ],
+)
+def test_every_form_of_refusal_is_read(body: Any, text: str) -> None:
+    with pytest.raises(EngineError, match=text):
+        raise refusal(400, json.dumps(body).encode())
