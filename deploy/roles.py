@@ -149,6 +149,7 @@ async def train_rank(link: Link) -> None:
         shuffle=config.data.shuffle,
         weights_dir=weights_dir(config),
         transport=config.rollout.weight_transport,
+        weights_full_every=config.rollout.weights_full_every,
         temperature=config.agent.temperature,
         publish_dtype=config.rollout.dtype,
         spill=config.transfer_queue.spill,

@@ -23,6 +23,9 @@ class RolloutConfig(BaseModel):
         "keep", description="In-flight requests over a weight swap: go on with their KV, or rebuild it first."
     )
     weight_transport: Literal["shm", "disk"] = Field("shm", description="How weights travel from trainer to server.")
+    weights_full_every: int = Field(
+        1, gt=0, description="Of so many versions one is full, the others ship changed values only; 1: all are full."
+    )
     start_timeout_s: float = Field(180.0, gt=0, description="An engine that is not up by then is restarted.")
     request_timeout_s: float = Field(120.0, gt=0, description="Deadline of one generate call, waits included.")
     max_restarts: int = Field(5, ge=0, description="Engine restarts before the server gives up.")

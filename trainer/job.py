@@ -36,6 +36,8 @@ class TrainJob:
     shuffle: bool = True
     seed: int = 0
     transport: Literal["shm", "disk"] = "shm"
+    weights_full_every: int = 1
+    """Of so many published versions one is full, the others are changes of the one before."""
     publish_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What the rollout engine computes in: more bytes would be rounded away there."""
     temperature: float = 1.0

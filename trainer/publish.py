@@ -11,13 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.rollout_server.protocol import WeightsRefused
 from penstock.rollout_server.weights import WeightPublisher
+from penstock.rollout_server.weights.chain import links_of
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.ranks import Ranks
@@ -39,7 +42,7 @@ class Publisher:
         self._engine = engine
         self._ranks = ranks
         self._in_torch = in_torch
-        self._writer = WeightPublisher(job.weights_dir, job.transport, keep=2) if ranks.first else None
+        self._writer = _writer(job) if ranks.first else None
         self._task: asyncio.Task[None] | None = None
         self.published = 0
         """Newest version that the ledger has, or will have when `settle` returns."""
@@ -127,8 +130,16 @@ class Publisher:
         current = await self._ledger.latest_version()
         if current is None or current.version < self.published:
             return self.published > 0
-        return not _path_exists(current.manifest)
+        return not _files_exist(current.manifest)
 
 
-def _path_exists(manifest: Any) -> bool:
-    return Path(str(manifest.get("path", ""))).is_file()
+def _writer(job: TrainJob) -> WeightPublisher:
+    return WeightPublisher(job.weights_dir, job.transport, keep=2, full_every=job.weights_full_every)
+
+
+def _files_exist(manifest: Mapping[str, Any]) -> bool:
+    """All of them: who joins late needs the whole chain."""
+    try:
+        return all(Path(link.place).is_file() for link in links_of(manifest))
+    except WeightsRefused:
+        return False

@@ -154,6 +154,37 @@ async def test_weights_that_went_with_the_machine_are_written_anew(tmp_path: Pat
     assert lost.keys() == final_weights(job).keys()
 
 
+@pytest.mark.parametrize("gap", ["before:publish:4", "after:publish:4", "before:commit:4"])
+async def test_versions_are_changes_of_the_one_before_and_a_new_trainer_begins_with_a_full_one(
+    tmp_path: Path, tiny_model: str, gap: str
+) -> None:
+    job = make_job(tmp_path, tiny_model, weights_full_every=3)
+    job.ledger.crash_at = gap
+    with pytest.raises(Crash):
+        await train(job)
+    before = len(job.ledger.announced)
+    assert read_verified(job.ledger.announced[-1].manifest), "who joins late finds the whole chain"
+    await train(job)
+    check_accounts(job)
+    bases = [announced.manifest["base_version"] for announced in job.ledger.announced]
+    assert bases[:3] == [None, 1, 2]
+    assert bases[before] is None
+    assert job.ledger.renewed == []
+    published = read_verified(job.ledger.announced[-1].manifest)
+    assert all(torch.equal(tensor, published[name]) for name, tensor in final_weights(job).items())
+
+
+async def test_a_lost_link_is_lost_weights(tmp_path: Path, tiny_model: str) -> None:
+    """Servers that run could do without the full version, those that start could not."""
+    job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, weights_full_every=9)
+    job.ledger.crash_at = "before:publish:4"
+    with pytest.raises(Crash):
+        await train(job)
+    (job.weights_dir / "weights-00000001.safetensors").unlink()
+    await train(job)
+    assert job.ledger.renewed == [3]
+
+
 async def test_spilled_steps_do_not_pile_up_and_are_replayed_from_the_log(
     tmp_path: Path, tiny_model: str, reference: dict[str, torch.Tensor]
 ) -> None:
