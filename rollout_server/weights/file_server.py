@@ -2,8 +2,7 @@
 
     GET /weights-00000007.delta.safetensors    Range: bytes=1048576-        206, or 200 without a range
 
-The kernel copies from the file to the socket; several servers are served at once. A file that is deleted while it is
-sent is sent to its end.
+Several servers are served at once. A file that is deleted while it is sent is sent to its end.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ from penstock.rollout_server.weights.publisher import FILE_NAME
 
 STOP_S = 2.0
 """What is being sent gets this long; a server that was cut goes on elsewhere, or later."""
+PIECE_BYTES = 1 << 20
+"""Read at a time, in a thread, where the event loop cannot leave the copying to the kernel (uvloop cannot)."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -61,7 +62,7 @@ class FileServer:
         path = self._directory / name
         if not FILE_NAME.fullmatch(name) or not path.is_file():
             raise web.HTTPNotFound(text=f"{name} is not, or not any more, among the published files")
-        return web.FileResponse(path)
+        return web.FileResponse(path, chunk_size=PIECE_BYTES)
 
 
 def _url_host(host: str) -> str:

@@ -178,6 +178,32 @@ async def test_versions_are_changes_of_the_one_before_and_a_new_trainer_begins_w
     assert all(torch.equal(tensor.bfloat16(), published[name]) for name, tensor in final_weights(job).items())
 
 
+async def test_over_http_a_new_trainer_says_where_the_announced_files_are_now(tmp_path: Path, tiny_model: str) -> None:
+    """While it replays, nothing is published: without this a server that starts then would ask a dead address."""
+    settings = {**SMALL_STEPS, "checkpoint_every": 100}
+    job = make_job(tmp_path, tiny_model, settings, **DELTAS, transport="http", token="secret")
+    job.ledger.crash_at = "before:publish:4"
+    with pytest.raises(Crash):
+        await train(job)
+    first = job.ledger.announced[-1].manifest
+    job.ledger.crash_at = "before:lease:1"
+    with pytest.raises(Crash):
+        await train(job)
+    moved = job.ledger.announced[-1].manifest
+    assert job.ledger.renewed == [3]
+    assert moved["url"] != first["url"]
+    assert moved["tensors"] == first["tensors"]
+    assert [link["version"] for link in moved["chain"]] == [1, 2]
+    assert all(link["place"].startswith(moved["url"].rpartition("/")[0]) for link in moved["chain"])
+    await train(job)
+    check_accounts(job)
+
+
+async def test_over_http_everyone_is_asked_for_the_token(tmp_path: Path, tiny_model: str) -> None:
+    with pytest.raises(BadJob, match="need the run's token"):
+        await train(make_job(tmp_path, tiny_model, transport="http"))
+
+
 async def test_a_lost_link_is_lost_weights(tmp_path: Path, tiny_model: str) -> None:
     """Servers that run could do without the full version, those that start could not."""
     job = make_job(tmp_path, tiny_model, {**SMALL_STEPS, "checkpoint_every": 100}, **DELTAS)
