@@ -46,6 +46,37 @@ class Cut(Exception):
     """The connection broke, or never was; the message says how. What came before counts."""
 
 
+class Part:
+    """A file on its way: what has come, and the checksum of it. `close` leaves what came for the next attempt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._digest = xxhash.xxh3_64()
+        self.length = 0
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        while piece := self._file.read(PIECE_BYTES):  # of an earlier life
+            self._count(piece)
+
+    def append(self, piece: bytes) -> None:
+        """Raises `OSError` where there is no room."""
+        left = memoryview(piece)
+        while left:
+            left = left[self._file.write(left) :]
+        self._count(piece)
+
+    @property
+    def xxh3(self) -> str:
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _count(self, piece: bytes) -> None:
+        self._digest.update(piece)
+        self.length += len(piece)
+
+
 class Downloader:
     """Owns `directory`. One thread at a time calls `localise`; `close` may come from another."""
 
@@ -83,22 +114,21 @@ class Downloader:
     def _have(self, link: Link, give_up_at: float) -> Link:
         path = self.directory / _local_name(link)
         if not path.is_file():
-            part = path.with_name(f"{path.name}.part")
-            self._fetch(link, part, give_up_at)
-            _verify(link, part)
-            part.rename(path)
+            with contextlib.closing(Part(path.with_name(f"{path.name}.part"))) as part:
+                self._fetch(link, part, give_up_at)
+                _verify(link, part)
+                part.path.rename(path)
         return replace(link, place=str(path))
 
-    def _fetch(self, link: Link, part: Path, give_up_at: float) -> None:
+    def _fetch(self, link: Link, part: Part, give_up_at: float) -> None:
         """Until `part` is as long as it must be; connections that bring something may follow each other freely."""
         fruitless = 0
-        with part.open("ab") as file:
-            while (have := file.tell()) < link.bytes:
-                try:
-                    self._receive(link, file, have, give_up_at)
-                except (Cut, OSError, http.client.HTTPException) as error:
-                    fruitless = fruitless + 1 if file.tell() == have else 0
-                    self._may_go_on(link, file.tell(), fruitless, give_up_at, error)
+        while (have := part.length) < link.bytes:
+            try:
+                self._receive(link, part, give_up_at)
+            except (Cut, OSError, http.client.HTTPException) as error:
+                fruitless = fruitless + 1 if part.length == have else 0
+                self._may_go_on(link, part.length, fruitless, give_up_at, error)
 
     def _may_go_on(self, link: Link, have: int, fruitless: int, give_up_at: float, error: Exception) -> None:
         """Wait before the next attempt. Raises `WeightsUnreachable` with the cause where there is to be none."""
@@ -112,28 +142,27 @@ class Downloader:
         if self._closed.wait(pause_s):
             raise WeightsUnreachable(f"{cause}; this server stops") from error
 
-    def _receive(self, link: Link, file: Any, have: int, give_up_at: float) -> None:
+    def _receive(self, link: Link, part: Part, give_up_at: float) -> None:
         """One connection: append what comes. Raises `Cut` where less came than is missing."""
         url = urlsplit(link.place)
         kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
         connection = kind(url.hostname or "", url.port, timeout=SILENCE_S)
         with contextlib.closing(connection):
-            headers = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={have}-"}
+            headers = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={part.length}-"}
             connection.request("GET", url.path, headers=headers)
             answer = connection.getresponse()
-            _check_answer(link, answer, have)
-            self._append(answer, file, link.bytes - have, give_up_at)
+            _check_answer(link, answer, part.length)
+            self._append(answer, part, link.bytes, give_up_at)
 
-    def _append(self, answer: http.client.HTTPResponse, file: Any, missing: int, give_up_at: float) -> None:
-        while missing:
+    def _append(self, answer: http.client.HTTPResponse, part: Part, length: int, give_up_at: float) -> None:
+        while missing := length - part.length:
             if self._closed.is_set() or time.monotonic() > give_up_at:
                 raise Cut("broken off here")
             piece = answer.read1(min(PIECE_BYTES, missing))  # what is there: a cut loses nothing that came
             if not piece:
                 raise Cut("the connection ended early")
-            file.write(piece)
+            part.append(piece)
             self.bytes_received += len(piece)
-            missing -= len(piece)
 
     def _forget_others(self, links: Sequence[Link]) -> None:
         """Before the fetch: a new full version and the old chain need not have room at once."""
@@ -173,17 +202,13 @@ def _check_answer(link: Link, answer: http.client.HTTPResponse, have: int) -> No
     )
 
 
-def _verify(link: Link, part: Path) -> None:
+def _verify(link: Link, part: Part) -> None:
     """Raises `WeightsRefused` and deletes the file where it is not what was announced."""
-    digest = xxhash.xxh3_64()
-    with part.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            digest.update(piece)
-    if digest.hexdigest() != link.xxh3:
+    if part.length != link.bytes or part.xxh3 != link.xxh3:
         try:
-            raise WeightsRefused(f"version {link.version}: {link.place}: {_find_damage(part)}")
+            raise WeightsRefused(f"version {link.version}: {link.place}: {_find_damage(part.path)}")
         finally:
-            part.unlink(missing_ok=True)
+            part.path.unlink(missing_ok=True)
 
 
 def _find_damage(path: Path) -> str:
