@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import logging
 import re
 import threading
@@ -21,15 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import xxhash
-from safetensors import SafetensorError, safe_open
-
 from penstock.rollout_server.protocol import WeightsRefused, WeightsUnreachable
 from penstock.rollout_server.weights.chain import Link, links_of
-from penstock.rollout_server.weights.delta_file import read_delta
-from penstock.rollout_server.weights.manifest import build_manifest, checksum
+from penstock.rollout_server.weights.manifest import build_manifest
+from penstock.rollout_server.weights.part import PIECE_BYTES, Part, verify_whole
 from penstock.rollout_server.weights.publisher import FILE_NAME
-from penstock.rollout_server.weights.tensor_file import DELTA
 
 DEADLINE_S = 300.0
 SILENCE_S = 15.0
@@ -37,44 +32,12 @@ ATTEMPTS = 5
 """Connections in a row that bring nothing before it is given up."""
 PAUSE_S = 0.1
 """After the first of them; doubled with each."""
-PIECE_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
 
 
 class Cut(Exception):
     """The connection broke, or never was; the message says how. What came before counts."""
-
-
-class Part:
-    """A file on its way: what has come, and the checksum of it. `close` leaves what came for the next attempt."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._digest = xxhash.xxh3_64()
-        self.length = 0
-        self._file = path.open("a+b", buffering=0)
-        self._file.seek(0)
-        while piece := self._file.read(PIECE_BYTES):  # of an earlier life
-            self._count(piece)
-
-    def append(self, piece: bytes) -> None:
-        """Raises `OSError` where there is no room."""
-        left = memoryview(piece)
-        while left:
-            left = left[self._file.write(left) :]
-        self._count(piece)
-
-    @property
-    def xxh3(self) -> str:
-        return self._digest.hexdigest()
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _count(self, piece: bytes) -> None:
-        self._digest.update(piece)
-        self.length += len(piece)
 
 
 class Downloader:
@@ -116,7 +79,7 @@ class Downloader:
         if not path.is_file():
             with contextlib.closing(Part(path.with_name(f"{path.name}.part"))) as part:
                 self._fetch(link, part, give_up_at)
-                _verify(link, part)
+                verify_whole(link, part)
                 part.path.rename(path)
         return replace(link, place=str(path))
 
@@ -200,29 +163,3 @@ def _check_answer(link: Link, answer: http.client.HTTPResponse, have: int) -> No
         f"version {link.version}: {link.place} answers {answer.status} {answer.getheader('Content-Range')},"
         f" the manifest promises {begins}"
     )
-
-
-def _verify(link: Link, part: Part) -> None:
-    """Raises `WeightsRefused` and deletes the file where it is not what was announced."""
-    if part.length != link.bytes or part.xxh3 != link.xxh3:
-        try:
-            raise WeightsRefused(f"version {link.version}: {link.place}: {_find_damage(part.path)}")
-        finally:
-            part.path.unlink(missing_ok=True)
-
-
-def _find_damage(path: Path) -> str:
-    """In words, with the tensor's name; files know the checksums of what they hold."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("penstock") != DELTA:
-                wanted = json.loads(metadata["xxh3"])
-                wrong = [name for name in wanted if checksum(file.get_tensor(name)) != wanted[name]]
-                return f"tensor {wrong[0]!r} is not what was announced" if wrong else "its header is damaged"
-        read_delta(path).verify()
-    except WeightsRefused as error:
-        return str(error)
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        return f"its header is damaged: {error!r}"
-    return "its header is damaged"
