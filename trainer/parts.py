@@ -71,7 +71,14 @@ class Parts:
             publisher = Publisher(job, engine, ranks, in_torch)
             saver = Saver(job, engine, ranks, in_torch)
             spiller = Spiller(job, publisher, ranks.first)
-            source = BatchSource(job, feeder, engine.limits, ranks.rank, ranks.world)
+            source = BatchSource(
+                job,
+                feeder,
+                engine.limits,
+                ranks.rank,
+                ranks.world,
+                remind=publisher.remind if ranks.first else None,
+            )
             for part in (saver, publisher, spiller, evaluator, source):
                 if part is not None:
                     stack.push_async_callback(part.close)

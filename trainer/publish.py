@@ -43,6 +43,8 @@ class Publisher:
         """Newest version that the ledger has, or will have when `settle` returns."""
         self.last_s = 0.0
         """How long the last version took from copy to announcement."""
+        self._newest: Announcement | None = None
+        """What this process announced last."""
         self._out = 0
         self._changed = asyncio.Condition()
 
@@ -98,6 +100,21 @@ class Publisher:
             if self._out < version:
                 await asyncio.sleep(POLL_S)
 
+    async def remind(self) -> None:
+        """Publish the newest version again where the ledger has forgotten it with its machine.
+
+        Else a batch that needs episodes of that version would be waited for in vain. The weights are the same, so the
+        number still names one set of them.
+        """
+        writing = self._task is not None and not self._task.done()
+        if self._newest is None or writing:
+            return
+        current = await self._ledger.latest_version()
+        if current is None or current.version < self._newest.version:
+            published = await self._ledger.publish_version(self._newest)
+            if not published:
+                await self._ledger.renew_manifest(self._newest)
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -115,6 +132,7 @@ class Publisher:
             await self._ledger.renew_manifest(announcement)
         else:
             await self._ledger.publish_version(announcement)
+        self._newest = announcement
         self.last_s = time.monotonic() - began
         async with self._changed:
             self._out = max(self._out, version)

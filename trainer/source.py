@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, share_of
 from penstock.trainer.feeder import Feeder
@@ -18,6 +19,7 @@ from penstock.transfer_queue.ledger import Batch
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.25
+REMIND_S = 5.0
 
 
 class BatchTimeout(RuntimeError):
@@ -27,11 +29,22 @@ class BatchTimeout(RuntimeError):
 class BatchSource:
     """Owns the prefetching task; `close` ends it. `feeder` is None on all ranks but the first."""
 
-    def __init__(self, job: TrainJob, feeder: Feeder | None, model: ModelLimits, rank: int, world: int) -> None:
+    def __init__(
+        self,
+        job: TrainJob,
+        feeder: Feeder | None,
+        model: ModelLimits,
+        rank: int,
+        world: int,
+        *,
+        remind: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`remind` is awaited now and then while a batch is waited for: the ledger may have forgotten the weights."""
         self._job = job
         self._feeder = feeder
         self._model = model
         self._rank = rank
+        self._remind = remind
         self._world = world
         self._task: asyncio.Task[StepBatch] | None = None
         self._step = -1
@@ -75,7 +88,7 @@ class BatchSource:
         return await asyncio.to_thread(make_step_batch, batch, share, trajectories, bound, self._model)
 
     async def _lease(self, step: int) -> Batch:
-        pause_s = FIRST_PAUSE_S
+        pause_s, reminded_at = FIRST_PAUSE_S, time.monotonic()
         while True:
             if self._feeder is not None:
                 await self._feeder.fill()
@@ -83,6 +96,9 @@ class BatchSource:
             if isinstance(answer, Batch):
                 return answer
             await self._check_deadline(step, answer.cause)
+            if self._remind is not None and time.monotonic() - reminded_at > REMIND_S:
+                await self._remind()
+                reminded_at = time.monotonic()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

@@ -251,6 +251,25 @@ async def test_cancelling_saves_commits_and_the_next_start_goes_on(
     assert all(torch.equal(tensor, reference[name]) for name, tensor in final_weights(job).items())
 
 
+async def test_a_forgotten_announcement_is_said_again(
+    tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger lost its last second; a server that joins must learn of the weights while the trainer waits."""
+    monkeypatch.setattr("penstock.trainer.source.REMIND_S", 0.05)
+    job = make_job(tmp_path, tiny_model)
+    running = asyncio.create_task(train(job))
+    async with asyncio.timeout(60):
+        while job.ledger.version == 0:
+            await asyncio.sleep(0.01)
+        job.ledger.starved = job.ledger.forgetful = True
+        while not job.ledger.renewed:
+            await asyncio.sleep(0.01)
+    assert job.ledger.renewed[0] == job.ledger.version
+    job.ledger.starved = job.ledger.forgetful = False
+    await running
+    check_accounts(job)
+
+
 async def test_cancelling_while_no_batch_comes_is_quick(tmp_path: Path, tiny_model: str) -> None:
     job = make_job(tmp_path, tiny_model)
     job.ledger.starved = True

@@ -98,6 +98,8 @@ class ScriptedLedger:
         self.waits: dict[str, float] = {}
         self.crash_at: str | None = None
         self.starved = False
+        self.forgetful = False
+        """It does not know any more where the newest weights are."""
         self.twin = False
         """In a process that neither feeds nor publishes: batches are made as the first rank's ledger makes them."""
 
@@ -189,7 +191,7 @@ class ScriptedLedger:
         return True
 
     async def latest_version(self) -> Announcement | None:
-        return self.announced[-1] if self.announced else None
+        return self.announced[-1] if self.announced and not self.forgetful else None
 
     async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
         self._maybe_crash(f"before:commit:{step}")

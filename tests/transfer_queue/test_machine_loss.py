@@ -64,6 +64,20 @@ async def test_an_owner_from_the_lost_second_is_refused(server: LosingServer, le
     assert [one.reward for one in await ledger.read([lease.episode_id for lease in new])] == [1.0, 1.0]
 
 
+async def test_fences_stay_new_when_even_the_first_loss_is_lost(server: LosingServer, ledger: RedisLedger) -> None:
+    """Back to the same moment again and again: a start does not know that there were others. It does know the first."""
+    await ledger.submit(tasks(1), cursor=at(1))
+    await server.restart()
+    (first, _) = await ledger.lease_episodes("first", 2, 0)
+    await ledger.release(first)
+    mark, fences = server.mark(), [first.fence]
+    for worker in ("a", "b", "c"):
+        fences += [lease.fence for lease in await ledger.lease_episodes(worker, 1, 0)]
+        await server.lose_since(mark)
+    assert len(set(fences)) == 4
+    assert fences == sorted(fences)
+
+
 async def test_a_sweep_under_way_frees_nothing_that_is_needed_again(
     server: LosingServer, ledger: RedisLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

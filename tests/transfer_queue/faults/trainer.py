@@ -45,6 +45,7 @@ class Trainer:
         self._since_saved: list[Trained] = []
         self._saving: asyncio.Task[None] | None = None
         self._next: asyncio.Task[Batch | None] | None = None
+        self._version = 0
         self._parent = os.getppid()
 
     async def run(self) -> None:
@@ -56,6 +57,7 @@ class Trainer:
             self._gaps.at("after_step")
             if step + 1 > published:
                 await self._ledger.publish_version(announcement(step + 1))
+            self._version = max(step + 1, published)
             self._gaps.at("after_publish")
             await self._spill(batch)
             step += 1
@@ -78,7 +80,14 @@ class Trainer:
         elif step == version:
             await self._ledger.renew_manifest(announcement(step))
         self._saved = step
-        return step, max(step, version)
+        self._version = max(step, version)
+        return step, self._version
+
+    async def _remind(self) -> None:
+        """As trainer/publish.py: the ledger may have forgotten what the newest version is."""
+        current, newest = await self._ledger.latest_version(), announcement(self._version)
+        if (current.version if current else 0) < self._version and not await self._ledger.publish_version(newest):
+            await self._ledger.renew_manifest(newest)
 
     async def _take(self, step: int) -> Batch | None:
         self._gaps.at("before_step")
@@ -100,6 +109,7 @@ class Trainer:
                 return None
             if asyncio.get_running_loop().time() > deadline:
                 raise AssertionError(f"no batch for step {step}: {answer.cause}; {await self._ledger.status()}")
+            await self._remind()
             await asyncio.sleep(POLL_S)
 
     async def _train(self, batch: Batch) -> None:

@@ -82,14 +82,18 @@ local function owned(episode, fence, now)
 end
 
 -- A Redis that was started again, or a replica in its place, may have forgotten its newest fences with its machine,
--- whose owners live on: it skips more than can have been given.
-local FENCES_SKIPPED, this_server = 1000000, nil
+-- whose owners live on. It goes on at a number that no start before it can have reached: ten for each millisecond of its
+-- clock. Nothing may be added to the known ones: two starts that forgot the same would come to the same sum. Only where
+-- the clock went back that must do, by a step of this start's own. (Numbers of 14 digits are the same in Lua's text.)
+local FENCES_PER_MS, LONGEST_STEP, this_server = 10, 1000000, nil
 local function new_fence()
   local counters = key('counters')
   this_server = this_server or server_start()
-  if tonumber(call('HGET', counters, 'server')) ~= this_server then
-    call('HSET', counters, 'server', this_server)
-    call('HINCRBY', counters, 'fence', FENCES_SKIPPED)
+  local v = call('HMGET', counters, 'server', 'fence')
+  if tonumber(v[1]) ~= this_server then
+    local floor, known = now_ms() * FENCES_PER_MS, tonumber(v[2] or 0)
+    if floor <= known then floor = known + 1 + this_server % LONGEST_STEP end
+    call('HSET', counters, 'server', this_server, 'fence', string.format('%.0f', floor))
   end
   return call('HINCRBY', counters, 'fence', 1)
 end
