@@ -92,6 +92,7 @@ async def rollout(link: Link, name: str, host: str | None, port: int | None) -> 
         host=host or config.rollout.host,
         port=config.rollout.port if port is None else port,
         seed=config.seed,
+        fetch_dir=weights_dir(config) / f"fetched-by-{name}",
     )
     with _no_use_restarting(EngineError, OSError):  # the sidecar has restarted its engine as often as it may
         await _closing(ledger, serve(job))
@@ -149,6 +150,10 @@ async def train_rank(link: Link) -> None:
         shuffle=config.data.shuffle,
         weights_dir=weights_dir(config),
         transport=config.rollout.weight_transport,
+        weights_full_every=config.rollout.weights_full_every,
+        weights_host=config.rollout.weights_host,
+        weights_port=config.rollout.weights_port,
+        token=link.token,
         temperature=config.agent.temperature,
         publish_dtype=config.rollout.dtype,
         spill=config.transfer_queue.spill,
@@ -170,8 +175,8 @@ async def sandbox(host: str, port: int) -> None:
 
 
 def weights_dir(config: RunConfig) -> Path:
-    """Where published weights lie: shared memory, or the run's folder on a shared disk."""
-    if config.rollout.weight_transport == "shm":
+    """Where published weights lie: shared memory, also where HTTP serves them; or the run's folder on a shared disk."""
+    if config.rollout.weight_transport in ("shm", "http"):
         return SHARED_MEMORY / f"penstock-{config.name}"
     return RunDir.of(config).root / "weights"
 

@@ -16,6 +16,7 @@ import uvicorn
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
+from penstock.rollout_server.fetch import Fetcher
 from penstock.rollout_server.routes import make_app
 from penstock.rollout_server.sidecar import ServerLedger, Sidecar
 
@@ -41,6 +42,8 @@ class ServerJob:
     port: int = 0
     """0 takes a free one."""
     seed: int = 0
+    fetch_dir: Path | None = None
+    """Where weights that come over HTTP lie, this server's own; None: in `log_dir`."""
     drain_s: float = DRAIN_S
     """How long requests in flight may take once the server has to go."""
 
@@ -53,7 +56,8 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
     with _listen(job.host, job.port) as listener:
         url = f"http://{_url_host(job.host)}:{listener.getsockname()[1]}"
         engine = partial(new_engine, job.config, job.model, job.log_dir, job.seed)
-        sidecar = Sidecar(job.name, url, engine, job.ledger, slots=job.config.max_concurrent)
+        fetcher = Fetcher(job.fetch_dir or job.log_dir / f"weights-of-{job.name}", job.token)
+        sidecar = Sidecar(job.name, url, engine, job.ledger, slots=job.config.max_concurrent, fetch=fetcher)
         asked_to_go = asyncio.Event()
         http = _Http(uvicorn.Config(
             make_app(sidecar, job.model, job.token, asked_to_go.set),
@@ -68,6 +72,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
         finally:
             leaving.cancel()
             await _leave(sidecar, running, http, serving, job.drain_s)
+            await fetcher.close()
         for task in (running, serving):
             if not task.cancelled():
                 task.result()

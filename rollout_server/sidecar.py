@@ -15,7 +15,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -29,6 +29,7 @@ from penstock.rollout_server.protocol import (
     GenerateRequest,
     LoadReport,
     WeightsRefused,
+    WeightsUnreachable,
 )
 from penstock.rollout_server.spans import join_chunks
 from penstock.transfer_queue.ledger import Announcement, LedgerError, ServerInfo, WeightUpdate
@@ -38,6 +39,7 @@ PULL_S = 0.15
 HEALTH_S = 1.0
 HEARTBEAT_S = 1.0
 LEDGER_S = 5.0
+RETRY_FETCH_S = 1.0
 FLUSH_S = 0.2
 """Tokens of one answer are held back this long at most; what a killed sidecar held is sampled again elsewhere."""
 STALL_S = 30.0
@@ -55,6 +57,20 @@ class ServerLedger(Protocol):
     async def report_update(self, update: WeightUpdate) -> None: ...
 
 
+class Fetch(Protocol):
+    """Brings a version's files to this machine and returns the manifest with their places here.
+
+    Raises `WeightsUnreachable` (tried again) or `WeightsRefused` (not tried again).
+    """
+
+    async def __call__(self, manifest: Mapping[str, Any], /) -> Mapping[str, Any]: ...
+
+
+async def as_it_is(manifest: Mapping[str, Any], /) -> Mapping[str, Any]:
+    """The files are where engines reach them."""
+    return manifest
+
+
 class NewEngine(Protocol):
     def __call__(self) -> Engine: ...
 
@@ -70,7 +86,9 @@ class TooOld(Exception):
 class Sidecar:
     """`run` is the one long task; everything else answers requests meanwhile. `stop` always comes last."""
 
-    def __init__(self, name: str, url: str, new_engine: NewEngine, ledger: ServerLedger, *, slots: int) -> None:
+    def __init__(
+        self, name: str, url: str, new_engine: NewEngine, ledger: ServerLedger, *, slots: int, fetch: Fetch = as_it_is
+    ) -> None:
         self.name, self.url = name, url
         self.metrics = Metrics()
         self.engine: Engine | None = None
@@ -82,13 +100,15 @@ class Sidecar:
         self.cause = "the engine is starting"
         self.ledger_error: str | None = None
         self.last_token_at = time.monotonic()
-        self._new_engine, self._ledger = new_engine, ledger
+        self._new_engine, self._ledger, self._fetch = new_engine, ledger, fetch
         self._slots = asyncio.Semaphore(slots)
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
         self._refused: Announcement | None = None
         self._loaded: Announcement | None = None
         """What the engine holds; None for the model itself."""
+        self._retry_at = 0.0
+        """Weights that could not be fetched are asked for again from then on."""
         self._suspect = False
         """A request failed in the engine: do not wait for the next look at its health."""
 
@@ -162,7 +182,7 @@ class Sidecar:
             return False
         if newest is None or self._holds(newest):
             return True
-        if newest == self._refused:
+        if newest == self._refused or time.monotonic() < self._retry_at:
             return False
         await self._load(newest)
         return self._holds(newest)
@@ -175,15 +195,25 @@ class Sidecar:
 
     async def _load(self, newest: Announcement) -> None:
         assert self.engine is not None
+        began = time.monotonic()
         try:
-            report = await self.engine.load_weights(newest.manifest)
+            manifest = await self._fetch(newest.manifest)
+            fetched_s = time.monotonic() - began
+            report = await self.engine.load_weights(manifest)
+        except WeightsUnreachable as error:
+            self._retry_at = time.monotonic() + RETRY_FETCH_S
+            self.cause = f"weights not fetched, version {self.version} stays: {error}"
+            logger.warning(self.cause)
+            return
         except WeightsRefused as error:
             self._refused = newest
             self.metrics.refused.inc()
             self.cause = f"weights refused, version {self.version} stays: {error}"
             logger.error(self.cause)
             return
+        report = report.model_copy(update={"fetch_s": report.fetch_s + fetched_s})
         self.version, self._refused, self._loaded = report.version, None, newest
+        self.cause = "" if self.open else self.cause
         self.metrics.updated(report)
         self._changed.set()
         await self._report(report)

@@ -11,15 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.rollout_server.weights import WeightPublisher
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
+from penstock.trainer.outlet import Outlet
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.torch_thread import TorchThread
 from penstock.transfer_queue.ledger import Announcement
@@ -39,7 +37,7 @@ class Publisher:
         self._engine = engine
         self._ranks = ranks
         self._in_torch = in_torch
-        self._writer = WeightPublisher(job.weights_dir, job.transport, keep=2) if ranks.first else None
+        self._outlet = Outlet(job) if ranks.first else None
         self._task: asyncio.Task[None] | None = None
         self.published = 0
         """Newest version that the ledger has, or will have when `settle` returns."""
@@ -59,6 +57,9 @@ class Publisher:
                 f"the checkpoint is of version {version}, the ledger is at {self.published}: they are not of one run. "
                 "Start a run with a new name, or bring back the ledger's data"
             )
+        if self._outlet is not None:
+            await self._outlet.open()
+            await self._move_announcement(self._outlet)
         await self.announce(version)
         await self.settle()
 
@@ -74,7 +75,7 @@ class Publisher:
             return
         weights = await self._in_torch(lambda: list(self._engine.weights(self._dtype)))
         self.published = max(version, self.published)
-        if self._writer is not None:
+        if self._outlet is not None:
             self._task = asyncio.create_task(self._write(version, weights, renew), name=f"publish version {version}")
 
     async def settle(self) -> None:
@@ -118,14 +119,16 @@ class Publisher:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._outlet is not None:
+            await self._outlet.close()
 
     async def _write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
-        assert self._writer is not None
+        assert self._outlet is not None
         began = time.monotonic()
-        manifest = await asyncio.to_thread(self._writer.write, version, weights)
+        manifest = await asyncio.to_thread(self._outlet.write, version, weights)
         announcement = Announcement(version, manifest)
         if renew:
-            logger.warning("the weights of version %d were gone; written again to %s", version, manifest["path"])
+            logger.warning("the weights of version %d were gone; written again to %s", version, self._outlet.directory)
             await self._ledger.renew_manifest(announcement)
         else:
             await self._ledger.publish_version(announcement)
@@ -140,13 +143,15 @@ class Publisher:
 
     async def _is_gone(self) -> bool | None:
         """Whether nobody could load the current version; version 0 is the model itself and is never announced."""
-        if not self._ranks.first:
+        if self._outlet is None:
             return None
         current = await self._ledger.latest_version()
         if current is None or current.version < self.published:
             return self.published > 0
-        return not _path_exists(current.manifest)
+        return not self._outlet.offers(current.manifest)
 
-
-def _path_exists(manifest: Any) -> bool:
-    return Path(str(manifest.get("path", ""))).is_file()
+    async def _move_announcement(self, outlet: Outlet) -> None:
+        """A trainer that came back serves the announced files elsewhere: say where, servers may be waiting for them."""
+        current = await self._ledger.latest_version()
+        if current is not None and (moved := outlet.moved(current.manifest)) is not None:
+            await self._ledger.renew_manifest(Announcement(current.version, moved))

@@ -34,7 +34,7 @@ from penstock.rollout_server.engines import hf_attention
 from penstock.rollout_server.engines.hf_batch import Batcher
 from penstock.rollout_server.engines.hf_weights import Copy, plan_copies
 from penstock.rollout_server.protocol import EngineInfo, LoadReport, Sampling, WeightsRefused
-from penstock.rollout_server.weights import read_verified
+from penstock.rollout_server.weights import WeightReader
 
 logger = logging.getLogger("penstock.hf")
 TICK_S = 0.12
@@ -54,6 +54,7 @@ class HFServer:
         model_class = transformers.AutoModelForCausalLM
         self.model = model_class.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").eval()
         self._finished = asyncio.Event()
+        self._weights = WeightReader()
         self.batcher = Batcher(self.model, config, seed, self._finished.set)
         self._loading: asyncio.Task[None] | None = None
 
@@ -123,7 +124,7 @@ class HFServer:
     def _load_blocking(self, manifest: Mapping[str, Any]) -> LoadReport:
         """fetch and verify (decoding goes on) → pause → copy, verify what the model holds, version → resume."""
         started = time.perf_counter()
-        copies = plan_copies(self.model, manifest, read_verified(manifest))
+        copies = plan_copies(self.model, manifest, self._weights.read(manifest))
         fetch_s = time.perf_counter() - started
         pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest["version"])
         return LoadReport(

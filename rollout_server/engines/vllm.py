@@ -193,12 +193,12 @@ class VLLMEngine:
 
     async def _fetch(self, manifest: Mapping[str, Any]) -> None:
         """The workers read and verify in the background while we do; decoding goes on."""
-        from penstock.rollout_server.weights import read_verified
+        from penstock.rollout_server.weights import verify_files
 
         try:
             await self._post("/start_weight_update")
             await self._post("/update_weights", {"update_info": {**manifest, "phase": "fetch"}})
-            await asyncio.to_thread(read_verified, manifest)
+            await asyncio.to_thread(verify_files, manifest)
             check_complete(manifest, self._shapes)
         except WeightsRefused:
             await self._post("/finish_weight_update")  # ends the session, without a label

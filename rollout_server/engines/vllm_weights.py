@@ -1,4 +1,4 @@
-"""Runs INSIDE vLLM's workers: takes a version of the weights from a safetensors file, all of it or nothing.
+"""Runs INSIDE vLLM's workers: takes a version of the weights from safetensors files, all of it or nothing.
 
 One update is one session of vLLM's weight-transfer routes, driven by `VLLMEngine.load_weights`:
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.rollout_server.engines.vllm_plugin import REFUSED
 from penstock.rollout_server.protocol import WeightsRefused
-from penstock.rollout_server.weights import read_verified
+from penstock.rollout_server.weights import WeightReader
 
 Tensors = dict[str, torch.Tensor]
 _OUTPUT_HEAD = "lm_head.weight"
@@ -53,6 +53,10 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     bytes: int
     tensors: list[dict[str, Any]]
     phase: Literal["fetch", "load"]
+    xxh3: str = ""
+    base_version: int | None = None
+    chain: list[dict[str, Any]] = field(default_factory=list)
+    deltas_follow: bool = False
 
 
 class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -65,6 +69,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._weights = WeightReader()
         self._fetched: tuple[str, Future[Tensors]] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
@@ -95,7 +100,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, update_info: FileUpdateInfo) -> Future[Tensors]:
-        future = self._reader.submit(read_verified, asdict(update_info))
+        future = self._reader.submit(self._weights.read, asdict(update_info))
         self._fetched = (update_info.path, future)
         return future
 
@@ -103,7 +108,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         path, future = self._fetched or ("", None)
         if future is None or path != update_info.path:
             future = self._fetch(update_info)
-        self._fetched = None  # the host copy goes with the load
+        self._fetched = None  # where no deltas follow, the host copy goes with the load
         try:
             return future.result()
         except WeightsRefused as error:

@@ -1,6 +1,21 @@
-"""Policy weights on their way from the trainer to rollout servers: manifests, checksums, transports."""
+"""Policy weights on their way from the trainer to rollout servers: manifests, checksums, deltas, transports."""
 
-from penstock.rollout_server.weights.file import NoSpace, WeightPublisher, read_verified
+from penstock.rollout_server.weights.download import Downloader
+from penstock.rollout_server.weights.file_server import FileServer
 from penstock.rollout_server.weights.manifest import build_manifest, checksum, verify_tensors
+from penstock.rollout_server.weights.publisher import WeightPublisher
+from penstock.rollout_server.weights.reader import WeightReader, read_verified, verify_files
+from penstock.rollout_server.weights.tensor_file import NoSpace
 
-__all__ = ["NoSpace", "WeightPublisher", "build_manifest", "checksum", "read_verified", "verify_tensors"]
+__all__ = [
+    "Downloader",
+    "FileServer",
+    "NoSpace",
+    "WeightPublisher",
+    "WeightReader",
+    "build_manifest",
+    "checksum",
+    "read_verified",
+    "verify_files",
+    "verify_tensors",
+]

@@ -3,21 +3,26 @@
 Plain data, so that it travels through the ledger and over HTTP:
 
     {"version": 3, "transport": "shm", "path": "/dev/shm/…/weights-00000003.safetensors", "bytes": 4012345,
+     "xxh3": "27…", "base_version": null, "chain": [], "deltas_follow": false,
      "tensors": [{"name": "lm_head.weight", "shape": [512, 64], "dtype": "float32", "xxh3": "9f…"}, …]}
+
+A delta names the version that it changes in ``base_version``, and in ``chain`` the files before its own
+(`chain.links_of`); ``tensors`` is about the whole tensors all the same. Under ``http`` there is a ``url`` instead of
+the ``path``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import xxhash
 
 from penstock.rollout_server.protocol import WeightsRefused
+from penstock.rollout_server.weights.chain import Link, place_of
 
-Transport = Literal["shm", "disk"]
+Transport = Literal["shm", "disk", "http"]
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -48,21 +53,30 @@ def describe(name: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def build_manifest(
-    version: int, transport: Transport, path: Path, size: int, tensors: Sequence[Mapping[str, Any]]
+    transport: Transport, chain: Sequence[Link], tensors: Sequence[Mapping[str, Any]], *, deltas_follow: bool = False
 ) -> dict[str, Any]:
-    """`size` is the file's length in bytes; `tensors` come from `describe`."""
+    """`chain` ends with the version's own file; `tensors` come from `describe`.
+
+    `deltas_follow` tells servers to keep a host copy: later versions may be changes of this one.
+    """
+    *before, own = chain
     return {
-        "version": version,
+        "version": own.version,
         "transport": transport,
-        "path": str(path),
-        "bytes": size,
+        "url" if transport == "http" else "path": own.place,
+        "bytes": own.bytes,
+        "xxh3": own.xxh3,
+        "base_version": own.base_version,
+        "chain": [link.as_dict() for link in before],
+        "deltas_follow": deltas_follow,
         "tensors": [dict(entry) for entry in tensors],
     }
 
 
 def entries(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """The manifest's tensors by name. Raises `WeightsRefused` where a field is missing."""
-    for field in ("version", "transport", "path", "bytes", "tensors"):
+    place_of(manifest)
+    for field in ("version", "transport", "bytes", "tensors"):
         if field not in manifest:
             raise WeightsRefused(f"manifest has no field {field!r}")
     for entry in manifest["tensors"]:

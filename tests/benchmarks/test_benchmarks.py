@@ -57,6 +57,22 @@ async def test_the_journal(measure: Measure) -> None:
     assert set(measured["figures"]) == {"turn_1", "turn_10", "turn_100"}
 
 
+@pytest.mark.torch
+async def test_the_weights(measure: Measure) -> None:
+    pytest.importorskip("transformers")
+    measured = await measure(
+        "weights", PENSTOCK_BENCH_ROUNDS="1", PENSTOCK_BENCH_WEIGHTS_MB="8", PENSTOCK_BENCH_UPDATES="3"
+    )
+    ratios = measured["ratio"]
+    # Bytes are not figures of this machine: at this learning rate a delta is small everywhere.
+    assert ratios["delta_bytes_over_full_1e-6"] <= 0.10
+    assert ratios["delta_bytes_over_full_1e-6"] < ratios["delta_bytes_over_full_1e-5"]
+    assert ratios["delta_bytes_over_full_1e-5"] < ratios["delta_bytes_over_full_1e-4"] <= 1
+    for transport in ("shm", "disk", "http"):
+        assert ratios[f"fetch_{transport}_full_over_copy"] > 0
+        assert ratios[f"fetch_{transport}_delta_over_copy"] > 0
+
+
 async def test_thousands_of_episodes_leave_nothing_behind(measure: Measure) -> None:
     measured = await measure("million", PENSTOCK_BENCH_EPISODES="5000")
     figures = measured["figures"]

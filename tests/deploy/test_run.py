@@ -66,6 +66,19 @@ def test_synchronous_is_the_same_recipe_with_another_value(start_run) -> None:
     assert_accounts_balance(summary)
 
 
+def test_weights_may_come_over_http(start_run) -> None:
+    overrides = ("rollout.weight_transport=http", "rollout.weights_full_every=3")
+    run = start_run("http", *SHORT, *overrides)
+    run.wait_for(lambda: run.steps() >= 1)
+    pids = run.pids()
+    summary = run.finish()
+    assert summary["steps"] == 4
+    assert summary["weight_updates"] >= 3
+    assert summary["logprob_abs_diff_mean"] <= 1e-3
+    assert_accounts_balance(summary)
+    assert_nothing_left(pids, "http")
+
+
 def test_two_ranks(start_run) -> None:
     summary = start_run("ranks", *SHORT, "trainer.ranks=2").finish()
     assert summary["steps"] == 4

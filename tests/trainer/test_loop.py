@@ -154,6 +154,67 @@ async def test_weights_that_went_with_the_machine_are_written_anew(tmp_path: Pat
     assert lost.keys() == final_weights(job).keys()
 
 
+DELTAS: dict[str, Any] = {"weights_full_every": 3, "publish_dtype": "bfloat16"}
+SMALL_STEPS: dict[str, Any] = {"lr": 1e-6}
+
+
+@pytest.mark.parametrize("gap", ["before:publish:4", "after:publish:4"])
+async def test_versions_are_changes_of_the_one_before_and_a_new_trainer_begins_with_a_full_one(
+    tmp_path: Path, tiny_model: str, gap: str
+) -> None:
+    job = make_job(tmp_path, tiny_model, SMALL_STEPS, **DELTAS)
+    job.ledger.crash_at = gap
+    with pytest.raises(Crash):
+        await train(job)
+    before = len(job.ledger.announced)
+    assert read_verified(job.ledger.announced[-1].manifest), "who joins late finds the whole chain"
+    await train(job)
+    check_accounts(job)
+    bases = [announced.manifest["base_version"] for announced in job.ledger.announced]
+    assert bases[:3] == [None, 1, 2]
+    assert bases[before] is None
+    assert job.ledger.renewed == []
+    published = read_verified(job.ledger.announced[-1].manifest)
+    assert all(torch.equal(tensor.bfloat16(), published[name]) for name, tensor in final_weights(job).items())
+
+
+async def test_over_http_a_new_trainer_says_where_the_announced_files_are_now(tmp_path: Path, tiny_model: str) -> None:
+    """While it replays, nothing is published: without this a server that starts then would ask a dead address."""
+    settings = {**SMALL_STEPS, "checkpoint_every": 100}
+    job = make_job(tmp_path, tiny_model, settings, **DELTAS, transport="http", token="secret")
+    job.ledger.crash_at = "before:publish:4"
+    with pytest.raises(Crash):
+        await train(job)
+    first = job.ledger.announced[-1].manifest
+    job.ledger.crash_at = "before:lease:1"
+    with pytest.raises(Crash):
+        await train(job)
+    moved = job.ledger.announced[-1].manifest
+    assert job.ledger.renewed == [3]
+    assert moved["url"] != first["url"]
+    assert moved["tensors"] == first["tensors"]
+    assert [link["version"] for link in moved["chain"]] == [1, 2]
+    assert all(link["place"].startswith(moved["url"].rpartition("/")[0]) for link in moved["chain"])
+    await train(job)
+    check_accounts(job)
+
+
+async def test_over_http_everyone_is_asked_for_the_token(tmp_path: Path, tiny_model: str) -> None:
+    with pytest.raises(BadJob, match="need the run's token"):
+        await train(make_job(tmp_path, tiny_model, transport="http"))
+
+
+async def test_a_lost_link_is_lost_weights(tmp_path: Path, tiny_model: str) -> None:
+    """Servers that run could do without the full version, those that start could not."""
+    job = make_job(tmp_path, tiny_model, {**SMALL_STEPS, "checkpoint_every": 100}, **DELTAS)
+    job.ledger.crash_at = "before:publish:4"
+    with pytest.raises(Crash):
+        await train(job)
+    (job.weights_dir / "weights-00000001.safetensors").unlink()
+    await train(job)
+    assert job.ledger.renewed == [3]
+
+
 async def test_spilled_steps_do_not_pile_up_and_are_replayed_from_the_log(
     tmp_path: Path, tiny_model: str, reference: dict[str, torch.Tensor]
 ) -> None:

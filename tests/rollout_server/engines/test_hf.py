@@ -19,7 +19,7 @@ from tests.rollout_server.conftest import VOCAB, Reference, ask, running, small_
 import penstock
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.hf import HFEngine
-from penstock.rollout_server.protocol import Chunk, EngineError, Generation
+from penstock.rollout_server.protocol import Chunk, EngineError, Generation, WeightsRefused
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 PROMPT = [(7 * i + 3) % VOCAB for i in range(100)]
@@ -123,6 +123,33 @@ async def test_updates_one_after_another_under_load(tiny_model: str, tmp_path: P
             assert versions == sorted(set(versions))
             assert len(answer.token_ids) == 400
         assert (await engine.ping())["version"] == 6
+
+
+async def test_an_engine_lives_on_changes_and_takes_a_full_version_where_one_is_damaged(
+    tiny_model: str, tmp_path: Path, reference: Reference
+) -> None:
+    from penstock.rollout_server.weights import WeightPublisher
+
+    reference.publisher = WeightPublisher(tmp_path / "deltas", "shm", keep=8, full_every=4)
+    tensors = {name: tensor.clone() for name, tensor in reference.first.items()}
+    async with hf_engine(tiny_model, tmp_path) as engine:
+        for version in range(1, 7):
+            tensors["model.embed_tokens.weight"][version::97] += 0.3
+            manifest = reference.publish(version, tensors)
+            assert manifest["base_version"] == (version - 1 if version % 4 != 1 else None)
+            if version == 3:
+                Path(manifest["path"]).write_bytes(b"damaged")
+                with pytest.raises(WeightsRefused, match="has 7 bytes"):
+                    await engine.load_weights(manifest)
+            elif version == 4:  # its chain leads through the damaged one
+                with pytest.raises(WeightsRefused, match="weights-00000003"):
+                    await engine.load_weights(manifest)
+            else:
+                await engine.load_weights(manifest)
+                reference.use(tensors)
+                answer = await whole(engine, ask(PROMPT, 8, temperature=0.0))
+                assert answer.version_spans == [(version, 0, 8)]
+                assert answer.token_ids == reference.greedy(PROMPT, 8)
 
 
 async def test_bfloat16_takes_float32_weights(tiny_model: str, tmp_path: Path, reference: Reference) -> None:

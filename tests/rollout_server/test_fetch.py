@@ -1,0 +1,78 @@
+"""A rollout server whose weights come over HTTP: its engine sees files only; a trainer that is away is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.rollout_server.conftest import TOKEN, RunningServer, StubLedger, rollout_server
+
+from penstock.rollout_server.fake_engine import FakeEngine
+from penstock.rollout_server.protocol import LoadReport
+from penstock.transfer_queue.ledger import Announcement
+
+torch = pytest.importorskip("torch")
+
+from penstock.rollout_server.weights import FileServer, WeightPublisher, WeightReader  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class ReadingEngine(FakeEngine):
+    """A fake engine that reads what it is told to load."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.reader = WeightReader()
+        self.held: dict[str, Any] = {}
+
+    async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:
+        assert manifest["transport"] == "shm"
+        self.held = await asyncio.to_thread(self.reader.read, manifest)
+        return await super().load_weights(manifest)
+
+
+async def health(server: RunningServer) -> dict[str, Any]:
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+        found: dict[str, Any] = (await client.get(f"{server.url}/health")).json()
+        return found
+
+
+async def test_versions_are_pulled_and_the_files_go_with_the_server(tmp_path: Path) -> None:
+    ledger, files = StubLedger(), FileServer(tmp_path / "published", TOKEN)
+    await files.start()
+    publisher = WeightPublisher(files._directory, "http", full_every=3, base_url=files.url)
+    weights = torch.arange(1000.0)
+    async with rollout_server(ledger, tmp_path, new_engine=ReadingEngine) as server:
+        for version in range(1, 6):
+            weights[version] = -1
+            ledger.announced = Announcement(version, publisher.write(version, {"w": weights}.items()))
+            await server.until(lambda version=version: server.engine.version == version)
+            assert torch.equal(server.engine.held["w"], weights)
+        # Each file came once; the fetch is in the report.
+        assert [update.version for update in ledger.reported] == [1, 2, 3, 4, 5]
+        assert (tmp_path / "weights-of-s0").is_dir()
+    await files.stop()
+    assert not (tmp_path / "weights-of-s0").exists()
+
+
+async def test_a_trainer_that_is_away_is_waited_for_and_old_weights_serve(tmp_path: Path) -> None:
+    ledger, files = StubLedger(), FileServer(tmp_path / "published", TOKEN)
+    await files.start()
+    publisher = WeightPublisher(files._directory, "http", base_url=files.url)
+    await files.stop()
+    async with rollout_server(ledger, tmp_path, new_engine=ReadingEngine) as server:
+        ledger.announced = Announcement(1, publisher.write(1, {"w": torch.ones(9)}.items()))
+        while "weights not fetched, version 0 stays" not in (await health(server))["cause"]:
+            await asyncio.sleep(0.02)
+        assert (await health(server))["ok"]
+        again = FileServer(tmp_path / "published", TOKEN, port=int(files.url.rpartition(":")[2]))
+        await again.start()
+        await server.until(lambda: server.engine.version == 1)
+        while (await health(server))["cause"]:
+            await asyncio.sleep(0.02)
+        await again.stop()

@@ -1,0 +1,77 @@
+"""Where published weights leave the trainer: their folder and, under ``http``, its server. Rank 0 has one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from penstock.rollout_server.protocol import WeightsRefused
+from penstock.rollout_server.weights import FileServer, WeightPublisher
+from penstock.rollout_server.weights.chain import Link, links_of
+from penstock.rollout_server.weights.manifest import build_manifest
+from penstock.trainer.job import TrainJob
+
+
+class Outlet:
+    """`open` first, `close` last. Files outlive it: a trainer that comes back goes on from them."""
+
+    def __init__(self, job: TrainJob) -> None:
+        self.directory = job.weights_dir
+        self._job = job
+        self._server = _file_server(job) if job.transport == "http" else None
+        self._writer: WeightPublisher | None = None
+
+    async def open(self) -> None:
+        """Raises `OSError` where the address to serve on cannot be had."""
+        if self._server is not None:
+            await self._server.start()
+        job = self._job
+        url = self._server.url if self._server else None
+        self._writer = WeightPublisher(
+            job.weights_dir, job.transport, keep=2, full_every=job.weights_full_every, base_url=url
+        )
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.stop()
+
+    def write(self, version: int, weights: list[tuple[str, Tensor]]) -> dict[str, Any]:
+        """The manifest of `version`. Blocks while it is written. Raises `NoSpace`."""
+        assert self._writer is not None, "open comes first"
+        return self._writer.write(version, weights)
+
+    def offers(self, manifest: Mapping[str, Any]) -> bool:
+        """Whether a server that joins late could load the version: all of its chain is there, where it says."""
+        links = _links(manifest)
+        return bool(links) and all(self._file(link).is_file() and link.place == self._place(link) for link in links)
+
+    def moved(self, manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The manifest with the addresses of this life. None where they are right, or its files are not here."""
+        links = _links(manifest)
+        if self._server is None or manifest.get("transport") != "http" or self.offers(manifest):
+            return None
+        if not links or not all(self._file(link).is_file() for link in links):
+            return None
+        here = [replace(link, place=self._place(link)) for link in links]
+        return build_manifest("http", here, manifest["tensors"], deltas_follow=bool(manifest.get("deltas_follow")))
+
+    def _file(self, link: Link) -> Path:
+        return self._job.weights_dir / link.place.rpartition("/")[2]
+
+    def _place(self, link: Link) -> str:
+        return f"{self._server.url}/{self._file(link).name}" if self._server else str(self._file(link))
+
+
+def _file_server(job: TrainJob) -> FileServer:
+    return FileServer(job.weights_dir, job.token, job.weights_host, job.weights_port)
+
+
+def _links(manifest: Mapping[str, Any]) -> list[Link]:
+    try:
+        return links_of(manifest)
+    except WeightsRefused:
+        return []  # of another release, or of no trainer at all: nothing that we could offer
