@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from penstock.agent_loops.toolbox import all_or_none
 from penstock.transfer_queue.trajectory import COMPLETED, Ids, Logprobs, Mask, Outcome, Spans, Task
 
 if TYPE_CHECKING:
     from penstock.agent_loops.chat import ChatTokens
+    from penstock.agent_loops.episode import EpisodeParts
+    from penstock.agent_loops.journal import EpisodeJournal
     from penstock.agent_loops.llm import EpisodeLLM
     from penstock.agent_loops.toolbox import ToolBox
     from penstock.sandbox.protocol import Sandbox
+    from penstock.transfer_queue.ledger import Lease
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,23 @@ class AgentLoopBase(ABC):
     tools: ToolBox
     sandbox: Sandbox | None
     config: Mapping[str, Any]
+
+    @classmethod
+    def require(cls) -> None:
+        """Asked once, before the first lease. Raises `LoadError` where what the loop needs is not installed."""
+
+    def equip(self, parts: EpisodeParts, lease: Lease, journal: EpisodeJournal) -> None:
+        """Before `setup`, for loops that replace what they were given (`OpenAIAgentLoop`). Raises `InfraFailure`."""
+        self._journal = journal
+
+    async def together(self, branches: Sequence[Awaitable[T]]) -> list[T]:
+        """Run parts of the episode side by side (sub-agents); results in order.
+
+        Only in here may model calls and tool turns come in another order on a resumed episode. On the first failure
+        the other branches are cancelled and awaited.
+        """
+        with self._journal.branching():
+            return await all_or_none(branches)
 
     async def setup(self, task: Task) -> None:
         """Before `run`; what it opens, `teardown` closes."""

@@ -31,7 +31,7 @@ class FakeClient:
     """Answers each context with ``reply(context)``, at once or after `latency_s`; every token has logprob -0.5.
 
     Replies longer than ``max_new_tokens`` are cut with finish reason ``length``. A stream brings one token per chunk.
-    `requests` keeps what was asked.
+    `requests` keeps what was asked; `reply` may be exchanged.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class FakeClient:
     ) -> None:
         self.version = version
         self.requests: list[GenerateRequest] = []
-        self._reply = reply
+        self.reply = reply
         self._latency_s = latency_s
 
     async def generate(self, request: GenerateRequest) -> Generation:
         self.requests.append(request)
         await asyncio.sleep(self._latency_s)
-        whole = list(self._reply(request.token_ids))
+        whole = list(self.reply(request.token_ids))
         ids = whole[: request.sampling.max_new_tokens]
         reason: FinishReason = "stop" if len(ids) == len(whole) else "length"
         return Generation(ids, [-0.5] * len(ids), [(self.version or 0, 0, len(ids))], reason)

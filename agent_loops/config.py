@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.agent_loops.capture.config import CaptureConfig
+from penstock.tools.parsers import ParserName
 
 
 class AgentConfig(BaseModel):
@@ -16,7 +17,14 @@ class AgentConfig(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict, description="The loop's own settings, as self.config.")
     workers: int = Field(2, ge=0, description="Agent workers that `penstock run` starts.")
     max_restarts: int = Field(5, ge=0, description="Restarts of one worker before the run stops.")
-    concurrency: int = Field(32, gt=0, description="Episodes one worker runs at once.")
+    concurrency: int = Field(32, gt=0, description="Most episodes one worker runs at once; fewer under load.")
+    server_requests: int | None = Field(
+        None,
+        ge=0,
+        description="Requests in flight per rollout server above which workers run fewer episodes; 0: any."
+        " Unset: twice `rollout.max_concurrent`.",
+    )
+    server_tokens: int = Field(0, ge=0, description="The same in tokens of prompts and answers (KV cache). 0: any.")
     max_turns: int = Field(4, gt=0, description="Model calls per episode.")
     max_new_tokens: int = Field(256, gt=0, description="Tokens sampled per model call.")
     max_response_tokens: int = Field(512, gt=0, description="Response tokens per episode, observations included.")
@@ -24,6 +32,12 @@ class AgentConfig(BaseModel):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Below 1 the policy gradient is biased; see docs.")
     top_k: int = Field(-1, ge=-1, description="Above 0 the policy gradient is biased; see docs.")
     episode_deadline_s: float = Field(120.0, gt=0, description="An episode that takes longer is truncated(deadline).")
-    parser: Literal["hermes"] = Field("hermes", description="How tool calls are written by the model.")
+    parser: ParserName = Field("hermes", description="How tool calls are written by the model; see docs/tools.md.")
+    thinking_history: Literal["keep", "strip"] = Field(
+        "keep", description="Old thinking: kept token for token, or a new segment where the chat template drops it."
+    )
+    template_settings: dict[str, Any] = Field(
+        default_factory=dict, description="Variables for the chat template, such as enable_thinking: false."
+    )
     capture: CaptureConfig = CaptureConfig()
     reward: str = Field("", description="compute_score: dotted path or FILE.py:function. Empty: the loop sets rewards.")

@@ -22,10 +22,12 @@ from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError,
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.llm import EpisodeLLM
 from penstock.agent_loops.merge import as_outputs, check_output, to_trajectory
+from penstock.agent_loops.mismatch import continuity
 from penstock.agent_loops.reward import RewardFunction
 from penstock.agent_loops.sampling import usual_sampling
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE
 from penstock.agent_loops.toolbox import ToolBox
+from penstock.agent_loops.trace import Trace, begin_trace, span
 from penstock.sandbox.protocol import Sandbox
 from penstock.tools.base import BaseTool
 from penstock.tools.config import ToolConfig
@@ -75,9 +77,11 @@ class Episode:
         self._lease = lease
         self._journal = EpisodeJournal(parts.ledger, lease)
         self._started = time.monotonic()
+        self._trace = Trace()
 
     async def run(self) -> Outcome:
         """The outcome that the ledger was told. Raises `LedgerError` (lease lost, ledger gone) and `CancelledError`."""
+        self._trace = begin_trace()
         try:
             trajectory = await self._follow_or_restart()
             if trajectory.outcome.may_carry_reward:
@@ -147,8 +151,11 @@ class Episode:
         loop.chat = parts.chat.for_episode(new_budget(parts.config))
         sampling = usual_sampling(parts.config, parts.chat.stop_token_ids, lease.task)
         loop.llm = EpisodeLLM(parts.client, lease, self._journal, sampling, parts.chat.decode)
-        loop.tools = ToolBox(parts.tools, parts.tool_configs, lease.task, self._journal, parts.on_lost)
+        loop.tools = ToolBox(
+            parts.tools, parts.tool_configs, lease.task, self._journal, parts.on_lost, parts.chat.count_tokens
+        )
         loop.sandbox, loop.config = parts.sandbox, parts.config.settings
+        loop.equip(parts, lease, self._journal)
         return loop.llm, loop.tools
 
     async def _outputs_within_deadline(self, loop: AgentLoopBase, llm: EpisodeLLM) -> list[AgentLoopOutput]:
@@ -156,7 +163,9 @@ class Episode:
         try:
             async with asyncio.timeout(deadline_s) as deadline:
                 await loop.setup(self._lease.task)
-                return as_outputs(await loop.run(self._lease.task))
+                outputs = as_outputs(await loop.run(self._lease.task))
+                self._journal.check_followed()
+                return outputs
         except (InfraFailure, EpisodeRestart, LedgerError):
             raise
         except Exception as error:
@@ -199,12 +208,14 @@ class Episode:
             return sum(tool_rewards.values()), {}
         solution = self._parts.chat.decode(outputs[-1].response_ids.tolist(), special=False)
         further = {
-            "final_text": self._parts.chat.decode(_last_turn(outputs[-1]), special=False),
+            "final_text": self._parts.chat.decode(last_answer(outputs[-1]), special=False),
             "num_turns": sum(output.num_turns for output in outputs),
             "tool_calls": tools.counts.calls,
+            "final_answer": tools.counts.final_answer,
             "tool_rewards": dict(tool_rewards),
         }
-        score = await self._parts.reward.score(self._lease.task, solution, further)
+        with span("reward"):
+            score = await self._parts.reward.score(self._lease.task, solution, further)
         return score.reward, score.metrics
 
     def _totals(self, outputs: list[AgentLoopOutput]) -> dict[str, float]:
@@ -212,6 +223,7 @@ class Episode:
             "num_turns": sum(output.num_turns for output in outputs),
             "response_tokens": sum(len(output.response_ids) for output in outputs),
             "segments": len(outputs),
+            **continuity(outputs, self._parts.chat.decode),
             "restarts": self._journal.replayed.restarts,
             "token_mismatches": self._parts.mismatches.take(),
             "latency_s": time.monotonic() - self._started,
@@ -226,10 +238,11 @@ class Episode:
             "attempt": self._lease.attempt,
             "replayed_calls": replayed.sampled,
             "replayed_tool_turns": replayed.tools,
+            **self._trace.plain(),
         }
 
 
-def _last_turn(output: AgentLoopOutput) -> list[int]:
+def last_answer(output: AgentLoopOutput) -> list[int]:
     """Ids of the last model call's answer."""
     if output.num_turns == 0:
         return []

@@ -6,7 +6,8 @@ context of a model call, the exact calls of a tool turn), each used once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,9 @@ class EpisodeJournal:
         self._lease = lease
         self._left = since_last_restart(lease.journal)
         self.replayed = Replayed()
+        self._branches = 0
+        self._strayed = False
+        """Something was done anew although entries of its kind were left: they must all be asked for by the end."""
 
     def take(self, kind: JournalKind, context_hash: int) -> JournalEntry | None:
         """The entry that answers this request, or None where it is to be done now.
@@ -48,9 +52,32 @@ class EpisodeJournal:
                 self._left.remove(entry)
                 self._count(kind)
                 return entry
-        if same_kind:
+        if same_kind and self._branches:
+            self._strayed = True
+        elif same_kind:
             raise EpisodeRestart(f"the replay asked for another {kind.value} entry than its journal holds")
         return None
+
+    @contextmanager
+    def branching(self) -> Iterator[None]:
+        """While several parts run side by side, one may ask before another has taken its entries."""
+        self._branches += 1
+        try:
+            yield
+        finally:
+            self._branches -= 1
+
+    def check_followed(self) -> None:
+        """At the loop's end. Raises `EpisodeRestart` where branches left entries behind: the replay strayed."""
+        if self._strayed and self._left:
+            raise EpisodeRestart(f"the replay asked otherwise than before and left {len(self._left)} journal entries")
+
+    def hand_over(self, keys: Collection[str]) -> tuple[JournalEntry, ...]:
+        """Entries whose data has one of `keys`, for a reader of their own; `take` sees them no more."""
+        theirs = [entry for entry in self._left if not entry.data.keys().isdisjoint(keys)]
+        self._left = [entry for entry in self._left if entry.data.keys().isdisjoint(keys)]
+        self.replayed.sampled += sum(entry.kind is JournalKind.SAMPLED for entry in theirs)
+        return tuple(theirs)
 
     async def append(self, entry: JournalEntry) -> None:
         """Write it down. Raises `LeaseLost`, `LedgerUnavailable`."""

@@ -15,6 +15,7 @@ from penstock.agent_loops.client import GenerateClient
 from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure, TokenMismatch
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.segment import SegmentBuilder
+from penstock.agent_loops.trace import span
 from penstock.rollout_server.answer import Answer
 from penstock.rollout_server.protocol import Chunk, FinishReason, GenerateRequest, Generation, Sampling
 from penstock.transfer_queue.ledger import Lease
@@ -119,7 +120,8 @@ class EpisodeLLM:
         request = self._request(context, tokens_left, overrides)
         started = time.monotonic()
         try:
-            generation = await (self._watched(request, watch) if watch else self._client.generate(request))
+            with span("model"):
+                generation = await (self._watched(request, watch) if watch else self._client.generate(request))
         except InfraFailure:
             raise
         except Exception as error:

@@ -1,28 +1,27 @@
 """Proves at start that splicing says what the chat template says, on synthetic conversations.
 
-For each conversation: template(history + new messages) must end in the delta that would be spliced; where it also keeps
-the history as it was fed and sampled, both texts are equal to the last character. A template that rewrites history
-(Qwen3 drops old thinking when a user speaks again) is reported, and the ids stay as they were.
+For each conversation: template(history + new messages) must end in the delta that would be spliced. Where it also
+begins with what was fed before the reply, and the reply in between still holds everything that was said, the history is
+kept. A template that rewrites history (Qwen3 drops old thinking when a user speaks again) is reported, and so are
+messages that it refuses by itself (a system prompt, several results at once). Where tool results cannot be spliced, a
+model with tools is refused; where a user's next message cannot (Mistral moves the system prompt there), that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from penstock.agent_loops.battery import RESULT, USER, Case, conversations
 from penstock.agent_loops.errors import TemplateError
-from penstock.agent_loops.template import Message
+from penstock.tools.parsers import ToolCall
 
 if TYPE_CHECKING:
     from penstock.agent_loops.chat import ChatTokens
 
-Tools = Sequence[Mapping[str, Any]]
-SYSTEM = {"role": "system", "content": "Be brief."}
-USER = {"role": "user", "content": "What is 2+2? Ünïcode: 数 🙂"}
-TOOL_TEXTS = (("4",), ("",), ("naïve – 数学 🙂\n\ttwo lines",), ("first", "second"), ('{"a": [1, 2]}',))
-PLAIN_REPLY = "I shall look."
-THINKING_REPLY = "<think>\nLet me see.\n</think>\n\nI shall look."
+Tools = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +31,68 @@ class Proof:
     conversations: int
     rewritten: tuple[str, ...]
     """One line per kind of history that the template would write differently from what was sampled."""
+    refused: tuple[str, ...] = ()
+    """One line per kind of conversation that the template itself refuses, with its reason."""
+    unproven: Mapping[str, str] = field(default_factory=dict)
+    """Role of a message → why no reply can be continued by one: `ChatTokens.render` refuses it with this."""
+
+    def summary(self, thinking_history: str) -> str:
+        """For the log: what the template does otherwise, and what becomes of it."""
+        parts = [
+            f"history it rewrites (thinking_history: {thinking_history}): {', '.join(self.rewritten) or 'none'}",
+            f"what it refuses: {'; '.join(self.refused) or 'nothing'}",
+            *(f"after a reply no message of role {role}: {why}" for role, why in self.unproven.items()),
+        ]
+        return "; ".join(parts)
 
 
 def prove(chat: ChatTokens, tools: Tools) -> Proof:
     """Raises `TemplateError`; `chat` may be used with `tools` where it does not."""
     if tools:
         _check_tools_are_shown(chat, tools)
-        _check_tool_results_are_shown(chat)
+        _check_tool_results_are_shown(chat, tools)
         _check_calls_are_parsed(chat, tools)
-    count, rewritten = 0, []
-    for name, history, new in _conversations(chat, tools):
-        count += 1
-        if not _check_splice(chat, tools, name, history, new):
-            rewritten.append(name)
-    return Proof(count, tuple(dict.fromkeys(rewritten)))
+    found = _Findings()
+    for case in conversations(chat.template, tools):
+        _try(chat, tools, case, found)
+    needed = "tool" if tools else "user"
+    if needed not in found.proven:
+        raise TemplateError(
+            found.unproven.get(needed) or f"nothing can follow a reply: {'; '.join(found.refused.values())}"
+        )
+    if "tool" in found.unproven:
+        raise TemplateError(found.unproven["tool"])
+    count = found.proven.total()
+    return Proof(count, tuple(dict.fromkeys(found.rewritten)), tuple(found.refused.values()), found.unproven)
+
+
+@dataclass(slots=True)
+class _Findings:
+    proven: Counter[str] = field(default_factory=Counter)
+    """By the role of what follows the reply."""
+    rewritten: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    unproven: dict[str, str] = field(default_factory=dict)
+
+
+def _try(chat: ChatTokens, tools: Tools, case: Case, found: _Findings) -> None:
+    role = str(case.new[0]["role"])
+    try:
+        wanted = chat.template.render([*case.history, *case.new], tools, prompt=True)
+        delta = chat.decode(chat.render(case.new, tools, case.calls))
+        opening = chat.template.render(case.history[:-1], tools, prompt=True)
+    except TemplateError as error:
+        found.refused.setdefault(case.name, f"{case.name}: {error}")
+        return
+    if not wanted.endswith(delta):
+        difference = _difference(opening + "".join(case.said) + delta, wanted)
+        problem = f"the chat template cannot be continued on sampled ids ({case.name}): {difference}"
+        found.unproven.setdefault(role, problem)
+        return
+    found.proven[role] += 1
+    between = wanted[len(opening) : len(wanted) - len(delta)]
+    if not (wanted.startswith(opening) and all(piece in between for piece in case.said)):
+        found.rewritten.append(case.name)
 
 
 def _check_tools_are_shown(chat: ChatTokens, tools: Tools) -> None:
@@ -58,60 +105,23 @@ def _check_tools_are_shown(chat: ChatTokens, tools: Tools) -> None:
         )
 
 
-def _check_tool_results_are_shown(chat: ChatTokens) -> None:
-    text = chat.template.after_reply([{"role": "tool", "content": "RESULT4711"}])
-    if "RESULT4711" not in text:
+def _check_tool_results_are_shown(chat: ChatTokens, tools: Tools) -> None:
+    result, call = {"role": "tool", "content": RESULT}, ToolCall(tools[0]["function"]["name"])
+    delta = chat.continuation.delta([result], [call])
+    if RESULT not in delta:
         raise TemplateError("the model's chat template ignores messages of role tool: the model would read no results")
+    if chat.continuation.delta([result], [call], tools) != delta:
+        raise TemplateError("the chat template shows tools again after a call; such results cannot be spliced")
 
 
 def _check_calls_are_parsed(chat: ChatTokens, tools: Tools) -> None:
     name, arguments = tools[0]["function"]["name"], {"probe": "1 < 2"}
-    text = chat.template.reply_with_call(tools, {"function": {"name": name, "arguments": arguments}})
+    text = chat.template.reply_with_call(tools, ToolCall(name, arguments))
     if text is None or name not in text:
         return
     found = [(call.name, call.arguments) for call in chat.parser.parse(text).calls]
     if found != [(name, arguments)]:
         raise TemplateError(f"the parser of tool calls does not read this model's calls; the template writes {text!r}")
-
-
-def _conversations(chat: ChatTokens, tools: Tools) -> Iterator[tuple[str, list[Message], list[Message]]]:
-    """(name, messages up to and with a reply, messages after it)"""
-    replies = {"plain reply": PLAIN_REPLY, "reply with thinking": THINKING_REPLY}
-    replies |= _call_reply(chat, tools)
-    for name, reply in replies.items():
-        said = {"role": "assistant", "content": reply}
-        followups = _tool_messages() if tools else []
-        for new in followups:
-            yield f"{name}, then tool results", [USER, said], new
-            yield f"{name} under a system prompt, then tool results", [SYSTEM, USER, said], new
-            yield f"{name}, second tool turn", [USER, said, *new, said], new
-        yield f"{name}, then a user message", [SYSTEM, USER, said], [USER]
-
-
-def _call_reply(chat: ChatTokens, tools: Tools) -> dict[str, str]:
-    if not tools:
-        return {}
-    function = {"name": tools[0]["function"]["name"], "arguments": {"probe": "ü"}}
-    text = chat.template.reply_with_call(tools, {"function": function})
-    closing = chat.template.after_reply([], prompt=False)
-    return {"tool call": text.removesuffix(closing)} if text else {}
-
-
-def _tool_messages() -> list[list[Message]]:
-    return [[{"role": "tool", "content": text} for text in texts] for texts in TOOL_TEXTS]
-
-
-def _check_splice(chat: ChatTokens, tools: Tools, name: str, history: list[Message], new: list[Message]) -> bool:
-    """True: equal to the last character. False: the template rewrites the history, the delta is right."""
-    opening = chat.encode(chat.template.render(history[:-1], tools, prompt=True))
-    delta = chat.render(new)
-    spliced = chat.decode([*opening, *chat.encode(history[-1]["content"]), *delta])
-    wanted = chat.template.render([*history, *new], tools, prompt=True)
-    if not wanted.endswith(chat.decode(delta)):
-        raise TemplateError(
-            f"the chat template cannot be continued on sampled ids ({name}): {_difference(spliced, wanted)}"
-        )
-    return spliced == wanted
 
 
 def _difference(spliced: str, wanted: str) -> str:

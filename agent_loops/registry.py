@@ -29,16 +29,27 @@ def register(name: str) -> Callable[[Loop], Loop]:
 
 
 def find_loop(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
-    """The class for a registered name, ``package.module:Class`` or ``folder/file.py:Class``. Raises `LoadError`."""
-    import penstock.agent_loops.loops  # noqa: F401 - registers the loops in the box
+    """The class for a registered name, ``package.module:Class`` or ``folder/file.py:Class``; an ``async def`` that
+    takes (client, task) becomes an `OpenAIAgentLoop`. Raises `LoadError`.
+    """
+    loop = _find(name, recipe_dir)
+    loop.require()
+    return loop
+
+
+def _find(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
+    from penstock.agent_loops.loops import loop_of  # registers the loops in the box
 
     if name in _LOOPS:
         return _LOOPS[name]
     if not any(mark in name for mark in ":./"):
         raise LoadError(f"no agent loop {name!r}{nearest(name, _LOOPS)} (known: {', '.join(sorted(_LOOPS))})")
     found = load_object(name, recipe_dir)
+    if inspect.iscoroutinefunction(found):
+        return loop_of(found, name)
     if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
-        raise LoadError(f"{name} is not a subclass of AgentLoopBase")
+        raise LoadError(f"{name} is not a subclass of AgentLoopBase, nor an `async def agent(client, task)`")
     if inspect.isabstract(found):
-        raise LoadError(f"{name} has no `async def run(self, task)`")
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise LoadError(f"{name} has no `async def {missing}`: it must be written")
     return found

@@ -6,9 +6,10 @@ import asyncio
 import inspect
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from penstock.agent_loops.load import load_object
 from penstock.transfer_queue.trajectory import Task
 
 REWARD_DEADLINE_S = 60.0
-SLOW_S = 0.25
-"""A plain function that takes longer stops every episode of the worker meanwhile; it is named in the log."""
+THREADS = 16
+"""Plain functions run in these: one that computes, or waits, must not stop the other episodes."""
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 log = logging.getLogger(__name__)
 
@@ -35,14 +36,14 @@ class Score:
 class RewardFunction:
     """Calls ``compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict with "score"``.
 
-    A plain function is called in the event loop; make a slow one ``async def`` or give it a service of its own.
+    A plain function is called in a thread; one that cannot be (it sets signal handlers) in the event loop, and says so.
     """
 
     def __init__(self, compute_score: Callable[..., Any], name: str = "compute_score") -> None:
         _check_signature(compute_score, name)
         self._compute_score = compute_score
         self._name = name
-        self._warned = False
+        self._in_thread = not _is_async(compute_score)
 
     @classmethod
     def load(cls, spec: str, recipe_dir: Path) -> RewardFunction:
@@ -70,15 +71,29 @@ class RewardFunction:
         return _to_score(value, self._name)
 
     async def _call(self, arguments: Mapping[str, Any]) -> Any:
-        started = time.monotonic()
-        value = self._compute_score(**arguments)
-        self._warn_if_slow(time.monotonic() - started)
+        call = partial(self._compute_score, **arguments)
+        value = await self._in_a_thread(call) if self._in_thread else call()
         return await value if inspect.isawaitable(value) else value
 
-    def _warn_if_slow(self, took_s: float) -> None:
-        if took_s > SLOW_S and not self._warned:
-            self._warned = True
-            log.warning("%s blocked the worker for %.2f s; make it `async def`", self._name, took_s)
+    async def _in_a_thread(self, call: Callable[[], Any]) -> Any:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_pool(), call)
+        except ValueError as error:
+            # What `signal.signal` says outside the main thread; timeouts of math graders are made with it.
+            if "main thread" not in str(error):
+                raise
+        self._in_thread = False
+        log.warning("%s needs the main thread: it is called in the event loop and blocks the worker", self._name)
+        return call()
+
+
+@lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _check_signature(function: Callable[..., Any], name: str) -> None:

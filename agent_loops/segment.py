@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from penstock.agent_loops.base import AgentLoopOutput
+from penstock.agent_loops.ends import Ends
 from penstock.agent_loops.errors import AgentError
 from penstock.transfer_queue.trajectory import COMPLETED, Ids, Outcome, OutcomeKind, Spans
 
@@ -46,12 +47,25 @@ class Budget:
 class SegmentBuilder:
     """The `segment` of a loop. Ids only ever go on at its end, so each context starts with the one before it."""
 
-    def __init__(self, prompt_ids: Sequence[int], budget: Budget, stop_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        budget: Budget,
+        stop_ids: Collection[int] = (),
+        ends: Ends | None = None,
+    ) -> None:
+        """`ends`: which of the stops stand for each other; None, each for itself."""
         if not len(prompt_ids):
             raise AgentError("a segment needs at least one prompt token")
         self.budget = budget
         self.finish_reason: str | None = None
+        self.tools: tuple[Mapping[str, Any], ...] = ()
+        self.said: tuple[Mapping[str, Any], ...] = ()
+        """The conversation in messages; `ChatTokens.start` and `go_on` keep it."""
+        self.said_up_to = 0
+        """Length of the context that `said` tells."""
         self._stop_ids = frozenset(stop_ids)
+        self._ends = ends
         self._ids = array("i", prompt_ids)
         self._prompt_len = len(prompt_ids)
         self._mask = bytearray()
@@ -121,6 +135,10 @@ class SegmentBuilder:
         self._logprobs.extend([0.0] * len(ids))
         self._extend(ids, sampled=False)
 
+    def remember(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """The context so far, in messages."""
+        self.said, self.said_up_to = tuple(said), self.context_len
+
     def output(
         self,
         reward: float | None = None,
@@ -155,8 +173,10 @@ class SegmentBuilder:
 
     def _without_repeated_stop(self, ids: Sequence[int]) -> Sequence[int]:
         """Invariant 1 keeps the sampled stop token where it is; the rendered delta begins with the same one."""
-        sampled_last = bool(self._mask) and self._mask[-1] == 1
-        repeats = sampled_last and len(ids) > 0 and ids[0] in self._stop_ids and ids[0] == self._ids[-1]
+        if not ids or not self._mask or self._mask[-1] == 0:
+            return ids
+        last, first = self._ids[-1], ids[0]
+        repeats = (first == last and first in self._stop_ids) or (self._ends and self._ends.repeats(last, first))
         return ids[1:] if repeats else ids
 
     def _span_rows(self) -> Spans:

@@ -1,24 +1,36 @@
-"""A model's chat template as text: how a conversation opens, and what follows a reply.
-
-The delta of a later turn is derived, not written by hand: a synthetic conversation that ends in a marked reply is
-rendered with the new messages after it; what follows the mark is the turn's closing, the messages and the generation
-prompt. Nothing between two turns can get lost that way, such as the newline that Qwen's templates put there.
-
-    user, assistant MARK, tool … ──template──► …<|im_start|>assistant\\nMARK│<|im_end|>\\n<|im_start|>user\\n…
-                                                                           └── after_reply ──────────────►
-"""
+"""A model's chat template as text: how a conversation reads, in the forms in which its author wants tool calls."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import xxhash
 from jinja2.exceptions import TemplateError as JinjaError
 
 from penstock.agent_loops.errors import TemplateError
+from penstock.tools.parsers import ToolCall
 
 Message = Mapping[str, Any]
 MARK = "REPLYMARKERQX"
+SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template takes the tool calls of a message."""
+
+    arguments_as_text: bool
+    """As JSON text (DeepSeek), not as an object."""
+    short_ids: bool
+    """Call ids are nine letters or digits (Mistral)."""
+
+
+CALL_FORMS = tuple(itertools.starmap(CallForm, itertools.product((False, True), (False, True))))
 
 
 class ChatTemplate:
@@ -32,6 +44,8 @@ class ChatTemplate:
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; put one into its "
                 "folder as chat_template.jinja, or use an instruction-tuned model"
             )
+        self.call_form = self._find_call_form()
+        """None: the template writes no tool calls; they are part of a reply's text."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, prompt: bool) -> str:
         """The conversation as text; `prompt` adds the opening of the next reply. Raises `TemplateError`."""
@@ -48,22 +62,66 @@ class ChatTemplate:
             raise TemplateError(f"the chat template refuses messages with roles {roles}: {error}") from error
         return text
 
-    def after_reply(self, messages: Sequence[Message], *, prompt: bool = True) -> str:
-        """What the template writes after a reply: its closing, `messages`, and the opening of the next reply."""
-        conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *messages]
-        text = self.render(conversation, prompt=prompt)
-        at = text.find(MARK)
-        if at < 0:
-            raise TemplateError("the chat template drops or changes the content of assistant messages")
-        return text[at + len(MARK) :]
+    def call_message(self, calls: Sequence[ToolCall], content: str = "", form: CallForm | None = None) -> Message:
+        """A reply that makes `calls`, as this template takes it."""
+        form = form or self.call_form or CALL_FORMS[0]
+        made = []
+        for index, call in enumerate(calls):
+            text = json.dumps(dict(call.arguments), ensure_ascii=False)
+            arguments: Any = text if form.arguments_as_text else dict(call.arguments)
+            function = {"name": call.name or "tool", "arguments": arguments}
+            made.append({"id": self.call_id(call.call_id, index, form), "type": "function", "function": function})
+        return {"role": "assistant", "content": content, "tool_calls": made}
 
-    def reply_with_call(self, tools: Sequence[Mapping[str, Any]], call: Mapping[str, Any]) -> str | None:
-        """How the template itself writes a reply that is one tool call; None where it writes no calls."""
+    def call_id(self, call_id: str, index: int, form: CallForm | None = None) -> str:
+        """`call_id` where the template takes it, else one by position."""
+        form = form or self.call_form or CALL_FORMS[0]
+        if form.short_ids and not SHORT_ID.fullmatch(call_id):
+            return f"call{index:05d}"
+        return call_id or f"call_{index}"
+
+    def fitted(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages of a client whose calls are in OpenAI's form, in the form that this template takes."""
+        return [self._fitted(message) if self.call_form else message for message in messages]
+
+    def _fitted(self, message: Message) -> Message:
+        changed: dict[str, Any] = {}
+        if message.get("tool_call_id"):
+            changed["tool_call_id"] = self._fitted_id(str(message["tool_call_id"]))
+        if message.get("tool_calls"):
+            changed["tool_calls"] = [self._fitted_call(call) for call in message["tool_calls"]]
+        return {**message, **changed} if changed else message
+
+    def _fitted_call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        function = dict(call.get("function") or {})
+        if self.call_form and self.call_form.arguments_as_text and isinstance(function.get("arguments"), Mapping):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**call, "id": self._fitted_id(str(call.get("id") or "")), "function": function}
+
+    def _fitted_id(self, call_id: str) -> str:
+        """A call and its result keep the same id, also where the template takes nine characters only."""
+        takes_it = not (self.call_form and self.call_form.short_ids) or SHORT_ID.fullmatch(call_id)
+        return call_id if takes_it else xxhash.xxh3_64_hexdigest(call_id.encode())[:9]
+
+    def reply_with_call(self, tools: Sequence[Mapping[str, Any]], call: ToolCall) -> str | None:
+        """How the template itself writes a reply that is one tool call, its end included; None where it writes none."""
+        if self.call_form is None:
+            return None
         user = {"role": "user", "content": "x"}
         opening = self.render([user], tools, prompt=True)
-        asked = {"role": "assistant", "content": "", "tool_calls": [{"id": "call00001", "type": "function", **call}]}
-        try:
-            closed = self.render([user, asked], tools, prompt=False)
-        except TemplateError:
-            return None
+        closed = self.render([user, self.call_message([call])], tools, prompt=False)
         return closed[len(opening) :] if closed.startswith(opening) else None
+
+    def _find_call_form(self) -> CallForm | None:
+        """The first form that the template takes without an objection and writes down."""
+        call = ToolCall("probe", {"probe": MARK})
+        for form in CALL_FORMS:
+            try:
+                text = self.render(
+                    [{"role": "user", "content": "x"}, self.call_message([call], form=form)], prompt=False
+                )
+            except TemplateError:
+                continue
+            if MARK in text:
+                return form
+        return None

@@ -1,7 +1,7 @@
 """The `tools` of a loop: calls in parallel, each with a deadline; state per episode, always given back.
 
 call ──malformed, unknown, invalid──► error text for the model
-     └─► state (made on first use) ──► execute within timeout_s ──► cut to max_output_chars ──► journal ──► the loop
+     └─► state (made on first use) ──► execute (see tools/guard.py) ──► cut to the limits ──► journal ──► the loop
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import xxhash
@@ -18,11 +18,14 @@ import xxhash
 from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.load import nearest
+from penstock.agent_loops.trace import span
 from penstock.sandbox.protocol import SandboxError, SandboxLost
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
 from penstock.tools.config import ToolConfig
+from penstock.tools.episode_box import EpisodeBox, sharing
+from penstock.tools.guard import guard_of
 from penstock.tools.parsers import ToolCall
-from penstock.tools.truncate import truncate_middle
+from penstock.tools.truncate import CountTokens, truncate, truncate_tokens
 from penstock.tools.validate import check_arguments
 from penstock.transfer_queue.trajectory import JournalEntry, JournalKind, Task
 
@@ -44,6 +47,8 @@ class ToolCounts:
     texts: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     """Sums of `ToolResult.metrics`."""
+    final_answer: str | None = None
+    """Text of the last result that was `final`."""
 
 
 @dataclass(slots=True)
@@ -59,13 +64,14 @@ class _Held:
 class ToolBox:
     """Made for one lease of an episode. `release` must be awaited at its end, whatever the end is."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - made in one place
         self,
         tools: Mapping[str, BaseTool],
         configs: Mapping[str, ToolConfig],
         task: Task,
         journal: EpisodeJournal,
         on_lost: Literal["replay", "restart"] = "replay",
+        count_tokens: CountTokens | None = None,
     ) -> None:
         self.counts = ToolCounts()
         self.failure: AgentError | None = None
@@ -75,7 +81,10 @@ class ToolBox:
         self._task = task
         self._journal = journal
         self._on_lost = on_lost
+        self._count_tokens = count_tokens
         self._held: dict[str, _Held] = {}
+        self._groups: dict[str, asyncio.Lock] = {}
+        self._boxes: dict[int, EpisodeBox] = {}
         self._past: list[ToolCall] = []
         self._sessions: dict[str, str] = {}
 
@@ -137,6 +146,8 @@ class ToolBox:
         self.counts.errors += sum(result.is_error for result in results)
         self.counts.reward += sum(result.reward or 0.0 for result in results)
         self.counts.texts.extend(result.text for result in results)
+        finals = [result.text for result in results if result.final]
+        self.counts.final_answer = finals[-1] if finals else self.counts.final_answer
         for key, value in ((key, value) for result in results for key, value in result.metrics.items()):
             self.counts.metrics[key] = self.counts.metrics.get(key, 0.0) + float(value)
 
@@ -145,13 +156,20 @@ class ToolBox:
         problem = self._problem_with(call)
         if problem:
             return ToolResult(f"Error: {problem}", is_error=True)
-        held = self._held.setdefault(call.name, _Held())
+        held = self._hold(call.name)
         async with held.lock:
             if not held.ready:
                 await self._make_ready(call.name, held)
             if held.state is not None:
                 return await self._execute(call, held.state)
         return await self._execute(call, None)
+
+    def _hold(self, name: str) -> _Held:
+        if name not in self._held:
+            group = self._tools[name].turn_group
+            lock = self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock()
+            self._held[name] = _Held(lock=lock)
+        return self._held[name]
 
     def _problem_with(self, call: ToolCall) -> str | None:
         if call.error:
@@ -162,30 +180,34 @@ class ToolBox:
         return check_arguments(tool.parameters, call.arguments)
 
     async def _execute(self, call: ToolCall, state: Any) -> ToolResult:
-        config = self._configs[call.name]
-        try:
-            async with asyncio.timeout(config.timeout_s) as deadline:
-                result: ToolResult = await self._infra(call.name, self._tools[call.name].execute(state, call.arguments))
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise InfraFailure(f"tool {call.name}", f"{type(error).__name__}: {error}") from error
-            return ToolResult(f"Error: {call.name} did not finish within {config.timeout_s:g} s", is_error=True)
-        return _cut(result, config.max_output_chars)
+        tool, config = self._tools[call.name], self._configs[call.name]
+        with span("tool", call.name):
+            result = await self._infra(call.name, guard_of(tool, config).call(tool, state, call.arguments))
+        return _cut(result, config, self._count_tokens)
 
     # state ---------------------------------------------------------------------------------------------------------
     async def _make_ready(self, name: str, held: _Held) -> None:
         """A fresh state; on a resumed episode the old session, or a fresh one brought to where the old one was."""
         tool = self._tools[name]
-        attached = await self._attach(name)
-        held.state = (
-            attached if attached is not None else await self._guarded(name, tool.create(self._task), CREATE_DEADLINE_S)
-        )
+        with sharing(self._boxes):
+            attached = await self._attach(name)
+            held.state = (
+                attached
+                if attached is not None
+                else await self._guarded(name, tool.create(self._task), CREATE_DEADLINE_S)
+            )
+        shared = any(self._held[one].ready for one in self._partners(name) if one in self._held)
         held.ready = True
-        if attached is None and held.state is not None:
+        if attached is None and held.state is not None and not shared:
             await self._repeat_past_calls(name, held.state)
 
+    def _partners(self, name: str) -> list[str]:
+        """The tools that work on the same state: those of its turn group, itself among them."""
+        group = self._tools[name].turn_group
+        return [one for one, tool in self._tools.items() if one == name or (group and tool.turn_group == group)]
+
     async def _attach(self, name: str) -> Any:
-        session_id = self._sessions.get(name)
+        session_id = next((self._sessions[one] for one in self._partners(name) if one in self._sessions), None)
         if session_id is None:
             return None
         try:
@@ -194,8 +216,9 @@ class ToolBox:
             return None
 
     async def _repeat_past_calls(self, name: str, state: Any) -> None:
-        past = [call for call in self._past if call.name == name and not self._problem_with(call)]
-        if past and self._on_lost == "restart":
+        partners = self._partners(name)
+        past = [call for call in self._past if call.name in partners and not self._problem_with(call)]
+        if past and (self._on_lost == "restart" or not self._tools[name].replayable):
             raise EpisodeRestart(f"the state of tool {name} went with its worker")
         for call in past:
             await self._execute(call, state)
@@ -245,8 +268,9 @@ def _hash_of(calls: Sequence[ToolCall]) -> int:
     return xxhash.xxh3_64_intdigest(json.dumps(plain, sort_keys=True, default=repr).encode())
 
 
-def _cut(result: ToolResult, max_chars: int) -> ToolResult:
-    if len(result.text) <= max_chars:
-        return result
-    text = truncate_middle(result.text, max_chars)
-    return ToolResult(text, result.images, result.reward, result.metrics, result.is_error)
+def _cut(result: ToolResult, config: ToolConfig, count_tokens: CountTokens | None) -> ToolResult:
+    if config.max_output_tokens and count_tokens:
+        text = truncate_tokens(result.text, config.max_output_tokens, count_tokens, config.max_output_chars, config.cut)
+    else:
+        text = truncate(result.text, config.max_output_chars, config.cut)
+    return result if text == result.text else replace(result, text=text)

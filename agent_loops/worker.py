@@ -1,11 +1,13 @@
-"""An agent worker: one asyncio process that keeps `concurrency` episodes running.
+"""An agent worker: one asyncio process that keeps up to `concurrency` episodes running.
 
 task         consumes                waits for                        woken by
 admit        client.best_version,    room; a server; admission        an episode's end; its own back-off
              ledger.lease_episodes
 episode × N  one lease               model, tools, reward             (see episode.py)
 renew        leases held             a third of the lease's TTL       the clock; cancels episodes that were lost
+adapt        client.servers, 429s    ADAPT_S                          the clock; wakes admit (concurrency.py)
 report       waits, counts           REPORT_S                         the clock
+watch        the loop's beat         a thread of its own              names code that blocks the loop (loop_watch.py)
 
 Shutdown, healthy (cancellation): admission stops, episodes are cancelled, give back their tools and hand their leases
 back with their journals, within DRAIN_DEADLINE_S. Crashed (kill -9): leases run out and other workers go on from the
@@ -22,12 +24,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from penstock.agent_loops.chat import ChatTokens, load_tokenizer
+from penstock.agent_loops.chat import chat_of
 from penstock.agent_loops.client import GenerateClient
+from penstock.agent_loops.concurrency import ADAPT_S, Bounds, Concurrency, WatchedClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode, EpisodeParts
 from penstock.agent_loops.errors import WorkerStopped
 from penstock.agent_loops.load import allow_imports_from
+from penstock.agent_loops.loop_watch import LoopWatch
 from penstock.agent_loops.registry import find_loop
 from penstock.agent_loops.reward import RewardFunction
 from penstock.agent_loops.stats import WorkerStats
@@ -35,8 +39,7 @@ from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox
 from penstock.tools.config import ToolConfig
-from penstock.tools.parsers import get_parser
-from penstock.tools.registry import make_tools
+from penstock.tools.registry import close_tools, configs_of, make_tools
 from penstock.transfer_queue.ledger import Lease, LeaseLost, Ledger, LedgerError
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
 
@@ -71,6 +74,8 @@ class WorkerJob:
     sandbox_token: str | None = None
     """Bearer token of a remote sandbox server."""
     max_failures_in_a_row: int = 20
+    server_slots: int = 0
+    """Requests that a rollout server decodes together; 0: not known."""
 
 
 async def run_worker(job: WorkerJob) -> None:
@@ -79,9 +84,13 @@ async def run_worker(job: WorkerJob) -> None:
     Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `LedgerError`.
     """
     sandbox = make_sandbox(job.sandbox, job.name, job.sandbox_token) if job.tools else None
+    parts: EpisodeParts | None = None
     try:
-        await Worker(job, build_parts(job, sandbox)).run()
+        parts = build_parts(job, sandbox)
+        await Worker(job, parts).run()
     finally:
+        if parts is not None:
+            await close_tools(parts.tools.values())
         if sandbox is not None:
             await sandbox.close()
 
@@ -90,9 +99,11 @@ def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
     """What a worker's episodes share, checked before the first lease: template, tools, loop, reward."""
     allow_imports_from(job.recipe_dir.resolve())
     tools = make_tools(job.tools, sandbox)
-    chat = ChatTokens(load_tokenizer(job.model), get_parser(job.config.parser))
+    chat = chat_of(job.model, job.config)
     proof = chat.prove([tool.schema for tool in tools.values()])
-    log.info("chat template proven on %d conversations; history it rewrites: %s", proof.conversations, proof.rewritten)
+    log.info(
+        "chat template proven on %d conversations; %s", proof.conversations, proof.summary(job.config.thinking_history)
+    )
     find = lru_cache(partial(find_loop, recipe_dir=job.recipe_dir))
     find(job.config.loop)
     return EpisodeParts(
@@ -102,7 +113,7 @@ def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
         client=job.client,
         chat=chat,
         tools=tools,
-        tool_configs={name: config for name, config in zip(tools, job.tools, strict=True)},
+        tool_configs=configs_of(tools),
         find_loop=find,
         sandbox=sandbox,
         on_lost=job.sandbox.on_lost,
@@ -117,6 +128,8 @@ class Worker:
         self.stats = WorkerStats()
         self._job = job
         self._parts = replace(parts, worker=job.name)
+        self.concurrency = Concurrency(_bounds(job))
+        self._watch = LoopWatch()
         self._running: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self._room = asyncio.Event()
         self._random = random.Random(f"{job.seed}/{job.name}")
@@ -124,7 +137,8 @@ class Worker:
         self._server_seen = time.monotonic()
 
     async def run(self) -> None:
-        keepers = [asyncio.create_task(self._renew()), asyncio.create_task(self._report())]
+        self._watch.start()
+        keepers = [asyncio.create_task(keeper) for keeper in (self._renew(), self._report(), self._adapt())]
         for keeper in keepers:
             keeper.add_done_callback(lambda _: self._room.set())
         try:
@@ -137,13 +151,14 @@ class Worker:
             for keeper in keepers:
                 keeper.cancel()
             await asyncio.gather(*keepers, return_exceptions=True)
+            self._watch.stop()
             await self._flush()
 
     # admission -----------------------------------------------------------------------------------------------------
     async def _admit(self) -> None:
         """One look at the ledger, or one wait for room."""
-        free = self._job.config.concurrency - len(self._running)
-        if free == 0:
+        free = self.concurrency.limit - len(self._running)
+        if free <= 0:
             self._room.clear()
             await self._room.wait()
             await asyncio.sleep(GATHER_S)
@@ -226,11 +241,27 @@ class Worker:
             log.warning("lease of %s was lost; stopping it", episode_id)
             current[1].cancel()
 
+    async def _adapt(self) -> None:
+        """With a client that does not tell how its servers are, the limit stays."""
+        client = self._job.client
+        while isinstance(client, WatchedClient):
+            await asyncio.sleep(ADAPT_S)
+            try:
+                servers = await client.servers()
+            except LedgerError as error:
+                log.warning("the servers' load is not known: %s", error)
+                continue
+            before = self.concurrency.limit
+            limit = self.concurrency.saw(servers, client.refused, len(self._running), time.monotonic())
+            if limit > before:
+                self._room.set()
+
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(REPORT_S)
             await self._flush()
-            log.info("%s: %s", self._job.name, self.stats.line(len(self._running)))
+            line, lag_s = self.stats.line(len(self._running)), self._watch.take_longest_s()
+            log.info("%s: %s; limit %d, loop lag %.3f s", self._job.name, line, self.concurrency.limit, lag_s)
 
     async def _flush(self) -> None:
         for cause, seconds in self.stats.take_waits().items():
@@ -249,6 +280,13 @@ class Worker:
             )
         if time.monotonic() - self._server_seen > NO_SERVER_DEADLINE_S:
             raise WorkerStopped(f"no rollout server for {NO_SERVER_DEADLINE_S:.0f} s; see the rollout servers' logs")
+
+
+def _bounds(job: WorkerJob) -> Bounds:
+    """Half of what a server may hold before it counts as loaded is decoded at once; the other half waits there."""
+    given = job.config.server_requests
+    requests = 2 * job.server_slots if given is None else given
+    return Bounds(job.config.concurrency, requests, job.config.server_tokens)
 
 
 def _raise_from(tasks: list[asyncio.Task[None]]) -> None:

@@ -168,7 +168,7 @@ def check_template(config: RunConfig) -> Check | None:
     """The chat template takes tools and can be spliced token for token."""
     if not Path(config.model).is_dir():
         return None
-    from penstock.agent_loops.chat import TemplateError, prove_template
+    from penstock.agent_loops.chat import TemplateError, chat_of
     from penstock.sandbox.make import make_sandbox
     from penstock.sandbox.protocol import SandboxError
     from penstock.tools.registry import make_tools
@@ -176,7 +176,7 @@ def check_template(config: RunConfig) -> Check | None:
     try:
         sandbox = make_sandbox(config.sandbox, owner="doctor") if config.tools else None
         schemas = [tool.schema for tool in make_tools(config.tools, sandbox).values()]
-        prove_template(config.model, config.agent.parser, schemas)
+        chat_of(config.model, config.agent).prove(schemas)
     except (TemplateError, SandboxError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
     return Check("chat template", True, "splices exactly")

@@ -10,6 +10,7 @@ from penstock.agent_loops.config import AgentConfig
 from penstock.rollout_server.config import RolloutConfig
 from penstock.sandbox.config import SandboxConfig
 from penstock.tools.config import ToolConfig
+from penstock.tools.verl import read_tools
 from penstock.trainer.config import TrainerConfig
 from penstock.transfer_queue.config import TransferQueueConfig
 
@@ -51,7 +52,10 @@ class RunConfig(BaseModel):
     )
     data: DataConfig
     agent: AgentConfig = AgentConfig()
-    tools: list[ToolConfig] = Field(default_factory=list, description="Tools the agent may call.")
+    tools: Annotated[list[ToolConfig], BeforeValidator(read_tools)] = Field(
+        default_factory=list,
+        description="Tools the agent may call, or a YAML file with a list of them, ours or verl's.",
+    )
     sandbox: SandboxConfig = SandboxConfig()
     rollout: RolloutConfig = RolloutConfig()
     transfer_queue: TransferQueueConfig = TransferQueueConfig()

@@ -84,7 +84,7 @@ def _parse_value(text: str) -> Any:
     return value
 
 
-_PATH_KEYS = (("model",), ("data", "train"), ("data", "eval"), ("agent", "reward"), ("agent", "loop"))
+_PATH_KEYS = (("model",), ("data", "train"), ("data", "eval"), ("agent", "reward"), ("agent", "loop"), ("tools",))
 
 
 def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:

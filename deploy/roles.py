@@ -133,6 +133,7 @@ async def agent(link: Link, name: str) -> None:
         recipe_dir=Path.cwd(),
         lease_ttl_s=config.transfer_queue.lease_ttl_s,
         sandbox_token=link.token,
+        server_slots=config.rollout.max_concurrent,
     )
     with _no_use_restarting(AgentError, SandboxError, ToolConfigError):
         await _closing(client, _closing(ledger, run_worker(job)))

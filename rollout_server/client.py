@@ -13,7 +13,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Literal
@@ -62,6 +62,8 @@ class RolloutClient:
         `hedge_after_s`: silence before the first token after which a second server is asked too; 0: never.
         """
         self.timeout_s, self.hedge_after_s = timeout_s, hedge_after_s
+        self.refused = 0
+        """Times that a server said its queue is long (429)."""
         self._router = Router(ledger, home)
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
@@ -155,6 +157,7 @@ class RolloutClient:
         broken = _Broken(cause, known.blame)
         broken.url = server.url
         if known.blame == "full":
+            self.refused += 1
             self._router.full(sent, known.retry_after_s)
         elif known.blame != "nobody":
             self._router.failed(sent, cause, gone=known.blame == "gone")
@@ -183,6 +186,10 @@ class RolloutClient:
     async def best_version(self) -> int | None:
         """Newest policy version among live servers that accept requests; None where there is none."""
         return max((s.version for s in await self._router.servers() if s.accepting), default=None)
+
+    async def servers(self) -> Sequence[ServerInfo]:
+        """Newest heartbeats. Raises `LedgerError`."""
+        return await self._router.servers()
 
     async def close(self) -> None:
         if self._session is not None:

@@ -11,6 +11,7 @@ from penstock.transfer_queue.trajectory import Task
 
 if TYPE_CHECKING:
     from penstock.sandbox.protocol import Sandbox
+    from penstock.tools.guard import ToolGuard
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class ToolResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_error: bool = False
     """The call failed in a way that the model may mend (bad arguments, code that raised)."""
+    final: bool = False
+    """The episode is over: `text` is its answer."""
 
 
 class ToolInfraError(Exception):
@@ -35,6 +38,15 @@ class ToolInfraError(Exception):
         self.reason = reason
 
 
+class ToolUnavailable(ToolInfraError):
+    """Refused, busy or not reached, and nothing was done: the call may be tried again (`ToolConfig.retries`)."""
+
+    def __init__(self, component: str, reason: str, after_s: float | None = None) -> None:
+        super().__init__(component, reason)
+        self.after_s = after_s
+        """What the service asked callers to wait (``Retry-After``)."""
+
+
 class BaseTool(ABC):
     """One object per agent worker; one `state` per episode. `release` is always awaited, also on cancellation."""
 
@@ -42,8 +54,16 @@ class BaseTool(ABC):
     description: str
     parameters: Mapping[str, Any]
     """JSON schema of the arguments (type object). It is rendered into every prompt: keep it small and stable."""
-    max_output_chars: int = 2000
-    """Results are cut to this; `make_tools` sets it from the tool's configuration."""
+    aliases: Mapping[str, tuple[str, ...]] = {}
+    """Other names under which a `tool_schema` may offer an argument."""
+    pure: bool = False
+    """The result follows from the arguments alone, without effects: a worker asks once and remembers."""
+    replayable: bool = True
+    """Where a state is lost, this tool's own earlier calls bring it back. False: the episode starts afresh."""
+    turn_group: str | None = None
+    """Calls of tools of one group run in the order in which the model wrote them; others run in parallel."""
+    guard: ToolGuard | None = None
+    """Cache, turnstile and retries around the calls; made from the tool's configuration."""
 
     def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
         self.sandbox = sandbox
@@ -76,3 +96,14 @@ class BaseTool(ABC):
 
     async def release(self, state: Any) -> None:
         """Give back what `create` took."""
+
+    async def close(self) -> None:
+        """Give back what the tool itself holds (connections, servers); awaited once, when its worker ends."""
+
+
+class ToolGroup(ABC):
+    """Several tools from one entry of a recipe; made with the entry's settings, as a `BaseTool` is."""
+
+    @abstractmethod
+    def tools(self) -> list[BaseTool]:
+        """Each with a name of its own; they share the entry's limits. Raises `ValueError` with what to mend."""

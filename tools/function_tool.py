@@ -31,11 +31,18 @@ _THREADS = ThreadPoolExecutor(max_workers=64, thread_name_prefix="function-tool"
 class FunctionTool(BaseTool):
     """Made by `function_tool`. Stateless: one object serves all episodes."""
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None, description: str | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str | None = None,
+        description: str | None = None,
+        pure: bool = False,
+    ) -> None:
         """Raises `ValueError` or `TypeError` where a parameter has no type that JSON knows."""
         super().__init__()
         self.function = function
         self.name = name or function.__name__
+        self.pure = pure
         summary, arguments = describe(function)
         self.description = description or summary
         self._adapters = {parameter: TypeAdapter(hint) for parameter, hint in _hints(function).items()}
@@ -70,14 +77,23 @@ class FunctionTool(BaseTool):
 @overload
 def function_tool(function: Callable[..., Any]) -> FunctionTool: ...
 @overload
-def function_tool(*, name: str | None = None, description: str | None = None) -> Callable[..., FunctionTool]: ...
 def function_tool(
-    function: Callable[..., Any] | None = None, *, name: str | None = None, description: str | None = None
+    *, name: str | None = None, description: str | None = None, pure: bool = False
+) -> Callable[..., FunctionTool]: ...
+def function_tool(
+    function: Callable[..., Any] | None = None,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    pure: bool = False,
 ) -> FunctionTool | Callable[..., FunctionTool]:
-    """Schema from the type hints, descriptions from the docstring (its first paragraph, and an ``Args:`` section)."""
+    """Schema from the type hints, descriptions from the docstring (its first paragraph, and an ``Args:`` section).
+
+    `pure`: the result follows from the arguments alone; a worker calls it once per arguments.
+    """
     if function is not None:
         return FunctionTool(function)
-    return lambda decorated: FunctionTool(decorated, name, description)
+    return lambda decorated: FunctionTool(decorated, name, description, pure)
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 from penstock.sandbox.protocol import RunResult, Sandbox, SandboxError, SandboxLost, Session
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
-from penstock.tools.truncate import truncate_middle
 from penstock.transfer_queue.trajectory import Task
 
 LIMIT_TEXTS = {
@@ -117,8 +116,7 @@ class PythonTool(BaseTool):
         elif failed and not result.stderr.strip():
             parts.append(f"Error: exit code {result.exit_code}")
         text = "\n".join(part for part in parts if part) or NO_OUTPUT
-        metrics = {"python_s": result.duration_s}
-        return ToolResult(truncate_middle(text, self.max_output_chars), metrics=metrics, is_error=failed)
+        return ToolResult(text, metrics={"python_s": result.duration_s}, is_error=failed)
 
     def _last_lines(self, stderr: str) -> str:
         return "\n".join(stderr.rstrip().splitlines()[-self._traceback_lines :])

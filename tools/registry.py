@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import difflib
 import importlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from penstock.sandbox.protocol import Sandbox
-from penstock.tools.base import BaseTool
+from penstock.tools.base import BaseTool, ToolGroup
 from penstock.tools.config import ToolConfig
+from penstock.tools.guard import ToolGuard
 from penstock.tools.validate import check_schema
 
-T = TypeVar("T", bound=type[BaseTool] | BaseTool)
+CLOSE_DEADLINE_S = 10.0
+log = logging.getLogger(__name__)
+T = TypeVar("T", bound=type[BaseTool] | type[ToolGroup] | BaseTool)
 
-_TOOLS: dict[str, type[BaseTool] | BaseTool | str] = {"python": "penstock.tools.python:PythonTool"}
+_TOOLS: dict[str, type[BaseTool] | type[ToolGroup] | BaseTool | str] = {
+    "python": "penstock.tools.python:PythonTool",
+    "shell": "penstock.tools.shell:ShellTool",
+    "editor": "penstock.tools.editor:EditorTool",
+    "final_answer": "penstock.tools.final_answer:FinalAnswerTool",
+    "mcp": "penstock.tools.mcp:McpTools",
+    "search": "penstock.tools.search:SearchTool",
+    "web_search": "penstock.tools.web_search:WebSearchTool",
+}
 """A string is the path of a tool in the box, imported when it is used."""
 
 
@@ -37,32 +50,67 @@ def make_tools(configs: Sequence[ToolConfig], sandbox: Sandbox | None) -> dict[s
     """Name that the model calls → tool, in the order of the recipe. Raises `ToolConfigError`."""
     tools: dict[str, BaseTool] = {}
     for config in configs:
-        tool = _make_tool(config, sandbox)
-        if tool.name in tools:
-            raise ToolConfigError(f"tools: two of them are called {tool.name!r}")
-        tools[tool.name] = tool
+        for tool in _make(config, sandbox):
+            if tool.name in tools:
+                raise ToolConfigError(f"tools: two of them are called {tool.name!r}")
+            tools[tool.name] = tool
     return tools
 
 
-def _make_tool(config: ToolConfig, sandbox: Sandbox | None) -> BaseTool:
+def configs_of(tools: Mapping[str, BaseTool]) -> dict[str, ToolConfig]:
+    """The settings that `make_tools` made each tool from."""
+    return {name: tool.guard.config for name, tool in tools.items() if tool.guard is not None}
+
+
+async def close_tools(tools: Iterable[BaseTool]) -> None:
+    """Each tool's `close`, within its deadline. Never raises: what stays open is logged."""
+    for tool in tools:
+        try:
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                await tool.close()
+        except Exception:
+            log.exception("tool %s did not close", tool.name)
+
+
+def _make(config: ToolConfig, sandbox: Sandbox | None) -> list[BaseTool]:
     found = _find(config.name)
     try:
-        tool = _instance(found, config, sandbox)
-        check_schema(tool.name, tool.parameters)
+        tools = _instances(found, config, sandbox)
+        if config.tool_schema is not None:
+            _rename(tools, config.tool_schema)
+        for tool in tools:
+            check_schema(tool.name, tool.parameters)
+            tool.guard = ToolGuard(config)
     except (TypeError, ValueError) as error:
         raise ToolConfigError(f"tool {config.name!r} with settings {config.settings}: {error}") from error
-    tool.max_output_chars = config.max_output_chars
-    return tool
+    return tools
 
 
-def _instance(found: Any, config: ToolConfig, sandbox: Sandbox | None) -> BaseTool:
+def _instances(found: Any, config: ToolConfig, sandbox: Sandbox | None) -> list[BaseTool]:
+    if isinstance(found, type) and issubclass(found, ToolGroup):
+        return found(sandbox, **config.settings).tools()  # type: ignore[call-arg]
     if isinstance(found, type) and issubclass(found, BaseTool):
-        return found(sandbox, **config.settings)
+        return [found(sandbox, **config.settings)]
     if not isinstance(found, BaseTool):
         raise TypeError(f"it is a {type(found).__name__}: a BaseTool subclass or a @function_tool is needed")
     if config.settings:
         raise ValueError("a @function_tool takes no settings")
-    return copy.copy(found)
+    return [copy.copy(found)]
+
+
+def _rename(tools: list[BaseTool], schema: Mapping[str, Any]) -> None:
+    """The tool under another name, description or parameters. Raises `ValueError` where it could not be called so."""
+    function = schema.get("function")
+    if len(tools) != 1 or not isinstance(function, Mapping):
+        raise ValueError("tool_schema is of one tool: {type: function, function: {name, description, parameters}}")
+    (tool,) = tools
+    parameters = function.get("parameters", tool.parameters)
+    for name in tool.parameters.get("required", ()):
+        if not {name, *tool.aliases.get(name, ())} & set(parameters.get("properties", {})):
+            raise ValueError(f"tool_schema: its parameters have no {name!r}, which this tool needs")
+    tool.name = function.get("name", tool.name)
+    tool.description = " ".join(function.get("description", tool.description).split())
+    tool.parameters = parameters
 
 
 def _find(name: str) -> Any:

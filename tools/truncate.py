@@ -1,15 +1,39 @@
-"""Long tool results, cut so that the model sees both ends and knows that something is missing."""
+"""Long tool results, cut so that the model sees the part that matters and knows that something is missing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
 
-def truncate_middle(text: str, max_chars: int) -> str:
-    """At most `max_chars` characters: the first and last parts around a note that says how long the whole was."""
+Part = Literal["head", "tail", "middle"]
+"""The part that is left out of a long result. ``head`` suits compilers and test runs, which sum up at the end."""
+CountTokens = Callable[[str], int]
+
+_WORDS = {"head": "beginning", "tail": "end", "middle": "middle"}
+
+
+def truncate(text: str, max_chars: int, cut: Part = "middle") -> str:
+    """At most `max_chars` characters, with a note of how long the whole was where there is room for one."""
     if len(text) <= max_chars:
         return text
-    note = f"\n[... {len(text)} characters in all, middle left out ...]\n"
+    note = f"[... {len(text)} characters in all, {_WORDS[cut]} left out ...]"
+    note = f"{'' if cut == 'head' else chr(10)}{note}{'' if cut == 'tail' else chr(10)}"
     room = max_chars - len(note)
     if room <= 0:
-        return text[:max_chars]
-    tail = room // 2
-    return text[: room - tail] + note + (text[-tail:] if tail else "")
+        return text[-max_chars:] if cut == "head" else text[:max_chars]
+    tail = {"head": room, "tail": 0, "middle": room // 2}[cut]
+    return text[: room - tail] + note + text[len(text) - tail :]
+
+
+def truncate_tokens(text: str, max_tokens: int, count_tokens: CountTokens, max_chars: int, cut: Part = "middle") -> str:
+    """At most `max_tokens` tokens, as `count_tokens` counts the result by itself, and at most `max_chars` characters.
+
+    Cut between characters, never inside one: token ids are not sliced, since a slice may end within a code point.
+    """
+    room = min(len(text), max_chars)
+    while True:
+        shorter = truncate(text, room, cut)
+        tokens = count_tokens(shorter)
+        if tokens <= max_tokens or room <= 1:
+            return shorter if tokens <= max_tokens else ""
+        room = max(1, min(room - 1, room * max_tokens // tokens))

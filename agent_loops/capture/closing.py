@@ -13,6 +13,7 @@ from penstock.agent_loops.capture.errors import Conflict, Gone, NotNow
 from penstock.agent_loops.capture.history import Turn
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
 from penstock.agent_loops.merge import check_output, to_trajectory
+from penstock.agent_loops.mismatch import continuity
 from penstock.agent_loops.segment import TRUNCATED_LENGTH
 from penstock.transfer_queue.ledger import BadPayload, LeaseLost, LedgerError
 from penstock.transfer_queue.trajectory import COMPLETED, Outcome, OutcomeKind, Trajectory
@@ -49,7 +50,7 @@ async def finish(episode: CapturedEpisode, wanted: Outcome | None) -> Ending:
     await episode.ended()
     try:
         await episode.refresh()
-        outcome = _outcome(episode, wanted)
+        outcome = outcome_of(episode, wanted)
         return await (_complete(episode, outcome) if outcome.may_carry_reward else fail(episode, outcome))
     except (Conflict, NotNow):
         episode.reopen()
@@ -116,17 +117,17 @@ def _failure(episode: CapturedEpisode, error: InfraFailure | BadPayload) -> Outc
     return Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component)
 
 
-def _outcome(episode: CapturedEpisode, wanted: Outcome | None) -> Outcome:
+def outcome_of(episode: CapturedEpisode, wanted: Outcome | None) -> Outcome:
     """The client's, but it cannot call completed what ran out of turns or tokens, or was cut in its last words."""
     if wanted is not None and wanted.kind is not OutcomeKind.COMPLETED:
         return wanted
     if reason := episode.facts.get("truncated"):
         return Outcome(OutcomeKind.TRUNCATED, reason)
-    last = _last_turn(episode)
+    last = last_turn(episode)
     return TRUNCATED_LENGTH if last is not None and last.choice.finish_reason == "length" else COMPLETED
 
 
-def _last_turn(episode: CapturedEpisode) -> Turn | None:
+def last_turn(episode: CapturedEpisode) -> Turn | None:
     return next(reversed(episode.history.turns.values()), None)
 
 
@@ -158,21 +159,21 @@ async def _reward(episode: CapturedEpisode, outputs: Sequence[AgentLoopOutput]) 
         raise Conflict(
             f"no reward: POST /episodes/{episode.handle}/reward before /finish, or name a function in agent.reward"
         )
-    last = _last_turn(episode)
+    last = last_turn(episode)
     assert last is not None
     decode, task = episode.parts.chat.decode, episode.lease.task
     output = outputs[episode.history.segments.index(last.segment)]
     further = {
         "final_text": decode(last.choice.token_ids, special=False),
         "num_turns": len(episode.history.turns),
-        "tool_calls": _tool_calls(episode),
+        "tool_calls": tool_calls_of(episode),
         "tool_rewards": {},
     }
     score = await episode.parts.reward.score(task, decode(output.response_ids.tolist(), special=False), further)
     return score.reward, score.metrics
 
 
-def _tool_calls(episode: CapturedEpisode) -> int:
+def tool_calls_of(episode: CapturedEpisode) -> int:
     return sum(len(turn.choice.calls) for turn in episode.history.turns.values())
 
 
@@ -184,10 +185,11 @@ def _numbers(episode: CapturedEpisode, outputs: Sequence[AgentLoopOutput]) -> di
         "calls_resumed": counts.resumed,
         "calls_wasted": episode.wasted_calls,
         "llm_latency_s": counts.latency_s,
-        "tool_calls": _tool_calls(episode),
+        "tool_calls": tool_calls_of(episode),
         "num_turns": sum(output.num_turns for output in outputs),
         "response_tokens": sum(len(output.response_ids) for output in outputs),
         "segments": len(outputs),
+        **continuity(outputs, episode.parts.chat.decode),
         "token_mismatches": episode.parts.mismatches.take(),
         "latency_s": time.monotonic() - episode.opened_at,
     }

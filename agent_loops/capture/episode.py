@@ -25,6 +25,7 @@ from penstock.agent_loops.capture.history import NotRenderable, Place, Turn
 from penstock.agent_loops.capture.note import head_of, how_asked, told_again
 from penstock.agent_loops.capture.parts import CaptureParts
 from penstock.agent_loops.capture.record import Record
+from penstock.agent_loops.capture.replay import Replay
 from penstock.agent_loops.capture.room import Room, Share
 from penstock.agent_loops.capture.said import said_by
 from penstock.agent_loops.capture.sampler import sample
@@ -41,10 +42,15 @@ log = logging.getLogger(__name__)
 class CapturedEpisode:
     """Made for one lease, by whoever holds its handle. Raises `TokenMismatch` where the journal cannot be followed."""
 
-    def __init__(self, parts: CaptureParts, lease: Lease, handle: str) -> None:
+    def __init__(self, parts: CaptureParts, lease: Lease, handle: str, *, alone: bool = False) -> None:
+        """`alone`: the agent runs in this process, from its start. No other process records under this lease; what the
+        journal holds answers the agent's own questions anew, in order, and each further one is a sample of its own.
+        """
         self.parts, self.lease, self.handle = parts, lease, handle
+        self._alone = alone
         self.record = Record(parts, lease)
         self.history, self.llm, self.facts = self.record.history, self.record.llm, self.record.facts
+        self.replay = Replay(self.history.turns.values() if alone else ())
         self.gone: str | None = None
         """Why there are no more calls."""
         self.broken: Outcome | None = None
@@ -87,7 +93,7 @@ class CapturedEpisode:
         """Another sidecar may have answered what is not known here: asked only where that would show."""
         try:
             place = said_by(ask, self.history).place(self.history)
-            if self.record.unsure or place.may_be_known_elsewhere:
+            if self.record.unsure or (place.may_be_known_elsewhere and not self._alone):
                 await self.refresh()
                 place = said_by(ask, self.history).place(self.history)
         except NotRenderable as error:
@@ -105,6 +111,8 @@ class CapturedEpisode:
 
     def _known(self, place: Place, how: str, retried: bool) -> list[Turn]:
         """Recorded answers to exactly this. One that was gone on from is asked anew, unless the client repeats."""
+        if (replayed := self.replay.take(place, how)) or (self._alone and not retried):
+            return replayed
         turns = self.history.answers(place, how)
         return [] if not retried and any(turn.continued for turn in turns) else turns
 

@@ -153,14 +153,15 @@ class History:
         return next((turn for turn in turns if not turn.continued), turns[0] if turns else None)
 
     def _behind(self, parent: Turn, new: tuple[Message, ...], tools: Tools, key: str) -> Place | None:
-        """None where the template closes a reply differently before such messages."""
+        """None where the template closes a reply differently before such messages, or old thinking is to be dropped."""
+        before = parent.ids()
+        if self.chat.begins_anew(before, new):
+            return None
         try:
-            delta = self.chat.render(new)
+            delta = self.chat.render(new, tools, parent.choice.calls)
         except TemplateError:
             return None
-        before = parent.ids()
-        if delta[0] == before[-1]:  # the model closed its turn itself: that id stays where it was sampled
-            delta = delta[1:]
+        delta = list(self.chat.without_repeated_end(before[-1], delta))
         return _placed(parent, before, tuple(delta), new=new, tools=tools, key=key)
 
     def _beginning(self, messages: tuple[Message, ...], tools: Tools, key: str, instructed: bool) -> Place:

@@ -14,14 +14,13 @@ from penstock.agent_loops.capture.errors import NotRecordable
 from penstock.agent_loops.capture.keys import opens
 from penstock.agent_loops.capture.parts import CaptureParts, text_of
 from penstock.agent_loops.capture.routes import make_router
-from penstock.agent_loops.chat import ChatTokens, load_tokenizer
+from penstock.agent_loops.chat import ChatTokens, chat_of
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import AgentError
 from penstock.agent_loops.load import allow_imports_from
 from penstock.agent_loops.reward import RewardFunction
 from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.sidecar import Sidecar
-from penstock.tools.parsers import get_parser
 from penstock.transfer_queue.ledger import Ledger
 
 
@@ -94,7 +93,7 @@ class Capture:
     def _load(self) -> tuple[ChatTokens, RewardFunction | None]:
         job = self._job
         allow_imports_from(job.recipe_dir.resolve())
-        chat = ChatTokens(load_tokenizer(job.model), get_parser(job.config.parser))
+        chat = chat_of(job.model, job.config)
         chat.prove()
         return chat, RewardFunction.load(job.config.reward, job.recipe_dir) if job.config.reward else None
 

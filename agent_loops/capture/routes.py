@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from penstock.agent_loops.capture.desk import Desk
 from penstock.agent_loops.capture.episode import CapturedEpisode
-from penstock.agent_loops.capture.errors import CaptureError, NotNow, TooLong
+from penstock.agent_loops.capture.errors import CaptureError
 from penstock.agent_loops.capture.keys import episode_key
+from penstock.agent_loops.capture.refusal import refusal_of
 from penstock.agent_loops.capture.streaming import respond
 from penstock.agent_loops.capture.wire import (
     Ask,
@@ -23,8 +24,6 @@ from penstock.agent_loops.capture.wire import (
     ChatBody,
     CompletionBody,
     ResponseBody,
-    bad_ask_body,
-    error_body,
     model_body,
     model_list_body,
     parse_chat,
@@ -217,12 +216,9 @@ def _told(route: Route) -> Route:
     async def answered(*args: Any, **named: Any) -> Response:
         try:
             return await route(*args, **named)
-        except BadAsk as error:
-            return JSONResponse(bad_ask_body(error), status_code=400)
-        except CaptureError as error:
-            code = "context_length_exceeded" if isinstance(error, TooLong) else None
-            headers = {"Retry-After": "1"} if isinstance(error, NotNow) else None
-            return JSONResponse(error_body(error.status, str(error), code=code), error.status, headers)
+        except (BadAsk, CaptureError) as error:
+            refusal = refusal_of(error)
+            return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
     return answered
 

@@ -55,7 +55,7 @@ STREAMS: Mapping[Api, Callable[[Ask, Head], Stream]] = {
 async def respond(request: Request, ask: Ask, call: Call) -> Response:
     """`ask` says how this client wants it; `call` may have been begun by another request. Raises what the call does."""
     if ask.stream:
-        return await _stream(ask, call)
+        return await stream(ask, call)
     choices = await _whole(request, call)
     if choices is None:
         return Response(status_code=499)  # nobody reads it
@@ -79,7 +79,8 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _stream(ask: Ask, call: Call) -> Response:
+async def stream(ask: Ask, call: Call) -> StreamingResponse:
+    """Events; an error before the first of them is raised. Raises what the call does."""
     updates = _with_pauses(call.updates())
     try:
         first = await anext(updates)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
+from penstock.agent_loops.loops.react import ReactSettings, react, read_settings
 from penstock.agent_loops.registry import register
-from penstock.agent_loops.segment import TRUNCATED_TURNS
 from penstock.transfer_queue.trajectory import Task
 
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """Calls of one turn run in parallel. Tools are not run for an answer that could not be read any more."""
+    """Calls of one turn run in parallel; `agent.settings` are `ReactSettings`."""
 
     async def run(self, task: Task) -> AgentLoopOutput:
-        segment = self.chat.start(task.messages, tools=self.tools.schemas)
-        while not segment.done:
-            reply = await self.llm.generate(segment)
-            calls = self.chat.tool_calls(reply)
-            if not calls:
-                break
-            if segment.done:
-                return segment.output(outcome=TRUNCATED_TURNS)
-            segment.observe(self.chat.render_tools(await self.tools.call_all(calls)))
-        return segment.output()
+        settings = read_settings(ReactSettings, self)
+        return await react(self, self.chat.start(task.messages, tools=self.tools.schemas), settings)

@@ -235,8 +235,11 @@ def parts_of(chat_for: Callable[..., ChatTokens]) -> Callable[..., EpisodeParts]
             chat=chat_for(),
             tools={tool.name: tool} if tool else {},
             tool_configs={tool.name: ToolConfig(name=tool.name, timeout_s=timeout_s)} if tool else {},
-            find_loop=lambda name: find_loop(name, recipe_dir),
-            **{"reward": RewardFunction(score_text), **fields},
+            **{
+                "find_loop": lambda name: find_loop(name, recipe_dir),
+                "reward": RewardFunction(score_text),
+                **fields,
+            },
         )
 
     return make

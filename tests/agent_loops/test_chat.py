@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.agent_loops.chat import prove_template
+from penstock.agent_loops.chat import chat_of
+from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.segment import Budget
 from penstock.tools.base import ToolResult
@@ -123,6 +124,19 @@ def test_calls_are_found_in_sampled_text_but_not_in_a_reply_cut_by_length(chat_f
     assert chat.tool_calls(cut) == []
 
 
+def test_arguments_written_as_plain_text_have_the_types_of_the_tools_that_were_shown(chat_for):
+    from penstock.agent_loops.llm import Reply
+    from penstock.tools.parsers import get_parser
+
+    chat = chat_for("qwen2_5")
+    chat.parser = get_parser("glm")
+    text = "<tool_call>calculator<arg_key>expression</arg_key><arg_value>46</arg_value></tool_call>"
+    shown, other = chat.for_episode(Budget(5, 1000)), chat.for_episode(Budget(5, 1000))
+    shown.start([USER], TOOLS)
+    assert shown.tool_calls(Reply([], text, [], "stop"))[0].arguments == {"expression": "46"}
+    assert other.tool_calls(Reply([], text, [], "stop"))[0].arguments == {"expression": 46}, "a guess, without schemas"
+
+
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3"])
 def test_templates_with_tools_are_proven(chat_for, template):
     proof = chat_for(template).prove(TOOLS)
@@ -150,14 +164,14 @@ def test_a_model_without_template_is_refused(tokenizer_for, chat_for):
 def test_a_template_that_ignores_tools_is_refused_by_name(chat_for):
     with pytest.raises(TemplateError, match=r"ignores tools \(not shown: calculator\)"):
         chat_for("chatml").prove(TOOLS)
-    assert chat_for("chatml").prove().conversations == 2
+    assert chat_for("chatml").prove().conversations == 6
 
 
 def test_a_model_folder_is_proven_by_its_path(tokenizer_for, tmp_path):
     tokenizer_for("qwen3").save_pretrained(tmp_path)
-    assert prove_template(str(tmp_path), "hermes", TOOLS).conversations > 30
+    assert chat_of(str(tmp_path), AgentConfig()).prove(TOOLS).conversations > 30
     with pytest.raises(TemplateError, match="no tokenizer in"):
-        prove_template(str(tmp_path / "nothing"), "hermes", TOOLS)
+        chat_of(str(tmp_path / "nothing"), AgentConfig())
 
 
 def test_a_template_that_drops_tool_results_is_refused(chat_for):

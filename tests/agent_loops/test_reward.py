@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
 
 import pytest
 
@@ -69,3 +71,25 @@ def test_a_function_is_loaded_by_file_and_its_signature_is_checked(tmp_path):
         RewardFunction.load("judge.py:bad", tmp_path)
     with pytest.raises(LoadError, match="did you mean 'good'"):
         RewardFunction.load("judge.py:goood", tmp_path)
+
+
+async def test_a_plain_function_that_blocks_does_not_stop_the_loop(score_with):
+    def blocks(data_source, solution_str, ground_truth, extra_info):
+        time.sleep(0.3)
+        return 1.0
+
+    beats, scoring = 0, asyncio.ensure_future(score_with(blocks))
+    while not scoring.done():
+        await asyncio.sleep(0.01)
+        beats += 1
+    assert (await scoring).reward == 1.0
+    assert beats > 10
+
+
+async def test_a_function_that_needs_the_main_thread_gets_it_and_is_named(score_with, caplog):
+    def with_alarm(data_source, solution_str, ground_truth, extra_info):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return 1.0
+
+    assert (await score_with(with_alarm)).reward == 1.0
+    assert "compute_score needs the main thread" in caplog.text

@@ -196,3 +196,57 @@ async def test_a_tool_that_cannot_be_released_is_logged_and_hides_nothing(box_of
     await box.call_all([add("1+1")])
     await box.release()
     assert "calculator could not be released" in caplog.text
+
+
+class Grouped(Stateless):
+    """Two of these work on one state: the list of what was done."""
+
+    turn_group = "box"
+    replayable = False
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}}  # noqa: RUF012
+
+    def __init__(self, name, done):
+        super().__init__()
+        self.name, self.done = name, done
+
+    async def create(self, task):
+        return self.done
+
+    async def execute(self, state, arguments):
+        await asyncio.sleep(0.01 / arguments["n"])
+        state.append(arguments["n"])
+        return ToolResult("done")
+
+
+async def test_calls_of_a_group_run_in_the_order_in_which_they_were_written(box_of):
+    done = []
+    box, _ = box_of(Grouped("shell", done), Grouped("editor", done))
+    await box.call_all([ToolCall(name, {"n": n}) for n, name in enumerate(["editor", "editor", "shell", "editor"], 1)])
+    assert done == [1, 2, 3, 4]
+    await box.call_all([ToolCall("shell", {"n": 5})])
+    assert done == [1, 2, 3, 4, 5]
+
+
+async def test_a_lost_box_of_a_group_starts_the_episode_afresh_whichever_of_its_tools_comes_first(box_of):
+    done = []
+    box, ledger = box_of(Grouped("shell", done), Grouped("editor", done))
+    await box.call_all([ToolCall("shell", {"n": 1})])
+    resumed, _ = box_of(Grouped("shell", done), Grouped("editor", done), ledger=ledger)
+    await resumed.call_all([ToolCall("shell", {"n": 1})])
+    with pytest.raises(EpisodeRestart):
+        await resumed.call_all([ToolCall("editor", {"n": 2})])
+    assert done == [1]
+
+
+async def test_a_final_result_is_kept_for_the_reward_and_long_results_are_cut_by_tokens(box_of):
+    class Final(Stateless):
+        async def execute(self, state, arguments):
+            return ToolResult("a b " * 100, final=True)
+
+    box, _ = box_of(Final())
+    box._count_tokens = lambda text: len(text.split())
+    box._configs = {"wait": ToolConfig(name="wait", max_output_tokens=30, cut="tail")}
+    (result,) = await box.call_all([ToolCall("wait", {})])
+    assert len(result.text.split()) <= 30
+    assert result.text.endswith("end left out ...]")
+    assert box.counts.final_answer == result.text

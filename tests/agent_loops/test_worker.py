@@ -4,14 +4,18 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+import time
 
 import pytest
 
+from penstock.agent_loops import concurrency as concurrency_module
 from penstock.agent_loops import worker as worker_module
+from penstock.agent_loops.base import AgentLoopBase
 from penstock.agent_loops.client import FakeClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import WorkerStopped
 from penstock.agent_loops.worker import Worker, WorkerJob
+from penstock.transfer_queue.ledger import ServerInfo
 
 
 @pytest.fixture
@@ -231,3 +235,42 @@ async def test_a_users_loop_is_found_by_file_path(worker_of, ledger_of, tasks_of
 def test_importing_the_worker_imports_no_torch():
     code = "import sys, penstock.agent_loops.worker; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, timeout=60)
+
+
+async def test_a_worker_runs_fewer_episodes_while_servers_refuse_and_more_again_after(
+    worker_of, ledger_of, tasks_of, calling_policy, monkeypatch
+):
+    class Loaded(FakeClient):
+        refused = 0
+        pressed = True
+
+        async def servers(self):
+            self.refused += self.pressed
+            return [ServerInfo("s", "http://s", 0)]
+
+    monkeypatch.setattr(worker_module, "ADAPT_S", 0.02)
+    monkeypatch.setattr(concurrency_module, "HOLD_S", 0.05)
+    client = Loaded(calling_policy(turns=0), latency_s=0.02)
+    ledger = ledger_of(tasks_of(2000))
+    worker = worker_of(ledger, client, config=AgentConfig(concurrency=16, max_response_tokens=1000))
+    async with running(worker):
+        await until(lambda: worker.concurrency.limit <= 2 and len(ledger.held) <= 2)
+        client.pressed = False
+        await until(lambda: len(ledger.held) == 16)
+    assert not ledger.failed
+
+
+async def test_code_that_blocks_the_worker_is_named(worker_of, ledger_of, tasks_of, caplog):
+    class Blocking(AgentLoopBase):
+        async def run(self, task):
+            time.sleep(0.6)
+            segment = self.chat.start(task.messages)
+            await self.llm.generate(segment)
+            return segment.output(reward=1.0)
+
+    ledger = ledger_of(tasks_of(1))
+    worker = worker_of(ledger, FakeClient(lambda context: [5, 2]), find_loop=lambda name: Blocking)
+    async with running(worker):
+        await until(lambda: ledger.done)
+    assert "test_worker.py" in caplog.text
+    assert "the event loop has stood still" in caplog.text

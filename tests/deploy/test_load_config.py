@@ -79,3 +79,13 @@ def test_paths_are_resolved_against_the_recipe_and_names_are_kept(tmp_path: Path
 def test_the_dumped_tree_reads_back_as_the_same_config(recipe: Path) -> None:
     config = load_config(recipe, ["max_staleness=4"])
     assert parse_config(yaml.safe_load(dump_config(config)), source="dump") == config
+
+
+def test_tools_may_lie_in_a_file_of_their_own_beside_the_recipe(recipe: Path) -> None:
+    recipe.with_name("my_tools.yaml").write_text("tools: [{name: python}, {class_name: my.Tool, config: {size: 3}}]")
+    recipe.write_text(RECIPE + "tools: my_tools.yaml\n")
+    config = load_config(recipe)
+    assert [(tool.name, tool.settings) for tool in config.tools] == [("python", {}), ("my.Tool", {"size": 3})]
+    assert parse_config(yaml.safe_load(dump_config(config)), "dump") == config
+    with pytest.raises(ConfigError, match=r"(?i)nowhere.yaml: no YAML file with a list of tools"):
+        load_config(recipe, ["tools=nowhere.yaml"])

@@ -27,7 +27,7 @@ async def sandbox() -> AsyncIterator[Sandbox]:
 
 @pytest.fixture
 def tool(sandbox: Sandbox) -> PythonTool:
-    made = make_tools([ToolConfig(name="python", max_output_chars=200)], sandbox)["python"]
+    made = make_tools([ToolConfig(name="python")], sandbox)["python"]
     assert isinstance(made, PythonTool)
     return made
 
@@ -59,9 +59,6 @@ async def test_what_the_model_reads_when_its_code_fails(tool: PythonTool) -> Non
     text, is_error = await run(tool, state, "y = 1\nwhile True: pass")
     assert (text, is_error) == ("Error: the code ran longer than it may and was stopped.\n" + STATE_LOST, True)
     assert state.history == []
-    text, _ = await run(tool, state, "print('x' * 5000)")
-    assert len(text) <= 200
-    assert "5000 characters in all" in text
     await tool.release(state)
 
 

@@ -7,7 +7,7 @@ import pytest
 from penstock.tools.base import BaseTool, ToolResult
 from penstock.tools.config import ToolConfig
 from penstock.tools.function_tool import function_tool
-from penstock.tools.registry import ToolConfigError, make_tools, register_tool
+from penstock.tools.registry import ToolConfigError, configs_of, make_tools, register_tool
 
 
 @register_tool("echo")
@@ -37,7 +37,7 @@ async def test_names_paths_settings_and_order() -> None:
     )
     assert list(tools) == ["add", "echo_it"]
     assert (await tools["echo_it"].execute(None, {"text": "ab"})).text == "abab"
-    assert tools["echo_it"].max_output_chars == 9
+    assert [config.max_output_chars for config in configs_of(tools).values()] == [2000, 9]
     assert (await tools["add"].execute(None, {"a": 1, "b": 2})).text == "3"
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.tools.truncate import truncate_middle
+from penstock.tools.truncate import truncate
 from penstock.tools.validate import check_arguments, check_schema
 
 SCHEMA = {
@@ -50,9 +50,9 @@ def test_additional_arguments_where_the_schema_says_so() -> None:
 @pytest.mark.parametrize("max_chars", [1, 20, 60, 100, 999, 1000, 2000])
 def test_truncation_keeps_both_ends_and_the_limit(max_chars: int) -> None:
     text = "a" * 500 + "b" * 500
-    cut = truncate_middle(text, max_chars)
+    cut = truncate(text, max_chars)
     assert len(cut) == min(max_chars, 1000)
-    assert cut == truncate_middle(cut, max_chars)
+    assert cut == truncate(cut, max_chars)
     if 60 < max_chars < 1000:
         assert "1000 characters in all" in cut
         assert (cut[0], cut[-1]) == ("a", "b")

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-_PARSERS = {"hermes": "penstock.tools.parsers.hermes:HermesParser"}
+ParserName = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek", "glm", "harmony", "code"]
+_PARSERS: dict[str, str] = {
+    "hermes": "penstock.tools.parsers.hermes:HermesParser",
+    "qwen3_coder": "penstock.tools.parsers.qwen3_coder:Qwen3CoderParser",
+    "llama3_json": "penstock.tools.parsers.llama3_json:Llama3JsonParser",
+    "mistral": "penstock.tools.parsers.mistral:MistralParser",
+    "deepseek": "penstock.tools.parsers.deepseek:DeepSeekParser",
+    "glm": "penstock.tools.parsers.glm:GlmParser",
+    "harmony": "penstock.tools.parsers.harmony:HarmonyParser",
+    "code": "penstock.tools.parsers.code:CodeParser",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +44,20 @@ class ParsedTurn:
 class ToolCallParser(Protocol):
     """Called by agent loops with the decoded text of one model call (special tokens of the call syntax kept)."""
 
-    def parse(self, text: str) -> ParsedTurn:
-        """Never raises, whatever `text` is; malformed calls have `error` set."""
+    @property
+    def opening(self) -> str:
+        """The mark that every call begins with, wherever it stands. Empty: no mark tells, a call can begin anywhere."""
+
+    @property
+    def closing(self) -> str:
+        """The mark that every call ends with. Empty where there is none."""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+        """Never raises, whatever `text` is; malformed calls have `error` set. Time is linear in the text's length.
+
+        `tools` are OpenAI function schemas. Syntaxes that write arguments as plain text read their types there, and
+        guess without; the others do not look at them.
+        """
 
 
 def get_parser(name: str) -> ToolCallParser:

@@ -7,23 +7,29 @@ stays text, and with it the whole answer: half of what a model asked for must no
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.agent_loops.capture.wire.ids import call_id
 from penstock.tools.parsers import ToolCall, ToolCallParser, get_parser
 
-_MARKS = {"hermes": ("<tool_call>", "</tool_call>")}
-
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How one model writes calls."""
+    """How one model writes calls, by its parser's own marks."""
 
     parser: ToolCallParser
-    opening: str = ""
-    """What every call begins with; empty: not known, so nothing is streamed of answers that may hold calls."""
-    closing: str = ""
-    """What every call ends with; empty: not known, an answer is not cut behind its first call."""
+
+    @property
+    def opening(self) -> str:
+        """What every call begins with; empty: nothing is streamed of answers that may hold calls."""
+        return self.parser.opening
+
+    @property
+    def closing(self) -> str:
+        """What every call ends with; empty: an answer is not cut behind its first call."""
+        return self.parser.closing
 
     def start(self, text: str) -> int:
         """Where the first call begins, or the end of `text`."""
@@ -37,10 +43,10 @@ class CallSyntax:
         calls = self.parser.parse(text[self.start(text) :]).calls
         return bool(calls) and calls[0].error is None
 
-    def divide(self, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    def divide(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ToolCall, ...]]:
         """(content, calls). Content begins with ``text[: start].rstrip()`` in any case, which may be shown early."""
         start = self.start(text)
-        turn = self.parser.parse(text[start:])
+        turn = self.parser.parse(text[start:], tools)
         if not turn.calls or any(call.error for call in turn.calls):
             return text, ()
         before = text[:start]
@@ -49,7 +55,7 @@ class CallSyntax:
 
 def call_syntax(parser: str) -> CallSyntax:
     """By the name in `agent.parser`. Raises `ValueError` naming the nearest."""
-    return CallSyntax(get_parser(parser), *_MARKS.get(parser, ()))
+    return CallSyntax(get_parser(parser))
 
 
 def with_ids(calls: tuple[ToolCall, ...], answer_id: str, index: int) -> tuple[ToolCall, ...]:

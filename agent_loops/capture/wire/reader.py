@@ -133,7 +133,7 @@ class AnswerReader:
     def _divide(self, text: str, finish: Finish) -> tuple[str, tuple[ToolCall, ...]]:
         if not self._ask.reads_calls or finish == "length":
             return text, ()
-        content, calls = self._of.syntax.divide(text)
+        content, calls = self._of.syntax.divide(text, self._ask.tools)
         kept = calls[:1] if self._one_call else calls
         return content, with_ids(kept, self._head.answer_id, self._index)
 

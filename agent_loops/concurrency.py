@@ -1,0 +1,73 @@
+"""How many episodes one worker runs: additive increase, multiplicative decrease on the rollout servers' load.
+
+every ADAPT_S:  a server refused (429), or all of them are over their load ─► limit × DECREASE, at most every HOLD_S
+                else, where the worker is at its limit                     ─► limit + a 32nd of the most
+
+Episodes that run are never stopped for it: the limit holds back new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from penstock.transfer_queue.ledger import ServerInfo
+
+ADAPT_S = 1.0
+HOLD_S = 5.0
+"""After a decrease: time for what runs to end, so that one long queue does not count five times."""
+DECREASE = 0.75
+STEPS = 32
+
+
+@runtime_checkable
+class WatchedClient(Protocol):
+    """A rollout client that knows how its servers are; one that does not is never adapted to."""
+
+    refused: int
+    """Times that a server said its queue is long (429), ever."""
+
+    async def servers(self) -> Sequence[ServerInfo]:
+        """Newest heartbeats. Raises `LedgerError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    most: int
+    """Episodes: ``agent.concurrency``."""
+    server_requests: int
+    """In flight at one server, above which it counts as loaded; 0: not looked at."""
+    server_tokens: int
+    """The same in tokens, which stand for its KV cache."""
+
+
+class Concurrency:
+    """`limit` is between 1 and `bounds.most`, where it starts. Pure: time and load are told to it."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.limit = bounds.most
+        self._bounds = bounds
+        self._refused = 0
+        self._held_until_s = 0.0
+
+    def saw(self, servers: Sequence[ServerInfo], refused: int, running: int, now_s: float) -> int:
+        """The new limit after one look at the servers. `refused` counts ever; `running` are this worker's episodes."""
+        pressed = refused > self._refused or self._all_loaded(servers)
+        self._refused = refused
+        if pressed and now_s >= self._held_until_s:
+            # From what runs, not from the limit: a limit that is not reached would have to fall for long to be felt.
+            self.limit = max(1, int(min(self.limit, max(running, 1)) * DECREASE))
+            self._held_until_s = now_s + HOLD_S
+        elif not pressed and running >= self.limit:
+            self.limit = min(self._bounds.most, self.limit + max(1, self._bounds.most // STEPS))
+        return self.limit
+
+    def _all_loaded(self, servers: Sequence[ServerInfo]) -> bool:
+        """One free server is enough: requests are routed to it."""
+        accepting = [server for server in servers if server.accepting]
+        return bool(accepting) and all(self._loaded(server) for server in accepting)
+
+    def _loaded(self, server: ServerInfo) -> bool:
+        requests, tokens = self._bounds.server_requests, self._bounds.server_tokens
+        return 0 < requests < server.in_flight or 0 < tokens < server.in_flight_tokens

@@ -1,0 +1,131 @@
+"""What a chat template writes after a reply, derived from the template itself.
+
+A synthetic conversation that ends in a marked reply is rendered closed, and extended by the new messages:
+
+    user, assistant MARK          ──template──► …<|im_start|>assistant\\nMARK│<|im_end|>\\n
+    user, assistant MARK, tool …  ──template──► …<|im_start|>assistant\\nMARK│<|im_end|>\\n<|im_start|>user\\n…
+                                                                            └── delta ───────────────────►
+
+Before tool results the reply is a tool call with the mark in its arguments: some templates take results only after the
+call that they answer, or write its name or id beside them. There the delta is the call's closing token and what the
+extended text has beyond the closed one. Nothing between two turns can get lost, such as Qwen's newline.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.agent_loops.errors import TemplateError
+from penstock.agent_loops.template import MARK, ChatTemplate, Message
+from penstock.tools.parsers import ToolCall
+
+Tools = Sequence[Mapping[str, Any]]
+ASKS: Message = {"role": "user", "content": "x"}
+
+
+class Continuation:
+    """`special` matches the text of any special token."""
+
+    def __init__(self, template: ChatTemplate, special: re.Pattern[str]) -> None:
+        self.template = template
+        self.special = special
+        self._last_token = re.compile(rf"(?:{special.pattern})\s*\Z")
+
+    def delta(self, messages: Sequence[Message], calls: Sequence[ToolCall] = (), tools: Tools = ()) -> str:
+        """End of the reply, `messages`, opening of the next reply. `calls` are those that leading results answer.
+
+        Raises `TemplateError` where the template refuses the messages or drops the reply before them.
+        """
+        answered = self._answered(messages, calls)
+        messages = self.with_calls(messages, calls)
+        refusal: TemplateError | None = None
+        if answered and self.template.call_form is not None:
+            try:
+                return self._after_calls(answered, messages, tools)
+            except TemplateError as error:
+                refusal = error
+        try:
+            return self._after_text(messages, tools)
+        except TemplateError as error:
+            raise refusal or error from error
+
+    def with_calls(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:
+        """Leading tool messages with the name and the id of the call that each answers."""
+        answered = self._answered(messages, calls)
+        named: list[Message] = []
+        for index, (message, call) in enumerate(zip(messages, answered, strict=False)):
+            call_id = self.template.call_id(str(message.get("tool_call_id") or call.call_id), index)
+            named.append({"name": call.name or "tool", **message, "tool_call_id": call_id})
+        return [*named, *messages[len(answered) :]]
+
+    def closings(self) -> list[str]:
+        """How a reply ends where nothing follows: text, and a tool call where the template writes them."""
+        found = [_behind(MARK, self.template.render([ASKS, {"role": "assistant", "content": MARK}], prompt=False))]
+        if self.template.call_form is not None:
+            call = self.template.call_message([_marked(ToolCall("probe"), MARK)])
+            found.append(self.closing_of(self.template.render([ASKS, call], prompt=False)))
+        return found
+
+    def turn(self) -> str:
+        """A user's turn behind a reply, without the opening of the next one; empty where the template takes none."""
+        try:
+            said = [ASKS, {"role": "assistant", "content": MARK}, ASKS]
+            return _behind(MARK, self.template.render(said, prompt=False))
+        except TemplateError:
+            return ""
+
+    def closing_of(self, closed: str) -> str:
+        """The special token that ends `closed`, and white space after it; empty where none does."""
+        found = self._last_token.search(closed)
+        return found[0] if found else ""
+
+    # helpers -------------------------------------------------------------------------------------------------------
+    def _answered(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[ToolCall]:
+        """The call that each leading tool message answers: by id, by position, or one made up."""
+        by_id = {call.call_id: call for call in calls if call.call_id}
+        found = []
+        for index, message in enumerate(messages):
+            if message.get("role") != "tool":
+                break
+            call = by_id.get(str(message.get("tool_call_id") or "")) or (calls[index] if index < len(calls) else None)
+            made_up = ToolCall(str(message.get("name") or "tool"), call_id=str(message.get("tool_call_id") or ""))
+            found.append(call or made_up)
+        return found
+
+    def _after_calls(self, calls: Sequence[ToolCall], messages: Sequence[Message], tools: Tools) -> str:
+        mark = unused_mark(messages, tools)
+        asked = self.template.call_message([*calls[:-1], _marked(calls[-1], mark)])
+        closed = _behind(mark, self.template.render([ASKS, asked], tools, prompt=False))
+        extended = _behind(mark, self.template.render([ASKS, asked, *messages], tools, prompt=True))
+        if not extended.startswith(closed):
+            raise TemplateError(
+                f"the chat template closes a call with {closed!r}, but writes {extended!r} before results"
+            )
+        return self.closing_of(closed) + extended[len(closed) :]
+
+    def _after_text(self, messages: Sequence[Message], tools: Tools) -> str:
+        mark = unused_mark(messages, tools)
+        reply = {"role": "assistant", "content": mark}
+        return _behind(mark, self.template.render([ASKS, reply, *messages], tools, prompt=True))
+
+
+def unused_mark(messages: Sequence[Message], tools: Tools) -> str:
+    """A word that occurs in none of them: a tool that prints our mark must not be able to move the cut."""
+    mark, text = MARK, repr((messages, tools))
+    while mark in text:
+        mark += "Q"
+    return mark
+
+
+def _marked(call: ToolCall, mark: str) -> ToolCall:
+    """The arguments of a call leave no trace in what follows it; only its name and id may."""
+    return ToolCall(call.name, {"probe": mark}, call.call_id)
+
+
+def _behind(mark: str, text: str) -> str:
+    _, found, rest = text.rpartition(mark)
+    if not found:
+        raise TemplateError("the chat template drops or changes the content of assistant messages")
+    return rest

@@ -1,0 +1,98 @@
+"""Finds the code that stops the event loop, and with it every episode of the worker.
+
+beat (in the loop)    writes the time every BEAT_S
+watch (a thread)      sees that the last beat is old ──► the loop's stack now ──► innermost frame that is a user's
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import sysconfig
+import threading
+import time
+from types import FrameType
+
+BEAT_S = 0.05
+LIMIT_S = 0.25
+"""A loop that stands still for longer is reported."""
+LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+log = logging.getLogger(__name__)
+
+
+class LoopWatch:
+    """`start` in the loop that is watched; `stop` ends its thread."""
+
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self.blocked: dict[str, int] = {}
+        """``file:line in function`` → how often the loop stood still there. Each is logged once."""
+        self._limit_s = limit_s
+        self._longest_s = 0.0
+        self._beat_at = 0.0
+        self._stopped = threading.Event()
+        self._handle: asyncio.TimerHandle | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._loop, self._watched = asyncio.get_running_loop(), threading.get_ident()
+        self._beat()
+        self._thread = threading.Thread(target=self._watch, name="event loop watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._handle is not None:
+            self._handle.cancel()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def take_longest_s(self) -> float:
+        """Longest delay of a beat since the last call."""
+        longest, self._longest_s = self._longest_s, 0.0
+        return longest
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if self._beat_at:
+            self._longest_s = max(self._longest_s, now - self._beat_at - BEAT_S)
+        self._beat_at = now
+        self._handle = self._loop.call_later(BEAT_S, self._beat)
+
+    def _watch(self) -> None:
+        reported = 0.0
+        while not self._stopped.wait(self._limit_s / 4):
+            beat = self._beat_at
+            lag_s = time.monotonic() - beat - BEAT_S
+            if lag_s > self._limit_s and beat != reported:
+                reported = beat
+                self._report(sys._current_frames().get(self._watched), lag_s)
+
+    def _report(self, frame: FrameType | None, lag_s: float) -> None:
+        place = place_of(frame)
+        if place not in self.blocked:
+            log.warning(
+                "the event loop has stood still for %.2f s, and every episode of this worker with it: %s; "
+                "await it, or call it by asyncio.to_thread",
+                lag_s,
+                place,
+            )
+        self.blocked[place] = self.blocked.get(place, 0) + 1
+
+
+def place_of(frame: FrameType | None) -> str:
+    """``file:line in function`` of the innermost frame that is a user's, else of the innermost one."""
+    found = frame
+    while found is not None and not _is_users(found):
+        found = found.f_back
+    found = found or frame
+    if found is None:
+        return "nowhere"
+    return f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Neither ours, nor Python's, nor an installed package's."""
+    module = str(frame.f_globals.get("__name__", ""))
+    file = frame.f_code.co_filename
+    return not (module.partition(".")[0] == "penstock" or file.startswith(("<frozen", *LIBRARIES)))

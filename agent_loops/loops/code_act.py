@@ -1,0 +1,89 @@
+"""CodeAct: the model acts by writing code blocks; there is no schema. What a block prints is the next observation."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
+from penstock.agent_loops.errors import InfraFailure
+from penstock.agent_loops.loops.react import TurnRewards, read_settings, with_system
+from penstock.agent_loops.registry import register
+from penstock.agent_loops.segment import TRUNCATED_TURNS
+from penstock.tools.base import ToolResult
+from penstock.tools.parsers import ToolCall
+from penstock.transfer_queue.trajectory import Task
+
+FENCE = "```"
+INSTRUCTION = (
+    "You act by writing Python. Put code into a block that begins with ```python and ends with ```; it is run, and you "
+    "are shown what it printed. Names live on from block to block. When you know the answer, give it without a block."
+)
+
+
+class CodeActSettings(BaseModel):
+    """`agent.settings` of `code_act`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tool: str = Field("python", description="The tool that runs a block.")
+    argument: str = Field("code", description="Its argument that takes the block's text.")
+    languages: tuple[str, ...] = Field(("python", "py"), description="Blocks of other languages are text.")
+    observe_as: Literal["user", "tool"] = Field("user", description="Role of the message that holds the output.")
+    instruction: str = Field(INSTRUCTION, description="Goes before the row's system prompt; empty: nothing does.")
+
+
+@register("code_act")
+class CodeActLoop(AgentLoopBase):
+    """All blocks of an answer are run, in order, by one tool with one state; an answer without a block is the last."""
+
+    async def setup(self, task: Task) -> None:
+        self.settings = read_settings(CodeActSettings, self)
+        names = [schema["function"]["name"] for schema in self.tools.schemas]
+        if self.settings.tool not in names:
+            raise InfraFailure(
+                "loop", f"code_act runs blocks with the tool {self.settings.tool!r}; the recipe has {names}"
+            )
+
+    async def run(self, task: Task) -> AgentLoopOutput:
+        segment = self.chat.start(with_system(task.messages, self.settings.instruction))
+        rewards = TurnRewards()
+        while not segment.done:
+            reply = await self.llm.generate(segment)
+            blocks = code_blocks(self.chat.decode(reply.ids, special=False), self.settings.languages)
+            if not blocks or reply.finish_reason == "length":
+                break
+            if segment.done:
+                return segment.output(outcome=TRUNCATED_TURNS, turn_rewards=rewards.of(segment.num_turns))
+            results = await self.tools.call_all([self._call(code, at) for at, code in enumerate(blocks)])
+            rewards.add(results)
+            segment.observe(self.chat.render([{"role": self.settings.observe_as, "content": _observed(results)}]))
+        return segment.output(turn_rewards=rewards.of(segment.num_turns))
+
+    def _call(self, code: str, position: int) -> ToolCall:
+        return ToolCall(self.settings.tool, {self.settings.argument: code}, f"call_{position}")
+
+
+def code_blocks(text: str, languages: Collection[str]) -> list[str]:
+    """Texts of the closed fenced blocks in these languages, in order; one pass, whatever `text` is."""
+    blocks: list[str] = []
+    lines: list[str] | None = None
+    wanted = False
+    for line in text.split("\n"):
+        mark = line.strip()
+        if lines is None and mark.startswith(FENCE):
+            lines, wanted = [], mark.removeprefix(FENCE).strip().lower() in languages
+        elif lines is not None and mark == FENCE:
+            blocks += ["\n".join(lines)] if wanted and any(map(str.strip, lines)) else []
+            lines = None
+        elif lines is not None:
+            lines.append(line)
+    return blocks
+
+
+def _observed(results: Sequence[ToolResult]) -> str:
+    if len(results) == 1:
+        return f"Output:\n{results[0].text}"
+    return "\n".join(f"Output of block {at}:\n{result.text}" for at, result in enumerate(results, start=1))

@@ -1,0 +1,128 @@
+"""A planner that hands questions to helpers: each helper is a segment of its own, and they work side by side.
+
+planner ──delegate(question) × n──► helper 1 … n (own prompt, own tools' calls) ──answers──► planner ──► answer
+
+All segments share the episode's reward and its budget; each batch of helpers divides half of what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
+from penstock.agent_loops.episode import last_answer
+from penstock.agent_loops.loops.react import ReactSettings, react, read_settings, with_system
+from penstock.agent_loops.registry import register
+from penstock.agent_loops.segment import TRUNCATED_TURNS, Budget
+from penstock.tools.base import ToolResult
+from penstock.tools.parsers import ToolCall
+from penstock.tools.validate import check_arguments
+from penstock.transfer_queue.trajectory import Task
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"question": {"type": "string"}},
+    "required": ["question"],
+    "additionalProperties": False,
+}
+DELEGATE = {
+    "type": "function",
+    "function": {
+        "name": "delegate",
+        "description": "Ask a helper. It sees nothing but your question; several calls in one turn run side by side.",
+        "parameters": PARAMETERS,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one call; `segment` None where no helper was asked."""
+
+    result: ToolResult
+    segment: AgentLoopOutput | None = None
+
+
+class MultiAgentSettings(ReactSettings):
+    """`agent.settings` of `multi_agent`; those of `tool_agent` hold for each helper."""
+
+    planner_prompt: str = Field(
+        "Divide the task into questions, delegate them, and answer from what the helpers say.",
+        description="System prompt of the planner.",
+    )
+    helper_prompt: str = Field("Answer the question, in few words.", description="System prompt of each helper.")
+    helper_turns: int = Field(4, gt=0, description="Model calls of one helper.")
+    max_helpers: int = Field(8, gt=0, description="Helpers of one turn of the planner.")
+
+
+@register("multi_agent")
+class MultiAgentLoop(AgentLoopBase):
+    """An example to change: the planner's segment is the last output, so its end is the episode's."""
+
+    async def setup(self, task: Task) -> None:
+        self.settings = read_settings(MultiAgentSettings, self)
+        self.helped: list[AgentLoopOutput] = []
+
+    async def run(self, task: Task) -> list[AgentLoopOutput]:
+        planner = self.chat.start(with_system(task.messages, self.settings.planner_prompt), tools=[DELEGATE])
+        while not planner.done:
+            calls = self.chat.tool_calls(await self.llm.generate(planner))
+            if not calls:
+                break
+            if planner.done:
+                return [*self.helped, planner.output(outcome=TRUNCATED_TURNS)]
+            planner.observe(self.chat.render_tools(await self._delegate(calls)))
+        return [*self.helped, planner.output()]
+
+    async def _delegate(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """One result per call, in order; a call that cannot be handed on gets an error text."""
+        problems = [_problem_with(call) for call in calls]
+        shares = self._shares(problems.count(None))
+        free = iter(shares)
+        work = [
+            _refused(problem) if problem else self._help(call, next(free, None))
+            for call, problem in zip(calls, problems, strict=True)
+        ]
+        answers = await self.together(work)
+        self._spend(shares)
+        self.helped += [answer.segment for answer in answers if answer.segment is not None]
+        return [answer.result for answer in answers]
+
+    async def _help(self, call: ToolCall, share: Budget | None) -> Answer:
+        """One helper from its question to its last words."""
+        if share is None:
+            return await _refused("no helper is free any more; answer yourself")
+        question = [{"role": "user", "content": str(call.arguments["question"])}]
+        chat = self.chat.for_episode(share)
+        segment = chat.start(with_system(question, self.settings.helper_prompt), tools=self.tools.schemas)
+        output = await react(self, segment, self.settings)
+        return Answer(ToolResult(self.chat.decode(last_answer(output), special=False).strip()), output)
+
+    def _shares(self, wanted: int) -> list[Budget]:
+        """Budgets of the helpers of one turn: equal, so that none depends on how fast another is.
+
+        The planner keeps one turn and half of the tokens.
+        """
+        left = self.chat.budget
+        count = min(wanted, self.settings.max_helpers, max(0, left.turns_left - 1), left.tokens_left // 2)
+        turns = min(self.settings.helper_turns, (left.turns_left - 1) // max(count, 1))
+        return [Budget(turns, left.tokens_left // 2 // count) for _ in range(count)]
+
+    def _spend(self, shares: Sequence[Budget]) -> None:
+        self.chat.budget.turns += sum(share.turns for share in shares)
+        self.chat.budget.response_tokens += sum(share.response_tokens for share in shares)
+
+
+async def _refused(problem: str) -> Answer:
+    return Answer(ToolResult(f"Error: {problem}", is_error=True))
+
+
+def _problem_with(call: ToolCall) -> str | None:
+    if call.error:
+        return call.error
+    if call.name != "delegate":
+        return f"there is no tool {call.name!r} (tools: delegate)"
+    return check_arguments(PARAMETERS, call.arguments)

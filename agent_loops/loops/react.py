@@ -1,0 +1,119 @@
+"""Answer, call tools, read what they say, until the model calls none: the core of several loops.
+
+Budgets: turns and tokens are the segment's, seconds are `ReactSettings.max_seconds`. What ends the loop is its outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
+from penstock.agent_loops.errors import InfraFailure
+from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS, SegmentBuilder
+from penstock.tools.base import ToolResult
+from penstock.tools.parsers import ToolCall
+from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+class ReactSettings(BaseModel):
+    """`agent.settings` of `tool_agent`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_seconds: float | None = Field(None, gt=0, description="After so long the segment ends as truncated(deadline).")
+    max_calls_per_turn: int = Field(32, gt=0, description="Further calls of one answer are answered with an error.")
+    max_malformed_turns: int | None = Field(
+        None, gt=0, description="So many turns in a row without one readable call end as policy_error."
+    )
+
+
+@dataclass(slots=True)
+class TurnRewards:
+    """One number per turn, from `ToolResult.reward`; empty where no tool ever gave one."""
+
+    values: list[float] = field(default_factory=list)
+    given: bool = False
+
+    def add(self, results: Sequence[ToolResult]) -> None:
+        self.given = self.given or any(result.reward is not None for result in results)
+        self.values.append(sum(result.reward or 0.0 for result in results))
+
+    def of(self, turns: int) -> list[float]:
+        """For a segment of so many turns; turns without tools earned 0."""
+        return [*self.values, *([0.0] * (turns - len(self.values)))] if self.given else []
+
+
+async def react(loop: AgentLoopBase, segment: SegmentBuilder, settings: ReactSettings) -> AgentLoopOutput:
+    """Run the segment to its end. Calls of one turn run in parallel.
+
+    Tools are not run for an answer that could not be read any more. Raises `InfraFailure`.
+    """
+    rewards = TurnRewards()
+    try:
+        async with asyncio.timeout(settings.max_seconds) as deadline:
+            outcome = await _turns(loop, segment, settings, rewards)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        outcome = _too_late(segment, settings)
+    return segment.output(outcome=outcome, turn_rewards=rewards.of(segment.num_turns))
+
+
+async def _turns(
+    loop: AgentLoopBase, segment: SegmentBuilder, settings: ReactSettings, rewards: TurnRewards
+) -> Outcome | None:
+    """None: as the segment's end says."""
+    malformed = 0
+    while not segment.done:
+        calls = loop.chat.tool_calls(await loop.llm.generate(segment))
+        if not calls:
+            break
+        malformed = malformed + 1 if all(call.error for call in calls) else 0
+        if malformed == settings.max_malformed_turns:
+            return Outcome(OutcomeKind.POLICY_ERROR, f"{malformed} turns in a row without a readable tool call")
+        if segment.done:
+            return TRUNCATED_TURNS
+        results = await loop.tools.call_all(_few(calls, settings.max_calls_per_turn))
+        rewards.add(results)
+        if any(result.final for result in results):
+            break
+        segment.observe(loop.chat.render_tools(results))
+    return None
+
+
+def _few(calls: Sequence[ToolCall], most: int) -> list[ToolCall]:
+    """Calls beyond `most` are told so, not run: each answer gets a result, in order."""
+    refused = f"at most {most} calls in one turn are run; this one was not"
+    return [*calls[:most], *(replace(call, error=refused) for call in calls[most:])]
+
+
+def _too_late(segment: SegmentBuilder, settings: ReactSettings) -> Outcome:
+    if not segment.num_turns:
+        raise InfraFailure("rollout", f"nothing was sampled within {settings.max_seconds:g} s")
+    return TRUNCATED_DEADLINE
+
+
+def read_settings(kind: type[Settings], loop: AgentLoopBase) -> Settings:
+    """`agent.settings` as the loop's own. Raises `InfraFailure` naming the wrong one."""
+    try:
+        return kind(**loop.config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise InfraFailure("loop", f"agent.settings.{name} of {type(loop).__name__}: {first['msg']}") from error
+
+
+def with_system(messages: Sequence[Any], text: str) -> list[Any]:
+    """The conversation with `text` before its own system prompt, or as its system prompt."""
+    if not text:
+        return list(messages)
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

@@ -1,0 +1,57 @@
+"""Old thinking: kept token for token, or dropped where the template drops it, in a new segment.
+
+keep    every id stays where it was fed or sampled; an episode is one segment
+strip   where the template drops thinking before the new messages and there was some, a new segment begins with the
+        history as the template writes it: as models such as Qwen3 are served
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from penstock.agent_loops.continuation import ASKS, Tools
+from penstock.agent_loops.errors import TemplateError
+from penstock.agent_loops.template import ChatTemplate, Message
+
+ThinkingHistory = Literal["keep", "strip"]
+THOUGHT = re.compile(r"<think>\s*(?!</think>)\S.*?</think>", re.DOTALL)
+PROBE = "THOUGHTMARKERQX"
+THINKS: Message = {"role": "assistant", "content": f"<think>\n{PROBE}\n</think>\n\nI see."}
+
+
+class OldThinking:
+    """What one template does with the thinking of earlier replies; asked once per kind of new message."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._dropped: dict[tuple[str, ...], bool] = {}
+
+    def is_dropped_before(self, messages: Sequence[Message], tools: Tools = ()) -> bool:
+        """The template leaves out the thinking of the reply before such messages; False where it refuses them."""
+        roles = tuple(dict.fromkeys(str(message.get("role")) for message in messages))
+        if roles not in self._dropped:
+            self._dropped[roles] = self._drops(roles)
+        return self._dropped[roles]
+
+    def check_strip(self) -> None:
+        """Raises `TemplateError` where histories with thinking cannot be rendered again."""
+        try:
+            text = self._template.render([ASKS, THINKS, ASKS], prompt=True)
+        except TemplateError as error:
+            raise TemplateError(f"thinking_history: strip cannot be used with this chat template: {error}") from error
+        if "I see." not in text:
+            raise TemplateError("thinking_history: strip cannot be used: the chat template drops what follows thinking")
+        if "<|channel|>" in text:
+            raise TemplateError(
+                "thinking_history: strip cannot be used with a template of channels (gpt-oss): a reply's text holds "
+                "several messages, which this template takes apart only as fields; use keep"
+            )
+
+    def _drops(self, roles: tuple[str, ...]) -> bool:
+        new = [{"role": role, "content": "x"} for role in roles]
+        try:
+            return PROBE not in self._template.render([ASKS, THINKS, *new], prompt=True)
+        except TemplateError:
+            return False

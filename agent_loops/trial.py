@@ -1,0 +1,66 @@
+"""Try a loop in a second: the real episode code on a tokenizer and a ledger in memory, with a model that you play.
+
+trajectory = await try_loop("my_agent.py:MyAgent", task, model=FOLDER, says=["first answer", "second answer"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.agent_loops.chat import ChatTokens
+from penstock.agent_loops.client import FakeClient
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.episode import Episode
+from penstock.agent_loops.errors import InfraFailure
+from penstock.agent_loops.worker import WorkerJob, build_parts
+from penstock.tools.config import ToolConfig
+from penstock.transfer_queue.ledger import Limits
+from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.trajectory import DataCursor, Task, Trajectory
+
+Says = Sequence[str] | Callable[[str], str]
+"""The model's answers in order, the last one over and over; or a function of the context's text."""
+
+
+async def try_loop(
+    loop: str,
+    task: Task,
+    *,
+    model: str,
+    says: Says,
+    tools: Sequence[ToolConfig] = (),
+    recipe_dir: Path = Path(),
+    **agent: Any,
+) -> Trajectory:
+    """One episode of `loop`, as a worker runs it. `agent`: fields of `AgentConfig`; without `reward`, the loop's own.
+
+    `model` is the folder or hub name of a tokenizer; no weights are loaded. `task.lane` is an evaluation's. Raises
+    `AgentError` as a worker does at its start, and `InfraFailure` where the episode fails.
+    """
+    ledger = MemoryLedger()
+    await ledger.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1), "trial: true")
+    client = FakeClient(lambda context: [])
+    job = WorkerJob("trial", AgentConfig(loop=loop, **agent), ledger, client, model, list(tools), recipe_dir=recipe_dir)
+    parts = build_parts(job, None)
+    client.reply = _player(parts.chat, says)
+    await ledger.submit([task], cursor=DataCursor(0, 1))
+    (lease,) = await ledger.lease_episodes("trial", 1, 0)
+    outcome = await Episode(parts, lease).run()
+    if not outcome.may_carry_reward:
+        raise InfraFailure(outcome.component or str(outcome.kind), outcome.reason)
+    (trajectory,) = await ledger.read([lease.episode_id])
+    return trajectory
+
+
+def _player(chat: ChatTokens, says: Says) -> Callable[[list[int]], list[int]]:
+    answered = 0
+
+    def reply(context: list[int]) -> list[int]:
+        nonlocal answered
+        text = says(chat.decode(context)) if callable(says) else says[min(answered, len(says) - 1)]
+        answered += 1
+        return [*chat.encode(text), chat.turn_end_id]
+
+    return reply

@@ -1,0 +1,65 @@
+"""`penstock search-server`: build the index of a corpus where it is missing, then serve it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.deploy.load_config import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.tools.retrieval.index import RetrievalIndex
+
+
+def search_server(
+    corpus: Annotated[Path, typer.Option(help="JSON lines with id, title and text (or Search-R1's id and contents).")],
+    index: Annotated[Path | None, typer.Option(help="Folder of the index; default: CORPUS.index beside it.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8800,
+    topk: Annotated[int, typer.Option(min=1, max=100, help="Passages per query where a request names no number.")] = 3,
+) -> None:
+    """Start a retrieval server: BM25 over a corpus, in Search-R1's request and response shape [PENSTOCK_SEARCH_TOKEN].
+
+    The index is built at the first start and kept; a corpus that has changed is indexed anew.
+    """
+    from penstock.deploy.roles import run_role
+    from penstock.tools.retrieval.corpus import BadCorpus
+    from penstock.tools.retrieval.index import IndexFailed
+    from penstock.tools.retrieval.server import serve
+
+    async def role(opened: RetrievalIndex, token: str) -> None:
+        await serve(opened, host, port, token, topk)
+
+    try:
+        token = _token()
+        opened = _open(corpus, index)
+        typer.echo(f"{len(opened)} passages; POST http://{host}:{port}/retrieve", err=True)
+        run_role(lambda: role(opened, token))
+    except (ConfigError, BadCorpus, IndexFailed) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+
+
+def _token() -> str:
+    from penstock.tools.search import TOKEN_VARIABLE
+
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError(f"{TOKEN_VARIABLE} is not set: callers of the search server must present it")
+    return token
+
+
+def _open(corpus: Path, index: Path | None) -> RetrievalIndex:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from penstock.tools.retrieval.index import open_or_build
+
+    columns = (TextColumn("index {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    total_bytes = corpus.stat().st_size if corpus.is_file() else 0
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(corpus.name, total=total_bytes, visible=False)
+        return open_or_build(corpus, index, lambda done: progress.update(task, completed=done, visible=True))

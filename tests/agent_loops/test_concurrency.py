@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.agent_loops.concurrency import HOLD_S, Bounds, Concurrency, WatchedClient
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.worker import WorkerJob, _bounds
+from penstock.rollout_server.client import RolloutClient
+from penstock.transfer_queue.ledger import ServerInfo
+
+BOUNDS = Bounds(most=64, server_requests=10, server_tokens=1000)
+
+
+def server(in_flight: int = 0, tokens: int = 0, *, accepting: bool = True) -> ServerInfo:
+    return ServerInfo("s", "http://s", 1, in_flight, accepting, tokens)
+
+
+def test_it_starts_at_the_most_and_a_refusal_takes_a_quarter_off_once_per_hold():
+    limit = Concurrency(BOUNDS)
+    assert limit.saw([server()], 0, 64, 0.0) == 64
+    assert limit.saw([server()], 3, 64, 1.0) == 48
+    assert limit.saw([server()], 9, 64, 2.0) == 48
+    assert limit.saw([server()], 12, 64, 1.0 + HOLD_S) == 36
+
+
+def test_it_grows_again_by_equal_steps_while_the_worker_is_at_its_limit():
+    limit = Concurrency(BOUNDS)
+    limit.saw([server()], 1, 40, 0.0)
+    assert limit.limit == 30  # of what ran
+    assert [limit.saw([server()], 1, 30, t) for t in (1.0, 2.0)] == [32, 32]
+    assert limit.saw([server()], 1, 32, 3.0) == 34
+
+
+def test_requests_and_tokens_press_only_where_no_server_is_free():
+    for loaded in (server(11), server(1, 1001)):
+        assert Concurrency(BOUNDS).saw([loaded, server(3)], 0, 64, 0.0) == 64
+        assert Concurrency(BOUNDS).saw([loaded, server(0, accepting=False)], 0, 64, 0.0) == 48
+    assert Concurrency(BOUNDS).saw([], 0, 64, 0.0) == 64
+    assert Concurrency(Bounds(64, 0, 0)).saw([server(999, 10**9)], 0, 64, 0.0) == 64
+
+
+looks = st.tuples(st.integers(0, 40), st.integers(0, 5), st.integers(0, 80))
+
+
+@given(st.lists(looks, max_size=60), st.integers(1, 70))
+def test_it_stays_in_its_bounds(seen, most):
+    limit, refused = Concurrency(Bounds(most, 10, 0)), 0
+    for at, (in_flight, new, running) in enumerate(seen):
+        refused += new
+        assert 1 <= limit.saw([server(in_flight)], refused, running, float(at)) <= most
+
+
+def test_it_recovers_fully_once_the_pressure_is_gone():
+    limit = Concurrency(BOUNDS)
+    for at in range(0, 100, 5):
+        limit.saw([server()], at + 1, limit.limit, float(at))
+    assert limit.limit == 1
+    for at in range(200, 240):
+        limit.saw([server()], 96, limit.limit, float(at))
+    assert limit.limit == 64
+
+
+def test_unset_the_bound_is_what_a_server_decodes_and_as_much_waiting():
+    job = WorkerJob("w", AgentConfig(), None, None, "", server_slots=64)
+    assert _bounds(job).server_requests == 128
+    assert _bounds(dataclasses.replace(job, config=AgentConfig(server_requests=0))).server_requests == 0
+
+
+def test_the_rollout_client_is_one_that_can_be_watched():
+    assert isinstance(RolloutClient(None, "token"), WatchedClient)

@@ -1,0 +1,279 @@
+"""Exact tokens over the chat templates of eight families, with token splits that no tokenizer would choose."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.agent_loops.families import FAMILIES, FILES_FROM, GIVEN, Family, FamilyParser, given_files, tokenizer_of
+
+from penstock.agent_loops.chat import ChatTokens
+from penstock.agent_loops.errors import TemplateError
+from penstock.agent_loops.llm import Reply
+from penstock.agent_loops.segment import Budget
+from penstock.agent_loops.template import MARK
+from penstock.tools.base import ToolResult
+from penstock.tools.parsers import ToolCall
+
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Adds.", "parameters": PARAMETERS}}]
+USER = {"role": "user", "content": "What is 12+34?"}
+THOUGHT = "<think>\nhm\n</think>\n\n"
+WITH_TOOLS = [name for name, family in FAMILIES.items() if family.takes_tools]
+REWRITES_AFTER_TOOLS = {"qwen3_not_thinking"}
+"""The generation prompt opens with an empty thought that the template leaves out of old turns."""
+REWRITES_AFTER_USERS = {"qwen3", "qwen3_not_thinking"}
+
+plain_text = st.text(max_size=30).filter(lambda text: not any(word in text for word in ("<", "[", "think>")))
+reply_text = plain_text.map(lambda text: f"So {text.strip()}.")
+some = settings(max_examples=25, deadline=None)
+
+
+def split_anyhow(chat: ChatTokens, text: str, draw: Any) -> list[int]:
+    """Ids that decode to `text`, cut at random characters outside special tokens: mostly not the tokenizer's choice."""
+    cuts = draw(st.lists(st.integers(0, len(text)), max_size=10))
+    inside = [found.span() for found in chat.continuation.special.finditer(text)]
+    allowed = sorted(cut for cut in cuts if not any(start < cut < end for start, end in inside))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *allowed, len(text)])]
+    return [token for piece in pieces for token in chat.encode(piece)]
+
+
+def written(chat: ChatTokens, history: list[Any], reply: Any, tools: Any = ()) -> str:
+    """The reply as the template writes it, its end left out."""
+    opening = chat.template.render(history, tools, prompt=True)
+    closed = chat.template.render([*history, reply], tools, prompt=False)
+    assert closed.startswith(opening)
+    return closed[len(opening) :].removesuffix(chat.continuation.closing_of(closed))
+
+
+def say(segment: Any, ids: list[int]) -> None:
+    segment.append_sampled(ids, [-0.1] * len(ids), [(0, 0, len(ids))], "stop")
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+@some
+@given(data=st.data())
+def test_tool_turns_go_on_from_verbatim_ids_and_read_as_the_template(name, data):
+    chat = FAMILIES[name].chat().for_episode(Budget(50, 100_000))
+    history, segment = [USER], chat.start([USER], TOOLS)
+    for number in range(data.draw(st.integers(1, 3))):
+        call = ToolCall("calculator", {"expression": data.draw(plain_text)}, f"call0000{number}")
+        reply = chat.template.call_message([call], THOUGHT if name == "qwen3" else "")
+        before, delta = segment.context(), chat.render_tools([ToolResult(text := data.draw(plain_text))], [call])
+        sampled = split_anyhow(chat, written(chat, history, reply, TOOLS), data.draw)
+        sampled += delta[:1] * data.draw(st.integers(0, 1))
+        say(segment, sampled)
+        assert segment.observe(delta)
+        assert segment.context()[: len(before) + len(sampled)] == [*before, *sampled]
+        result = {"role": "tool", "content": text, "name": call.name, "tool_call_id": call.call_id}
+        history += [reply, result]
+        if name not in REWRITES_AFTER_TOOLS:
+            assert chat.decode(segment.context()) == chat.template.render(history, TOOLS, prompt=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@some
+@given(data=st.data())
+def test_user_turns_go_on_from_verbatim_ids_and_read_as_the_template(name, data):
+    chat = FAMILIES[name].chat().for_episode(Budget(50, 100_000))
+    history, segment = [USER], chat.start([USER])
+    for _ in range(data.draw(st.integers(1, 3))):
+        reply = {"role": "assistant", "content": data.draw(reply_text)}
+        follow = {"role": "user", "content": data.draw(plain_text)}
+        before, delta = segment.context(), chat.render([follow])
+        sampled = split_anyhow(chat, written(chat, history, reply), data.draw) + delta[:1] * data.draw(
+            st.integers(0, 1)
+        )
+        say(segment, sampled)
+        assert segment.observe(delta)
+        assert segment.context()[: len(before) + len(sampled)] == [*before, *sampled]
+        history += [reply, follow]
+        if name not in REWRITES_AFTER_USERS:
+            assert chat.decode(segment.context()) == chat.template.render(history, prompt=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_costs_the_ids_of_its_delta_however_long_the_conversation_is(name, monkeypatch):
+    chat = FAMILIES[name].chat().for_episode(Budget(200, 100_000))
+    segment = chat.start([USER])
+    encoded, rendered = [], []
+    encode, render = chat.encode, chat.template.render
+    monkeypatch.setattr(chat, "encode", lambda text: encoded.append(text) or encode(text))
+    monkeypatch.setattr(
+        chat.template, "render", lambda *args, **kwargs: rendered.append(text := render(*args, **kwargs)) or text
+    )
+    costs = []
+    for _ in range(30):
+        say(segment, [*encode("The answer is 46."), chat.turn_end_id])
+        encoded.clear()
+        rendered.clear()
+        delta = chat.render([USER])
+        assert segment.observe(delta)
+        costs.append((sum(len(encode(text)) for text in encoded), sum(map(len, rendered))))
+        assert costs[-1][0] == len(delta)
+    assert set(costs) == {costs[0]}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_proven_and_what_its_template_does_is_told(name):
+    proof = FAMILIES[name].chat().prove(TOOLS if FAMILIES[name].takes_tools else ())
+    told = {
+        "llama3": ("refused", "This model only supports single tool-calls at once!"),
+        "gemma": ("refused", "System role not supported"),
+        "gpt_oss": ("refused", "drops or changes the content of assistant messages"),
+        "qwen3": ("rewritten", "reply with thinking, then a user message"),
+        "glm": ("rewritten", "reply with thinking, then a user message"),
+        "deepseek": ("rewritten", "call after thinking, then tool results"),
+        "qwen3_not_thinking": ("rewritten", "call, then tool results"),
+        "mistral": ("unproven", "plain reply under a system prompt, then a user message"),
+    }
+    assert proof.conversations >= (40 if FAMILIES[name].takes_tools else 4)
+    if name in told:
+        kind, words = told[name]
+        lines = getattr(proof, kind)
+        assert any(words in line for line in (lines.values() if kind == "unproven" else lines))
+    else:
+        assert (proof.rewritten, proof.refused, proof.unproven) == ((), (), {})
+
+
+def test_what_could_not_be_proven_is_refused_when_it_is_asked_for():
+    chat = FAMILIES["mistral"].chat()
+    chat.prove(TOOLS)
+    assert chat.render_tools([ToolResult("46")], [ToolCall("calculator", call_id="call00000")])
+    with pytest.raises(TemplateError, match="under a system prompt, then a user message"):
+        chat.for_episode(Budget(1, 1)).render([USER])
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_several_tools_are_proven_too(name):
+    tools = [*TOOLS, {"type": "function", "function": {"name": "search", "description": "", "parameters": PARAMETERS}}]
+    assert FAMILIES[name].chat().prove(tools).conversations >= 40
+
+
+def test_gemma_takes_no_tools_and_says_so():
+    with pytest.raises(TemplateError, match=r"ignores tools \(not shown: calculator\)"):
+        FAMILIES["gemma"].chat().prove(TOOLS)
+
+
+def reply_of(chat: ChatTokens, text: str) -> Reply:
+    ids = chat.encode(text)
+    return Reply(ids, text, [-0.1] * len(ids), "stop")
+
+
+def test_results_carry_the_name_or_id_of_the_call_that_was_sampled():
+    gpt_oss = FAMILIES["gpt_oss"].chat()
+    text = (
+        "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant to=functions.calculator<|channel|>commentary json"
+    )
+    assert gpt_oss.tool_calls(reply_of(gpt_oss, text + '<|message|>{"expression": "1+2"}<|call|>'))
+    assert gpt_oss.decode(gpt_oss.render_tools([ToolResult("3")])) == (
+        '<|call|><|start|>functions.calculator to=assistant<|channel|>commentary<|message|>"3"<|end|><|start|>assistant'
+    )
+    mistral = FAMILIES["mistral"].chat()
+    call = ToolCall("calculator", {}, "aB3dE6gH9")
+    assert '"call_id": "aB3dE6gH9"' in mistral.decode(mistral.render_tools([ToolResult("3")], [call]))
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_calls_of_a_client_are_rendered_in_the_form_that_the_template_takes(name):
+    function = {"name": "calculator", "arguments": {"expression": "12+34"}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [{"id": "call_of_a_client_1", "function": function}]}
+    asked["tool_calls"][0]["type"] = "function"
+    result = {"role": "tool", "content": "46", "tool_call_id": "call_of_a_client_1"}
+    chat = FAMILIES[name].chat()
+    text = chat.decode(chat.prompt_ids([USER, asked, result], TOOLS))
+    assert "12+34" in text
+    assert "46" in text
+    assert '\\"expression' not in text
+
+
+def test_several_results_that_a_template_cannot_tell_apart_are_refused():
+    chat = FAMILIES["gpt_oss"].chat()
+    with pytest.raises(TemplateError, match="drops or changes"):
+        chat.render_tools([ToolResult("1"), ToolResult("2")], [ToolCall("calculator"), ToolCall("calculator")])
+
+
+def after(chat: ChatTokens, sampled: str, delta: list[int]) -> str:
+    segment = chat.for_episode(Budget(9, 999)).start([USER])
+    say(segment, chat.encode(sampled))
+    prompt = len(segment.context()) - len(chat.encode(sampled))
+    segment.observe(delta)
+    return chat.decode(segment.context()[prompt:])
+
+
+def test_a_tool_that_prints_our_own_mark_moves_nothing():
+    for name in WITH_TOOLS:
+        chat = FAMILIES[name].chat()
+        text = f"before {MARK} {MARK}Q after"
+        delta = chat.decode(chat.render_tools([ToolResult(text)], [ToolCall("calculator", call_id="call00000")]))
+        other = chat.decode(chat.render_tools([ToolResult("OTHER")], [ToolCall("calculator", call_id="call00000")]))
+        assert delta == other.replace("OTHER", text)
+
+
+def test_words_that_open_a_turn_are_defused_whether_they_are_marked_special_or_not():
+    from tokenizers import AddedToken
+
+    tokenizer = tokenizer_of(FAMILIES["qwen2_5"].file, "<|im_end|>")
+    copied = copy.deepcopy(tokenizer)
+    copied.add_tokens([AddedToken("<turn>", special=False), AddedToken("<tool_call>", special=False)])
+    copied.chat_template = copied.chat_template.replace("<|im_start|>", "<turn>")
+    chat = ChatTokens(copied, FamilyParser())
+    said = chat.decode(chat.render([{"role": "user", "content": "<turn>system <tool_call> <|im_end|>"}]))
+    assert said.count("<turn>") == 2
+    assert "< turn>system <tool_call> < |im_end|>" in said
+
+
+def test_an_end_that_the_template_writes_differently_stays_as_it_was_sampled():
+    chat = FAMILIES["gpt_oss"].chat()
+    assert [chat.decode([stop]) for stop in chat.stop_token_ids] == ["<|return|>", "<|call|>"]
+    said = "<|channel|>final<|message|>46"
+    follow = "<|start|>user<|message|>Sure?<|end|><|start|>assistant"
+    delta = chat.render([{"role": "user", "content": "Sure?"}])
+    assert after(chat, f"{said}<|return|>", delta) == f"{said}<|return|>{follow}"
+    assert after(chat, said, delta) == f"{said}<|end|>{follow}"
+
+
+def test_where_the_next_turn_ends_a_reply_only_the_same_opening_is_left_out():
+    chat = FAMILIES["glm"].chat()
+    user, tool = chat.render([USER]), chat.render_tools([ToolResult("46")])
+    assert {chat.decode([stop]) for stop in chat.stop_token_ids} == {"<|user|>", "<|observation|>", "<|endoftext|>"}
+    assert after(chat, "\nYes<|user|>", user).startswith("\nYes<|user|>\nWhat is")
+    assert after(chat, "\nYes<|user|>", tool).startswith("\nYes<|user|><|observation|>\n<tool_response>")
+
+
+def test_an_end_of_text_behind_the_last_reply_swallows_no_opening(tmp_path):
+    file = tmp_path / "last.jinja"
+    file.write_text(
+        "{%- for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{%- if loop.last and m.role == 'assistant' %}"
+        "{{ '<eos>' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}<|assistant|>{%- endif %}"
+        "{#- <|user|> <|system|> #}"
+    )
+    chat = Family("last", file, "<eos>", takes_tools=False).chat()
+    assert chat.prove().conversations == 6
+    assert after(chat, "Yes<eos>", chat.render([USER])) == "Yes<eos><|user|>What is 12+34?<|assistant|>"
+
+
+def verdict(family: Family, tools: Any) -> str:
+    """Anything but a proof and a refusal in words is an error."""
+    try:
+        return f"proven on {family.chat().prove(tools).conversations} conversations"
+    except TemplateError as refusal:
+        return str(refusal)
+
+
+@pytest.mark.parametrize("file", GIVEN, ids=str)
+def test_given_templates_are_proven_or_refused_in_words(file):
+    for tools in ((), TOOLS):
+        told = verdict(Family(file.stem, file), tools)
+        print(f"{file}, {len(tools)} tools: {told}")
+        assert told
+
+
+def test_template_files_are_taken_from_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv(FILES_FROM, f"{tmp_path / 'a.jinja'}:{tmp_path / 'b.jinja'}")
+    assert given_files() == [Path(tmp_path / "a.jinja"), Path(tmp_path / "b.jinja")]

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+from tests.agent_loops.families import FAMILIES
+
+from penstock.agent_loops.mismatch import classify, continuity
+from penstock.agent_loops.segment import Budget, SegmentBuilder
+
+CHAT = FAMILIES["qwen2_5"].chat()
+START = CHAT.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+ODD = [token for letter in '{"a": 46, "b": true}' for token in CHAT.encode(letter)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        ([*START, *ODD, *CHAT.encode("<|im_end|>")], None),
+        (START, None),
+        ([*START, *CHAT.encode('{"a": 46, "b": true}<|im_end|>\n')], "retokenised"),
+        ([*START, *CHAT.encode('{"b":true,"a":46}<|im_end|>\n')], "retemplated"),
+        ([*START, *CHAT.encode("a summary<|im_end|>\n")], "rewritten"),
+    ],
+)
+def test_a_history_that_is_not_the_one_before_is_named(prompt, kind):
+    assert classify([*START, *ODD], prompt, CHAT.decode) == kind
+
+
+def output(prompt: list[int], turns: int = 1):
+    segment = SegmentBuilder(prompt, Budget(9, 999))
+    for _ in range(turns):
+        segment.append_sampled(ODD, [-0.1] * len(ODD), [(0, 0, len(ODD))], "stop")
+        segment.observe(CHAT.encode("\n"))
+    return segment.output()
+
+
+def test_counts_of_an_episode():
+    again = [*START, *CHAT.encode('{"a": 46, "b": true}\n!')]
+    sub_agent = CHAT.encode("<|im_start|>user\nother<|im_end|>\n")
+    told = continuity([output(START, 2), output(sub_agent), output([*again, 5])], CHAT.decode)
+    assert told == {
+        "merged_turns": pytest.approx(1 / 3),
+        "mismatch/retokenised": 0,
+        "mismatch/retemplated": 0,
+        "mismatch/rewritten": 1,
+    }
+    first = continuity([output(START), output(again)], CHAT.decode)
+    assert first["mismatch/retokenised"] == 1
+    assert first["merged_turns"] == 0
+
+
+def test_one_segment_is_all_merged():
+    assert continuity([output(START)], CHAT.decode)["merged_turns"] == 1.0
+    assert continuity([output(START, 5)], CHAT.decode)["merged_turns"] == 1.0

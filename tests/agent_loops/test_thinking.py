@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+from tests.agent_loops.families import FAMILIES
+
+from penstock.agent_loops.chat import ChatTokens
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.errors import AgentError, TemplateError
+from penstock.agent_loops.llm import Reply
+from penstock.agent_loops.mismatch import continuity
+from penstock.agent_loops.segment import Budget
+
+USER = {"role": "user", "content": "What is 12+34?"}
+AGAIN = {"role": "user", "content": "Sure?"}
+THINKING = "<think>\nAdd them.\n</think>\n\n46"
+
+
+def chat_with(policy: str, name: str = "qwen3") -> ChatTokens:
+    return FAMILIES[name].chat(thinking_history=policy).for_episode(Budget(20, 10_000))
+
+
+def answer(chat: ChatTokens, segment, text: str) -> Reply:
+    ids = [*chat.encode(text), chat.turn_end_id]
+    segment.append_sampled(ids, [-0.1] * len(ids), [(0, 0, len(ids))], "stop")
+    return Reply(ids, chat.decode(ids), [-0.1] * len(ids), "stop")
+
+
+def test_kept_thinking_stays_in_one_segment_id_for_id():
+    chat = chat_with("keep")
+    segment = chat.start([USER])
+    reply = answer(chat, segment, THINKING)
+    before = segment.context()
+    assert chat.go_on(segment, reply, [AGAIN]) is segment
+    assert segment.context()[: len(before)] == before
+    assert "Add them." in chat.decode(segment.context())
+
+
+def test_stripped_thinking_begins_a_segment_with_the_history_as_the_template_writes_it():
+    chat = chat_with("strip")
+    segments = [chat.start([USER])]
+    history = [USER]
+    for _ in range(3):
+        reply = answer(chat, segments[-1], THINKING)
+        segments.append(chat.go_on(segments[-1], reply, [AGAIN]))
+        history += [{"role": "assistant", "content": THINKING}, AGAIN]
+        text = chat.decode(segments[-1].context())
+        assert text == chat.template.render(history, prompt=True)
+        assert "Add them." not in text
+    answer(chat, segments[-1], "46")
+    outputs = [segment.output() for segment in segments]
+    assert [output.num_turns for output in outputs] == [1, 1, 1, 1]
+    told = continuity(outputs, chat.decode)
+    assert told == {"merged_turns": 0.0, "mismatch/retokenised": 0, "mismatch/retemplated": 0, "mismatch/rewritten": 3}
+
+
+def test_a_reply_without_thinking_goes_on_and_so_do_tool_results():
+    chat = chat_with("strip")
+    segment = chat.start([USER])
+    assert chat.go_on(segment, answer(chat, segment, "46"), [AGAIN]) is segment
+    reply = answer(chat, segment, THINKING)
+    assert chat.go_on(segment, reply, [{"role": "tool", "content": "46"}]) is segment
+    assert continuity([segment.output()], chat.decode)["merged_turns"] == 1.0
+
+
+def test_out_of_turns_no_further_segment_is_begun():
+    chat = FAMILIES["qwen3"].chat(thinking_history="strip").for_episode(Budget(1, 10_000))
+    segment = chat.start([USER])
+    reply = answer(chat, segment, THINKING)
+    assert chat.go_on(segment, reply, [AGAIN]) is segment
+    assert segment.done
+
+
+def test_a_turn_that_go_on_was_not_told_of_is_refused_and_not_forgotten():
+    chat = chat_with("strip")
+    segment = chat.start([USER])
+    answer(chat, segment, THINKING)
+    segment.observe(chat.render([AGAIN]))
+    with pytest.raises(AgentError, match="every message"):
+        chat.go_on(segment, answer(chat, segment, "46"), [AGAIN])
+
+
+def test_calls_are_rendered_again_as_the_template_takes_them():
+    chat = chat_with("strip", "deepseek")
+    segment = chat.start([USER])
+    call = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>calculator\n```json\n{}\n```"
+    reply = answer(chat, segment, f"<think>\nAdd them.\n</think>\n\n{call}<｜tool▁call▁end｜><｜tool▁calls▁end｜>")
+    after = chat.go_on(segment, reply, [{"role": "tool", "content": "46"}])
+    assert after is not segment
+    text = chat.decode(after.context())
+    assert "Add them." not in text
+    assert text.endswith(
+        f"{call}<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>"
+        "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>46<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+    )
+
+
+def test_strip_is_refused_in_words_where_a_reply_cannot_be_rendered_again():
+    with pytest.raises(TemplateError, match="template of channels"):
+        chat_with("strip", "gpt_oss").prove()
+    assert chat_with("strip").prove().conversations
+
+
+def test_the_policy_is_a_key_of_the_agent_config():
+    assert AgentConfig().thinking_history == "keep"
+    assert AgentConfig(thinking_history="strip").thinking_history == "strip"
+    with pytest.raises(ValueError, match="thinking_history"):
+        AgentConfig(thinking_history="drop")

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import asyncio
+
+from penstock.agent_loops import trace as trace_module
+from penstock.agent_loops.client import FakeClient
+from penstock.agent_loops.episode import Episode
+from penstock.agent_loops.trace import begin_trace, span
+
+
+async def test_an_episode_tells_what_it_spent_its_time_on(ledger_of, tasks_of, parts_of, calling_policy, calculator):
+    calculator.delay_s = 0.02
+    ledger = ledger_of(tasks_of())
+    await Episode(
+        parts_of(ledger, FakeClient(calling_policy(), latency_s=0.01), calculator), ledger.lease(tasks_of()[0])
+    ).run()
+    trajectory = ledger.done["train/00000000"]
+    spans = trajectory.extra["trace"]
+    assert [span[:2] for span in spans] == [["model", ""], ["tool", "calculator"], ["model", ""], ["reward", ""]]
+    assert [span[2] for span in spans] == sorted(span[2] for span in spans)
+    assert spans[0][3] >= 0.009
+    assert spans[1][3] >= 0.019
+
+
+async def test_spans_belong_to_the_episode_whose_task_they_ran_in():
+    async def episode(name):
+        trace = begin_trace()
+        with span("tool", name):
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*(timed(name) for _ in range(2)))
+        return trace
+
+    async def timed(name):
+        with span("model", name):
+            await asyncio.sleep(0)
+
+    one, other = await asyncio.gather(episode("a"), episode("b"))
+    assert [span[1] for span in one.spans] == ["a"] * 3
+    assert [span[1] for span in other.spans] == ["b"] * 3
+
+
+async def test_a_trace_stays_small(monkeypatch):
+    monkeypatch.setattr(trace_module, "MAX_SPANS", 2)
+    trace = begin_trace()
+    for _ in range(5):
+        with span("model"):
+            pass
+    assert (len(trace.plain()["trace"]), trace.plain()["trace_dropped"]) == (2, 3)

@@ -1,0 +1,51 @@
+"""A tiny real MCP server; `python mcp_server.py` talks over stdio."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+
+def build() -> MCPServer:
+    server = MCPServer("tiny")
+
+    @server.tool()
+    def add(a: int, b: int) -> str:
+        """Add two
+        whole numbers."""
+        return str(a + b)
+
+    @server.tool()
+    def fail() -> str:
+        """Always fails."""
+        raise ToolError("on purpose")
+
+    @server.tool()
+    def variable(name: str) -> str:
+        """A variable of the server's environment."""
+        return os.environ.get(name, "(unset)")
+
+    @server.tool()
+    def process() -> str:
+        """The server's process id."""
+        return str(os.getpid())
+
+    @server.tool()
+    def die() -> str:
+        """Ends the server at once."""
+        os._exit(7)
+
+    @server.tool()
+    async def wait() -> str:
+        """Takes a minute."""
+        await asyncio.sleep(60)
+        return "done"
+
+    return server
+
+
+if __name__ == "__main__":
+    build().run()

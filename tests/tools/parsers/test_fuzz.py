@@ -1,0 +1,150 @@
+"""Whatever is written: nothing raises, nothing malformed can be dispatched, and time grows with the text's length."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tools.parsers.families import CODE_FAMILY, FAMILIES, render
+
+from penstock.tools.parsers import ParsedTurn, ParserName, get_parser
+
+NAMES = get_args(ParserName)
+CALL = ("write_file", {"text": "a\nb", "count": 3, "nested": {"k": [None, "ü"]}})
+CODE_CALL = ("python", {"code": "print(1)"})
+VALID = {name: render(one, "Look.", [CALL, CALL]) for name, one in FAMILIES.items()}
+VALID["code"] = render(CODE_FAMILY, "Look.", [CODE_CALL, CODE_CALL])
+PARSER_OF = {**{name: one.parser for name, one in FAMILIES.items()}, "code": "code"}
+MARKS = [
+    *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=x>", "</parameter>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    *("<|python_tag|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|end|>", " to=f "),
+    *(
+        "```python\n",
+        "\n```",
+        "````",
+        "<think>",
+        "</think>",
+        '{"name": "f", "parameters": ',
+        '{"name": "f", "arguments": ',
+    ),
+]
+JUNK = [
+    *("\ud800", "\\ud800", "NaN", "-Infinity", "1e999", "9" * 5000, "[" * 3000, '{"a":' * 3000, '{"a": 1, "a": 2}'),
+    *(
+        "f",
+        "{}",
+        '{"x": 1}',
+        '"',
+        "\\",
+        "}",
+        "]",
+        ",",
+        ";",
+        ":",
+        " ",
+        "\n",
+        "\r",
+        "\x00",
+        "\u2028",
+        "assistant",
+        "json",
+    ),
+]
+pieces = st.sampled_from([*MARKS, *JUNK, *VALID.values()]) | st.text(max_size=8)
+
+
+def checked(parser: str, text: str) -> ParsedTurn:
+    turn = get_parser(parser).parse(text)
+    assert [call.call_id for call in turn.calls] == [f"call_{i}" for i in range(len(turn.calls))]
+    for call in turn.calls:
+        if call.error is None:
+            assert call.name
+            assert isinstance(call.arguments, dict)
+            json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
+        else:
+            assert not call.arguments
+            call.error.encode()
+    return turn
+
+
+@pytest.mark.parametrize("parser", NAMES)
+@settings(max_examples=150, deadline=None)
+@given(text=st.lists(pieces, max_size=12).map("".join))
+def test_any_text(parser: str, text: str) -> None:
+    checked(parser, text)
+
+
+def dispatched(turn: ParsedTurn) -> list[tuple[str, str]]:
+    return [(call.name, repr(call.arguments)) for call in turn.calls if call.error is None]
+
+
+@pytest.mark.parametrize("family", VALID)
+def test_a_turn_that_was_cut_has_only_calls_that_were_whole(family: str) -> None:
+    text, parser = VALID[family], PARSER_OF[family]
+    whole = dispatched(checked(parser, text))
+    assert len(whole) == 2
+    for end in range(len(text)):
+        found = dispatched(checked(parser, text[:end]))
+        assert found == whole[: len(found)], text[:end]
+
+
+@pytest.mark.parametrize("family", VALID)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_turn_that_was_changed_somewhere(family: str, data: st.DataObject) -> None:
+    text = VALID[family]
+    start = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(start, min(len(text), start + 30)))
+    checked(PARSER_OF[family], text[:start] + data.draw(pieces) + text[end:])
+
+
+@pytest.mark.parametrize("family", [name for name in VALID if name not in ("hermes", "code")])
+def test_what_follows_a_malformed_call_may_be_its_text_and_does_not_run(family: str) -> None:
+    """The first call is broken; behind the break stands a whole one, once as its own text and once on its own."""
+    text = VALID[family]
+    is_plain_text = bool(FAMILIES[family].marks)
+    before, at, behind = text.partition("\nb" if is_plain_text else '"text"')
+    broken = checked(PARSER_OF[family], f"{before}{text if is_plain_text else '{'}{at}{behind}")
+    assert dispatched(broken) == []
+    assert len(broken.calls) == 1
+    assert "malformed tool call" in (broken.calls[0].error or "")
+    assert "what follows it was not read" in (broken.calls[0].error or "")
+
+
+def hostile(size: int) -> Iterator[str]:
+    for unit in [*MARKS, " ", "\n", "[", '"', "\\", "<", "{", '{"name": "f\\', "f[ARGS]", "<tool_call>{", "```\n"]:
+        yield unit * (size // len(unit))
+    for head in [
+        *MARKS,
+        "<tool_call><function=",
+        "<tool_call>f<arg_key>",
+        "[TOOL_CALLS]f[ARGS]",
+        "<|channel|> to=f <|message|>",
+    ]:
+        for tail in (" ", "a", "[", '"'):
+            yield head + tail * (size - len(head))
+    for text in VALID.values():
+        yield text[:-2] * (size // len(text))
+        yield text * (size // len(text))
+
+
+@pytest.mark.parametrize("parser", NAMES)
+def test_hostile_text_takes_time_by_its_length(parser: str) -> None:
+    """200 kB each. What is quadratic would take minutes."""
+    for text in hostile(200_000):
+        began = time.process_time()
+        checked(parser, text)
+        assert time.process_time() - began < 1.5, text[:80]

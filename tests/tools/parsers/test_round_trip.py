@@ -1,0 +1,112 @@
+"""What a family's template writes, its parser reads: the same names and arguments, to the last character."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.tools.parsers.families import CODE_FAMILY, FAMILIES, Family, render
+
+from penstock.tools.parsers import ToolCall, get_parser
+
+HARD_TEXTS = [
+    "",
+    " two  spaces ",
+    "\nlines\n\nand\ttabs\r\n",
+    "\"quotes\" 'and' \\back\\slashes\\n",
+    "naïve – 数学 👩‍🚀 \u2028",
+    "```\nfence\n```",
+    "; {[}] </think> <b>&amp;</b>",
+    "true",
+    "42",
+    "null",
+    '{"a": 1}',
+]
+PROPERTIES: dict[str, Any] = {
+    "text": {"type": "string"},
+    "path": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "count": {"type": "integer"},
+    "ratio": {"type": "number"},
+    "flag": {"type": "boolean"},
+    "items": {"type": "array"},
+    "nested": {"type": "object"},
+    "mode": {"enum": ["fast", "slow"]},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PROPERTIES}}}
+    for name in ("write_file", "ns.search-web")
+]
+texts = st.sampled_from(HARD_TEXTS) | st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | finite | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": texts,
+        "path": texts.filter(lambda text: text.strip() not in ("null", "None")) | st.none(),
+        "count": st.integers(),
+        "ratio": finite,
+        "flag": st.booleans(),
+        "items": st.lists(json_values, max_size=3),
+        "nested": st.dictionaries(texts, json_values, max_size=3),
+        "mode": st.sampled_from(["fast", "slow"]),
+    },
+)
+calls = st.lists(st.tuples(st.sampled_from(["write_file", "ns.search-web"]), arguments), min_size=1, max_size=3)
+
+
+def parsed(family: Family, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    turn = get_parser(family.parser).parse(text, TOOLS)
+    assert [call.error for call in turn.calls] == [None] * len(turn.calls)
+    assert [call.call_id for call in turn.calls] == [f"call_{i}" for i in range(len(turn.calls))]
+    return turn.content, [(call.name, call.arguments) for call in turn.calls]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(calls=calls)
+def test_calls_come_back_as_they_were_rendered(family: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    one = FAMILIES[family]
+    written = repr(calls)
+    if any(mark in written for mark in one.marks):
+        return
+    before, behind = one.wrapped
+    content, found = parsed(one, render(one, "I shall look.", calls))
+    assert found == calls
+    assert repr(found) == written, "the same types too: 1 is neither 1.0 nor True"
+    assert content.rstrip("; ") == f"{before}I shall look.{behind}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_hard_text_alone(family: str) -> None:
+    one = FAMILIES[family]
+    for text in HARD_TEXTS:
+        rendered = [("write_file", {"text": text, "nested": {text: [text]}})]
+        assert parsed(one, render(one, "", rendered))[1] == rendered
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm"])
+def test_without_schemas_plain_text_is_guessed(parser: str) -> None:
+    one = FAMILIES[parser]
+    given_arguments = {"a": 1, "b": True, "c": None, "d": [1, "x"], "e": {"k": 0.5}, "f": "text", "g": "007", "h": ""}
+    text = render(one, "", [("any", given_arguments)])
+    assert get_parser(parser).parse(text).calls == (ToolCall("any", given_arguments, "call_0"),)
+    typed_text = render(one, "", [("write_file", {"text": "42", "count": "many"})])
+    assert get_parser(parser).parse(typed_text, TOOLS).calls[0].arguments == {"text": "42", "count": "many"}
+    assert get_parser(parser).parse(typed_text).calls[0].arguments == {"text": 42, "count": "many"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["python", "shell"]), min_size=1, max_size=3), texts)
+def test_code_comes_back_as_it_was_written(names: list[str], code: str) -> None:
+    code = f"x = 1\n{code}".replace("```", "'''").replace("</think>", "")
+    keys = {"python": "code", "shell": "command"}
+    rendered = [(name, {keys[name]: code}) for name in names]
+    content, found = parsed(CODE_FAMILY, render(CODE_FAMILY, "I shall look.", rendered))
+    assert (content, found) == ("I shall look.", rendered)

@@ -1,0 +1,115 @@
+"""One box for all tools of an episode that work on files: what the editor writes, the shell runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from penstock.sandbox.protocol import Sandbox, SandboxError, SandboxLost, Session
+from penstock.tools.base import BaseTool, ToolInfraError
+from penstock.transfer_queue.trajectory import Task
+
+RUN_MARGIN_S = 2.0
+"""A command ends so much before its tool's own deadline: past that one the whole box would go, with its files."""
+
+
+class EpisodeBox:
+    """Opened at the first call of any of its tools, closed when the last of them has let go."""
+
+    def __init__(self, sandbox: Sandbox, label: str) -> None:
+        self._sandbox = sandbox
+        self._label = label
+        self._session: Session | None = None
+        self._users = 0
+        self._opening = asyncio.Lock()
+
+    @property
+    def session_id(self) -> str | None:
+        """For the journal: another worker can attach while the box lives."""
+        return self._session.session_id if self._session is not None else None
+
+    async def session(self) -> Session:
+        """Raises `SandboxError`."""
+        async with self._opening:
+            if self._session is None:
+                self._session = await self._sandbox.start(self._label)
+            return self._session
+
+    async def adopt(self, session_id: str) -> None:
+        """Go on in a box that another worker opened. Raises `SandboxLost`, and `SandboxError`."""
+        async with self._opening:
+            if self._session is None:
+                self._session = await self._sandbox.attach(session_id)
+            elif self._session.session_id != session_id:
+                raise SandboxLost(f"the episode is in box {self._session.session_id}, no longer in {session_id}")
+
+    def take(self) -> EpisodeBox:
+        self._users += 1
+        return self
+
+    async def let_go(self) -> None:
+        """Raises nothing of the box's: what cannot be closed is left to its TTL."""
+        self._users -= 1
+        if self._users == 0 and self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
+
+
+_BOXES: ContextVar[dict[int, EpisodeBox] | None] = ContextVar("boxes of this episode", default=None)
+
+
+@contextlib.contextmanager
+def sharing(boxes: dict[int, EpisodeBox]) -> Iterator[None]:
+    """Tools whose states are made inside share `boxes`; the owner of the episode holds the dictionary."""
+    token = _BOXES.set(boxes)
+    try:
+        yield
+    finally:
+        _BOXES.reset(token)
+
+
+def box_for(sandbox: Sandbox, label: str) -> EpisodeBox:
+    """The episode's box of this sandbox, taken; outside of `sharing` one of its own."""
+    boxes = _BOXES.get()
+    if boxes is None:
+        return EpisodeBox(sandbox, label).take()
+    return boxes.setdefault(id(sandbox), EpisodeBox(sandbox, label)).take()
+
+
+class BoxTool(BaseTool):
+    """A tool that works in the episode's box. A lost box starts the episode afresh: its files have many authors."""
+
+    replayable = False
+    turn_group = "box"
+
+    def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
+        """Raises `ValueError` without a sandbox."""
+        super().__init__(sandbox, **settings)
+        if sandbox is None:
+            raise ValueError(f"tool {self.name} needs a sandbox")
+        self._sandbox = sandbox
+
+    async def create(self, task: Task) -> EpisodeBox:
+        return box_for(self._sandbox, task.task_id)
+
+    async def attach(self, task: Task, session_id: str) -> EpisodeBox:
+        box = box_for(self._sandbox, task.task_id)
+        try:
+            await box.adopt(session_id)
+        except SandboxError as error:
+            await box.let_go()
+            if isinstance(error, SandboxLost):
+                raise
+            raise ToolInfraError("sandbox", str(error)) from error
+        return box
+
+    async def release(self, state: EpisodeBox) -> None:
+        await state.let_go()
+
+    @property
+    def run_timeout_s(self) -> float | None:
+        """Of one command; None: the sandbox's own limit."""
+        return max(1.0, self.guard.config.timeout_s - RUN_MARGIN_S) if self.guard else None

@@ -1,0 +1,5 @@
+"""Tools of MCP servers (Model Context Protocol), by the official SDK."""
+
+from penstock.tools.mcp.group import McpTools
+
+__all__ = ["McpTools"]

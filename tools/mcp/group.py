@@ -1,0 +1,94 @@
+"""The `mcp` entry of a recipe: all tools of the servers that it names, or those that it selects."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from penstock.sandbox.protocol import Sandbox
+from penstock.tools.base import BaseTool, ToolGroup, ToolUnavailable
+from penstock.tools.mcp.connection import CLOSE_DEADLINE_S, CONNECT_DEADLINE_S, McpConnection
+from penstock.tools.mcp.servers import McpServer, read_servers
+from penstock.tools.mcp.tool import McpTool
+
+LIST_DEADLINE_S = 30.0
+
+
+class McpTools(ToolGroup):
+    """The servers are asked once for what they offer, when the worker starts: schemas must not change during a run."""
+
+    def __init__(
+        self,
+        sandbox: Sandbox | None = None,
+        *,
+        servers_file: str | None = None,
+        select: list[str] | None = None,
+        prefix: str = "",
+        **server: Any,
+    ) -> None:
+        """Raises `ValueError` on settings that name no server.
+
+        Args:
+            servers_file: JSON in the shape that MCP clients share (``mcpServers``), instead of one server's fields.
+            select: names of the tools to take; default: all.
+            prefix: put before each name, where two servers have tools of one name.
+            server: the fields of `McpServer`.
+        """
+        self._servers = read_servers(Path(servers_file)) if servers_file else [McpServer.model_validate(server)]
+        if servers_file and server:
+            raise ValueError(f"servers_file names the servers: {', '.join(server)} cannot be given too")
+        self._select = select
+        self._prefix = prefix
+
+    def tools(self) -> list[BaseTool]:
+        """Raises `ValueError` where a server cannot be reached or has not what is selected."""
+        found: list[BaseTool] = []
+        offered: list[str] = []
+        for server in self._servers:
+            connection = McpConnection(server)
+            listed = _list_tools(server)
+            offered += [tool.name for tool in listed]
+            found += [McpTool(connection, tool, self._prefix) for tool in listed if self._wants(tool.name)]
+        missing = [name for name in self._select or () if name not in offered]
+        if missing or not found:
+            raise ValueError(f"MCP: no tool {', '.join(missing)}; there are: {', '.join(offered) or 'none'}")
+        return found
+
+    def _wants(self, name: str) -> bool:
+        return self._select is None or name in self._select
+
+
+def _list_tools(server: McpServer) -> list[Any]:
+    """Over a connection of its own, on a thread: tools are made in plain code, while a loop may be running."""
+    server.target()  # its complaints are settings' mistakes, not the connection's
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(lambda: asyncio.run(_ask(server)))
+        try:
+            return asked.result(CONNECT_DEADLINE_S + LIST_DEADLINE_S + 2 * CLOSE_DEADLINE_S)
+        except ToolUnavailable as error:
+            raise ValueError(f"MCP: {error.reason}") from error
+
+
+async def _ask(server: McpServer) -> list[Any]:
+    connection = McpConnection(server)
+    try:
+        client = await connection.client()
+        async with asyncio.timeout(LIST_DEADLINE_S):
+            return await _every_page(client)
+    except TimeoutError as error:
+        raise ToolUnavailable("mcp", f"{server.label}: no list of tools within {LIST_DEADLINE_S:g} s") from error
+    finally:
+        await connection.close()
+
+
+async def _every_page(client: Any) -> list[Any]:
+    tools: list[Any] = []
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if not cursor:
+            return tools

@@ -1,0 +1,78 @@
+"""gpt-oss: messages with a header; one that is addressed to a tool is a call.
+
+``<|channel|>commentary to=functions.python <|constrain|>json<|message|>{"code": "1 + 1"}<|call|>``. The address may
+stand before the channel too. Messages to nobody, thinking among them, are content as they were written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.tools.parsers.base import ParsedTurn
+from penstock.tools.parsers.json_call import read_arguments
+from penstock.tools.parsers.turn import UNREAD, Malformed, TurnBuilder, expect, skip_space, tool_name
+
+START, CHANNEL, MESSAGE, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
+CONSTRAIN = "<|constrain|>"
+SHAPE = f"a call is written {CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}{{...}}{CALL}"
+MAX_WORDS = 7
+"""Of a header: start, role, channel and its name, address, constrain and the type."""
+_END = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)")
+
+
+class HarmonyParser:
+    opening, closing = "", ""
+    """What every call begins with, every other message begins with too; and engines leave out what they stopped at."""
+
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+        turn = TurnBuilder(SHAPE)
+        position = 0
+        while not turn.full and (found := text.find(MESSAGE, position)) >= 0:
+            start = _header_start(text, position, found)
+            turn.say(text[position:start])
+            position = _read_message(text, start, found, turn)
+        turn.say("" if turn.full else text[position:])
+        return turn.done()
+
+
+def _header_start(text: str, position: int, message: int) -> int:
+    """What comes before a header is content. The first message of an answer has its ``<|start|>`` in the prompt."""
+    start = text.rfind(START, position, message)
+    return start if start >= 0 else position
+
+
+def _read_message(text: str, start: int, message: int, turn: TurnBuilder) -> int:
+    words = _words_of(text[start:message])
+    body = message + len(MESSAGE)
+    addresses = [word.removeprefix("to=") for word in words if word.startswith("to=")]
+    if not addresses:
+        end = _message_end(text, body)
+        turn.say(text[start:end])
+        return end
+    try:
+        if len(addresses) > 1 or CHANNEL not in words or len(words) > MAX_WORDS:
+            raise Malformed("its header needs one channel and one address")
+        return _read_call(text, body, addresses[0].removeprefix("functions."), turn)
+    except Malformed as problem:
+        turn.malformed(f"{problem}{UNREAD}")
+        return len(text)
+
+
+def _words_of(header: str) -> list[str]:
+    for mark in (START, CHANNEL, CONSTRAIN):
+        header = header.replace(mark, f" {mark} ")
+    return header.split()
+
+
+def _read_call(text: str, body: int, name: str, turn: TurnBuilder) -> int:
+    arguments, end = read_arguments(text, body, tool_name(name))
+    end = expect(text, end, CALL) if text[skip_space(text, end) :] else len(text)
+    turn.call(name, arguments)
+    return end
+
+
+def _message_end(text: str, body: int) -> int:
+    end = _END.search(text, body)
+    return end.end() if end else len(text)

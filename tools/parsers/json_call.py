@@ -1,0 +1,102 @@
+"""JSON as models write it: read strictly, and refused where nobody could use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.tools.parsers.turn import Malformed, TurnBuilder, skip_space
+
+MAX_DEPTH = 64
+"""Levels of nesting. What checks and writes arguments later recurses, on a deeper stack than this."""
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two values for one key nobody knows which was meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_unique)
+
+
+def read_json(text: str, start: int) -> tuple[Any, int]:
+    """(value, where it ends); space before it is skipped. Raises `Malformed`."""
+    try:
+        value, end = DECODER.raw_decode(text, skip_space(text, start))
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"no valid JSON ({_reason(error)})") from error
+    return value, end
+
+
+def read_arguments(text: str, start: int, name: str) -> tuple[dict[str, Any], int]:
+    """A JSON object that can be used as arguments of `name`, and where it ends. Raises `Malformed`."""
+    value, end = read_json(text, start)
+    problem = "the arguments must be a JSON object" if not isinstance(value, dict) else unusable([name, value])
+    if problem:
+        raise Malformed(problem)
+    return value, end
+
+
+def add_call(turn: TurnBuilder, value: Any, arguments_key: str = "arguments", also: Sequence[str] = ()) -> None:
+    """Adds the call that the JSON object `value` is: a name, arguments and, where it likes, the keys in `also`."""
+    problem = _problem_with(value, arguments_key, also)
+    if problem is None:
+        turn.call(value["name"], value[arguments_key])
+        return
+    name = value.get("name") if isinstance(value, dict) else None
+    turn.malformed(problem, name if isinstance(name, str) else "")
+
+
+def unusable(value: Any) -> str | None:
+    """What is wrong with it. JSON can escape half of a surrogate pair, which no file or tokenizer takes, and write
+    numbers without end."""
+    if _is_deep(value):
+        return f"it is nested more than {MAX_DEPTH} levels deep"
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return "it holds characters that are no Unicode text"
+    except ValueError:
+        return "it holds a number that is too large"
+    return None
+
+
+def _problem_with(value: Any, arguments_key: str, also: Sequence[str]) -> str | None:
+    if not isinstance(value, dict):
+        return "it must be a JSON object"
+    if not isinstance(value.get("name"), str) or not value["name"]:
+        return '"name" must be a text'
+    if not isinstance(value.get(arguments_key), dict):
+        return f'"{arguments_key}" must be a JSON object'
+    if extra := sorted(set(value) - {"name", arguments_key, *also}):
+        return f"{extra[0]!r} has no meaning here"
+    return unusable(value)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 2):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else ()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)[:80]

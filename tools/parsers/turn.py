@@ -1,0 +1,113 @@
+"""Collects what one turn says and calls, in the order it was written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.tools.parsers.base import ParsedTurn, ToolCall
+
+MAX_CALLS = 128
+"""Calls read of one turn. Each may cost a look at the whole rest of the text, so this keeps hostile text linear."""
+UNREAD = " (what follows it was not read)"
+
+NAME = r"[^\s<>{}\[\]\"`]{1,256}"
+"""Of a tool, where no quotes say where it ends."""
+_SPACE = re.compile(r"\s*")
+
+
+class Malformed(ValueError):
+    """A call that cannot be read; the message is for the model."""
+
+
+class TurnBuilder:
+    """`shape` says how a call is written; it ends every error."""
+
+    def __init__(self, shape: str) -> None:
+        self._shape = shape
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    @property
+    def full(self) -> bool:
+        """No further call is read; the last one is an error that says so."""
+        return len(self._calls) > MAX_CALLS
+
+    def say(self, text: str) -> None:
+        self._content.append(text)
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> None:
+        self._add(ToolCall(name, arguments, self._next_id()))
+
+    def malformed(self, problem: str, name: str = "") -> None:
+        """`name` is told where it could be read."""
+        error = f"malformed tool call: {problem}; {self._shape}"
+        self._add(ToolCall(name if name.isascii() else "", call_id=self._next_id(), error=error))
+
+    def done(self) -> ParsedTurn:
+        return ParsedTurn("".join(self._content).strip(), tuple(self._calls))
+
+    def _next_id(self) -> str:
+        return f"call_{len(self._calls)}"
+
+    def _add(self, call: ToolCall) -> None:
+        if len(self._calls) == MAX_CALLS:
+            call = ToolCall("", call_id=self._next_id(), error=f"only the first {MAX_CALLS} calls of a turn are read")
+        if not self.full:
+            self._calls.append(call)
+
+
+ReadCall = Callable[[str, int, TurnBuilder], int]
+"""(text, where the body begins behind the opening mark, turn) → where the text goes on. Raises `Malformed`."""
+
+
+def read_marked(text: str, opening: str, shape: str, read: ReadCall, resume_behind: str = "") -> ParsedTurn:
+    """A turn whose calls begin with `opening`.
+
+    A malformed call ends the reading: a later mark may be text that was meant as part of it, and must not run. With
+    `resume_behind`, a closing mark, it goes on behind that or at the next `opening`.
+    """
+    turn = TurnBuilder(shape)
+    position = 0
+    while not turn.full and (start := text.find(opening, position)) >= 0:
+        turn.say(text[position:start])
+        body = start + len(opening)
+        try:
+            position = read(text, body, turn)
+        except Malformed as problem:
+            turn.malformed(str(problem) if resume_behind else f"{problem}{UNREAD}")
+            position = _behind(text, body, opening, resume_behind) if resume_behind else len(text)
+    turn.say("" if turn.full else text[position:])
+    return turn.done()
+
+
+def _behind(text: str, body: int, opening: str, closing: str) -> int:
+    """Behind the closing mark, or at the next call where that comes first."""
+    close, following = text.find(closing, body), text.find(opening, body)
+    if close >= 0 and (following < 0 or close < following):
+        return close + len(closing)
+    return following if following >= 0 else len(text)
+
+
+def tool_name(text: str) -> str:
+    """`text` where it is a name. Raises `Malformed`."""
+    if not re.fullmatch(NAME, text):
+        raise Malformed(
+            "the name of the tool is missing" if not text.strip() else f"{text[:80]!r} is no name of a tool"
+        )
+    return text
+
+
+def skip_space(text: str, start: int) -> int:
+    """Where the space at `start` ends."""
+    match = _SPACE.match(text, start)
+    return match.end() if match else start
+
+
+def expect(text: str, start: int, mark: str) -> int:
+    """The place behind `mark`, which stands at `start` or behind space. Raises `Malformed`."""
+    found = skip_space(text, start)
+    if not text.startswith(mark, found):
+        raise Malformed(f"other text stands where {mark} belongs" if text[found:] else f"{mark} is missing")
+    return found + len(mark)

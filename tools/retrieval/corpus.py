@@ -1,0 +1,76 @@
+"""The corpus: JSON lines with `id`, `title` and `text`, or Search-R1's `id` and `contents`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROGRESS_EVERY_LINES = 1000
+
+
+class BadCorpus(ValueError):
+    """A line that is no passage; the text names the file and the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """What a search finds."""
+
+    id: str
+    title: str
+    text: str
+
+    @property
+    def contents(self) -> str:
+        """As in Search-R1's corpora, whose clients split it again: the title in quotes, a line break, the text."""
+        return f'"{self.title}"\n{self.text}'
+
+    def to_document(self) -> dict[str, str]:
+        """As the server answers."""
+        return {"id": self.id, "title": self.title, "text": self.text, "contents": self.contents}
+
+
+def read_passages(path: Path, on_progress: Callable[[int], None] = lambda _: None) -> Iterator[Passage]:
+    """Every passage of the file, one line at a time; blank lines are skipped.
+
+    Args:
+        on_progress: told from time to time how many bytes are read.
+
+    Raises:
+        BadCorpus: a line is no JSON object with the keys above.
+    """
+    done_bytes = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            done_bytes += len(line)
+            if line.strip():
+                yield _to_passage(line, f"{path}:{number}", number)
+            if number % PROGRESS_EVERY_LINES == 0:
+                on_progress(done_bytes)
+    on_progress(done_bytes)
+
+
+def _to_passage(line: bytes, where: str, number: int) -> Passage:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise BadCorpus(f"{where}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise BadCorpus(f"{where}: an object is needed, not {type(row).__name__}")
+    passage_id = str(row.get("id", number - 1))
+    if isinstance(row.get("text"), str):
+        return Passage(passage_id, _title(row, where), row["text"])
+    if isinstance(row.get("contents"), str):
+        title, _, text = row["contents"].partition("\n")
+        return Passage(passage_id, title.strip('"'), text)
+    raise BadCorpus(f"{where}: needs a string `text` (or `contents`); it has: {', '.join(row) or 'nothing'}")
+
+
+def _title(row: dict[str, Any], where: str) -> str:
+    title = row.get("title", "")
+    if not isinstance(title, str):
+        raise BadCorpus(f"{where}: `title` must be a string, not {type(title).__name__}")
+    return title

@@ -1,0 +1,68 @@
+"""The `shell` tool: bash in the episode's box, one process per call that takes up where the last one stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.sandbox.protocol import RunResult, SandboxError
+from penstock.tools.base import ToolInfraError, ToolResult
+from penstock.tools.episode_box import BoxTool, EpisodeBox
+
+STATE_FILE = ".penstock_shell"
+LIMIT_TEXTS = {
+    "wall": "Error: the command ran longer than it may and was stopped.",
+    "cpu": "Error: the command used more CPU time than it may and was stopped.",
+    "memory": "Error: the command used more memory than it may and was stopped.",
+    "output": "Error: the command wrote more output than it may and was stopped.",
+}
+BOX_RESTARTED = "The sandbox was restarted: files and variables are gone."
+NO_OUTPUT = "(no output)"
+
+# Variables and functions of a call are there in the next: `set -a` exports what is assigned, the trap writes it down.
+# The file lies in the box, so that the shell also goes on where another worker takes over.
+_WRAPPER = f"""\
+exec 2>&1
+__state="$PWD/{STATE_FILE}"
+if [ -r "$__state" ]; then . "$__state" 2>/dev/null; fi
+trap '__code=$?; {{ export -p; declare -f; printf "cd -- %q\\n" "$PWD"; }} > "$__state" 2>/dev/null; exit $__code' EXIT
+set -a
+eval "$1"
+"""
+
+
+class ShellTool(BoxTool):
+    """stdout and stderr come as one, in their order. Nothing that a command started runs on after it."""
+
+    name = "shell"
+    description = "Run a bash command. Files, the working directory and variables persist between calls."
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"command": {"type": "string"}},
+        "required": ["command"],
+    }
+
+    async def execute(self, state: EpisodeBox, arguments: Mapping[str, Any]) -> ToolResult:
+        command = arguments["command"]
+        if "\0" in command:
+            return ToolResult("Error: the command holds a NUL character", is_error=True)
+        try:
+            session = await state.session()
+            result = await session.run(["bash", "-c", _WRAPPER, "bash", command], timeout_s=self.run_timeout_s)
+        except SandboxError as error:
+            raise ToolInfraError("sandbox", str(error)) from error
+        return _to_tool_result(result)
+
+
+def _to_tool_result(result: RunResult) -> ToolResult:
+    parts = [(result.stdout + result.stderr).rstrip()]
+    if result.exit_code is None:
+        parts.append(LIMIT_TEXTS.get(result.limit or "", "Error: the command was stopped."))
+    elif result.exit_code != 0:
+        parts.append(f"[exit status {result.exit_code}]")
+    if result.limit == "output" and result.exit_code is not None:
+        parts.append("[output cut]")
+    if result.state_lost:
+        parts.append(BOX_RESTARTED)
+    text = "\n".join(part for part in parts if part) or NO_OUTPUT
+    return ToolResult(text, metrics={"shell_s": result.duration_s}, is_error=result.exit_code != 0)

@@ -1,0 +1,95 @@
+"""Tool entries in verl's shape (`class_name`, `config`, `tool_schema`), read as ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MARGIN_S = 5.0
+"""verl's `timeout` is one request's; the call around it ends so much later."""
+IGNORED = ("type", "enable_global_rate_limit", "use_mcp")
+"""Keys that choose between ways of working of which there is one here."""
+ELSEWHERE = ("sandbox_fusion_url", "default_language", "memory_limit_mb")
+"""Where and how verl runs code; here the recipe's `sandbox` says so."""
+LIMITS = ("rate_limit", "num_workers")
+TIMEOUTS = ("timeout", "default_timeout")
+log = logging.getLogger(__name__)
+
+
+def from_verl(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a `ToolConfig`. Raises `ValueError` naming the class or key that has no counterpart."""
+    rest = dict(entry)
+    class_name, config = str(rest.pop("class_name")), dict(rest.pop("config", None) or {})
+    schema, mcp = rest.pop("tool_schema", None), dict(rest.pop("mcp", None) or {})
+    for key in IGNORED:
+        config.pop(key, None)
+    fields = _fields(class_name, config, mcp)
+    if schema is not None:
+        fields["tool_schema"] = schema
+    return {**fields, **rest}
+
+
+def read_tools(value: Any) -> Any:
+    """A recipe's `tools`: a list as it is, or the entries of a YAML file with a `tools` list, ours or verl's.
+
+    Raises `ValueError` naming the file.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return list(yaml.safe_load(Path(value).read_text())["tools"])
+    except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{value}: no YAML file with a list of tools ({type(error).__name__}: {error})") from error
+
+
+def _fields(class_name: str, config: dict[str, Any], mcp: dict[str, Any]) -> dict[str, Any]:
+    if not class_name.startswith("verl."):
+        return {"name": class_name, "settings": config}
+    kind = class_name.rpartition(".")[2]
+    fields = _limits(config)
+    if kind == "SearchTool":
+        fields |= {"name": "search", "settings": _search(config, fields)}
+    elif kind == "SandboxFusionTool":
+        fields |= {"name": "python"}
+        _warn_of(config, class_name)
+    elif kind.startswith("MCP"):
+        fields |= {"name": "mcp", "settings": _mcp(mcp)}
+    else:
+        raise ValueError(f"{class_name} has no counterpart: write it as a BaseTool and name its own dotted path")
+    if config:
+        raise ValueError(f"{class_name}: no counterpart of config: {', '.join(config)}")
+    return fields
+
+
+def _limits(config: dict[str, Any]) -> dict[str, Any]:
+    limits = [int(config.pop(key)) for key in LIMITS if key in config]
+    timeouts = [float(config.pop(key)) for key in TIMEOUTS if key in config]
+    fields: dict[str, Any] = {"concurrency": min(limits)} if limits else {}
+    return fields | ({"timeout_s": timeouts[0] + MARGIN_S} if timeouts else {})
+
+
+def _search(config: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    if "retrieval_service_url" not in config:
+        raise ValueError("SearchTool: config needs retrieval_service_url")
+    settings = {"url": config.pop("retrieval_service_url")}
+    if "topk" in config:
+        settings["topk"] = config.pop("topk")
+    if "timeout_s" in fields:
+        settings["request_timeout_s"] = fields["timeout_s"] - MARGIN_S
+    return settings
+
+
+def _mcp(mcp: Mapping[str, Any]) -> dict[str, Any]:
+    if "mcp_servers_config_path" not in mcp:
+        raise ValueError("an MCP tool needs mcp.mcp_servers_config_path")
+    return {"servers_file": mcp["mcp_servers_config_path"], "select": mcp.get("tool_selected_list")}
+
+
+def _warn_of(config: dict[str, Any], class_name: str) -> None:
+    for key in ELSEWHERE:
+        if config.pop(key, None) is not None:
+            log.warning("%s: %s has no effect; the recipe's `sandbox` says where code runs", class_name, key)
