@@ -10,6 +10,7 @@ import typer
 
 from penstock.deploy.commands import data, queue
 from penstock.deploy.commands.bench import bench
+from penstock.deploy.commands.reward_server import reward_server
 from penstock.deploy.commands.search_server import search_server
 from penstock.deploy.load_config import ConfigError
 
@@ -24,6 +25,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(queue.app, name="queue")
 app.command()(bench)
 app.command()(search_server)
+app.command()(reward_server)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]

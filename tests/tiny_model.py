@@ -27,11 +27,11 @@ def save_tiny_model(folder: Path, kind: str = "Qwen3", *, tokenizer: bool = Fals
     config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
     getattr(transformers, f"{kind}ForCausalLM")(config).float().save_pretrained(folder)
     if tokenizer:
-        _save_tokenizer(folder, config.vocab_size)
+        save_tokenizer(folder, config.vocab_size)
     return str(folder)
 
 
-def _save_tokenizer(folder: Path, words: int) -> None:
+def save_tokenizer(folder: Path, words: int) -> None:
     """Token i is the word ``t{i}``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
