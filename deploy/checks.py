@@ -45,13 +45,17 @@ def check_correction(config: RunConfig) -> Check:
     )
 
 
-def check_group(config: RunConfig) -> Check:
-    return Check(
-        "group_size",
-        config.group_size >= 2 or config.trainer.advantage != "grpo",
-        f"{config.group_size} episodes per task for {config.trainer.advantage}",
-        "GRPO compares the episodes of one task: set group_size to 2 or more",
-    )
+def check_algorithm(config: RunConfig) -> Check | None:
+    if importlib.util.find_spec("torch") is None:  # not a machine that trains
+        return None
+    from penstock.trainer.algorithm import check_algorithm
+
+    found = f"{config.trainer.advantage}, {config.trainer.loss}, {config.group_size} episodes per task"
+    try:
+        check_algorithm(config.trainer, config.group_size)
+    except ValueError as error:
+        return Check("trainer.advantage", False, found, str(error))
+    return Check("trainer.advantage", True, found)
 
 
 def check_lengths(config: RunConfig) -> Check:
@@ -240,7 +244,7 @@ def check_ports(config: RunConfig) -> Check | None:
 
 CHECKS: tuple[Callable[[RunConfig], Check | None], ...] = (
     check_correction,
-    check_group,
+    check_algorithm,
     check_lengths,
     check_sampling,
     check_capacity,

@@ -151,9 +151,7 @@ def load(engine: FSDPEngine, ranks: Ranks, found: Found) -> None:
     if ranks.rank < found.ranks:
         state[f"rng_{ranks.rank}"] = torch.get_rng_state()
     dcp.load(state, checkpoint_id=found.path)
-    set_state_dict(
-        engine.policy, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    _restore(engine, state)
     if ranks.rank < found.ranks:
         torch.set_rng_state(state[f"rng_{ranks.rank}"])
 
@@ -182,7 +180,21 @@ def _save_tokenizer(source: str, folder: Path) -> None:
 
 def _model_state(engine: FSDPEngine) -> dict[str, Any]:
     model, optimizer = get_state_dict(engine.policy, engine.optimizer)
-    return {"model": model, "optimizer": optimizer}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    state["kl_coefficient"] = torch.tensor(engine.kl_coefficient, dtype=torch.float64)
+    if engine.critic is not None:
+        state["critic"], state["critic_optimizer"] = get_state_dict(engine.critic.module, engine.critic.optimizer)
+    return state
+
+
+def _restore(engine: FSDPEngine, state: dict[str, Any]) -> None:
+    model, moments = state["model"], state["optimizer"]
+    set_state_dict(engine.policy, engine.optimizer, model_state_dict=model, optim_state_dict=moments)
+    engine.kl_coefficient = float(state["kl_coefficient"])
+    if engine.critic is not None:
+        model, moments = state["critic"], state["critic_optimizer"]
+        critic = engine.critic
+        set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

@@ -55,11 +55,11 @@ async def _train(job: TrainJob, stop: asyncio.Event) -> None:
             if await p.in_torch(p.ranks.any, batch is None) or batch is None:
                 break
             p.source.prefetch(step + 1)
-            minibatches = await p.in_torch(p.learner.score, batch)
-            advantages = p.learner.advantages(batch)
-            metrics = await p.in_torch(p.learner.update, batch, minibatches, advantages)
+            scored = await p.in_torch(p.learner.score, batch)
+            advantages = await p.in_torch(p.learner.advantages, batch, scored)
+            metrics = await p.in_torch(p.learner.update, batch, scored, advantages)
             await p.publisher.announce(step + 1)
-            await p.record(batch, metrics, advantages)
+            await p.record(batch, metrics, advantages.tokens)
             if (step + 1) % job.config.checkpoint_every == 0:
                 await p.save()
             elif step + 1 < job.config.steps:

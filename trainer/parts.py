@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.trainer.batch import StepBatch
 from penstock.trainer.checkpoint import save_final_model
+from penstock.trainer.credit import means_by_episode
 from penstock.trainer.data import Stream, load_rows
 from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.evaluate import Evaluator
@@ -91,7 +92,7 @@ class Parts:
             yield parts
 
     async def record(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
-        """The step is trained: its numbers and times are written, and the next one begins."""
+        """The step is trained: its numbers and times are written, and the next one begins. advantages [N]"""
         now = time.monotonic()
         wall_s, self.step_began, self.step = now - self.step_began, now, batch.step + 1
         if self.recorder is None:
@@ -106,7 +107,8 @@ class Parts:
             "publish_s": self.publisher.last_s,
             "tokens_per_s": metrics["tokens"] / busy_s,
         }
-        await asyncio.to_thread(self.recorder.step, batch, {**metrics, **times}, advantages)
+        by_episode = means_by_episode(advantages, batch)
+        await asyncio.to_thread(self.recorder.step, batch, {**metrics, **times}, by_episode)
 
     async def save(self) -> None:
         await self.spiller.settle()

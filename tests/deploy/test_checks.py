@@ -36,7 +36,7 @@ def test_stale_tokens_need_a_correction() -> None:
 
 
 def test_one_member_is_no_group_for_grpo() -> None:
-    assert "2 or more" in failures("group_size=1")["group_size"].mend
+    assert "2 or more" in failures("group_size=1")["trainer.advantage"].mend
 
 
 def test_a_response_that_leaves_no_room_for_a_prompt() -> None:

@@ -29,7 +29,8 @@ def train_one(engine: FSDPEngine, ranks: Ranks, step: int) -> dict[str, torch.Te
     trajectories = [make_trajectory(f"train/{step}", m, step) for m in range(4)]
     batch = make_step_batch(Batch(step, [[t.episode_id for t in trajectories]]), [0], trajectories, 0, engine.limits)
     learner = Learner(CONFIG, engine, ranks)
-    learner.update(batch, learner.score(batch), learner.advantages(batch))
+    scored = learner.score(batch)
+    learner.update(batch, scored, learner.advantages(batch, scored))
     return dict(engine.weights(torch.float32))
 
 
