@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from penstock.trainer.durable import fingerprint, fingerprints, sync, sync_tree
 from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recent import Groups
@@ -69,15 +69,13 @@ class CheckpointStore:
         """Make the unfinished folder a checkpoint. When this returns it survives a power cut."""
         temporary, final = self.unfinished(step), self.unfinished(step).with_suffix("")
         found = Found(final, step, data_cursor, ranks, batches)
-        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+        files = fingerprints(temporary)
         (temporary / COMPLETE).write_text(json.dumps(_marker(found, files), indent=1))
-        for path in temporary.iterdir():
-            _fsync(path)
-        _fsync(temporary)
+        sync_tree(temporary)
         if final.exists():  # of an earlier life of the run that went back behind this step
             shutil.rmtree(final)
         temporary.rename(final)
-        _fsync(self.folder)
+        sync(self.folder)
         self._delete_old()
         return found
 
@@ -113,7 +111,7 @@ def read_marker(path: Path) -> Found:
     """
     marker = json.loads((path / COMPLETE).read_text())
     for name, expected in marker["files"].items():
-        if _fingerprint(path / name) != expected:
+        if fingerprint(path / name) != expected:
             raise ValueError(f"{name} differs from its checksum")
     if _batches_digest(marker["batches"]) != marker["batches_xxh3"]:
         raise ValueError("its batches differ from their checksum")
@@ -195,24 +193,3 @@ def _restore(engine: FSDPEngine, state: dict[str, Any]) -> None:
         model, moments = state["critic"], state["critic_optimizer"]
         critic = engine.critic
         set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        for block in _blocks(file):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
-
-
-def _blocks(file: Any, size: int = 1 << 22) -> Iterator[bytes]:
-    while block := file.read(size):
-        yield block
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -112,6 +112,13 @@ class TrainerConfig(BaseModel):
     keep_checkpoints: int = Field(2, gt=0, description="Newest checkpoints kept.")
     eval_every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")
     batch_timeout_s: float = Field(300.0, gt=0, description="A batch not ready by then stops the run, cause told.")
-    max_bad_steps: int = Field(3, ge=0, description="Steps with NaN or infinite gradients in a row that are skipped.")
+    max_bad_steps: int = Field(
+        3,
+        ge=0,
+        description="Steps in a row whose loss or gradient is not finite, or with nothing to train, that are let pass.",
+    )
+    bad_batch_dumps: int = Field(
+        1, ge=0, description="Batches with NaN or infinite gradients that are kept for a replay, each with all weights."
+    )
     max_restarts: int = Field(3, ge=0, description="Restarts of the trainer after a crash.")
     save_trajectories: int = Field(8, ge=0, description="Trajectories written out per step for people to read.")

@@ -67,6 +67,11 @@ def check_job(job: TrainJob) -> None:
             f"trainer.minibatches is {config.minibatches}, groups_per_step only {job.limits.groups_per_step}: "
             "every minibatch needs a group"
         )
+    if config.ranks > job.limits.groups_per_step:
+        raise BadJob(
+            f"trainer.ranks is {config.ranks}, groups_per_step only {job.limits.groups_per_step}: ranks train whole "
+            "groups, and some would never have one. Raise groups_per_step or lower trainer.ranks"
+        )
     if job.transport in ("http", "collective") and not job.token:
         raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")
     if job.temperature <= 0:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages
 from penstock.trainer.aggregation import divisor, episode_weights, trained_tokens
+from penstock.trainer.bad_batch import BadBatches, Place, Share
+from penstock.trainer.bad_steps import BadSteps
 from penstock.trainer.batch import StepBatch, minibatch_bounds
 from penstock.trainer.choosing import choose_tokens
 from penstock.trainer.config import TrainerConfig
@@ -37,19 +39,18 @@ class Scored:
     """KL to the reference policy per episode, over all ranks, under trainer.kl.in_reward"""
 
 
-class TrainingDiverged(RuntimeError):
-    """More steps in a row than trainer.max_bad_steps had a gradient that was not finite."""
-
-
 class Learner:
     """Everything between a batch and new weights. Every method is a collective."""
 
-    def __init__(self, config: TrainerConfig, engine: FSDPEngine, ranks: Ranks) -> None:
+    def __init__(
+        self, config: TrainerConfig, engine: FSDPEngine, ranks: Ranks, bad_batches: BadBatches | None = None
+    ) -> None:
         self._config = config
         self._engine = engine
         self._ranks = ranks
         self._estimate = ADVANTAGES.bind(config.advantage, config.advantage_options)
-        self._bad_steps = 0
+        self._bad_batches = bad_batches
+        self._watch = BadSteps(config.max_bad_steps)
 
     def score(self, batch: StepBatch) -> Scored:
         """With one minibatch the training forward's own logprobs are those at the start of the step; with more, the
@@ -72,12 +73,11 @@ class Learner:
     def update(self, batch: StepBatch, scored: Scored, advantages: Advantages) -> dict[str, Any]:
         """New weights; returns the step's metrics, the same on all ranks. Raises `TrainingDiverged`."""
         tally = Tally()
-        if self._engine.critic is not None:
-            self._learn_values(scored, advantages, tally)
+        values = self._learn_values(scored, advantages, tally) if self._engine.critic is not None else []
         updates: list[Update | None] = [None] * len(scored.minibatches)
         if self._engine.critic is None or batch.step >= self._config.critic.warmup_steps:
-            updates = [self._update_one(batch, packs, advantages, tally) for packs in scored.minibatches]
-        self._count_bad_steps(batch.step, [update for update in updates if update is not None])
+            updates = [self._update_one(batch, scored, number, advantages, tally) for number in range(len(updates))]
+        self._watch.check(batch, [*updates, *values], self._ranks)
         self._steer(batch, scored, tally)
         tally_batch(tally, batch, advantages.tokens)
         return step_metrics(batch, tally.reduce(self._ranks), updates)
@@ -89,9 +89,9 @@ class Learner:
         return recomputed or config.kl.in_reward > 0 or hasattr(LOSSES.get(config.loss), "choose")
 
     def _update_one(
-        self, batch: StepBatch, packs: Sequence[Pack], advantages: Advantages, tally: Tally
+        self, batch: StepBatch, scored: Scored, number: int, advantages: Advantages, tally: Tally
     ) -> Update | None:
-        config = self._config
+        config, packs = self._config, scored.minibatches[number]
         tokens = trained_tokens(packs, len(batch.trajectories))
         total, episodes = self._ranks.sum(int(tokens.sum())), self._ranks.sum(int((tokens > 0).sum()))
         # Nothing to train on (all masked, or no token was sampled): the version still advances, with equal weights.
@@ -99,9 +99,21 @@ class Learner:
             return None
         weights = episode_weights(config.aggregation, tokens) * self._filter_weights(batch)
         chosen = choose_tokens(config, packs, advantages.tokens, batch.step, self._ranks)
-        objective = Objective(config, Targets(advantages.tokens.float(), weights, chosen), tally)
+        targets = Targets(advantages.tokens.float(), weights, chosen)
         by = divisor(config.aggregation, total, episodes, config.aggregation_length)
-        return self._engine.update(packs, objective, by, batch.step)
+        update = self._engine.update(packs, Objective(config, targets, tally), by, batch.step)
+        if update.skipped:
+            share = Share(packs, targets, [one.episode_id for one in batch.trajectories])
+            self._keep(batch, share, Place(number, by), update)
+        return update
+
+    def _keep(self, batch: StepBatch, share: Share, place: Place, update: Update) -> None:
+        """The weights are still those that the batch was trained on: the update was skipped."""
+        if self._bad_batches is None:
+            return
+        kept = self._bad_batches.write(self._config, batch, share, place, update)
+        if kept is not None:
+            self._watch.kept = str(kept)
 
     def _filter_weights(self, batch: StepBatch) -> Tensor:
         """[E]"""
@@ -110,7 +122,7 @@ class Learner:
         weigh = FILTERS.bind(self._config.filter, self._config.filter_options)
         return weigh(torch.from_numpy(batch.rewards), torch.from_numpy(batch.group))
 
-    def _learn_values(self, scored: Scored, advantages: Advantages, tally: Tally) -> None:
+    def _learn_values(self, scored: Scored, advantages: Advantages, tally: Tally) -> list[Update]:
         assert scored.tokens.values is not None
         assert advantages.returns is not None, "an estimator that needs values says what they should have been"
         old, returns = scored.tokens.values, advantages.returns.float()
@@ -123,11 +135,14 @@ class Learner:
             tally.add("value/mean", values[kept].detach().double().cpu().numpy())
             return per_token.sum() if bool(kept.any()) else values.sum() * 0
 
+        updates = []
         for packs in scored.minibatches:
             tokens = self._ranks.sum(sum(int(pack.mask.sum()) for pack in packs))
             if tokens:
                 update = self._engine.update_critic(packs, loss, tokens)
                 tally.add("value/grad_norm", update.grad_norm)
+                updates.append(update)
+        return updates
 
     def _kl_rewards(self, minibatches: Sequence[Sequence[Pack]], batch: StepBatch) -> tuple[Tensor, float]:
         """([N] −coefficient · KL of each token, KL per episode over all ranks)"""
@@ -172,15 +187,6 @@ class Learner:
     def _split(self, batch: StepBatch) -> list[list]:
         bounds = minibatch_bounds(len(batch.groups), self._config.minibatches)
         return [[row for row in batch.rows if start <= batch.group[row.episode] < end] for start, end in bounds]
-
-    def _count_bad_steps(self, step: int, updates: list[Update]) -> None:
-        self._bad_steps = self._bad_steps + 1 if any(update.skipped for update in updates) else 0
-        if self._bad_steps > self._config.max_bad_steps:
-            norms = ", ".join(f"{update.grad_norm}" for update in updates)
-            raise TrainingDiverged(
-                f"step {step}: gradient norm {norms}; {self._bad_steps} steps in a row were not finite "
-                f"(trainer.max_bad_steps is {self._config.max_bad_steps}). Lower trainer.lr, or start from a checkpoint"
-            )
 
 
 def _tokens(batch: StepBatch) -> int:

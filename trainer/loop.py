@@ -51,8 +51,8 @@ async def _stopped(running: asyncio.Task[None], timeout_s: float) -> None:
 async def _train(job: TrainJob, stop: asyncio.Event) -> None:
     async with Parts.started(job) as p:
         for step in range(p.step, job.config.steps):
-            batch = await p.source.take(step, stop)
-            if await p.in_torch(p.ranks.any, batch is None) or batch is None:
+            batch = await p.take(step, stop)
+            if batch is None:
                 break
             p.source.prefetch(step + 1)
             scored = await p.in_torch(p.learner.score, batch)

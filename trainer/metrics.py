@@ -9,13 +9,24 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from penstock.trainer.bad_steps import tokens_without_logprob
 from penstock.trainer.batch import StepBatch
 from penstock.trainer.credit import means_by_episode
 from penstock.trainer.sharded import Update
 from penstock.trainer.tally import Tally, Totals
 
 MEANS = ("kl_k3",)
-COUNTS = ("tokens", "tokens_sampled", "tokens_trained", "tokens_masked", "segments", "zero_variance_groups")
+COUNTS = (
+    "tokens",
+    "tokens_sampled",
+    "tokens_trained",
+    "tokens_masked",
+    "tokens_without_logprob",
+    "segments",
+    "zero_variance_groups",
+    "single_member_groups",
+    "empty_episodes",
+)
 
 
 def tally_batch(tally: Tally, batch: StepBatch, advantages: Tensor) -> None:
@@ -28,6 +39,9 @@ def tally_batch(tally: Tally, batch: StepBatch, advantages: Tensor) -> None:
     tally.add("num_turns", [t.num_turns for t in batch.trajectories])
     loud = means_by_episode(advantages.abs(), batch).numpy() > 0
     tally.count("zero_variance_groups", sum(not loud[batch.group == g].any() for g in np.unique(batch.group)))
+    tally.count("single_member_groups", int((np.unique(batch.group, return_counts=True)[1] == 1).sum()))
+    tally.count("empty_episodes", sum(not trajectory.num_sampled for trajectory in batch.trajectories))
+    tally.count("tokens_without_logprob", tokens_without_logprob(batch))
     tally.count("segments", len(batch.rows))
     for trajectory in batch.trajectories:
         tally.count(f"outcome/{trajectory.outcome.kind}", 1)

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.trainer.batch import StepBatch
+from penstock.trainer.bad_batch import BadBatches
+from penstock.trainer.batch import BadBatch, StepBatch
 from penstock.trainer.checkpoint import save_final_model
 from penstock.trainer.credit import means_by_episode
 from penstock.trainer.data import Stream, load_rows
@@ -85,11 +86,26 @@ class Parts:
                     stack.push_async_callback(part.close)
             if recorder is not None:
                 stack.callback(recorder.close)
-            learner = Learner(job.config, engine, ranks)
+            folder = job.run_dir / "bad_batches"
+            bad_batches = BadBatches(folder, job.config.bad_batch_dumps, job.model, engine, ranks)
+            learner = Learner(job.config, engine, ranks, bad_batches)
             leaving = (publisher, saver, spiller)
             parts = cls(job, in_torch, ranks, engine, learner, *leaving, source, recorder, evaluator, feeder, 0, 0.0)
             await parts._resume()
             yield parts
+
+    async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
+        """The step's batch; None on all ranks where any was told to stop. Raises `BadBatch` on all ranks where any has
+        one: a rank that left alone would let the others wait for it in their next collective."""
+        batch, problem = None, ""
+        try:
+            batch = await self.source.take(step, stop)
+        except BadBatch as error:
+            problem = str(error)
+        told = await self.in_torch(self.ranks.gather, [problem, batch is None])
+        if found := next((problem for problem, _ in told if problem), ""):
+            raise BadBatch(found)
+        return None if any(stopped for _, stopped in told) else batch
 
     async def record(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
         """The step is trained: its numbers and times are written, and the next one begins. advantages [N]"""

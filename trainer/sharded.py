@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,9 @@ class Update:
     """Before clipping, over all ranks."""
     lr: float
     skipped: bool
-    """The gradient was not finite: weights and moments are as before."""
+    """Loss or gradient was not finite, on whichever rank: weights and moments are as before, on all."""
+    loss: float = 0.0
+    """sum(loss) / divisor over all ranks."""
 
 
 class Sharded:
@@ -66,23 +69,32 @@ class Learning(Sharded):
 
     def update(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float, lr: float) -> Update:
         """Gradients of sum(loss) / `divisor` over all packs of all ranks, clipped, then one optimizer update."""
+        return self.step(lr, self.accumulate(packs, loss, divisor))
+
+    def accumulate(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float) -> float:
+        """The gradients; returns the loss over all ranks. A rank whose loss is not finite goes through every backward
+        like the others: each is a collective."""
+        summed = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for pack in self._in_step(packs):
             moved = pack.to(self._ranks.device)
             total = loss(moved, self.module(moved))
             # FSDP2 averages gradients over ranks; `divisor` counts all ranks, so the sum is wanted.
             (total * (self._ranks.world / divisor)).backward()
-        return self._optimizer_step(lr)
+            summed += total.detach()
+        return self._ranks.sum(float(summed)) / divisor
 
-    def _optimizer_step(self, lr: float) -> Update:
+    def step(self, lr: float, loss: float) -> Update:
+        """One optimizer update with the gradients that are there, unless `loss` or they are not finite."""
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self._max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        finite = grad_norm - grad_norm == 0
+        # Both are sums over all ranks: every rank comes to the same decision.
+        finite = math.isfinite(grad_norm) and math.isfinite(loss)
         if finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(grad_norm, lr, skipped=not finite)
+        return Update(grad_norm, lr, skipped=not finite, loss=loss)
 
 
 def _shard(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> nn.Module:
