@@ -105,34 +105,32 @@ def _set_aside(path: Path) -> None:
 
 
 def read_marker(path: Path) -> Found:
-    """Check every file of a checkpoint. Raises `OSError` or `ValueError` naming what is missing or different.
-
-    The batches have a checksum of their own, being in no other file.
-    """
+    """Check every file of a checkpoint, this one first. Raises `OSError` or `ValueError` naming what is missing or
+    different."""
     marker = json.loads((path / COMPLETE).read_text())
+    if _digest({key: value for key, value in marker.items() if key != "xxh3"}) != marker["xxh3"]:
+        raise ValueError(f"{COMPLETE} differs from its checksum")
     for name, expected in marker["files"].items():
         if fingerprint(path / name) != expected:
             raise ValueError(f"{name} differs from its checksum")
-    if _batches_digest(marker["batches"]) != marker["batches_xxh3"]:
-        raise ValueError("its batches differ from their checksum")
     batches = {int(step): groups for step, groups in marker["batches"].items()}
     return Found(path, int(marker["step"]), DataCursor(**marker["data_cursor"]), int(marker["ranks"]), batches)
 
 
 def _marker(found: Found, files: Mapping[str, Any]) -> dict[str, Any]:
     batches = {str(step): [list(group) for group in groups] for step, groups in found.batches.items()}
-    return {
+    marker = {
         "step": found.step,
         "data_cursor": asdict(found.data_cursor),
         "ranks": found.ranks,
         "batches": batches,
-        "batches_xxh3": _batches_digest(batches),
         "files": files,
     }
+    return {**marker, "xxh3": _digest(marker)}
 
 
-def _batches_digest(batches: Mapping[str, Groups]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(batches, sort_keys=True).encode())
+def _digest(marker: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(marker, sort_keys=True).encode())
 
 
 def begin_save(engine: FSDPEngine, ranks: Ranks, path: Path) -> Future[Any]:
