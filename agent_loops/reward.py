@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from penstock.agent_loops.rewards.by_source import BySource
 from penstock.agent_loops.rewards.config import RewardChoice
 from penstock.agent_loops.rewards.function import FunctionReward
 from penstock.agent_loops.rewards.names import make_reward
-from penstock.sandbox.protocol import Sandbox, SandboxError
+from penstock.sandbox.protocol import Sandbox, SandboxError, Session
 from penstock.tools.base import ToolInfraError
 from penstock.transfer_queue.trajectory import Task
 
@@ -81,6 +81,30 @@ def load_reward(config: AgentConfig, recipe_dir: Path, sandbox: Sandbox | None =
         return RewardFunction(BySource(given.sources, recipe_dir, sandbox), name, given.timeout_s)
     choice = RewardChoice(name=name, settings=given.settings)
     return RewardFunction(make_reward(choice, recipe_dir, sandbox), name, given.timeout_s)
+
+
+def check_reward(config: AgentConfig, data_sources: Iterable[str]) -> None:
+    """Before a run: can what `agent.reward` names be made, and has every data source one? Raises `LoadError`.
+
+    Asked where there may be no sandbox: that one can be made is another question.
+    """
+    if config.reward != BY_SOURCE:
+        load_reward(config, Path(), _NoSandbox())
+        return
+    BySource(config.rewards.sources, Path(), _NoSandbox()).check(data_sources)
+
+
+class _NoSandbox:
+    """Stands for the worker's, which nobody asks for a box here."""
+
+    async def start(self, label: str) -> Session:
+        raise SandboxError("there are no boxes where a recipe is checked")
+
+    async def attach(self, session_id: str) -> Session:
+        raise SandboxError("there are no boxes where a recipe is checked")
+
+    async def close(self) -> None:
+        """Nothing was opened."""
 
 
 def may_need_sandbox(config: AgentConfig) -> bool:

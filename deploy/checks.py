@@ -200,8 +200,23 @@ def check_data(config: RunConfig) -> Check:
     return Check("data", True, "; ".join(counts) or "generated for the run")
 
 
+def check_reward(config: RunConfig) -> Check | None:
+    """Rewards in the box and their settings, and under by_data_source whether every row has one."""
+    from penstock.agent_loops.errors import LoadError
+    from penstock.agent_loops.reward import BY_SOURCE, check_reward
+    from penstock.agent_loops.rewards.names import REWARDS
+
+    if config.agent.reward not in (*REWARDS, BY_SOURCE):
+        return None  # a function of the user's: loaded by the workers alone
+    try:
+        check_reward(config.agent, _sources(config))
+    except LoadError as error:
+        return Check("agent.reward", False, config.agent.reward, str(error))
+    return Check("agent.reward", True, config.agent.reward)
+
+
 def check_sandbox(config: RunConfig) -> Check | None:
-    if not config.tools:
+    if not config.tools and config.agent.reward != "code":
         return None
     from penstock.sandbox.make import make_sandbox
     from penstock.sandbox.protocol import SandboxError
@@ -254,6 +269,7 @@ CHECKS: tuple[Callable[[RunConfig], Check | None], ...] = (
     check_trainer,
     check_model,
     check_shared_memory,
+    check_reward,
     check_sandbox,
     check_data,
     check_template,

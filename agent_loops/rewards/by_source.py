@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
@@ -21,6 +21,11 @@ class BySource(BaseReward):
         self._recipe_dir = recipe_dir
         self._made: dict[str, BaseReward] = {}
         for data_source in own:
+            self._reward_for(data_source)
+
+    def check(self, data_sources: Iterable[str]) -> None:
+        """Raises `LoadError` where one of them has no reward, or one that cannot be made."""
+        for data_source in sorted(data_sources):
             self._reward_for(data_source)
 
     async def score(self, answer: Answer) -> Value:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +20,7 @@ def replay(dump: Annotated[Path, typer.Argument(help="A folder in runs/NAME/bad_
 
     Ends with 0 where both numbers are the recorded ones, else with 1.
     """
+    sys.path.insert(0, os.getcwd())  # users' losses and corrections by dotted path
     from penstock.trainer.bad_batch import BadDump
     from penstock.trainer.replay import replay as compute
 

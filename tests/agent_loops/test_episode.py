@@ -11,7 +11,10 @@ from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.reward import RewardFunction
+from penstock.agent_loops.rewards.base import BaseReward
 from penstock.rollout_server.protocol import Generation
+from penstock.sandbox.protocol import SandboxError
+from penstock.tools.base import ToolUnavailable
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
 
 
@@ -275,3 +278,18 @@ async def test_the_reward_function_sees_text_without_special_tokens(run):
     assert trajectory.reward == 0.5
     assert trajectory.metrics["reward/format"] == 1.0
     assert "reward/note" not in trajectory.metrics
+
+
+@pytest.mark.parametrize(
+    "error", [ToolUnavailable("judge", "busy"), SandboxError("gone"), InfraFailure("maths", "died")]
+)
+async def test_a_reward_that_fails_is_a_failure_of_its_component_and_stores_nothing(run, error):
+    class Broken(BaseReward):
+        async def score(self, answer):
+            assert answer.messages == [{"role": "user", "content": "What is 12+34?"}]
+            raise error
+
+    outcome, trajectory, ledger = await run(reward=RewardFunction(Broken(), "broken"))
+    assert (outcome.kind, outcome.component) == (OutcomeKind.INFRA_ERROR, getattr(error, "component", "sandbox"))
+    assert trajectory is None
+    assert [failed for _, failed in ledger.failed] == [outcome]

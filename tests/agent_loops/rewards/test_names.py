@@ -9,7 +9,7 @@ import pytest
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import InfraFailure, LoadError
 from penstock.agent_loops.load import load_object
-from penstock.agent_loops.reward import load_reward, may_need_sandbox
+from penstock.agent_loops.reward import check_reward, load_reward, may_need_sandbox
 from penstock.agent_loops.rewards.config import RewardChoice
 from penstock.agent_loops.rewards.names import DATA_SOURCES, REWARDS, choice_for, make_reward
 
@@ -109,3 +109,12 @@ async def test_a_function_with_settings(tmp_path, tasks_of) -> None:
     config = AgentConfig(reward=choice.name, rewards={"settings": choice.settings})
     assert (await load_reward(config, tmp_path).score(task, "", {})).reward == 0.25
     assert make_reward(RewardChoice(name="own.py:half"), tmp_path, None)
+
+
+def test_a_recipe_is_checked_for_all_its_sources_before_a_run() -> None:
+    check_reward(by_source(), {"openai/gsm8k", "mine", "taco"})
+    check_reward(AgentConfig(reward="code"), set())
+    with pytest.raises(LoadError, match="no reward for data_source 'other'"):
+        check_reward(by_source(), {"openai/gsm8k", "other"})
+    with pytest.raises(LoadError, match="partail"):
+        check_reward(AgentConfig(reward="code", rewards={"settings": {"partail": True}}), set())
