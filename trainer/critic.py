@@ -33,7 +33,8 @@ class Critic(nn.Module):
         arguments = row_bounds_arguments(pack.row_bounds)
         inputs = {"input_ids": pack.ids[None], "position_ids": pack.positions[None], "use_cache": False, **arguments}
         hidden = self.model(**inputs).last_hidden_state[0]
-        return self.head(hidden[pack.predictors]).squeeze(-1).float()
+        # A sum over the one column: FSDP's hook on the output would be lost with a view.
+        return self.head(hidden[pack.predictors]).float().sum(-1)
 
 
 def load_critic(model: str) -> Critic:

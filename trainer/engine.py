@@ -61,7 +61,7 @@ class FSDPEngine:
     """Any `AutoModelForCausalLM`. One rank by default; more give the same numbers, up to rounding."""
 
     def __init__(self, model: str, config: TrainerConfig, ranks: Ranks, temperature: float = 1.0) -> None:
-        self._config = config
+        self.config = config
         self._ranks = ranks
         self.policy: Policy = load_policy(model, temperature, with_entropy=config.entropy_bonus != 0)
         self._actor = Learning(self.policy, config, ranks)
@@ -91,11 +91,11 @@ class FSDPEngine:
         return [values.cpu() for values in self.critic.score(packs)]
 
     def update(self, packs: Sequence[Pack], loss: PackLoss, divisor: float, step: int) -> Update:
-        return self._actor.update(packs, loss, divisor, learning_rate(self._config, step))
+        return self._actor.update(packs, loss, divisor, learning_rate(self.config, step))
 
     def update_critic(self, packs: Sequence[Pack], loss: ValueLoss, divisor: float) -> Update:
         assert self.critic is not None
-        return self.critic.update(packs, loss, divisor, self._config.critic.lr)
+        return self.critic.update(packs, loss, divisor, self.config.critic.lr)
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._named_tensors():

@@ -30,13 +30,14 @@ from penstock.transfer_queue.trajectory import DataCursor  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CONFIG = TrainerConfig(lr=1e-3)
+WITH_CRITIC = TrainerConfig(lr=1e-3, advantage="gae", kl={"in_reward": 0.1, "target": 0.5})
 BATCHES = {0: [["train/3#0", "train/3#1"], ["train/7#0"]], 12: [["train/9#1"]]}
 
 
 def train_one(engine: FSDPEngine, ranks: Ranks, step: int) -> dict[str, torch.Tensor]:
     trajectories = [make_trajectory(f"train/{step}", m, step) for m in range(4)]
     batch = make_step_batch(Batch(step, [[t.episode_id for t in trajectories]]), [0], trajectories, 0, engine.limits)
-    learner = Learner(CONFIG, engine, ranks)
+    learner = Learner(engine.config, engine, ranks)
     scored = learner.score(batch)
     learner.update(batch, scored, learner.advantages(batch, scored))
     return dict(engine.weights(torch.float32))
@@ -49,10 +50,13 @@ def save(
     return store.seal(step, cursor, ranks.world, BATCHES).path
 
 
-def test_the_step_after_a_restore_is_bitwise_the_same(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize("config", [CONFIG, WITH_CRITIC], ids=["grpo", "critic"])
+def test_the_step_after_a_restore_is_bitwise_the_same(
+    config: TrainerConfig, tmp_path: Path, tiny_model: str, ranks: Ranks
+) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.open()
-    engine = FSDPEngine(tiny_model, CONFIG, ranks)
+    engine = FSDPEngine(tiny_model, config, ranks)
     train_one(engine, ranks, 0)
     torch.manual_seed(5)
     save(engine, ranks, store, 1, cursor=DataCursor(2, 17))
@@ -61,11 +65,12 @@ def test_the_step_after_a_restore_is_bitwise_the_same(tmp_path: Path, tiny_model
     found = store.newest()
     assert found is not None
     assert (found.step, found.data_cursor, found.ranks, found.batches) == (1, DataCursor(2, 17), 1, BATCHES)
-    other = FSDPEngine(tiny_model, CONFIG, ranks)
+    other = FSDPEngine(tiny_model, config, ranks)
     load(other, ranks, found)
     assert torch.equal(torch.rand(3), random)
     again = train_one(other, ranks, 1)
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
+    assert other.kl_coefficient == engine.kl_coefficient
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:

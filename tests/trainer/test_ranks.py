@@ -48,8 +48,23 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_ranks_give_one_ranks_results(tmp_path: Path, tiny_model: str) -> None:
-    settings = {"steps": 4, "minibatches": 2, "micro_batch_tokens": 48}
+EVERYTHING = {
+    "advantage": "gae",
+    "critic": {"lr": 1e-3},
+    "kl": {"in_reward": 0.05, "in_loss": 0.01, "target": 0.5},
+    "loss": "kl_cov",
+    "loss_options": {"share": 0.1},
+    "aggregation": "episode_mean",
+    "entropy_bonus": 0.01,
+    "filter": "pf_ppo",
+    "filter_options": {"mode": "max_random"},
+}
+"""All that sums over ranks: whitening, choices, KL per episode, counts of tokens and episodes."""
+
+
+@pytest.mark.parametrize("algorithm", [{}, EVERYTHING], ids=["default", "everything"])
+def test_two_ranks_give_one_ranks_results(algorithm: dict[str, Any], tmp_path: Path, tiny_model: str) -> None:
+    settings = {"steps": 4, "minibatches": 2, "micro_batch_tokens": 48, **algorithm}
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
@@ -58,23 +73,25 @@ def test_two_ranks_give_one_ranks_results(tmp_path: Path, tiny_model: str) -> No
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a.get("value_loss", 0.0) == pytest.approx(b.get("value_loss", 0.0), rel=1e-4)
+        assert a.get("kl_coefficient", 0.0) == pytest.approx(b.get("kl_coefficient", 0.0), rel=1e-6)
         for exact in ("reward", "tokens", "tokens_trained", "staleness_tokens", "episode/tool_calls", "updates"):
             assert a[exact] == b[exact], exact
     expected = load_file(one / "run" / "final_model" / "model.safetensors")
     found = load_file(two / "run" / "final_model" / "model.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=0)
-    check_one_rank_reads(two, tiny_model, found)
+    check_one_rank_reads(two, tiny_model, found, TrainerConfig(**algorithm))
 
 
-def check_one_rank_reads(folder: Path, model: str, expected: dict[str, torch.Tensor]) -> None:
+def check_one_rank_reads(folder: Path, model: str, expected: dict[str, torch.Tensor], config: TrainerConfig) -> None:
     """A checkpoint of two ranks, in one: the same weights to the bit, and the optimizer's moments."""
     checkpoint = CheckpointStore(folder / "run" / "checkpoints", keep=2).newest()
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.ranks) == (4, 2)
     ranks = Ranks.open(timeout_s=30)
     try:
-        engine = FSDPEngine(model, TrainerConfig(), ranks)
+        engine = FSDPEngine(model, config, ranks)
         load(engine, ranks, checkpoint)
         restored = dict(engine.weights(torch.float32))
     finally:

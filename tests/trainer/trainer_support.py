@@ -282,8 +282,8 @@ def loss_by_hand(name: str, ratios: Sequence[float], advantages: Sequence[float]
     logprobs = (proximal + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     given = {
         "weights": torch.tensor(changes.pop("weights", [1.0] * len(ratios)), dtype=torch.float64),
-        "segment": torch.tensor(changes.pop("segment", [0] * len(ratios))),
-        "chosen": torch.tensor(changes.pop("chosen", [False] * len(ratios))),
+        "segment": torch.tensor(changes.pop("segment", [0] * len(ratios)), dtype=torch.long),
+        "chosen": torch.tensor(changes.pop("chosen", [False] * len(ratios)), dtype=torch.bool),
     }
     batch = LossInput(logprobs, proximal, proximal, torch.tensor(advantages, dtype=torch.float64), **given)
     return LOSSES.bind(name, options)(batch), logprobs
