@@ -192,11 +192,7 @@ def _attempt(work: Any) -> str:
 
 def _tensors(share: Share) -> dict[str, Tensor]:
     named = {f"{number}.": pack for number, pack in enumerate(share.packs)} | {"targets.": share.targets}
-    found = {
-        f"{prefix}{one.name}": getattr(part, one.name)
-        for prefix, part in named.items()
-        for one in fields(part)  # type: ignore[arg-type]
-    }
+    found = {f"{prefix}{one.name}": getattr(part, one.name) for prefix, part in named.items() for one in fields(part)}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items() if tensor is not None}
 
 

@@ -82,12 +82,12 @@ class _Losses:
 
     def __init__(self, dump: Dump, finder: Finder) -> None:
         self._finder = finder
-        self._turns = iter([(share, pack) for share in dump.shares for pack in share.packs])
+        self._turns = iter([share for share in dump.shares for _ in share.packs])
         self._seen = _Seen()
         self._objectives = {id(share): Objective(dump.config, share.targets, self._seen) for share in dump.shares}  # type: ignore[arg-type]
 
     def __call__(self, pack: Pack, outputs: Outputs) -> Tensor:
-        share, _ = next(self._turns)
+        share = next(self._turns)
         every = torch.arange(len(outputs.logprobs))
         self._finder.look_at_tokens("logprob", outputs.logprobs.detach().cpu(), every, pack, share)
         self._seen.values.clear()
@@ -125,11 +125,11 @@ class Finder:
                 return
 
     def look_at_inputs(self, share: Share) -> None:
-        for number, pack in enumerate(share.packs):
-            for name in ("behaviour", "proximal", "reference"):
-                tensor = getattr(pack, name)
+        for pack in share.packs:
+            given = {"behaviour": pack.behaviour, "proximal": pack.proximal, "reference": pack.reference}
+            for name, tensor in given.items():
                 if tensor is not None:
-                    self.look_at_tokens(f"input {name}", tensor, torch.arange(len(tensor)), share.packs[number], share)
+                    self.look_at_tokens(f"input {name}", tensor, torch.arange(len(tensor)), pack, share)
         self.look("input", [("advantages", share.targets.advantages), ("weights", share.targets.episode_weights)])
 
     def look_at_tokens(self, what: str, values: Tensor, token: Tensor, pack: Pack, share: Share) -> None:
@@ -141,17 +141,17 @@ class Finder:
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Reports the first module whose output is not finite while its inputs are."""
+        """Reports the first module whose output is not finite: modules without parts, in the order of their calls."""
         found: list[str] = []
 
-        def hook(name: str, inputs: Any, output: Any) -> None:
+        def hook(name: str, output: Any) -> None:
             place = next((p for p in map(first_bad, _tensors(output)) if p is not None), None)
             if place is not None and not found:
                 self.causes.append(f"output of {name}, {place}")
                 found.append(name)
 
         handles = [
-            part.register_forward_hook(lambda _, inputs, output, name=name: hook(name, inputs, output))
+            part.register_forward_hook(lambda _, inputs, output, name=name: hook(name, output))
             for name, part in module.named_modules()
             if not list(part.children())
         ]

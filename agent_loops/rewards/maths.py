@@ -40,7 +40,7 @@ class Maths(BaseReward):
         """Raises `ValueError` where math-verify is not installed.
 
         Args:
-            processes: graders of this worker; each holds about 70 MB.
+            processes: graders of this worker; each holds about 90 MB.
             cpu_s: of one answer, rounded up to whole seconds.
             memory_mb: address space of a grader.
         """

@@ -49,7 +49,7 @@ class HuggingFaceClassifier:
         logger.info("%s: %d labels, up to %d tokens", model, loaded.config.num_labels, self.max_tokens)
 
     def encode(self, messages: Sequence[Mapping[str, Any]], answer: str) -> tuple[list[int], bool]:
-        conversation = [*messages, {"role": "assistant", "content": answer}]
+        conversation: list[Any] = [*messages, {"role": "assistant", "content": answer}]
         if self._tokenizer.chat_template:
             text = self._tokenizer.apply_chat_template(conversation, tokenize=False)
             ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
