@@ -75,6 +75,10 @@ def load_reward(config: AgentConfig, recipe_dir: Path, sandbox: Sandbox | None =
     name, given = config.reward, config.rewards
     if given.sources and name != BY_SOURCE:
         raise LoadError(f"agent.rewards.sources is used by agent.reward: {BY_SOURCE}; it is {name!r}")
+    if given.settings and name in ("", BY_SOURCE):
+        raise LoadError(
+            f"agent.rewards.settings are those of one reward; agent.reward is {name!r}: give them in sources"
+        )
     if not name:
         return None
     if name == BY_SOURCE:
@@ -97,7 +101,7 @@ def check_reward(config: AgentConfig, data_sources: Iterable[str]) -> None:
 class _NoSandbox:
     """Stands for the worker's, which nobody asks for a box here."""
 
-    async def start(self, label: str) -> Session:
+    async def start(self, label: str, *, image: str | None = None) -> Session:
         raise SandboxError("there are no boxes where a recipe is checked")
 
     async def attach(self, session_id: str) -> Session:

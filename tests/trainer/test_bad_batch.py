@@ -142,6 +142,22 @@ def test_a_gradient_alone_is_found_and_the_finite_loss_is_the_same_in_a_later_mi
     assert result.causes[0].startswith("gradient of")
 
 
+def test_a_loss_alone_that_is_not_finite_is_skipped_too(
+    tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any
+) -> None:
+    """An infinite constant has no gradient: the norm says nothing of it."""
+    run = Run(tmp_path, tiny_model, ranks, loss=broken(lambda batch, per_token: per_token + math.inf))
+    before = run.weights()
+    metrics = run.step(run.batch())
+    assert math.isfinite(metrics["grad_norm"])
+    assert (metrics["updates"], metrics["updates_skipped"]) == (0, 1)
+    assert torch.equal(run.weights(), before)
+    result = again(run.folder / "step_000001_0", ranks)
+    assert result.reproduced
+    assert (result.loss, math.isfinite(result.grad_norm)) == (math.inf, True)
+    assert result.causes[0].startswith("loss inf of token")
+
+
 def test_the_message_names_the_dump_and_there_are_no_more_than_asked_for(
     tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

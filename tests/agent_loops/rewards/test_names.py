@@ -86,6 +86,8 @@ async def test_a_program_without_a_sandbox_is_a_failure_and_no_zero(tasks_of) ->
         (AgentConfig(reward="judge", rewards={"settings": {"url": "http://x"}}), "model"),
         (AgentConfig(reward="gsm8k", rewards={"sources": {"a": "gsm8k"}}), "agent.reward: by_data_source"),
         (by_source(mine="nothing"), "no reward 'nothing'"),
+        (AgentConfig(reward="by_data_source", rewards={"settings": {"wrong": -1}}), "give them in sources"),
+        (AgentConfig(rewards={"settings": {"wrong": -1}}), "agent.reward is ''"),
     ],
 )
 def test_mistakes_are_found_before_the_first_episode(config: AgentConfig, message: str) -> None:

@@ -123,7 +123,7 @@ async def test_by_the_name_of_a_data_source(plain: Sandbox, tasks_of, tmp_path) 
 
 
 class BrokenSandbox:
-    async def start(self, label: str) -> Session:
+    async def start(self, label: str, *, image: str | None = None) -> Session:
         raise SandboxError("no box today")
 
 
