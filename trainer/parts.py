@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.trainer.algorithm import GREEDY_MEMBER, needs_of_advantage
 from penstock.trainer.batch import StepBatch
 from penstock.trainer.checkpoint import save_final_model
 from penstock.trainer.credit import means_by_episode
@@ -153,7 +154,8 @@ def _first_rank_parts(job: TrainJob) -> tuple[Feeder, Recorder, Evaluator]:
         raise BadJob(f"{error} (dataset {job.train_data})") from error
     eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
     stream = Stream(len(rows), job.seed, job.shuffle)
-    feeder = Feeder(job.ledger, job.limits, rows, stream, job.config.steps)
+    sampling = {"greedy_member": GREEDY_MEMBER} if "greedy" in needs_of_advantage(job.config) else None
+    feeder = Feeder(job.ledger, job.limits, rows, stream, job.config.steps, sampling=sampling)
     recorder = Recorder(job.run_dir, job.model, job.config.save_trajectories)
     return feeder, recorder, Evaluator(job.ledger, eval_rows, recorder)
 
