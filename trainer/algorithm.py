@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from penstock.trainer.config import TrainerConfig
 
+GREEDY_MEMBER = 0
+"""Of each group, where the algorithm needs a greedy episode: it is the baseline and is not trained on."""
+
 
 class BadJob(ValueError):
     """The job cannot be right; the message names the setting and the mend."""
@@ -15,7 +18,6 @@ def check_algorithm(config: TrainerConfig, group_size: int) -> None:
     from penstock.trainer.corrections import CORRECTIONS
     from penstock.trainer.filters import FILTERS
     from penstock.trainer.losses import LOSSES
-    from penstock.trainer.registry import needs_of
 
     ADVANTAGES.bind(config.advantage, config.advantage_options)
     LOSSES.bind(config.loss, config.loss_options)
@@ -23,20 +25,23 @@ def check_algorithm(config: TrainerConfig, group_size: int) -> None:
         CORRECTIONS.bind(config.correction, config.correction_options)
     if config.filter is not None:
         FILTERS.bind(config.filter, config.filter_options)
-    _check_needs(config, needs_of(ADVANTAGES.get(config.advantage)), group_size)
+    _check_needs(config, needs_of_advantage(config), group_size)
     _check_settings(config)
 
 
+def needs_of_advantage(config: TrainerConfig) -> frozenset[str]:
+    """What the run must have for its estimator, see `registry.needs_of`."""
+    from penstock.trainer.advantages import ADVANTAGES
+    from penstock.trainer.registry import needs_of
+
+    return needs_of(ADVANTAGES.get(config.advantage))
+
+
 def _check_needs(config: TrainerConfig, needs: frozenset[str], group_size: int) -> None:
-    if "groups" in needs and group_size < 2:
+    if needs & {"groups", "greedy"} and group_size < 2:
         raise BadJob(
             f"trainer.advantage={config.advantage} compares the episodes of one task, and group_size is {group_size}: "
             "set group_size to 2 or more"
-        )
-    if "greedy" in needs:
-        raise BadJob(
-            f"trainer.advantage={config.advantage} needs a greedy episode of every training task, which runs do not "
-            "sample; rloo has the same shape with the other members of the group as the baseline"
         )
     if config.critic.warmup_steps and "values" not in needs:
         raise BadJob(

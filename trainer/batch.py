@@ -12,12 +12,21 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.trainer.ranks import Ranks
 from penstock.transfer_queue.ledger import Batch
 from penstock.transfer_queue.trajectory import Segment, Trajectory
 
 
 class BadBatch(ValueError):
     """A trajectory cannot be trained on; the message names the episode, the segment and what is wrong."""
+
+
+def refuse_together(ranks: Ranks, problem: str) -> None:
+    """A collective. Raises `BadBatch` on all ranks where any has a problem: a rank that left alone would let the others
+    wait for it in their next collective."""
+    problems = ranks.gather(problem)
+    if any(problems):
+        raise BadBatch(next(filter(None, problems)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.trainer.advantages import Advantages, Episodes
 from penstock.trainer.batch import BadBatch, StepBatch
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.greedy import greedy_baselines
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.shaping import overlong_penalties
 from penstock.transfer_queue.trajectory import Segment, Trajectory
@@ -39,7 +40,7 @@ def episodes_of(batch: StepBatch, config: TrainerConfig, scores: TokenScores) ->
     lengths = np.array([trajectory.num_sampled for trajectory in batch.trajectories], dtype=np.int64)
     tokens = sum(len(row.targets) for row in batch.rows)
     nothing = torch.zeros(tokens, dtype=torch.float64)
-    return Episodes(
+    episodes = Episodes(
         rewards=torch.from_numpy(batch.rewards + overlong_penalties(lengths, config.overlong)),
         group=torch.from_numpy(batch.group),
         turn_rewards=_turn_rewards(batch.trajectories, counts) * config.turn_reward_weight,
@@ -50,6 +51,7 @@ def episodes_of(batch: StepBatch, config: TrainerConfig, scores: TokenScores) ->
         trained=_joined([row.mask for row in batch.rows], np.bool_),
         values=None if scores.values is None else scores.values.double(),
     )
+    return replace(episodes, greedy=greedy_baselines(batch, episodes.returns))
 
 
 def whitened(advantages: Advantages, trained: Tensor, ranks: Ranks) -> Advantages:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from penstock.trainer.attention import row_bounds_arguments, use_packed_attention
 from penstock.trainer.packing import Pack
@@ -22,7 +22,7 @@ from penstock.trainer.packing import Pack
 class Critic(nn.Module):
     """Sharded as a whole, like the policy."""
 
-    def __init__(self, body: PreTrainedModel, hidden_size: int) -> None:
+    def __init__(self, body: nn.Module, hidden_size: int) -> None:
         super().__init__()
         self.model = body
         self.head = nn.Linear(hidden_size, 1, bias=False)

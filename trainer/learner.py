@@ -13,7 +13,7 @@ from penstock.trainer.advantages import ADVANTAGES, Advantages
 from penstock.trainer.aggregation import divisor, episode_weights, trained_tokens
 from penstock.trainer.bad_batch import BadBatches, Place, Share
 from penstock.trainer.bad_steps import BadSteps
-from penstock.trainer.batch import StepBatch, minibatch_bounds
+from penstock.trainer.batch import BadBatch, StepBatch, minibatch_bounds, refuse_together
 from penstock.trainer.choosing import choose_tokens
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.credit import TokenScores, episodes_of, whitened
@@ -66,8 +66,13 @@ class Learner:
         return Scored(minibatches, TokenScores(kl_rewards, values), kl)
 
     def advantages(self, batch: StepBatch, scored: Scored) -> Advantages:
-        """Of the rank's N sampled tokens. Raises `BadBatch`."""
-        episodes = episodes_of(batch, self._config, scored.tokens)
+        """Of the rank's N sampled tokens. Raises `BadBatch`, on all ranks."""
+        problem = ""
+        try:
+            episodes = episodes_of(batch, self._config, scored.tokens)
+        except BadBatch as error:
+            problem = str(error)
+        refuse_together(self._ranks, problem)
         return whitened(self._estimate(episodes), episodes.trained, self._ranks)
 
     def update(self, batch: StepBatch, scored: Scored, advantages: Advantages) -> dict[str, Any]:

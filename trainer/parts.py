@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.trainer.algorithm import GREEDY_MEMBER, needs_of_advantage
 from penstock.trainer.bad_batch import BadBatches
-from penstock.trainer.batch import BadBatch, StepBatch
+from penstock.trainer.batch import BadBatch, StepBatch, refuse_together
 from penstock.trainer.checkpoint import save_final_model
 from penstock.trainer.credit import means_by_episode
 from penstock.trainer.data import Stream, load_rows
@@ -95,17 +96,14 @@ class Parts:
             yield parts
 
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
-        """The step's batch; None on all ranks where any was told to stop. Raises `BadBatch` on all ranks where any has
-        one: a rank that left alone would let the others wait for it in their next collective."""
+        """The step's batch; None on all ranks where any was told to stop. Raises `BadBatch` on all ranks."""
         batch, problem = None, ""
         try:
             batch = await self.source.take(step, stop)
         except BadBatch as error:
             problem = str(error)
-        told = await self.in_torch(self.ranks.gather, [problem, batch is None])
-        if found := next((problem for problem, _ in told if problem), ""):
-            raise BadBatch(found)
-        return None if any(stopped for _, stopped in told) else batch
+        await self.in_torch(refuse_together, self.ranks, problem)
+        return None if await self.in_torch(self.ranks.any, batch is None) else batch
 
     async def record(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
         """The step is trained: its numbers and times are written, and the next one begins. advantages [N]"""
@@ -169,7 +167,8 @@ def _first_rank_parts(job: TrainJob) -> tuple[Feeder, Recorder, Evaluator]:
         raise BadJob(f"{error} (dataset {job.train_data})") from error
     eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
     stream = Stream(len(rows), job.seed, job.shuffle)
-    feeder = Feeder(job.ledger, job.limits, rows, stream, job.config.steps)
+    sampling = {"greedy_member": GREEDY_MEMBER} if "greedy" in needs_of_advantage(job.config) else None
+    feeder = Feeder(job.ledger, job.limits, rows, stream, job.config.steps, sampling=sampling)
     recorder = Recorder(job.run_dir, job.model, job.config.save_trajectories)
     return feeder, recorder, Evaluator(job.ledger, eval_rows, recorder)
 

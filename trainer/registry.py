@@ -71,7 +71,7 @@ class Registry(Generic[F]):
 
 
 def needs_of(function: Callable[..., object]) -> frozenset[str]:
-    """``groups`` (two members or more), ``values`` (a critic), ``greedy`` (a greedy episode per task)."""
+    """``groups`` (two members or more), ``values`` (a critic), ``greedy`` (a greedy member of each group)."""
     return getattr(function, "needs", frozenset())
 
 

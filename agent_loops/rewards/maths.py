@@ -1,8 +1,8 @@
 """Mathematical answers, compared by the library math-verify: ``0.5``, ``1/2`` and ``\\frac{1}{2}`` are one answer.
 
 The library works in processes of its own. Its own time limits are signals, which fail outside a main thread; here the
-operating system ends a process that takes too much CPU time or memory. Only the answer can cause that (a reference
-alone is read first), so it counts as wrong and is counted; a process that is late for another reason is a failure.
+operating system ends a process that takes too much CPU time or memory. What was to be compared has caused that, not the
+machine: the answer is wrong, and counted. A process that is late or ends for another reason is a failure.
 """
 
 from __future__ import annotations

@@ -259,6 +259,12 @@ async def test_the_rows_sampling_overrides_the_runs(run, ledger_of, tasks_of, pa
     await Episode(parts_of(ledger, client), ledger.lease(tasks[0])).run()
     assert client.requests[0].sampling.temperature == 0.0
     assert client.requests[0].sampling.stop_token_ids == (2,)
+    for member, temperature in ((0, 0.0), (1, 1.0)):
+        (one_greedy,) = tasks_of(sampling={"greedy_member": 0})
+        fresh = ledger_of([one_greedy])
+        lease = dataclasses.replace(fresh.lease(one_greedy), member=member)
+        await Episode(parts_of(fresh, client), lease).run()
+        assert client.requests[-1].sampling.temperature == temperature
     (bad,) = tasks_of(sampling={"temprature": 0.0})
     outcome = await Episode(parts_of(ledger, client), ledger.lease(bad)).run()
     assert outcome.component == "task"

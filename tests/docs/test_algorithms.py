@@ -25,7 +25,7 @@ from penstock.trainer.filters import FILTERS
 from penstock.trainer.learner import Learner
 from penstock.trainer.losses import LOSSES
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.registry import Registry, needs_of, options_of
+from penstock.trainer.registry import Registry, options_of
 from penstock.transfer_queue.ledger import Batch
 
 pytestmark = pytest.mark.torch
@@ -86,7 +86,7 @@ def test_every_algorithm_has_an_example() -> None:
     used = " ".join(COMMANDS)
     for option, registry in zip(("advantage", "loss", "correction", "filter"), REGISTRIES, strict=True):
         for name in registry.names():
-            assert f"trainer.{option}={name}" in used or "greedy" in needs_of(registry.get(name)), name
+            assert f"trainer.{option}={name}" in used, name
 
 
 def test_files_of_your_own(model: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

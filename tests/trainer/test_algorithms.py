@@ -27,8 +27,7 @@ from penstock.transfer_queue.ledger import Batch  # noqa: E402
 from penstock.transfer_queue.trajectory import Trajectory  # noqa: E402
 
 pytestmark = pytest.mark.torch
-WIRED = [name for name in ADVANTAGES.names() if "greedy" not in needs_of(ADVANTAGES.get(name))]
-CRITICS = [name for name in WIRED if "values" in needs_of(ADVANTAGES.get(name))]
+CRITICS = [name for name in ADVANTAGES.names() if "values" in needs_of(ADVANTAGES.get(name))]
 SHARES = {"kl_cov": {"share": 0.1}, "clip_cov": {"share": 0.1, "lower": 0.01}}
 
 
@@ -64,7 +63,7 @@ def trajectories(groups: int = 3) -> list[list[Trajectory]]:
     return made
 
 
-@pytest.mark.parametrize("name", WIRED)
+@pytest.mark.parametrize("name", ADVANTAGES.names())
 def test_every_estimator_trains(name: str, tiny_model: str, ranks: Ranks) -> None:
     step = Step(tiny_model, ranks, advantage=name, turn_reward_weight=0.5)
     before = step.weights()
@@ -234,7 +233,6 @@ def test_every_proximal_policy_trains(proximal: str, tiny_model: str, ranks: Ran
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"advantage": "remax"}, r"remax needs a greedy episode .* do not sample; rloo"),
         ({"critic": {"warmup_steps": 3}}, r"warmup_steps is 3, and trainer\.advantage=grpo has no critic"),
         ({"aggregation": "constant"}, r"divides by trainer\.aggregation_length, which is 0"),
         ({"kl": {"target": 6.0}}, r"steers trainer\.kl\.in_reward, which is 0"),
@@ -249,7 +247,7 @@ def test_what_does_not_fit_together_is_refused(settings: dict[str, Any], message
         check_algorithm(TrainerConfig(**settings), group_size=4)
 
 
-@pytest.mark.parametrize("name", [n for n in ADVANTAGES.names() if "groups" in needs_of(ADVANTAGES.get(n))])
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES.names() if {"groups", "greedy"} & needs_of(ADVANTAGES.get(n))])
 def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
     with pytest.raises(BadJob, match=r"compares the episodes of one task, and group_size is 1"):
         check_algorithm(TrainerConfig(advantage=name), group_size=1)

@@ -125,10 +125,19 @@ def test_a_nan_on_one_rank_is_skipped_on_both_kept_and_stops_both(tmp_path: Path
     assert [line["updates_skipped"] for line in metrics(folder)] == [1]
 
 
-def test_a_row_that_one_rank_refuses_ends_both_with_its_cause(tmp_path: Path, tiny_model: str) -> None:
-    first, second = endings(tmp_path, tiny_model, "vocabulary")
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("vocabulary", ", segment 0: token id 64, the trainer's vocabulary"),
+        ("turn rewards", ": turn rewards [1.0] for 2"),
+    ],
+)
+def test_what_one_rank_refuses_ends_both_with_its_cause(
+    tmp_path: Path, tiny_model: str, case: str, message: str
+) -> None:
+    first, second = endings(tmp_path, tiny_model, case)
     assert first == second
-    assert first.startswith("BadBatch: episode train/0000/00000001#0, segment 0: token id 64, the trainer's vocabulary")
+    assert first.startswith(f"BadBatch: episode train/0000/00000001#0{message}")
 
 
 def test_groups_that_ranks_cannot_share_evenly_give_one_ranks_results(tmp_path: Path, tiny_model: str) -> None:

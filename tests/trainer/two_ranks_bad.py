@@ -16,20 +16,22 @@ from penstock.trainer.loop import train
 from penstock.transfer_queue.ledger import Limits
 from penstock.transfer_queue.trajectory import Trajectory
 
-BAD_TOKENS = {"nan": 7, "vocabulary": 64}
+BAD_TOKENS = {"nan": 7, "vocabulary": 64, "turn rewards": 0}
 
 
 def producing(token: int) -> Any:
-    """Episodes of odd tasks, which are rank 1's, begin with `token`; no other has it."""
+    """Episodes of odd tasks, which are rank 1's, begin with `token`, or have too few turn rewards under 0."""
 
     def produce(task_id: str, member: int, version: int) -> Trajectory:
         trajectory = make_trajectory(task_id, member, version)
         (segment,) = trajectory.segments
         prompt = np.where(segment.prompt_ids == token, 8, segment.prompt_ids).astype(np.int32)
         response = np.where(segment.response_ids == token, 8, segment.response_ids).astype(np.int32)
-        if int(task_id.rpartition("/")[2]) % 2:
+        bad = int(task_id.rpartition("/")[2]) % 2
+        if bad and token:
             prompt[0] = token
-        return replace(trajectory, segments=[replace(segment, prompt_ids=prompt, response_ids=response)])
+        changed = replace(segment, prompt_ids=prompt, response_ids=response)
+        return replace(trajectory, segments=[changed], turn_rewards=(1.0,) if bad and not token else ())
 
     return produce
 
