@@ -19,7 +19,7 @@ from penstock.trainer.batch import StepBatch, make_step_batch  # noqa: E402
 from penstock.trainer.config import TrainerConfig  # noqa: E402
 from penstock.trainer.corrections import CORRECTIONS  # noqa: E402
 from penstock.trainer.engine import FSDPEngine  # noqa: E402
-from penstock.trainer.learner import Learner  # noqa: E402
+from penstock.trainer.learner import Learner, TrainingDiverged  # noqa: E402
 from penstock.trainer.losses import LOSSES  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
 from penstock.trainer.registry import needs_of  # noqa: E402
@@ -251,3 +251,12 @@ def test_what_does_not_fit_together_is_refused(settings: dict[str, Any], message
 def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
     with pytest.raises(BadJob, match=r"compares the episodes of one task, and group_size is 1"):
         check_algorithm(TrainerConfig(advantage=name), group_size=1)
+
+
+def test_a_critic_that_breaks_stops_the_run(tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, advantage="gae", max_bad_steps=1, critic={"warmup_steps": 10})
+    with torch.no_grad():
+        next(iter(step.engine.critic.module.parameters())).fill_(float("nan"))
+    step.run(trajectories(1))
+    with pytest.raises(TrainingDiverged, match="gradient norm nan; 2 steps in a row"):
+        step.run(trajectories(1))
