@@ -6,7 +6,7 @@
 
 Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:1707.06347), equation 9; the clipped value loss
 is that of OpenAI's implementation (Engstrom et al. 2020, "Implementation Matters in Deep RL", arXiv:2005.12729,
-section 2).
+on value function clipping).
 """
 
 from __future__ import annotations

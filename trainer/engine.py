@@ -37,6 +37,11 @@ class Engine(Protocol):
     """What the loop needs of a training backend. Every method is a collective over the ranks."""
 
     limits: ModelLimits
+    kl_coefficient: float
+    """Of trainer.kl.in_reward, as it was steered to; a checkpoint keeps it."""
+
+    @property
+    def has_critic(self) -> bool: ...
 
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         """Logprobs [N] of each pack under the present weights, without gradient."""
@@ -73,7 +78,10 @@ class FSDPEngine:
         if "values" in needs_of(ADVANTAGES.get(config.advantage)):
             self.critic = Learning(load_critic(model), config, ranks)
         self.kl_coefficient = config.kl.in_reward
-        """As it was steered to; a checkpoint keeps it."""
+
+    @property
+    def has_critic(self) -> bool:
+        return self.critic is not None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

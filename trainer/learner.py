@@ -18,7 +18,7 @@ from penstock.trainer.choosing import choose_tokens
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.credit import TokenScores, episodes_of, whitened
 from penstock.trainer.critic import value_loss
-from penstock.trainer.engine import FSDPEngine, Update
+from penstock.trainer.engine import Engine
 from penstock.trainer.filters import FILTERS
 from penstock.trainer.kl import ESTIMATORS, steered
 from penstock.trainer.losses import LOSSES
@@ -26,6 +26,7 @@ from penstock.trainer.metrics import step_metrics, tally_batch
 from penstock.trainer.objective import Objective, Targets
 from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.sharded import Update
 from penstock.trainer.tally import Tally
 
 
@@ -43,7 +44,7 @@ class Learner:
     """Everything between a batch and new weights. Every method is a collective."""
 
     def __init__(
-        self, config: TrainerConfig, engine: FSDPEngine, ranks: Ranks, bad_batches: BadBatches | None = None
+        self, config: TrainerConfig, engine: Engine, ranks: Ranks, bad_batches: BadBatches | None = None
     ) -> None:
         self._config = config
         self._engine = engine
@@ -62,7 +63,7 @@ class Learner:
         if self._config.kl.needs_reference:
             minibatches = self._with(minibatches, self._engine.score_reference, "reference")
         kl_rewards, kl = self._kl_rewards(minibatches, batch) if self._config.kl.in_reward else (None, 0.0)
-        values = self._in_order(minibatches, self._engine.values, batch) if self._engine.critic else None
+        values = self._in_order(minibatches, self._engine.values, batch) if self._engine.has_critic else None
         return Scored(minibatches, TokenScores(kl_rewards, values), kl)
 
     def advantages(self, batch: StepBatch, scored: Scored) -> Advantages:
@@ -78,11 +79,11 @@ class Learner:
     def update(self, batch: StepBatch, scored: Scored, advantages: Advantages) -> dict[str, Any]:
         """New weights; returns the step's metrics, the same on all ranks. Raises `TrainingDiverged`."""
         tally = Tally()
-        values = self._learn_values(scored, advantages, tally) if self._engine.critic is not None else []
+        of_critic = self._learn_values(scored, advantages, tally) if self._engine.has_critic else []
         updates: list[Update | None] = [None] * len(scored.minibatches)
-        if self._engine.critic is None or batch.step >= self._config.critic.warmup_steps:
+        if not self._engine.has_critic or batch.step >= self._config.critic.warmup_steps:
             updates = [self._update_one(batch, scored, number, advantages, tally) for number in range(len(updates))]
-        self._watch.check(batch, [*updates, *values], self._ranks)
+        self._watch.check(batch, [*updates, *of_critic], self._ranks)
         self._steer(batch, scored, tally)
         tally_batch(tally, batch, advantages.tokens)
         return step_metrics(batch, tally.reduce(self._ranks), updates)
@@ -140,13 +141,9 @@ class Learner:
             tally.add("value/mean", values[kept].detach().double().cpu().numpy())
             return per_token.sum() if bool(kept.any()) else values.sum() * 0
 
-        updates = []
-        for packs in scored.minibatches:
-            tokens = self._ranks.sum(sum(int(pack.mask.sum()) for pack in packs))
-            if tokens:
-                update = self._engine.update_critic(packs, loss, tokens)
-                tally.add("value/grad_norm", update.grad_norm)
-                updates.append(update)
+        counted = [(packs, self._ranks.sum(sum(int(p.mask.sum()) for p in packs))) for packs in scored.minibatches]
+        updates = [self._engine.update_critic(packs, loss, tokens) for packs, tokens in counted if tokens]
+        tally.add("value/grad_norm", [update.grad_norm for update in updates])
         return updates
 
     def _kl_rewards(self, minibatches: Sequence[Sequence[Pack]], batch: StepBatch) -> tuple[Tensor, float]:

@@ -15,6 +15,7 @@ from trainer_support import make_trajectory  # noqa: E402
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages  # noqa: E402
 from penstock.trainer.algorithm import BadJob, check_algorithm  # noqa: E402
+from penstock.trainer.bad_steps import TrainingDiverged  # noqa: E402
 from penstock.trainer.batch import StepBatch, make_step_batch  # noqa: E402
 from penstock.trainer.config import TrainerConfig  # noqa: E402
 from penstock.trainer.corrections import CORRECTIONS  # noqa: E402
@@ -251,3 +252,12 @@ def test_what_does_not_fit_together_is_refused(settings: dict[str, Any], message
 def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
     with pytest.raises(BadJob, match=r"compares the episodes of one task, and group_size is 1"):
         check_algorithm(TrainerConfig(advantage=name), group_size=1)
+
+
+def test_a_critic_that_breaks_stops_the_run(tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, advantage="gae", max_bad_steps=1, critic={"warmup_steps": 10})
+    with torch.no_grad():
+        next(iter(step.engine.critic.module.parameters())).fill_(float("nan"))
+    step.run(trajectories(1))
+    with pytest.raises(TrainingDiverged, match="gradient norm nan; 2 steps in a row"):
+        step.run(trajectories(1))

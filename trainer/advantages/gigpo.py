@@ -6,7 +6,7 @@
     A_u   = A^E_i + weight · A^S_u
 
 Feng et al. 2025, "Group-in-Group Policy Optimization for LLM Agent Training" (arXiv:2505.10978), equations 3 and 5-8.
-F is the standard deviation (norm ``std``) or 1 (norm ``none``, as in the paper's leave-one-out-like variant). The
+F is the standard deviation (norm ``std``) or 1 (norm ``none``). The
 state of a turn is what was fed right before it, or what the agent loop says: extra["turn_states"].
 """
 

@@ -3,8 +3,8 @@
     b = Σ l_j · R_j / Σ l_j        over the episode's group, l = sampled tokens
     A_i = R_i − b
 
-Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585), section 3.2. A group whose rewards
-are all equal, or that has one member: A = 0.
+Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585), section on the optimal baseline. A
+group whose rewards are all equal, or that has one member: A = 0.
 """
 
 from __future__ import annotations

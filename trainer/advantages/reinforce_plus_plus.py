@@ -3,7 +3,8 @@
     G_n = Σ_{m ≥ n} γ^(m − n) · r_m        over the later sampled tokens of the episode
     A_n = (G_n − mean(G)) / std(G)         over all trained tokens of all ranks
 
-Hu 2025, "REINFORCE++" (arXiv:2501.03262), section 3.2: KL to the reference policy is part of r (trainer.kl.in_reward).
+Hu et al. 2025, "REINFORCE++" (arXiv:2501.03262), section on global advantage normalisation. KL to the reference policy
+is part of r: trainer.kl.in_reward.
 """
 
 from __future__ import annotations

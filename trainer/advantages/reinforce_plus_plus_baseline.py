@@ -3,7 +3,7 @@
     A'_i = R_i − mean(R)                     over the episode's group
     A_n  = (A'_n − mean(A')) / std(A')       over all trained tokens of all ranks
 
-Hu 2025, "REINFORCE++" (arXiv:2501.03262), section 3.3.
+Hu et al. 2025, "REINFORCE++" (arXiv:2501.03262), section on REINFORCE++ with baseline.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     A_n = Σ_{m ≥ n} r_m − R_greedy
 
-Li et al. 2023, "ReMax" (arXiv:2310.10505), section 3.2, algorithm 1.
+Li et al. 2023, "ReMax" (arXiv:2310.10505), algorithm 1.
 """
 
 from __future__ import annotations

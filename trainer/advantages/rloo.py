@@ -2,7 +2,7 @@
 
     A_i = R_i − 1/(n − 1) · Σ_{j ≠ i} R_j  =  n/(n − 1) · (R_i − mean(R))
 
-Ahmadian et al. 2024, "Back to Basics" (arXiv:2402.14740), section 3.3; Kool et al. 2019, "Buy 4 REINFORCE Samples,
+Ahmadian et al. 2024, "Back to Basics" (arXiv:2402.14740), section on RLOO; Kool et al. 2019, "Buy 4 REINFORCE Samples,
 Get a Baseline for Free!". A group with one member has no others to compare with: A = 0.
 """
 

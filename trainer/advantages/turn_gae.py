@@ -4,7 +4,7 @@
     every token of turn u gets A_u (then whitened over the trained tokens); the critic learns A_u + V_u at all of them
 
 Schulman et al. 2015 (arXiv:1506.02438), equation 16, with turns for steps: Wang et al. 2025, "VAGEN"
-(arXiv:2510.16907), section 4.2, the turn-wise half of its bi-level estimation; Wei et al. 2025, "Reinforcing
+(arXiv:2510.16907), the turn-wise half of its bi-level estimation; Wei et al. 2025, "Reinforcing
 Multi-Turn Reasoning in LLM Agents via Turn-Level Reward Design" (arXiv:2505.11821).
 """
 

@@ -2,8 +2,8 @@
 
     w = ρ · 1[ρ ≤ cap],    ρ = π_prox / π_behave       of a token, of a whole segment (product), or its geometric mean
 
-Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", section 4:
-truncation keeps a wrong gradient of bounded size, masking drops it.
+Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
+sequence-level masking: truncation keeps a wrong gradient of bounded size, masking drops it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     w = 1[low ≤ ρ ≤ high],    ρ = π_prox / π_behave      of a token, of a whole segment (product), or its geometric mean
 
-Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", section
-4, with weight 1 for what is kept: a trust region of hard bounds. The geometric mean does not drift with length, so
-long segments are not rejected for being long.
+Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
+sequence-level masking with weight 1 for what is kept: a trust region of hard bounds. The geometric mean does not
+drift with length, so long segments are not rejected for being long.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Espeholt et al. 2018, "IMPALA" (arXiv:1802.01561), section 4.1 (the truncated ρ
 engine and a trainer: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". The
 cap bounds the variance that rare tokens bring; weights below it are unbiased for a whole segment, and of low variance
 for single tokens. Sequence level: Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
-Training-Inference Mismatch", section 4; geometric: the length-normalised ratio of Zheng et al. 2025
+Training-Inference Mismatch"; geometric: the length-normalised ratio of Zheng et al. 2025
 (arXiv:2507.18071).
 """
 

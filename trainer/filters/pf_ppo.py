@@ -5,8 +5,9 @@
     p_i ∝ 0.4 for the best of the group, else 0.1                mode ``max_random`` (best-random, BR)
     w_i = n · p_i / Σ p               over the n members of the episode's group
 
-Shen & Zhang 2024, "Policy Filtration for RLHF to Mitigate Noise in Reward Models" (arXiv:2409.06957), section 4. The
-paper draws n episodes with probabilities p; a weight n · p is what the draw is on average, without its noise.
+Shen & Zhang 2024, "Policy Filtration for RLHF to Mitigate Noise in Reward Models" (arXiv:2409.06957), section on
+policy filtration. The paper draws n episodes with probabilities p; a weight n · p is what the draw is on average,
+without its noise.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
                                                  (A − mean A)(logπ − mean logπ)
 
 Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv:2505.22617),
-section 4.2, equations 11 and 13. Covariances are those at the start of the step; tokens are chosen among all of the
+section on KL-Cov. Covariances are those at the start of the step; tokens are chosen among all of the
 minibatch.
 """
 

@@ -4,10 +4,10 @@
     L = max(−ρ · A, −clip(ρ, 1 − low, 1 + high) · A)        and for A < 0 at most −c · A
 
 Schulman et al. 2017 (arXiv:1707.06347), equation 7; dual clip: Ye et al. 2020, "Mastering Complex Control in MOBA
-Games with Deep Reinforcement Learning" (arXiv:1912.09729), equation 5, c > 1; unequal bounds ("clip-higher", high
-0.28): Yu et al. 2025, "DAPO" (arXiv:2503.14476), section 3.1. Classical PPO, whose old policy is the one that
-sampled, is this with `trainer.proximal: behaviour` and `trainer.correction: null`; with a correction the loss is
-multiplied by its weights.
+Games with Deep Reinforcement Learning" (arXiv:1912.09729), section on dual-clip PPO, c > 1; unequal bounds
+("clip-higher", high 0.28): Yu et al. 2025, "DAPO" (arXiv:2503.14476), section 3.1. Classical PPO, whose old policy is
+the one that sampled, is this with `trainer.proximal: behaviour` and `trainer.correction: null`; with a correction the
+loss is multiplied by its weights.
 """
 
 from __future__ import annotations

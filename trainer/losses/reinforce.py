@@ -2,8 +2,8 @@
 
     L = − w · A · logπ
 
-Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", equation
-11. It has no trust region: the loss of RLOO, ReMax and OPO as their papers have them, one update per step.
+Williams 1992, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning". It
+has no trust region: the loss of RLOO, ReMax and OPO as their papers have them, one update per step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     L = − σ(τ · (ρ − 1)) · 4/τ · A,     τ = tau_positive where A > 0, else tau_negative,     ρ = exp(logπ − logπ_prox)
 
-Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv:2511.20347), section 3; the gradient's weight is 1 at ρ =
+Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv:2511.20347), its gate f; the gradient's weight is 1 at ρ =
 1 and falls off on both sides. The paper averages by sequence: trainer.aggregation episode_mean.
 """
 
