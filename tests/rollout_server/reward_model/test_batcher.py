@@ -48,6 +48,15 @@ async def batcher(recorded: Recorded) -> AsyncIterator[Callable[..., Batcher]]:
         await one.close()
 
 
+async def occupied(batches: Batcher, recorded: Recorded) -> asyncio.Future[list[float]]:
+    """The row that the scoring thread holds until the gate is opened."""
+    recorded.gate.clear()
+    first = asyncio.ensure_future(batches.submit([[1]], 10))
+    while not recorded.batches:
+        await asyncio.sleep(0.005)
+    return first
+
+
 async def test_what_comes_together_is_scored_together_and_answered_in_order(batcher, recorded: Recorded) -> None:
     batches = batcher(wait_s=0.05)
     found = await asyncio.gather(batches.submit([[1], [2, 2]], 10), batches.submit([[3]], 10))
@@ -64,11 +73,8 @@ async def test_rows_and_padded_tokens_bound_a_batch(batcher, recorded: Recorded)
 
 
 async def test_a_full_queue_refuses_and_takes_nothing(batcher, recorded: Recorded) -> None:
-    recorded.gate.clear()
     batches = batcher(wait_s=0, max_rows=1, max_waiting=2)
-    first = asyncio.ensure_future(batches.submit([[1]], 10))
-    while not recorded.batches:
-        await asyncio.sleep(0.005)
+    first = await occupied(batches, recorded)
     waiting = asyncio.ensure_future(batches.submit([[2], [3]], 10))
     await asyncio.sleep(0)
     with pytest.raises(Busy, match="2 answers wait"):
@@ -78,11 +84,8 @@ async def test_a_full_queue_refuses_and_takes_nothing(batcher, recorded: Recorde
 
 
 async def test_what_nobody_waits_for_any_more_is_not_scored(batcher, recorded: Recorded) -> None:
-    recorded.gate.clear()
     batches = batcher(wait_s=0, max_rows=1)
-    first = asyncio.ensure_future(batches.submit([[1]], 10))
-    while not recorded.batches:
-        await asyncio.sleep(0.005)
+    first = await occupied(batches, recorded)
     with pytest.raises(Late, match="not scored within"):
         await batches.submit([[2]], 0.02)
     given_up = asyncio.ensure_future(batches.submit([[3]], 10))
@@ -102,11 +105,8 @@ async def test_a_failure_reaches_those_of_its_batch_alone(batcher, recorded: Rec
 
 
 async def test_closing_fails_what_waits(batcher, recorded: Recorded) -> None:
-    recorded.gate.clear()
     batches = batcher(wait_s=0, max_rows=1)
-    first = asyncio.ensure_future(batches.submit([[1]], 10))
-    while not recorded.batches:
-        await asyncio.sleep(0.005)
+    first = await occupied(batches, recorded)
     second = asyncio.ensure_future(batches.submit([[2]], 10))
     await asyncio.sleep(0)
     await batches.close()
