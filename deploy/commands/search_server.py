@@ -29,7 +29,7 @@ def search_server(
 ) -> None:
     """Start a retrieval server over a corpus, in Search-R1's request and response shape [PENSTOCK_SEARCH_TOKEN].
 
-    Ranks by BM25, or by vectors with --dense MODEL (a folder or a hub name; `pip install 'penstock[dense]'`).
+    Ranks by BM25, or by vectors with --dense MODEL (a folder or a hub name; needs the extra named dense).
     The index is built at the first start and kept; a corpus that has changed is indexed anew.
     """
     from penstock.deploy.roles import run_role
