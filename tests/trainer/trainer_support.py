@@ -287,3 +287,13 @@ def loss_by_hand(name: str, ratios: Sequence[float], advantages: Sequence[float]
     }
     batch = LossInput(logprobs, proximal, proximal, torch.tensor(advantages, dtype=torch.float64), **given)
     return LOSSES.bind(name, options)(batch), logprobs
+
+
+def broken_loss(batch: Any) -> Any:
+    """A policy loss that is never a number."""
+    from dataclasses import replace
+
+    from penstock.trainer.losses import LOSSES
+
+    result = LOSSES.get("decoupled_ppo")(batch)
+    return replace(result, per_token=result.per_token * float("nan"))
