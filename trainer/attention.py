@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from penstock.trainer.context import Context
+
 NAME = "penstock_packed"
 
 
@@ -27,15 +29,32 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    context: Context | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, L, D], key and value [1, H_kv, L, D] → [1, L, H, D]. Raises where the rows' bounds do not arrive."""
+    """query [1, H, L, D], key and value [1, H_kv, L, D] → [1, L, H, D]. Raises where the rows' bounds do not arrive.
+
+    With `context`, L is this rank's part of the tokens, and the bounds are those of the whole pack.
+    """
     if cu_seq_lens_q is None:
         raise NotImplementedError(f"{type(module).__name__} does not hand on the bounds of packed rows")
+    if context is not None:
+        query, key, value = (context.to_heads(part) for part in _even_heads(query, key, value, context.size))
     lengths = cu_seq_lens_q.diff().tolist()
     rows = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
     outputs = [_one_row(q, k, v, scaling=scaling, dropout=dropout, window=sliding_window) for q, k, v in rows]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    joined = torch.cat(outputs, dim=2)
+    if context is not None:
+        joined = context.to_tokens(joined)
+    return joined.transpose(1, 2).contiguous(), None
+
+
+def _even_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values repeated for every query head where `size` ranks could not share out their own heads."""
+    if key.shape[1] % size == 0:
+        return query, key, value
+    times = query.shape[1] // key.shape[1]
+    return query, key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
 def _one_row(q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, dropout: float, window: int | None) -> Tensor:

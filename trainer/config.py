@@ -55,12 +55,27 @@ class OverlongConfig(BaseModel):
         return self
 
 
+class ParallelConfig(BaseModel):
+    """How ranks share one copy of the model; the rest of them hold further copies' rows (data parallelism)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tensor: int = Field(1, gt=0, description="Ranks that share out each matrix; within one machine.")
+    context: int = Field(1, gt=0, description="Ranks that share out the tokens of each pack, for very long rows.")
+
+    @property
+    def ranks(self) -> int:
+        """That hold the same rows."""
+        return self.tensor * self.context
+
+
 class TrainerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: int = Field(40, gt=0, description="Optimizer steps (published versions) of the run.")
     ranks: int = Field(1, gt=0, description="Trainer processes, started by torchrun on one machine.")
     threads: int = Field(1, gt=0, description="CPU threads per trainer process.")
+    parallel: ParallelConfig = ParallelConfig()
     advantage: str = Field("grpo", description="Registered advantage estimator.")
     advantage_options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the estimator; docs/algorithms.md lists them."

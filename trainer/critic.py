@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer.attention import row_bounds_arguments, use_packed_attention
+from penstock.trainer.attention import use_packed_attention
+from penstock.trainer.context import Context, whole
 from penstock.trainer.packing import Pack
+from penstock.trainer.policy import model_inputs
 
 
 class Critic(nn.Module):
@@ -25,16 +27,18 @@ class Critic(nn.Module):
     def __init__(self, body: nn.Module, hidden_size: int) -> None:
         super().__init__()
         self.model = body
+        self.context: Context | None = None
+        """As `Policy.context`."""
         self.head = nn.Linear(hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, pack: Pack) -> Tensor:
         """Values [N], float32, of the contexts before `pack.targets`."""
-        arguments = row_bounds_arguments(pack.row_bounds)
-        inputs = {"input_ids": pack.ids[None], "position_ids": pack.positions[None], "use_cache": False, **arguments}
-        hidden = self.model(**inputs).last_hidden_state[0]
+        part = self.context.part(pack) if self.context else whole(pack)
+        hidden = self.model(**model_inputs(part, self.context)).last_hidden_state[0]
         # A sum over the one column: FSDP's hook on the output would be lost with a view.
-        return self.head(hidden[pack.predictors]).float().sum(-1)
+        values = self.head(hidden[part.predictors]).float().sum(-1)
+        return self.context.join(values, part.counts) if self.context else values
 
 
 def load_critic(model: str) -> Critic:

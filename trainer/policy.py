@@ -3,25 +3,25 @@
     logprob_n = log softmax(logits(position before n) / temperature)[id_n]
     entropy_n = −Σ_v p_v · log p_v        of the same distribution, where it is asked for
 
-Only positions that predict a sampled token go through the output head, in chunks whose logits are computed again in the
-backward, so that logits of a whole pack never exist together. float32 throughout, whatever the model computes in.
+Only positions that predict a sampled token go through the output head, whose logits exist a tile at a time (`logprobs`).
+float32 throughout, whatever the model computes in.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.trainer.attention import PROBE, row_bounds_arguments, use_packed_attention
+from penstock.trainer.context import Context, Part, whole
+from penstock.trainer.logprobs import Head, token_logprobs
 from penstock.trainer.packing import Pack
-
-CHUNK_ELEMENTS = 1 << 24
-"""Logits that exist at a time: 64 MiB in float32."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,36 +43,41 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.with_entropy = with_entropy
-        self.chunked = _head_is_plain(model)
-        """False where the model changes its logits after the head (soft-capping, scaling): it is then called whole."""
+        self.context: Context | None = None
+        """Set where other ranks have a part of each pack's tokens."""
+        self.head = _head_of(model, temperature)
+        """None where the model changes its logits in a way that `Head` does not know: it is then called whole."""
+
+    @property
+    def chunked(self) -> bool:
+        return self.head is not None
 
     def forward(self, pack: Pack) -> Outputs:
         """Of `pack.targets`."""
-        arguments = row_bounds_arguments(pack.row_bounds)
-        inputs = {"input_ids": pack.ids[None], "position_ids": pack.positions[None], "use_cache": False, **arguments}
-        if not self.chunked:
-            logits = self.model(**inputs).logits[0]
-            return self._outputs(logits[pack.predictors], pack.targets)
-        hidden = self.model.base_model(**inputs).last_hidden_state[0]
-        return self._in_chunks(hidden[pack.predictors], pack.targets)
+        part = self.context.part(pack) if self.context else whole(pack)
+        logprobs, entropy = self._of_part(part)
+        if self.context is None:
+            return Outputs(logprobs, entropy)
+        joined = self.context.join(logprobs, part.counts)
+        return Outputs(joined, None if entropy is None else self.context.join(entropy, part.counts))
 
-    def _in_chunks(self, hidden: Tensor, targets: Tensor) -> Outputs:
-        size = max(1, CHUNK_ELEMENTS // self.model.config.vocab_size)
-        if len(targets) <= size:
-            return self._head_outputs(hidden, targets)
-        parts = [
-            checkpoint(self._head_outputs, h, t, use_reentrant=False, preserve_rng_state=False)
-            for h, t in zip(hidden.split(size), targets.split(size), strict=True)
-        ]
-        entropy = torch.cat([part.entropy for part in parts]) if self.with_entropy else None
-        return Outputs(torch.cat([part.logprobs for part in parts]), entropy)
+    def _of_part(self, part: Part) -> tuple[Tensor, Tensor | None]:
+        inputs = model_inputs(part, self.context)
+        if self.head is None:
+            logits = self.model(**inputs, logits_to_keep=part.predictors).logits[0]
+            entropy = entropies(logits, self.temperature) if self.with_entropy else None
+            return target_logprobs(logits, part.targets, self.temperature), entropy
+        hidden = self.model.base_model(**inputs).last_hidden_state[0][part.predictors]
+        weight, bias, head = _local_head(self.model.get_output_embeddings(), self.head)
+        return token_logprobs(hidden, weight, bias, part.targets, head, with_entropy=self.with_entropy)
 
-    def _head_outputs(self, hidden: Tensor, targets: Tensor) -> Outputs:
-        return self._outputs(self.model.get_output_embeddings()(hidden), targets)
 
-    def _outputs(self, logits: Tensor, targets: Tensor) -> Outputs:
-        entropy = entropies(logits, self.temperature) if self.with_entropy else None
-        return Outputs(target_logprobs(logits, targets, self.temperature), entropy)
+def model_inputs(part: Part, context: Context | None) -> dict[str, Any]:
+    """Keyword arguments of a transformers model for one part of a pack."""
+    arguments = row_bounds_arguments(part.row_bounds)
+    if context is not None:
+        arguments["context"] = context
+    return {"input_ids": part.ids[None], "position_ids": part.positions[None], "use_cache": False, **arguments}
 
 
 def target_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
@@ -93,17 +98,39 @@ def load_policy(model: str, temperature: float, *, with_entropy: bool = False) -
     loaded.eval()
     attention = use_packed_attention(loaded)
     policy = Policy(loaded, temperature, with_entropy=with_entropy)
-    logger.info("%s: attention %s, head %s", model, attention, "in chunks" if policy.chunked else "whole")
+    logger.info("%s: attention %s, head %s", model, attention, "in tiles" if policy.chunked else "whole")
     return policy
 
 
+def _local_head(head: nn.Module, settings: Head) -> tuple[Tensor, Tensor | None, Head]:
+    """(weight, bias, settings) of the rows that this rank has."""
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if not isinstance(weight, DTensor):
+        return weight, bias, settings
+    local, mesh = weight.to_local(), weight.device_mesh
+    if weight.placements[0].is_shard():
+        settings = replace(settings, first=mesh.get_local_rank() * len(local), group=mesh.get_group())
+    return local, bias.to_local() if isinstance(bias, DTensor) else bias, settings
+
+
 @torch.no_grad()
-def _head_is_plain(model: PreTrainedModel) -> bool:
+def _head_of(model: PreTrainedModel, temperature: float) -> Head | None:
+    """How this model makes logits, by trying what its settings suggest."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return None
     ids = torch.tensor([PROBE[0]])
     bounds = torch.tensor([0, ids.shape[1]], dtype=torch.int32)
     inputs = {"input_ids": ids, "use_cache": False, **row_bounds_arguments(bounds)}
-    head = model.get_output_embeddings()
-    if head is None:
-        return False
-    hidden = model.base_model(**inputs).last_hidden_state
-    return torch.allclose(head(hidden).float(), model(**inputs).logits.float(), atol=1e-5, rtol=1e-4)
+    hidden = model.base_model(**inputs).last_hidden_state[0]
+    expected = model(**inputs).logits[0].float()
+    settings = _head_settings(model)
+    found = settings.logits(hidden, head.weight, head.bias)
+    return replace(settings, temperature=temperature) if torch.allclose(found, expected, atol=1e-5, rtol=1e-4) else None
+
+
+def _head_settings(model: PreTrainedModel) -> Head:
+    """Gemma caps its logits, Cohere multiplies and Granite divides them."""
+    config = model.config.get_text_config()
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))

@@ -14,8 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.context import Context
 from penstock.trainer.packing import Pack, empty_pack
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.tensor_parallel import split_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Sharded:
     def __init__(self, module: nn.Module, config: TrainerConfig, ranks: Ranks) -> None:
         self.module = _shard(module, config, ranks)
         self._ranks = ranks
+        self._shards = ranks.world // ranks.tensor_size
 
     @torch.no_grad()
     def score(self, packs: Sequence[Pack]) -> list[Any]:
@@ -78,10 +81,10 @@ class Learning(Sharded):
         for pack in self._in_step(packs):
             moved = pack.to(self._ranks.device)
             total = loss(moved, self.module(moved))
-            # FSDP2 averages gradients over ranks; `divisor` counts all ranks, so the sum is wanted.
-            (total * (self._ranks.world / divisor)).backward()
+            # FSDP2 averages gradients over the shards' ranks; `divisor` counts all ranks, so the sum is wanted.
+            (total * (self._shards / divisor)).backward()
             summed += total.detach()
-        return self._ranks.sum(float(summed)) / divisor
+        return self._ranks.data.sum(float(summed)) / divisor
 
     def step(self, lr: float, loss: float) -> Update:
         """One optimizer update with the gradients that are there, unless `loss` or they are not finite."""
@@ -98,12 +101,19 @@ class Learning(Sharded):
 
 
 def _shard(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> nn.Module:
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,), mesh_dim_names=("data",))
+    mesh = init_device_mesh(
+        ranks.device.type, (ranks.world // ranks.tensor_size, ranks.tensor_size), mesh_dim_names=("shards", "tensor")
+    )
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
-    arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": ranks.world > 1}
+    shards = mesh["shards"]
+    arguments: dict[str, Any] = {"mesh": shards, "mp_policy": precision, "reshard_after_forward": shards.size() > 1}
     module.to(ranks.device)
+    if ranks.tensor_size > 1:
+        split_over(module, mesh["tensor"])
+    if ranks.context is not None:
+        module.context = Context(ranks.context.group, ranks.context.rank, ranks.context.world)
     for block in _blocks(module):
         fully_shard(block, **arguments)
     fully_shard(module, **arguments)

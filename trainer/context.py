@@ -1,0 +1,132 @@
+"""Context parallelism: the tokens of one pack are shared out over ranks, for rows too long for one of them.
+
+    rank c has tokens c·L/C … (c + 1)·L/C of the pack, whatever row they are of; positions and bounds go with them
+
+Attention alone looks beyond a rank's tokens. Before it an all-to-all turns "all heads of my tokens" into "all tokens of my
+heads", so that the attention over whole rows runs unchanged, and after it another turns that back (Jacobs et al. 2023,
+"DeepSpeed Ulysses", arXiv:2309.14509). What a rank says of its sampled tokens is joined: every rank of the group goes on
+with all N values and the same loss, and its backward takes its own tokens' gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.trainer.packing import Pack
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank computes of a pack. l = its tokens, n = its sampled tokens."""
+
+    ids: Tensor
+    """[l]"""
+    positions: Tensor
+    """[l]"""
+    row_bounds: Tensor
+    """[R + 1], or one more where the pack was filled up: of the whole pack"""
+    predictors: Tensor
+    """[n] places among the rank's tokens"""
+    targets: Tensor
+    """[n]"""
+    counts: tuple[int, ...] = ()
+    """n of every rank of the group"""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The ranks that share a pack's tokens, and this one's place among them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def part(self, pack: Pack) -> Part:
+        """This rank's, by itself: every rank has the whole pack."""
+        length = -(-len(pack.ids) // self.size)
+        ids, positions, bounds = _filled(pack, length * self.size)
+        start = self.rank * length
+        edges = torch.arange(self.size + 1, device=pack.predictors.device) * length
+        cuts = torch.searchsorted(pack.predictors, edges).tolist()
+        mine = slice(cuts[self.rank], cuts[self.rank + 1])
+        counts = tuple(end - begin for begin, end in zip(cuts[:-1], cuts[1:], strict=True))
+        own = slice(start, start + length)
+        return Part(ids[own], positions[own], bounds, pack.predictors[mine] - start, pack.targets[mine], counts)
+
+    def join(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """[n] of every rank → [N] on every rank. Each rank's loss must be the same function of the result."""
+        return _Join.apply(values, counts, self)
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """[1, H, l, D] of this rank's tokens → [1, H / C, L, D] of its heads."""
+        heads, length, width = x.shape[1:]
+        received = _Exchange.apply(x.reshape(self.size, heads // self.size, length, width), self.group)
+        return received.transpose(0, 1).reshape(1, heads // self.size, self.size * length, width)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """[1, H / C, L, D] of this rank's heads → [1, H, l, D] of its tokens."""
+        heads, length, width = x.shape[1], x.shape[2] // self.size, x.shape[3]
+        received = _Exchange.apply(x.reshape(heads, self.size, length, width).transpose(0, 1), self.group)
+        return received.reshape(1, self.size * heads, length, width)
+
+
+def whole(pack: Pack) -> Part:
+    """Of a pack that one rank computes alone."""
+    return Part(pack.ids, pack.positions, pack.row_bounds, pack.predictors, pack.targets)
+
+
+def _filled(pack: Pack, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, positions and bounds with one more row of zeros up to `length` tokens."""
+    missing = length - len(pack.ids)
+    if not missing:
+        return pack.ids, pack.positions, pack.row_bounds
+    ids = torch.nn.functional.pad(pack.ids, (0, missing))
+    positions = torch.cat([pack.positions, torch.arange(missing, device=pack.positions.device)])
+    return ids, positions, torch.cat([pack.row_bounds, pack.row_bounds.new_tensor([length])])
+
+
+class _Exchange(torch.autograd.Function):
+    """[C, …]: piece c goes to rank c, and the pieces that come stand in the order of their ranks. Its own inverse.
+
+    Contiguous copies both ways: a gradient with permuted strides, as attention's is, would be sent in the wrong order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchanged(pieces, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(gradients[0], ctx.group), None
+
+
+def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
+    sent = pieces.contiguous()
+    received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, counts: tuple[int, ...], context: Context) -> Tensor:
+        start = sum(counts[: context.rank])
+        ctx.own = slice(start, start + counts[context.rank])
+        padded = values.new_zeros(max(counts))
+        padded[: len(values)] = values
+        received = values.new_empty(context.size * max(counts))
+        if max(counts):
+            dist.all_gather_into_tensor(received, padded, group=context.group)
+        parts = received.view(context.size, -1) if max(counts) else received.view(context.size, 0)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # Every rank has the whole gradient, from the same loss: no sum over the group.
+        return gradients[0][ctx.own].contiguous(), None, None
