@@ -83,7 +83,7 @@ async def run_worker(job: WorkerJob) -> None:
 
     Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `LedgerError`.
     """
-    sandbox = make_sandbox(job.sandbox, job.name, job.sandbox_token) if job.tools else None
+    sandbox = _sandbox_of(job) if job.tools else None
     parts: EpisodeParts | None = None
     try:
         parts = build_parts(job, sandbox)
@@ -93,6 +93,10 @@ async def run_worker(job: WorkerJob) -> None:
             await close_tools(parts.tools.values())
         if sandbox is not None:
             await sandbox.close()
+
+
+def _sandbox_of(job: WorkerJob) -> Sandbox:
+    return make_sandbox(job.sandbox, job.name, job.sandbox_token, job.config.episode_deadline_s)
 
 
 def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:

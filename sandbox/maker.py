@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 
 from penstock.sandbox.box import Box
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import SandboxBusy, SandboxError, SandboxLost
+from penstock.sandbox.protocol import NoSuchImage, SandboxBusy, SandboxLost
 from penstock.sandbox.session import DriverSession
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,9 @@ class DriverSandbox(ABC):
         """A fresh box; no other living one has this slot. Raises `SandboxError`."""
 
     def check_image(self, image: str | None) -> None:
-        """Raises `SandboxError` where boxes of `image` cannot be made."""
+        """Raises `NoSuchImage` where boxes of `image` cannot be made."""
         if image not in (None, HOST):
-            raise SandboxError(
+            raise NoSuchImage(
                 f"image {image!r}: a {self.config.backend} box shows this machine's own system ({HOST!r}); boxes of"
                 " images need sandbox.backend: docker"
             )

@@ -16,6 +16,14 @@ START_TIMEOUT_S = 150.0
 NETWORK_SLACK_S = 15.0
 TTL_HEADROOM_S = 300.0
 """An unused session outlives its episode's deadline by this: a lost worker's lease must run out, another be free."""
+USUAL_DEADLINE_S = 600.0
+MOST_TTL_S = 86400.0
+"""The server's own limit."""
+
+
+def ttl_of(episode_deadline_s: float) -> float:
+    """For how long without use the server keeps a session of an episode."""
+    return min(episode_deadline_s + TTL_HEADROOM_S, MOST_TTL_S)
 
 
 class RemoteSession:
