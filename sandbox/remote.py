@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import httpx
 
+from penstock.sandbox.call_key import HEADER, request_key
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import RunResult, SandboxError, SandboxLost
 
@@ -13,6 +16,8 @@ CONNECT_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 150.0
 """A start may wait for a free box; the server's own limit is shorter."""
 NETWORK_SLACK_S = 15.0
+RETRY_AFTER_S = (0.1, 1.0)
+"""Requests with a key are sent again where the server did not answer: it does none of them twice."""
 
 
 class RemoteSession:
@@ -39,6 +44,9 @@ class RemoteSession:
         params: dict[str, Any] = {"path": path, "max_bytes": max_bytes}
         return (await self._request("GET", "files", NETWORK_SLACK_S, params=params)).content
 
+    async def leave(self) -> None:
+        """Nothing to do: the server holds the session for its time without use."""
+
     async def close(self) -> None:
         await self._sandbox.request("DELETE", f"/sessions/{self.session_id}", NETWORK_SLACK_S)
 
@@ -47,7 +55,11 @@ class RemoteSession:
 
 
 class RemoteSandbox:
-    """Opens sessions on the server at `url`. Nothing is retried: a run that was asked for twice may happen twice."""
+    """Opens sessions on the server at `url`.
+
+    Requests within a tool's call carry a key (`call_key.py`) and are sent again where the connection broke. Others are
+    not: a run that was asked for twice may happen twice.
+    """
 
     def __init__(self, config: SandboxConfig, url: str, token: str, ttl_s: float = 900.0) -> None:
         self.config = config
@@ -73,10 +85,17 @@ class RemoteSandbox:
     async def request(self, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
         """Raises `SandboxLost` (404), `OSError` (a file's), `SandboxError` (all else, network included)."""
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
-        try:
-            answer = await self._http.request(method, path, timeout=timeout, **content)
-        except httpx.HTTPError as error:
-            raise SandboxError(f"sandbox server {self._url}: {type(error).__name__} {error}") from error
+        key = _key_of(method, path, content) if content else None
+        headers = {HEADER: key} if key else {}
+        pauses = list(RETRY_AFTER_S) if key else []
+        while True:
+            try:
+                answer = await self._http.request(method, path, timeout=timeout, headers=headers, **content)
+                break
+            except httpx.HTTPError as error:
+                if not pauses or not isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
+                    raise SandboxError(f"sandbox server {self._url}: {type(error).__name__} {error}") from error
+            await asyncio.sleep(pauses.pop(0))
         if answer.is_error:
             raise _failure(self._url, answer)
         return answer
@@ -95,3 +114,10 @@ def _failure(url: str, answer: httpx.Response) -> Exception:
     if answer.status_code == 401:
         return SandboxError(f"sandbox server {url} refuses this token")
     return SandboxError(f"sandbox server {url} answered {answer.status_code}: {detail}")
+
+
+def _key_of(method: str, path: str, content: dict[str, Any]) -> str | None:
+    """Of a request that does something; its session is no part of it, since the server keeps answers by session."""
+    verb = path.rpartition("/")[2]
+    plain = json.dumps([content.get("json"), content.get("params")], sort_keys=True)
+    return request_key(method.encode(), verb.encode(), plain.encode(), content.get("content", b""))

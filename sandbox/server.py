@@ -9,6 +9,9 @@
     DELETE /sessions/{id}
     GET    /health                                                    → {"sessions", "max_boxes", "containment"}
 
+A request with an ``Idempotency-Key`` that was used before (in its session; for POST /sessions: by a living one) is
+answered as the first was, not done again, also while the first is still under way.
+
 Every route needs ``Authorization: Bearer TOKEN``. 404: no such session (any more). 409: the file could not be opened
 (with `errno`). 503: the sandbox failed. A session that nobody used for its `ttl_s` is ended.
 """
@@ -22,22 +25,24 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.sandbox.call_key import HEADER
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox, SandboxError, SandboxLost
-from penstock.sandbox.registry import Entry, SessionRegistry
+from penstock.sandbox.registry import SessionRegistry
 from penstock.sandbox.session import MAX_FILE_BYTES
 
 logger = logging.getLogger(__name__)
 
 MAX_TIMEOUT_S = 3600.0
+Key = Annotated[str | None, Header(alias=HEADER, min_length=8, max_length=128)]
 
 
 class StartRequest(BaseModel):
@@ -116,8 +121,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _add_session_routes(app: FastAPI, sessions: SessionRegistry) -> None:
     @app.post("/sessions")
-    async def start(body: StartRequest) -> dict[str, Any]:
-        entry = await sessions.start(body.label, body.ttl_s)
+    async def start(body: StartRequest, key: Key = None) -> dict[str, Any]:
+        entry = await sessions.start(body.label, body.ttl_s, key)
         return {"session_id": entry.session.session_id, "ttl_s": entry.ttl_s}
 
     @app.get("/sessions/{session_id}")
@@ -131,25 +136,30 @@ def _add_session_routes(app: FastAPI, sessions: SessionRegistry) -> None:
 
 
 def _add_work_routes(app: FastAPI, sessions: SessionRegistry) -> None:
-    async def in_use(session_id: str) -> AsyncIterator[Entry]:
-        with sessions.using(session_id) as entry:
-            yield entry
-
     @app.post("/sessions/{session_id}/run")
-    async def run(body: RunRequest, entry: Entry = Depends(in_use)) -> dict[str, Any]:
-        return asdict(await entry.session.run(body.argv, stdin=body.stdin, timeout_s=body.timeout_s))
+    async def run(session_id: str, body: RunRequest, key: Key = None) -> dict[str, Any]:
+        return asdict(
+            await sessions.use(
+                session_id, key, lambda session: session.run(body.argv, stdin=body.stdin, timeout_s=body.timeout_s)
+            )
+        )
 
     @app.post("/sessions/{session_id}/run_python")
-    async def run_python(body: RunPythonRequest, entry: Entry = Depends(in_use)) -> dict[str, Any]:
-        return asdict(await entry.session.run_python(body.code, timeout_s=body.timeout_s))
+    async def run_python(session_id: str, body: RunPythonRequest, key: Key = None) -> dict[str, Any]:
+        return asdict(
+            await sessions.use(session_id, key, lambda session: session.run_python(body.code, timeout_s=body.timeout_s))
+        )
 
     @app.put("/sessions/{session_id}/files", status_code=204)
-    async def write_file(path: str, request: Request, entry: Entry = Depends(in_use)) -> None:
-        await entry.session.write_file(path, await _body(request))
+    async def write_file(session_id: str, path: str, request: Request, key: Key = None) -> None:
+        sessions.get(session_id)  # no body is read for a session that is gone
+        data = await _body(request)
+        await sessions.use(session_id, key, lambda session: session.write_file(path, data))
 
     @app.get("/sessions/{session_id}/files")
-    async def read_file(path: str, max_bytes: int = 1 << 20, entry: Entry = Depends(in_use)) -> Response:
-        data = await entry.session.read_file(path, max(0, max_bytes))
+    async def read_file(session_id: str, path: str, max_bytes: int = 1 << 20, key: Key = None) -> Response:
+        most = max(0, max_bytes)
+        data = await sessions.use(session_id, key, lambda session: session.read_file(path, most))
         return Response(data, media_type="application/octet-stream")
 
 
