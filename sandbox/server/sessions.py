@@ -81,7 +81,9 @@ class Sessions:
         Raises `OverQuota`, `SandboxBusy` (queue deadline), `SandboxError`.
         """
         key = f"{wish.caller.name}/{key}" if key else None
-        return await self._starts.once(key, lambda: self._start(wish, wait_s, key))
+        entry = await self._starts.once(key, lambda: self._start(wish, wait_s, key))
+        entry.touch()
+        return entry
 
     async def _start(self, wish: Wish, wait_s: float, key: str | None) -> Entry:
         caller = wish.caller
