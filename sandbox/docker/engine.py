@@ -73,11 +73,12 @@ def connect(api_version: str = "auto") -> Docker:
 
 
 @contextlib.asynccontextmanager
-async def calling(doing: str, deadline_s: float = CALL_DEADLINE_S) -> AsyncIterator[None]:
+async def calling(doing: str, deadline_s: float | None = None) -> AsyncIterator[None]:
     """Around calls to the engine. Raises `SandboxError` for whatever they raise, and past the deadline."""
     import aiodocker
     import aiohttp
 
+    deadline_s = CALL_DEADLINE_S if deadline_s is None else deadline_s
     try:
         async with asyncio.timeout(deadline_s):
             yield

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PREFIX = "penstock."
 ABANDONED_AFTER_S = 600.0
-"""A container of another machine's process, which cannot be looked at, is abandoned when it does not run at this age."""
+"""Another machine's process cannot be looked at: its container is abandoned when it does not run at this age."""
 
 
 def labels_of(owner: str, label: str, session_id: str) -> dict[str, str]:
