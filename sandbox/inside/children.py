@@ -108,9 +108,15 @@ def _prefer_for_oom_kill() -> None:
         file.write("1000")  # out of memory must end this process, never the driver
 
 
-def command(argv: list[str]) -> int:
-    """Body of a child that becomes `argv`; returns 126 or 127 like a shell where that fails."""
+def command(argv: list[str], cwd: str | None = None) -> int:
+    """Body of a child that becomes `argv` in the folder `cwd`; returns 126 or 127 like a shell where that fails."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if cwd is not None:
+        try:
+            os.chdir(cwd)
+        except OSError as error:
+            os.write(2, f"{cwd}: {error.strerror}\n".encode("utf-8", "replace"))
+            return 126
     try:
         os.execvp(argv[0], argv)  # noqa: S606 - no shell is the point
     except OSError as error:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.sandbox.inside import children
@@ -35,7 +35,7 @@ class Processes:
         return bool(self.settings["boxed"]) and os.getpid() == 1
 
     def spawn(
-        self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = (), spared: children.Child | None = None
+        self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = (), spared: Sequence[children.Child] = ()
     ) -> children.Child:
         """Where the box is full, what earlier code left running is ended first, `spared` last of all.
 
@@ -85,10 +85,10 @@ class Processes:
             time.sleep(PAUSE_S)
         self.reap()
 
-    def kill_all_but(self, spared: children.Child | None) -> bool:
-        """Every process that does not descend from `spared`; False where they fork faster than this can end them."""
+    def kill_all_but(self, spared: Sequence[children.Child]) -> bool:
+        """Every process that descends from none of `spared`; False where they fork faster than this can end them."""
         for _ in range(20):
-            strangers = strangers_to(spared.pid if spared else 0) if self.boxed else []
+            strangers = strangers_to({child.pid for child in spared}) if self.boxed else []
             if not strangers:
                 return True
             for pid in strangers:
@@ -99,10 +99,10 @@ class Processes:
         return False
 
 
-def strangers_to(spared: int) -> list[int]:
-    """Living processes of this pid namespace but pid 1, `spared` and its descendants."""
+def strangers_to(spared: set[int]) -> list[int]:
+    """Living processes of this pid namespace but pid 1, those in `spared` and their descendants."""
     parents = {pid: _parent_of(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != 1}
-    own = {spared}
+    own = set(spared)
     while more := {pid for pid, parent in parents.items() if parent in own} - own:
         own |= more
     return [pid for pid, parent in parents.items() if parent and pid not in own]
