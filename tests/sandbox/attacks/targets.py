@@ -22,7 +22,7 @@ from penstock.sandbox.protocol import RunResult, Sandbox, Session
 from penstock.sandbox.remote import RemoteSandbox
 
 CONFIG = SandboxConfig(
-    max_boxes=6, memory_mb=128, pids=32, cpu_s=2, tmp_mb=16, output_bytes=65536, run_timeout_s=30.0
+    max_boxes=6, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, output_bytes=65536, run_timeout_s=30.0
 )
 """Small, so that every limit is reached soon."""
 SHM_MB = 16

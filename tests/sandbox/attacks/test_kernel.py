@@ -57,7 +57,7 @@ import ctypes, os
 for number in range(1, 65):
     try: os.kill(1, number)
     except OSError: pass
-for name in ('mem', 'environ', 'fd/0', 'fd/3', 'root/tmp', 'oom_score_adj', 'cwd/x', 'map_files', 'attr/current'):
+for name in ('mem', 'environ', 'fd/0', 'fd/3', 'root/tmp', 'oom_score_adj', 'cwd/x', 'map_files'):
     try:
         open('/proc/1/' + name, 'r+b')
         print('OPENED', name)
