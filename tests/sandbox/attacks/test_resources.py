@@ -123,6 +123,36 @@ async def test_memory_in_the_buffers_of_pipes(session: Session) -> None:
     assert result.limit in ("memory", "wall") or result.exit_code == 1
 
 
+DATAGRAMS = """
+import os, socket, time
+def fill():
+    sockets = []
+    for _ in range(230):
+        made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        made.bind(('127.0.0.1', 0))
+        sockets.append(made)
+        try:
+            for _ in range(4): made.sendto(bytes(60_000), made.getsockname())
+        except OSError: pass
+    return sockets
+ready, done = os.pipe()
+for _ in range(10):
+    if os.fork() == 0:
+        kept = fill()
+        os.write(done, b'x')
+        time.sleep(1000)
+for _ in range(10): os.read(ready, 1)
+print(sum(int(line.split()[4].split(':')[1], 16) for line in open('/proc/net/udp').readlines()[1:]))
+"""
+
+
+async def test_memory_in_the_buffers_of_sockets(session: Session) -> None:
+    """Datagrams that nobody reads: half a gigabyte where only the box's memory is counted and its sockets are not."""
+    result = await attack(session, DATAGRAMS, timeout_s=20.0)
+    assert result.limit == "memory" or int(result.stdout) <= CONFIG.memory_mb << 20
+    await session.run(["python3", "-c", "import os\nos.kill(-1, 9)"])
+
+
 # ---- disk
 
 FILL = "with open({path!r}, 'wb') as f:\n    for _ in range(10_240):\n        f.write(b'x' * (1 << 20))"
