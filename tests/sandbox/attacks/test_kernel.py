@@ -162,8 +162,8 @@ for kind, major, minor in ((0o60666, 8, 0), (0o20666, 1, 1)):
     except OSError: pass
 """
 HARMLESS_DEVICES = {f"device /dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx")}
-OWN_SETTINGS = ("setting /proc/sys/fs/mqueue/", *(f"setting /proc/sys/kernel/{n}" for n in ("msg", "sem", "shm", "auto_msg")))
-"""Sizes of the box's own namespace of queues and segments: what they allow counts against its memory."""
+OWN_SETTINGS = ("setting /proc/sys/fs/mqueue/", *(f"setting /proc/sys/kernel/{n}" for n in ("msg", "sem", "shm", "auto_msg", "pid_max")))
+"""Of the box's own namespaces; what they allow counts against its memory and processes all the same."""
 
 
 async def test_cgroups_kernel_settings_and_devices_cannot_be_written(session: Session) -> None:
