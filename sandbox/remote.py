@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import random
 import time
 from collections.abc import AsyncIterator
@@ -20,6 +22,8 @@ START_TIMEOUT_S = 150.0
 NETWORK_SLACK_S = 15.0
 BUSY_TIMEOUT_S = 120.0
 """How long a refusal for want of room is asked again: nothing was done, so nothing can be done twice."""
+PATH_MAX_BYTES = 4096
+"""Linux's PATH_MAX, its closing NUL included."""
 TTL_HEADROOM_S = 300.0
 """An unused session outlives its episode's deadline by this: a lost worker's lease must run out, another be free."""
 
@@ -68,10 +72,10 @@ class RemoteSession:
         return self._sandbox.config.run_timeout_s if timeout_s is None else timeout_s
 
     async def write_file(self, path: str, data: bytes) -> None:
-        await self._request("PUT", "files", NETWORK_SLACK_S, params={"path": path}, content=data)
+        await self._request("PUT", "files", NETWORK_SLACK_S, params={"path": _sendable(path)}, content=data)
 
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-        params: dict[str, Any] = {"path": path, "max_bytes": max_bytes}
+        params: dict[str, Any] = {"path": _sendable(path), "max_bytes": max_bytes}
         return (await self._request("GET", "files", NETWORK_SLACK_S, params=params)).content
 
     async def close(self) -> None:
@@ -126,7 +130,7 @@ class RemoteSandbox:
 
     async def _request(self, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
         try:
-            answer = await self._http.request(method, path, timeout=_timeout(timeout_s), **content)
+            answer = await self._http.request(method, path, timeout=_timeout(timeout_s), **_encoded(content))
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         if answer.is_error:
@@ -137,7 +141,8 @@ class RemoteSandbox:
         """JSON lines of an answer as they come; the errors of `request`."""
         deadline = time.monotonic() + timeout_s
         try:
-            async with self._http.stream("POST", path, json=body, timeout=_timeout(timeout_s)) as answer:
+            content = _encoded({"json": body})
+            async with self._http.stream("POST", path, timeout=_timeout(timeout_s), **content) as answer:
                 if answer.is_error:
                     await answer.aread()
                     raise _failure(self.url, answer)
@@ -150,6 +155,25 @@ class RemoteSandbox:
 
     def _unreachable(self, error: Exception) -> SandboxError:
         return SandboxError(f"sandbox server {self.url}: {type(error).__name__} {error}")
+
+
+def _encoded(content: dict[str, Any]) -> dict[str, Any]:
+    """JSON that can be sent whatever a model wrote: half a character (a lone surrogate) becomes ``?``."""
+    if "json" not in content:
+        return content
+    text = json.dumps(content["json"], ensure_ascii=False)
+    return {"content": text.encode("utf-8", "replace"), "headers": {"Content-Type": "application/json"}}
+
+
+def _sendable(path: str) -> str:
+    """Raises `OSError` for a path that no file can have: it would not fit into a request line either."""
+    try:
+        size = len(path.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise OSError(errno.EINVAL, f"no file has this name: {error.reason}") from error
+    if size >= PATH_MAX_BYTES:
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    return path
 
 
 def _timeout(timeout_s: float) -> httpx.Timeout:
