@@ -14,6 +14,8 @@ _UIDS_PER_WORKER = 1024
 _FIRST_REMAPPED_UID = 20_000
 SHM_BYTES = 16 << 20
 OPEN_FILES = 256
+NO_CORE = 1
+"""Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
 
 
 def container_spec(
@@ -34,11 +36,11 @@ def container_spec(
         "NetworkDisabled": True,
         # the engine closes stdin when the one attached connection is gone: that ends the box of a killed worker
         **{"AttachStdin": True, "AttachStdout": True, "AttachStderr": True, "OpenStdin": True, "StdinOnce": True},
-        "HostConfig": _host_config(config, image, uid),
+        "HostConfig": _host_config(config, engine, image, uid),
     }
 
 
-def _host_config(config: SandboxConfig, image: Image, uid: int) -> dict[str, Any]:
+def _host_config(config: SandboxConfig, engine: Engine, image: Image, uid: int) -> dict[str, Any]:
     memory_bytes = config.memory_mb << 20
     host: dict[str, Any] = {
         "AutoRemove": True,
@@ -53,9 +55,11 @@ def _host_config(config: SandboxConfig, image: Image, uid: int) -> dict[str, Any
         "NanoCpus": int(config.cpus * 1e9),
         "ShmSize": SHM_BYTES,
         "Tmpfs": dict.fromkeys(("/tmp", *image.volumes), _tmpfs(config, uid)),  # noqa: S108 - the box's own
-        "Ulimits": [_limit("core", 0), _limit("nofile", OPEN_FILES), _limit("memlock", 64 << 10)],
+        "Ulimits": [_limit("core", NO_CORE), _limit("nofile", OPEN_FILES), _limit("memlock", 64 << 10)],
         "LogConfig": {"Type": "none", "Config": {}},
     }
+    if engine.cgroup_version == "1":
+        host["KernelMemoryTCP"] = memory_bytes  # buffers of sockets, of UDP too, count against nothing else there
     if config.runtime is not None:
         host["Runtime"] = config.runtime
     return host
