@@ -36,11 +36,11 @@ def container_spec(
         "NetworkDisabled": True,
         # the engine closes stdin when the one attached connection is gone: that ends the box of a killed worker
         **{"AttachStdin": True, "AttachStdout": True, "AttachStderr": True, "OpenStdin": True, "StdinOnce": True},
-        "HostConfig": _host_config(config, engine, image, uid),
+        "HostConfig": _host_config(config, image, uid),
     }
 
 
-def _host_config(config: SandboxConfig, engine: Engine, image: Image, uid: int) -> dict[str, Any]:
+def _host_config(config: SandboxConfig, image: Image, uid: int) -> dict[str, Any]:
     memory_bytes = config.memory_mb << 20
     host: dict[str, Any] = {
         "AutoRemove": True,
@@ -58,8 +58,6 @@ def _host_config(config: SandboxConfig, engine: Engine, image: Image, uid: int) 
         "Ulimits": [_limit("core", NO_CORE), _limit("nofile", OPEN_FILES), _limit("memlock", 64 << 10)],
         "LogConfig": {"Type": "none", "Config": {}},
     }
-    if engine.cgroup_version == "1":
-        host["KernelMemoryTCP"] = memory_bytes  # buffers of sockets, of UDP too, count against nothing else there
     if config.runtime is not None:
         host["Runtime"] = config.runtime
     return host
