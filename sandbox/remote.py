@@ -190,7 +190,8 @@ def _checked(url: str, line: dict[str, Any]) -> dict[str, Any]:
 
 def _failure(url: str, answer: httpx.Response) -> Exception:
     body = _error_of(answer)
-    detail = f"{body.get('message', answer.text[:200])}"
+    field = f"{body['field']}: " if "field" in body else ""
+    detail = f"{field}{body.get('message', answer.text[:200])}"
     if answer.status_code == 404:
         return SandboxLost(detail)
     if answer.status_code == 409 and "errno" in body:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.sandbox.bwrap import UID_BASE
+from containers import engine_leftovers
+
+from penstock.sandbox.bwrap import UID_BASE as BWRAP_UIDS
+from penstock.sandbox.docker.spec import UID_BASE as DOCKER_UIDS
 
 UIDS_PER_MAKER = 1024
 MARK = f"penstock-attack-{os.getpid()}"
@@ -29,8 +30,8 @@ class Maker:
     owner: str
 
     def has_uid(self, uid: int) -> bool:
-        first = UID_BASE + self.pid % 16384 * UIDS_PER_MAKER
-        return first <= uid < first + UIDS_PER_MAKER
+        offsets = (uid - base - self.pid % 16384 * UIDS_PER_MAKER for base in (BWRAP_UIDS, DOCKER_UIDS))
+        return any(0 <= offset < UIDS_PER_MAKER for offset in offsets)
 
 
 MAKERS: list[Maker] = []
@@ -44,7 +45,7 @@ def left_behind(makers: Iterable[Maker]) -> set[str]:
         *(f"process {process}" for process in box_processes(makers) + marked_processes()),
         *unreaped_children(),
         *cgroups(makers),
-        *containers(makers),
+        *engine_leftovers([maker.owner for maker in makers]),
         *_mounts(makers),
         *_shared_memory(makers),
         *_files(makers),
@@ -125,18 +126,6 @@ def cgroups(makers: Iterable[Maker]) -> list[str]:
         for path in (root / "penstock" / maker.owner).glob("*")
         if path.is_dir()
     ]
-
-
-def containers(makers: Iterable[Maker]) -> list[str]:
-    """Also those that have not started or have ended. Empty where no engine answers."""
-    if shutil.which("docker") is None:
-        return []
-    found = []
-    for maker in makers:
-        command = ["docker", "ps", "--all", "--quiet", "--filter", f"label=penstock.owner={maker.owner}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        found += [f"container {line}" for line in done.stdout.split()]
-    return found
 
 
 def _mounts(makers: list[Maker]) -> list[str]:

@@ -22,8 +22,11 @@ def host() -> Iterator[Host]:
         yield planted
 
 
+BACKENDS = {"bwrap": pytest.mark.bwrap, "remote": pytest.mark.bwrap, "docker": pytest.mark.docker}
+
+
 @pytest_asyncio.fixture(
-    scope="session", loop_scope="session", params=[pytest.param(name, marks=pytest.mark.bwrap) for name in ("bwrap", "remote")]
+    scope="session", loop_scope="session", params=[pytest.param(name, marks=mark) for name, mark in BACKENDS.items()]
 )
 async def target(request: pytest.FixtureRequest, host: Host) -> AsyncIterator[Target]:
     async with attacked_backend(request.param) as attacked:

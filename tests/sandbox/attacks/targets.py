@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 import httpx
+from containers import IMAGE
 from leftovers import MAKERS, Maker
 
 from penstock.sandbox.config import SandboxConfig
@@ -22,7 +23,7 @@ from penstock.sandbox.protocol import RunResult, Sandbox, Session
 from penstock.sandbox.remote import RemoteSandbox
 
 CONFIG = SandboxConfig(
-    max_boxes=6, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, output_bytes=65536, run_timeout_s=30.0
+    max_boxes=6, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, image=IMAGE, output_bytes=65536, run_timeout_s=30.0
 )
 """Small, so that every limit is reached soon."""
 SHM_MB = 16
