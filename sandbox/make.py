@@ -26,6 +26,10 @@ def make_sandbox(
         return BwrapSandbox(config, owner)
     if config.backend == "remote":
         return _remote(config, token, episode_deadline_s)
+    if config.backend == "docker":
+        from penstock.sandbox.docker.sandbox import DockerSandbox
+
+        return DockerSandbox(config, owner)
     from penstock.sandbox.unsafe_subprocess import UnsafeSubprocessSandbox
 
     return UnsafeSubprocessSandbox(config)

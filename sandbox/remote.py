@@ -9,7 +9,7 @@ import httpx
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import Output, RunResult, SandboxError
-from penstock.sandbox.remote_http import RemoteClient
+from penstock.sandbox.remote_http import RemoteClient, sendable
 
 START_TIMEOUT_S = 150.0
 """A start may wait for a free box; the server's own limit is shorter."""
@@ -70,10 +70,10 @@ class RemoteSession:
         return self._sandbox.config.run_timeout_s if timeout_s is None else timeout_s
 
     async def write_file(self, path: str, data: bytes) -> None:
-        await self._request("PUT", "files", NETWORK_SLACK_S, params={"path": path}, content=data)
+        await self._request("PUT", "files", NETWORK_SLACK_S, params={"path": sendable(path)}, content=data)
 
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-        params: dict[str, Any] = {"path": path, "max_bytes": max_bytes}
+        params: dict[str, Any] = {"path": sendable(path), "max_bytes": max_bytes}
         return (await self._request("GET", "files", NETWORK_SLACK_S, params=params)).content
 
     async def leave(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import random
 import time
 from collections.abc import AsyncIterator
@@ -17,6 +19,9 @@ from penstock.sandbox.protocol import SandboxBusy, SandboxError, SandboxLost
 CONNECT_TIMEOUT_S = 5.0
 BUSY_TIMEOUT_S = 120.0
 """How long a refusal for want of room is asked again: nothing was done, so nothing can be done twice."""
+PATH_MAX_BYTES = 4096
+"""Linux's PATH_MAX, its closing NUL included."""
+JSON = {"Content-Type": "application/json"}
 RETRY_AFTER_S = (0.1, 1.0)
 """Requests with a key are sent again where the server did not answer: it does none of them twice."""
 
@@ -53,11 +58,12 @@ class RemoteClient:
     async def _send(
         self, method: str, path: str, timeout_s: float, key: str | None, content: dict[str, Any]
     ) -> httpx.Response:
-        headers = {HEADER: key} if key else {}
+        headers = {**({HEADER: key} if key else {}), **(JSON if "json" in content else {})}
         pauses = list(RETRY_AFTER_S) if key else []
         while True:
             try:
-                return await self._http.request(method, path, timeout=_timeout(timeout_s), headers=headers, **content)
+                sent = _encoded(content)
+                return await self._http.request(method, path, timeout=_timeout(timeout_s), headers=headers, **sent)
             except httpx.HTTPError as error:
                 if not pauses or not isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
                     raise self._unreachable(error) from error
@@ -67,7 +73,8 @@ class RemoteClient:
         """JSON lines of an answer as they come; the errors of `request`. Never sent again."""
         deadline = time.monotonic() + timeout_s
         try:
-            async with self._http.stream("POST", path, json=body, timeout=_timeout(timeout_s)) as answer:
+            content = _encoded({"json": body})
+            async with self._http.stream("POST", path, timeout=_timeout(timeout_s), headers=JSON, **content) as answer:
                 if answer.is_error:
                     await answer.aread()
                     raise _failure(self.url, answer)
@@ -80,6 +87,24 @@ class RemoteClient:
 
     def _unreachable(self, error: Exception) -> SandboxError:
         return SandboxError(f"sandbox server {self.url}: {type(error).__name__} {error}")
+
+
+def _encoded(content: dict[str, Any]) -> dict[str, Any]:
+    """JSON that can be sent whatever a model wrote: half a character (a lone surrogate) becomes ``?``."""
+    if "json" not in content:
+        return content
+    return {"content": json.dumps(content["json"], ensure_ascii=False).encode("utf-8", "replace")}
+
+
+def sendable(path: str) -> str:
+    """Raises `OSError` for a path that no file can have: it would not fit into a request line either."""
+    try:
+        size = len(path.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise OSError(errno.EINVAL, f"no file has this name: {error.reason}") from error
+    if size >= PATH_MAX_BYTES:
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    return path
 
 
 def _timeout(timeout_s: float) -> httpx.Timeout:
