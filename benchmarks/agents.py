@@ -104,7 +104,7 @@ async def _one_level(
                 "seconds": extent.seconds,
                 "traced": traced,
             },
-            timeout_s=900,
+            timeout_s=2400,
         )
     finally:
         await child.stop()

@@ -45,7 +45,7 @@ WARM_EPISODES, WARM_TURN_S, WARM_TURNS = 32, 0.02, 600
 RAMP_TURNS_PER_S, RAMP_TURNS = 1000.0, 2
 """Until each episode has had so many turns on average, they come as fast as they can: then all ages are there."""
 BEAT_S = 0.01
-HELD_DEADLINE_S = 300.0
+HELD_DEADLINE_S = 900.0
 
 
 @dataclass

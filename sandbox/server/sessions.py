@@ -65,7 +65,7 @@ class Sessions:
         self._quotas = quotas
         self._metrics = metrics
 
-    async def start(
+    async def start(  # noqa: PLR0917 - asked in one place
         self, caller: Caller, label: str, image: str | None, ttl_s: float, wait_s: float, key: str | None = None
     ) -> Entry:
         """A fresh session; with a `key` that a living session of this caller was started by, that one.
@@ -75,8 +75,13 @@ class Sessions:
         if key is None:
             return await self._start(caller, label, image, ttl_s, wait_s)
         start_key = f"{caller.name}/{key}"
-        entry = await self._starts.once(start_key, lambda: self._start(caller, label, image, ttl_s, wait_s))
-        entry.start_key = start_key
+
+        async def begin() -> Entry:
+            entry = await self._start(caller, label, image, ttl_s, wait_s)
+            entry.start_key = start_key
+            return entry
+
+        entry = await self._starts.once(start_key, begin)
         entry.touch()
         return entry
 
