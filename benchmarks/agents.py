@@ -129,8 +129,6 @@ def _ratios(figures: dict[str, Any], levels: list[int]) -> dict[str, float]:
         ratios[f"cpu_per_turn_{pair}"] = round(here["cpu_ms_per_turn"] / first["cpu_ms_per_turn"], 3)
         by_python = here["traced_bytes_per_episode"] / first["traced_bytes_per_episode"]
         ratios[f"memory_per_episode_{pair}"] = round(by_python, 3)
-        by_pages = here["resident_bytes_per_episode"] / first["resident_bytes_per_episode"]
-        ratios[f"resident_per_episode_{pair}"] = round(by_pages, 3)
     return ratios
 
 

@@ -1,4 +1,4 @@
-"""An agent worker in a process of its own, to be killed: real ledger, real sandbox server, a model that knows its lines.
+"""An agent worker in a process of its own, to be killed: real ledger and sandbox server, a model that knows its lines.
 
 python -m tests.agent_loops.kill.worker_process '{"name", "redis_url", "run", "model", "loop", "lines", …}'
 """
