@@ -31,6 +31,7 @@ from penstock.agent_loops.parts import EpisodeParts
 from penstock.agent_loops.running import CHUNK, RunningEpisodes
 from penstock.agent_loops.stats import WorkerStats
 from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.protocol import Sandbox
 from penstock.tools.registry import close_tools
 from penstock.transfer_queue.ledger import Lease, LedgerError
 
@@ -48,7 +49,7 @@ async def run_worker(job: WorkerJob) -> None:
 
     Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `LedgerError`.
     """
-    sandbox = make_sandbox(job.sandbox, job.name, job.sandbox_token) if job.tools else None
+    sandbox = _sandbox_of(job) if job.tools else None
     parts: EpisodeParts | None = None
     try:
         parts = build_parts(job, sandbox)
@@ -59,6 +60,10 @@ async def run_worker(job: WorkerJob) -> None:
             await close_tools(parts.tools.values())
         if sandbox is not None:
             await sandbox.close()
+
+
+def _sandbox_of(job: WorkerJob) -> Sandbox:
+    return make_sandbox(job.sandbox, job.name, job.sandbox_token, job.config.episode_deadline_s)
 
 
 class Worker:

@@ -36,11 +36,14 @@ class Capture:
             data = os.read(fd, CHUNK_BYTES)
         except BlockingIOError:
             return False
+        self.keep(kept, data, name)
+        return bool(data)
+
+    def keep(self, kept: bytearray, data: bytes, name: str) -> None:
         self.total_bytes += len(data)
         new = data[: self.limit_bytes - len(kept)]
         kept += new
         self._say(name, new)
-        return bool(data)
 
     def _say(self, name: str, data: bytes, final: bool = False) -> None:
         if self._tell is not None:

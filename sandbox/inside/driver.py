@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from penstock.sandbox.inside import children, files
+from penstock.sandbox.inside import children, confine, files
 from penstock.sandbox.inside.calls import Calls
 from penstock.sandbox.inside.frames import Control, Hangup
 from penstock.sandbox.inside.processes import kill_session
@@ -32,6 +32,7 @@ class Driver:
     def __init__(self, control: Control, settings: dict[str, Any]) -> None:
         self.control = control
         self.root = settings.get("root")
+        self.counts_oom_kills = settings.get("counts_oom_kills", False)
         self.calls = Calls(settings, control.fd, control.hang_up, self.tell)
         self._id = 0
 
@@ -53,10 +54,14 @@ class Driver:
                 answer = {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
             except ValueError as error:  # a path that no file system could hold
                 answer = {"errno": errno.EINVAL, "error": str(error)}
-            self.control.send({"id": self._id, **answer})
+            self.control.send({"id": self._id, **self.memory(), **answer})
 
     def tell(self, stream: str, text: str) -> None:
         self.control.send({"id": self._id, "out": stream, "data": text})
+
+    def memory(self) -> dict[str, int]:
+        """A container's cgroup is shown inside; of other boxes the worker reads it."""
+        return {"oom_kills": confine.oom_kills()} if self.counts_oom_kills else {}
 
     def write(self, command: dict[str, Any]) -> dict[str, Any]:
         files.write(command["path"], base64.b64decode(command["data"]), self.root)
@@ -68,14 +73,21 @@ class Driver:
 
 
 def main() -> None:
-    """Descriptor 0 is the control socket; argument 1 the settings. Ends when the worker does."""
+    """Argument 1: the settings. Descriptor 0: commands; answers go there too where it is a socket, else to 1.
+
+    Ends when the worker does.
+    """
     children.set_dumpable(False)
+    settings = json.loads(sys.argv[1])
+    if "filter" in settings:
+        confine.install_filter(base64.b64decode(settings["filter"]))
     control = os.dup(0)
+    answers = os.dup(1) if settings.get("pipes") else control
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):  # 2 stays: the driver's own last words, never a child's
         os.dup2(null, number)
     os.close(null)
-    driver = Driver(Control(control, control), json.loads(sys.argv[1]))
+    driver = Driver(Control(control, answers), settings)
     try:
         driver.serve()
     except (Hangup, BrokenPipeError, ConnectionResetError):

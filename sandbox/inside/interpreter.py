@@ -19,7 +19,11 @@ OUTCOME = b"%010d%010d"
 """call number, exit code: digits, so that a shell can write it too"""
 OUTCOME_BYTES = 20
 PYCF_ONLY_AST = 0x400
-PACKAGES = "/usr/local/lib/python{0}.{1}/dist-packages", "/usr/lib/python3/dist-packages"
+PACKAGES = (
+    "/usr/local/lib/python{0}.{1}/dist-packages",
+    "/usr/lib/python3/dist-packages",
+    sys.prefix + "/lib/python{0}.{1}/site-packages",
+)
 
 
 def serve(requests: int, outcomes: int) -> int:

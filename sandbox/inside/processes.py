@@ -13,6 +13,8 @@ from penstock.sandbox.inside import children
 
 KILL_ROUNDS = 500
 PAUSE_S = 0.002
+THREADS = 17
+"""In /proc/PID/stat, counted from the state on."""
 
 
 class Processes:
@@ -37,16 +39,18 @@ class Processes:
     def spawn(
         self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = (), spared: Sequence[children.Child] = ()
     ) -> children.Child:
-        """Where the box is full, what earlier code left running is ended first, `spared` last of all.
+        """Where the box is full, what earlier code left running is ended first, `spared` and theirs last of all.
 
         Raises OSError where even that makes no room.
         """
-        try:
-            child = children.spawn(body, self.settings, stdin, keep)
-        except BlockingIOError:
-            if not self.kill_all_but(spared):
-                self.kill_all()
-            child = children.spawn(body, self.settings, stdin, keep)
+        for make_room in (lambda: self.kill_all_but(spared), self.kill_all):
+            try:
+                return self._track(children.spawn(body, self.settings, stdin, keep))
+            except BlockingIOError:
+                make_room()
+        return self._track(children.spawn(body, self.settings, stdin, keep))
+
+    def _track(self, child: children.Child) -> children.Child:
         self.tracked.add(child.pid)
         return child
 
@@ -109,13 +113,16 @@ def strangers_to(spared: set[int]) -> list[int]:
 
 
 def _parent_of(pid: int) -> int:
-    """-1 would be a valid kill target, so: 0 where the process is gone or a zombie."""
+    """-1 would be a valid kill target, so: 0 where the process is gone or a zombie.
+
+    One whose first thread ended looks like a zombie while its other threads run on.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state, parent = file.read().rpartition(b")")[2].split()[:2]
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return 0
-    return 0 if state in (b"Z", b"X") else int(parent)
+    return 0 if fields[0] in (b"Z", b"X") and int(fields[THREADS]) <= 1 else int(fields[1])
 
 
 def kill_session(pid: int) -> None:

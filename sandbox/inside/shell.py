@@ -7,7 +7,8 @@ The code sees neither pipe: its stdin is /dev/null, and the pipe of outcomes is 
 from __future__ import annotations
 
 import os
-import signal
+
+from penstock.sandbox.inside import children
 
 OUTCOMES = 9
 """Descriptor in the shell to which it writes outcomes."""
@@ -26,7 +27,7 @@ def request(number: int, command: str, last_exit_code: int) -> bytes:
 
 def become(requests: int, outcomes: int) -> int:
     """Body of a child that becomes the shell; returns 127 where the box has none."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    children.restore_signals()
     os.dup2(requests, 0)
     if outcomes != OUTCOMES:
         os.dup2(outcomes, OUTCOMES)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from penstock.sandbox.call_key import HEADER
 from penstock.sandbox.server.callers import Caller
 from penstock.sandbox.server.parts import Parts, parts_of
-from penstock.sandbox.server.sessions import Entry
+from penstock.sandbox.server.sessions import Entry, Wish
 from penstock.sandbox.server.views import Ended, SessionView, StartRequest
 
 router = APIRouter()
@@ -22,15 +22,6 @@ async def caller_of(request: Request) -> Caller:
 
 ThisServer = Annotated[Parts, Depends(parts_of)]
 ThisCaller = Annotated[Caller, Depends(caller_of)]
-Key = Annotated[
-    str | None,
-    Header(
-        alias=HEADER,
-        min_length=8,
-        max_length=128,
-        description="Asked again under the same key, it is answered as it was then and not done again.",
-    ),
-]
 
 
 async def entry_of(session_id: str, server: ThisServer, caller: ThisCaller) -> Entry:
@@ -38,17 +29,30 @@ async def entry_of(session_id: str, server: ThisServer, caller: ThisCaller) -> E
 
 
 ThisSession = Annotated[Entry, Depends(entry_of)]
+Key = Annotated[
+    str | None,
+    Header(
+        alias=HEADER,
+        min_length=8,
+        max_length=128,
+        description="A request with a key that was used before is answered as the first was, not done again.",
+    ),
+]
 LabelStart = Annotated[str, Query(max_length=256, description="Only sessions whose label begins so.")]
 
 
 @router.post("/sessions", response_model=SessionView)
-async def start(body: StartRequest, server: ThisServer, caller: ThisCaller, key: Key = None) -> SessionView:
+async def start(
+    body: StartRequest, request: Request, server: ThisServer, caller: ThisCaller, key: Key = None
+) -> SessionView:
     """A box of this caller's own: a warm one of that image, a fresh one, or one that another session gives back."""
     longest_s = server.config.server.queue_timeout_s
     wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
-    image = server.usual_image(body.image)
+    wish = Wish(caller, body.label, server.usual_image(body.image), body.ttl_s)
     with server.metrics.call("start"):
-        entry = await server.sessions.start(caller, body.label, image, body.ttl_s, wait_s, key)
+        entry = await server.sessions.start(wish, wait_s, key)
+    if key is None and await request.is_disconnected():  # nobody knows its id; under a key it may be asked for again
+        await server.sessions.end(entry)
     return _view(entry)
 
 

@@ -18,9 +18,9 @@ from penstock.sandbox.server.pool import BoxPool
 from penstock.sandbox.server.quota import Quotas
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 REAP_EVERY_S = 1.0
-T = TypeVar("T")
 MAX_AGE_S = 86400.0
 """No episode takes a day: a session this old is ended, however busy."""
 
@@ -57,43 +57,45 @@ class Entry:
         return self.idle_s > self.ttl_s or self.age_s > MAX_AGE_S
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a caller asks for."""
+
+    caller: Caller
+    label: str
+    image: str | None
+    ttl_s: float
+
+
 class Sessions:
     def __init__(self, pool: BoxPool, quotas: Quotas, metrics: Metrics) -> None:
         self.entries: dict[str, Entry] = {}
-        self._starts: Recorded[Entry] = Recorded()
         self._pool = pool
         self._quotas = quotas
         self._metrics = metrics
+        self._starts: Recorded[Entry] = Recorded()
 
-    async def start(  # noqa: PLR0917 - asked in one place
-        self, caller: Caller, label: str, image: str | None, ttl_s: float, wait_s: float, key: str | None = None
-    ) -> Entry:
+    async def start(self, wish: Wish, wait_s: float, key: str | None = None) -> Entry:
         """A fresh session; with a `key` that a living session of this caller was started by, that one.
 
         Raises `OverQuota`, `SandboxBusy` (queue deadline), `SandboxError`.
         """
-        if key is None:
-            return await self._start(caller, label, image, ttl_s, wait_s)
-        start_key = f"{caller.name}/{key}"
-
-        async def begin() -> Entry:
-            entry = await self._start(caller, label, image, ttl_s, wait_s)
-            entry.start_key = start_key
-            return entry
-
-        entry = await self._starts.once(start_key, begin)
+        key = f"{wish.caller.name}/{key}" if key else None
+        entry = await self._starts.once(key, lambda: self._start(wish, wait_s, key))
         entry.touch()
         return entry
 
-    async def _start(self, caller: Caller, label: str, image: str | None, ttl_s: float, wait_s: float) -> Entry:
+    async def _start(self, wish: Wish, wait_s: float, key: str | None) -> Entry:
+        caller = wish.caller
         self._quotas.take_box(caller)
         try:
             with self._metrics.start_s.time():
-                session = await self._pool.take(label, image, wait_s)
+                session = await self._pool.take(wish.label, wish.image, wait_s)
         except BaseException:
             self._quotas.free_box(caller)
             raise
-        entry = self.entries[session.session_id] = Entry(session, caller, label, image, ttl_s)
+        entry = Entry(session, caller, wish.label, wish.image, wish.ttl_s, start_key=key)
+        self.entries[session.session_id] = entry
         return entry
 
     def get(self, session_id: str, caller: Caller) -> Entry:
@@ -122,9 +124,9 @@ class Sessions:
                 entry.touch()
 
     async def use(self, entry: Entry, key: str | None, work: Callable[[Session], Awaitable[T]]) -> T:
-        """`work` in the session; under a `key` that was used before, what came of it then.
+        """`work` on the session; under a `key` that was used before, what came of it then.
 
-        Under a key it goes on also where whoever asked is gone: the next owner of the session asks for its answer.
+        Under a key it goes on also where whoever asked is gone: the session's next owner asks for what came of it.
         """
 
         async def do() -> T:

@@ -1,4 +1,4 @@
-"""What a session promises to its caller, on the real backend and on the unsafe one alike."""
+"""What a session promises to its caller, on every backend that has a driver."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from tests.sandbox.backends import BACKENDS, CONFIG
 
-from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
 
-CONFIG = SandboxConfig(max_boxes=4, output_bytes=4096)
 
-
-@pytest_asyncio.fixture(params=[pytest.param("bwrap", marks=pytest.mark.bwrap), "unsafe_subprocess"])
+@pytest_asyncio.fixture(params=BACKENDS)
 async def session(request: pytest.FixtureRequest) -> AsyncIterator[Session]:
     sandbox = make_sandbox(CONFIG.model_copy(update={"backend": request.param}), "tests")
     yield await sandbox.start("a test")
