@@ -164,7 +164,7 @@ async def test_the_agent_worker(measure: Measure) -> None:
     figures = measured["figures"]
     for level in (10, 40):
         cell = figures[f"{level}_episodes"]
-        assert cell["waiting"] == level
+        assert cell["waiting"] >= 0.9 * level
         assert cell["turns"] > 0
         assert cell["cpu_ms_per_turn"] > 0
         assert cell["lag_p50_ms"] <= cell["lag_p99_ms"] <= cell["lag_most_ms"] + 0.1

@@ -63,7 +63,9 @@ class Stage:
 
     async def queue(self, episodes: int, **fields: Any) -> None:
         groups = episodes // GROUP_SIZE
-        await self.ledger.create_run(Limits(GROUP_SIZE, groups, max_staleness=0, lease_ttl_s=LEASE_TTL_S), "{}")
+        await self.ledger.create_run(
+            Limits(GROUP_SIZE, groups, max_staleness=0, lease_ttl_s=LEASE_TTL_S, max_attempts=20), "{}"
+        )
         messages = [{"role": "user", "content": "What is 12+34?"}]
         await self.ledger.submit(
             [Task(f"train/{n:08d}", "train", messages, "sums", "46", **fields) for n in range(groups)]

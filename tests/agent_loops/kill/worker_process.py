@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import signal
 import sys
 from pathlib import Path
@@ -33,15 +34,18 @@ ASKED = "<|im_start|>user\n<tool_response>"
 class Actor(FakeClient):
     """Says line n after n tool turns. While the file `hold` is there, answers after the first turn do not come."""
 
-    def __init__(self, chat: ChatTokens, lines: list[str], hold: Path | None) -> None:
+    def __init__(self, chat: ChatTokens, lines: list[str], hold: Path | None, spread_s: float) -> None:
         said = [chat.encode(line + "<|im_end|>") for line in lines]
         self._turn = lambda context: chat.decode(context).count(ASKED)
         super().__init__(lambda context: said[self._turn(context)])
         self._hold = hold
+        self._spread_s = spread_s
 
     async def generate(self, request: GenerateRequest) -> Generation:
         while self._hold is not None and self._hold.exists() and self._turn(request.token_ids) > 0:
             await asyncio.sleep(0.05)
+        if self._turn(request.token_ids) == 0:
+            await asyncio.sleep(random.uniform(0.0, self._spread_s))  # boxes are not all asked for at once
         return await super().generate(request)
 
 
@@ -56,7 +60,7 @@ async def main(given: dict[str, Any]) -> None:
     )
     ledger = await RedisLedger.connect(given["redis_url"], given["run"], TransferQueueConfig(), PASSWORD)
     hold = Path(given["hold"]) if given.get("hold") else None
-    client = Actor(chat_of(given["model"], config), given["lines"], hold)
+    client = Actor(chat_of(given["model"], config), given["lines"], hold, given["episodes"] / 25)
     sandbox = SandboxConfig(
         backend="remote" if given.get("sandbox_url") else "bwrap",
         url=given.get("sandbox_url"),
@@ -70,6 +74,7 @@ async def main(given: dict[str, Any]) -> None:
         recipe_dir=Path(given["recipe_dir"]),
         lease_ttl_s=given["lease_ttl_s"],
         sandbox_token=TOKEN,
+        max_failures_in_a_row=1000,
     )
     try:
         await run_worker(job)
