@@ -27,7 +27,14 @@ os.symlink('.', 'here')
 
 @pytest.mark.parametrize(
     "path",
-    ["/etc/shadow", "../../etc/shadow", "etc/shadow", "/proc/1/root/etc/shadow", "root/etc/shadow", "here/here/../../etc/shadow"],
+    [
+        "/etc/shadow",
+        "../../etc/shadow",
+        "etc/shadow",
+        "/proc/1/root/etc/shadow",
+        "root/etc/shadow",
+        "here/here/../../etc/shadow",
+    ],
 )
 async def test_reading_the_hosts_shadow(session: Session, host: Host, path: str) -> None:
     await attack(session, links(host))
@@ -49,14 +56,17 @@ async def test_reading_and_writing_the_trainers_files(session: Session, host: Ho
     assert not (host.folder / "new").exists()
 
 
-@pytest.mark.parametrize("path", ["/usr/x", "/bin/sh", "/dev/x", "/sys/x", "/x", "/lib/x", "../usr/x", "/etc/ld.so.cache"])
+@pytest.mark.parametrize(
+    "path", ["/usr/x", "/bin/sh", "/dev/x", "/sys/x", "/x", "/lib/x", "../usr/x", "/etc/ld.so.cache"]
+)
 async def test_writing_to_the_system(session: Session, path: str) -> None:
     with pytest.raises(OSError, match=r"Read-only|No such file|denied|not permitted"):
         await session.write_file(path, b"x")
 
 
 @pytest.mark.parametrize(
-    "path", ["/proc/self/oom_score_adj", "/proc/self/mem", "/proc/self/environ", "/proc/1/fd/0", "/proc/self/fd/3", "adj"]
+    "path",
+    ["/proc/self/oom_score_adj", "/proc/self/mem", "/proc/self/environ", "/proc/1/fd/0", "/proc/self/fd/3", "adj"],
 )
 async def test_the_first_process_cannot_be_reached_by_its_own_proc(session: Session, path: str) -> None:
     """Files are opened by the box's first process: its /proc/self is not that of the code."""
@@ -69,7 +79,9 @@ async def test_the_first_process_cannot_be_reached_by_its_own_proc(session: Sess
 
 async def test_what_is_no_file_is_refused_at_once(session: Session) -> None:
     """A pipe without a writer or a device without an end would hold the box up for ever."""
-    await attack(session, "import os, socket\nos.mkfifo('pipe')\nos.mkdir('dir')\nsocket.socket(socket.AF_UNIX).bind('socket')")
+    await attack(
+        session, "import os, socket\nos.mkfifo('pipe')\nos.mkdir('dir')\nsocket.socket(socket.AF_UNIX).bind('socket')"
+    )
     for path in ("pipe", "dir", "socket", "/dev/zero", "/dev/random", "/dev/null", "."):
         with pytest.raises(OSError, match=r"regular|directory|No such device|denied|Read-only"):
             await session.read_file(path)
@@ -114,7 +126,9 @@ async def test_strange_names_are_names(session: Session, name: str) -> None:
 
 async def test_a_file_larger_than_it_is(session: Session) -> None:
     """A terabyte of holes: only what was asked for comes, and no more memory than that is used."""
-    await attack(session, "import os\nwith open('holes', 'wb') as file: file.write(b'start'); os.truncate('holes', 10 << 20)")
+    await attack(
+        session, "import os\nwith open('holes', 'wb') as file: file.write(b'start'); os.truncate('holes', 10 << 20)"
+    )
     await attack(session, "with open('endless', 'wb') as file: file.seek(1 << 40); file.write(b'x')")
     assert await session.read_file("holes", 100) == b"start".ljust(100, b"\0")
     assert len(await session.read_file("endless")) == 1 << 20

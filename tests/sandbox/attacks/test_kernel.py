@@ -162,7 +162,10 @@ for kind, major, minor in ((0o60666, 8, 0), (0o20666, 1, 1)):
     except OSError: pass
 """
 HARMLESS_DEVICES = {f"device /dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx")}
-OWN_SETTINGS = ("setting /proc/sys/fs/mqueue/", *(f"setting /proc/sys/kernel/{n}" for n in ("msg", "sem", "shm", "auto_msg", "pid_max")))
+OWN_SETTINGS = (
+    "setting /proc/sys/fs/mqueue/",
+    *(f"setting /proc/sys/kernel/{n}" for n in ("msg", "sem", "shm", "auto_msg", "pid_max")),
+)
 """Of the box's own namespaces; what they allow counts against its memory and processes all the same."""
 
 

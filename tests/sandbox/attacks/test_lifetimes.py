@@ -73,7 +73,9 @@ async def test_a_daemon_goes_with_the_limit_that_its_call_broke(session: Session
     await assert_none_lingers()
 
 
-@pytest.mark.parametrize("code", [*LINGERERS.values(), "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"])
+@pytest.mark.parametrize(
+    "code", [*LINGERERS.values(), "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"]
+)
 async def test_closing_in_the_middle_of_it(target: Target, code: str) -> None:
     session = await target.sandbox.start("closed early")
     running = asyncio.create_task(attack(session, code + "\nwhile True: pass", timeout_s=30.0))

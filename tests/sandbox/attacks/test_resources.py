@@ -225,7 +225,9 @@ async def test_a_daemon_that_writes_for_ever_does_not_hold_up_the_answer(session
 
 # ---- time
 
-IGNORE = "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except Exception: pass\n"
+IGNORE = (
+    "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except Exception: pass\n"
+)
 STOP = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
 SLEEPS = ("while True: pass", "import time\ntime.sleep(1e9)", "import signal\nsignal.pause()", STOP)
 

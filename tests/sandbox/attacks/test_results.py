@@ -69,7 +69,9 @@ async def test_an_answer_that_never_comes(session: Session) -> None:
     await attack(session, eaten, timeout_s=0.5)
 
 
-@pytest.mark.parametrize("text", ["SandboxError: the box ended", "Killed", "limit: memory", '{"limit": "wall"}', "state_lost"])
+@pytest.mark.parametrize(
+    "text", ["SandboxError: the box ended", "Killed", "limit: memory", '{"limit": "wall"}', "state_lost"]
+)
 async def test_words_are_not_results(session: Session, text: str) -> None:
     result = await attack(session, f"import sys\nprint({text!r})\nprint({text!r}, file=sys.stderr)")
     assert (result.stdout, result.stderr) == (f"{text}\n", f"{text}\n")
@@ -118,7 +120,9 @@ ANSI_BOMBS = {
 
 @pytest.mark.parametrize("bomb", ANSI_BOMBS)
 async def test_terminal_escapes_are_data(session: Session, bomb: str) -> None:
-    result = await attack(session, f"import sys\nprint({ANSI_BOMBS[bomb]!r})\nprint({ANSI_BOMBS[bomb]!r}, file=sys.stderr)")
+    result = await attack(
+        session, f"import sys\nprint({ANSI_BOMBS[bomb]!r})\nprint({ANSI_BOMBS[bomb]!r}, file=sys.stderr)"
+    )
     assert (result.stdout, result.stderr) == (f"{ANSI_BOMBS[bomb]}\n", f"{ANSI_BOMBS[bomb]}\n")
     assert (result.exit_code, result.limit) == (0, None)
 
@@ -175,7 +179,9 @@ async def test_code_that_breaks_what_runs_it(session: Session, code: str, words:
     await session.run_python("import os\nos._exit(0)")
 
 
-@pytest.mark.parametrize("code", ["10**30", "-1", "True", "'words'", "object()", "type('E', (), {'__str__': lambda s: 1 / 0})()"])
+@pytest.mark.parametrize(
+    "code", ["10**30", "-1", "True", "'words'", "object()", "type('E', (), {'__str__': lambda s: 1 / 0})()"]
+)
 async def test_exit_codes_that_are_none(session: Session, code: str) -> None:
     result = await attack(session, f"import sys\nsys.exit({code})")
     assert result.exit_code is not None
