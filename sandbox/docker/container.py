@@ -160,7 +160,7 @@ class Container:
 
 
 async def _removed_by_itself(client: Docker, name: str) -> bool:
-    """The usual end: its stdin closed, so it ended, so the engine removed it. A removal beside that one would fight it."""
+    """The usual end: its stdin closed, so it ended, so the engine removed it. A second removal would fight the first."""
     import aiodocker
 
     try:
