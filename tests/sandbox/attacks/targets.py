@@ -23,7 +23,7 @@ from penstock.sandbox.protocol import RunResult, Sandbox, Session
 from penstock.sandbox.remote import RemoteSandbox
 
 CONFIG = SandboxConfig(
-    max_boxes=6, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, image=IMAGE, output_bytes=65536, run_timeout_s=30.0
+    max_boxes=5, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, image=IMAGE, output_bytes=65536, run_timeout_s=30.0
 )
 """Small, so that every limit is reached soon."""
 SHM_MB = 16
@@ -95,7 +95,7 @@ async def _remote() -> AsyncIterator[Target]:
 _SERVER = """
 import asyncio, sys
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.server import serve
+from penstock.sandbox.server.serving import serve
 asyncio.run(serve(SandboxConfig.model_validate_json(sys.argv[1]), "127.0.0.1", int(sys.argv[2]), sys.argv[3]))
 """
 

@@ -75,19 +75,19 @@ print(libc.process_vm_readv(1, buffer, 1, buffer, 1, 0), libc.process_vm_writev(
     assert (result.exit_code, result.state_lost) == (-9, True)
 
 
-@pytest.mark.parametrize("limit", ["CPU", "AS", "DATA", "STACK", "NOFILE", "FSIZE", "NPROC", "MEMLOCK"])
-async def test_the_first_process_cannot_be_starved_by_its_limits(session: Session, limit: str) -> None:
+async def test_the_first_process_cannot_be_starved_by_its_limits(session: Session) -> None:
     """prlimit() asks for nothing but the same uid: with it code could end the box and have us blamed."""
-    code = f"""
+    code = """
 import resource
-try:
-    resource.prlimit(1, resource.RLIMIT_{limit}, (0, 0))
-    print('SET')
-except (OSError, ValueError): pass
+for name in ('CPU', 'AS', 'DATA', 'STACK', 'NOFILE', 'FSIZE', 'NPROC', 'MEMLOCK'):
+    try:
+        resource.prlimit(1, getattr(resource, 'RLIMIT_' + name), (0, 0))
+        print('SET', name)
+    except (OSError, ValueError): pass
 print('y' * 1_000_000)
 """
     result = await attack(session, code)
-    assert not result.stdout.startswith("SET")
+    assert "SET" not in result.stdout
     await session.write_file("a", b"1")
     assert await session.read_file("a") == b"1"
 
@@ -162,7 +162,10 @@ for kind, major, minor in ((0o60666, 8, 0), (0o20666, 1, 1)):
     except OSError: pass
 """
 HARMLESS_DEVICES = {f"device /dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "ptmx")}
-OWN_SETTINGS = ("setting /proc/sys/fs/mqueue/", *(f"setting /proc/sys/kernel/{n}" for n in ("msg", "sem", "shm", "auto_msg", "pid_max")))
+OWN_SETTINGS = (
+    "setting /proc/sys/fs/mqueue/",
+    *(f"setting /proc/sys/kernel/{n}" for n in ("msg", "sem", "shm", "auto_msg", "pid_max")),
+)
 """Of the box's own namespaces; what they allow counts against its memory and processes all the same."""
 
 
