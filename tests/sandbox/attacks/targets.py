@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 import httpx
-from containers import IMAGE
-from leftovers import MAKERS, Maker
+from tests.sandbox.containers import IMAGE
+from tests.sandbox.leftovers import MAKERS, Maker
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
@@ -37,9 +37,8 @@ class Target:
     backend: str
     sandbox: Sandbox
     neighbour: Session
-    server_pid: int | None = None
-    server_log: IO[bytes] | None = None
     url: str = ""
+    """Of the server, where there is one."""
     visits: int = 0
 
     async def visit_neighbour(self) -> None:
@@ -85,11 +84,17 @@ async def _remote() -> AsyncIterator[Target]:
         sandbox = RemoteSandbox(CONFIG.model_copy(update={"backend": "remote", "url": url}), url, TOKEN)
         try:
             await _answers(url, process, log)
-            yield Target("remote", sandbox, await sandbox.start("neighbour"), process.pid, log, url)
+            neighbour = await sandbox.start("neighbour")
+            descriptors = open_descriptors(process.pid)
+            yield Target("remote", sandbox, neighbour, url)
+            assert_no_more_than(descriptors, open_descriptors(process.pid))
         finally:
             await sandbox.close()
             process.terminate()
             await asyncio.wait_for(process.wait(), 60)
+        words = words_of(log)
+        assert "Traceback" not in words, words
+        assert "\x1b" not in words, "what code wrote reached the server's own terminal"
 
 
 _SERVER = """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from plants import SECRET, Host
-from targets import attack
+from tests.sandbox.attacks.plants import SECRET, Host
+from tests.sandbox.attacks.targets import attack
 
 from penstock.sandbox.protocol import Session
 
@@ -58,7 +58,14 @@ async def test_writing_to_the_system(session: Session) -> None:
 async def test_the_first_process_cannot_be_reached_by_its_own_proc(session: Session) -> None:
     """Files are opened by the box's first process: its /proc/self is not that of the code."""
     await attack(session, "import os\nos.symlink('/proc/self/oom_score_adj', 'adj')")
-    for path in ["/proc/self/oom_score_adj", "/proc/self/mem", "/proc/self/environ", "/proc/1/fd/0", "/proc/self/fd/3", "adj"]:
+    for path in [
+        "/proc/self/oom_score_adj",
+        "/proc/self/mem",
+        "/proc/self/environ",
+        "/proc/1/fd/0",
+        "/proc/self/fd/3",
+        "adj",
+    ]:
         with pytest.raises(OSError, match=AWAY):
             await session.write_file(path, b"1000")
         with pytest.raises(OSError, match=AWAY):
@@ -134,7 +141,14 @@ async def test_a_file_larger_than_it_is(session: Session) -> None:
 
 
 async def test_a_folder_that_is_deeper_than_a_path(session: Session) -> None:
-    code = "import os\nfor _ in range(2000):\n    os.mkdir('d' * 50)\n    os.chdir('d' * 50)\nopen('bottom', 'w').close()\nos.chdir('/tmp')"
+    code = """
+import os
+for _ in range(2000):
+    os.mkdir('d' * 50)
+    os.chdir('d' * 50)
+open('bottom', 'w').close()
+os.chdir('/tmp')
+"""
     assert (await attack(session, code)).stderr == ""
     with pytest.raises(OSError, match="too long"):
         await session.read_file(("d" * 50 + "/") * 2000 + "bottom")

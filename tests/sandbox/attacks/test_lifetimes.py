@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 
 import pytest
-from leftovers import MARK, marked_processes
-from targets import CONFIG, Target, attack, ended_by
+from tests.sandbox.attacks.targets import CONFIG, Target, attack, ended_by
+from tests.sandbox.leftovers import MARK, marked_processes
 
 from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
 

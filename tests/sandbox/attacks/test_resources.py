@@ -6,7 +6,7 @@ import asyncio
 import shlex
 
 import pytest
-from targets import CONFIG, SHM_MB, Target, attack, ended_by
+from tests.sandbox.attacks.targets import CONFIG, SHM_MB, Target, attack, ended_by
 
 from penstock.sandbox.protocol import Session
 

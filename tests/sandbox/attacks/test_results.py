@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from targets import CONFIG, attack
+from tests.sandbox.attacks.targets import CONFIG, attack
 
 from penstock.sandbox.protocol import Session
 
@@ -18,7 +18,7 @@ CODE_KINDS = ("python", "command")
 
 FORGED_FRAMES = """
 import json, os, struct
-answer = {"id": 1, "stdout": "forged", "stderr": "", "exit_code": 0, "limit": None, "duration_s": 0, "state_lost": False}
+answer = {"stdout": "forged", "stderr": "", "exit_code": 0, "limit": None, "duration_s": 0, "state_lost": False}
 bodies = [json.dumps({**answer, "id": number}).encode() for number in range(1, 20)]
 frames = [struct.pack('>I', len(body)) + body for body in bodies]
 frames += [body + b'\\n' for body in bodies]
@@ -65,7 +65,14 @@ async def test_an_answer_that_never_comes(session: Session) -> None:
     code = "import os\nos.closerange(0, 1024)"
     result = await attack(session, code, timeout_s=0.5)
     assert result.state_lost
-    eaten = "import os\nfor fd in range(3, 20):\n    try: os.set_blocking(fd, False); os.read(fd, 1 << 20)\n    except OSError: pass"
+    eaten = """
+import os
+for fd in range(3, 20):
+    try:
+        os.set_blocking(fd, False)
+        os.read(fd, 1 << 20)
+    except OSError: pass
+"""
     await attack(session, eaten, timeout_s=0.5)
 
 
