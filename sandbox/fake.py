@@ -45,6 +45,9 @@ class FakeSession:
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
         raise FileNotFoundError(2, "No such file or directory", path)
 
+    async def leave(self) -> None:
+        await self.close()
+
     async def close(self) -> None:
         await asyncio.sleep(0)
         if not self.closed:

@@ -15,6 +15,10 @@ class SandboxLost(SandboxError):
     """The session does not exist any more."""
 
 
+class NoSuchImage(SandboxError):
+    """Boxes of the image that was asked for cannot be made here; the text names the mend."""
+
+
 class SandboxBusy(SandboxError):
     """No room now (all boxes in use, or a quota reached): nothing was started, the caller may ask again."""
 
@@ -83,6 +87,10 @@ class Session(Protocol):
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
         """At most the first `max_bytes` of a regular file. Raises `OSError` as open() would."""
 
+    async def leave(self) -> None:
+        """Let go of the box without ending it: another process will `attach`. One that cannot outlive this process
+        is closed."""
+
     async def close(self) -> None:
         """End everything in the box; safe to call twice."""
 
@@ -93,7 +101,7 @@ class Sandbox(Protocol):
     async def start(self, label: str, *, image: str | None = None) -> Session:
         """A fresh box of `image` (None: the backend's default); `label` (run and episode) marks it for reaping.
 
-        Raises `SandboxError`, `SandboxBusy` among them.
+        Raises `SandboxError`, `NoSuchImage` and `SandboxBusy` among them.
         """
 
     async def attach(self, session_id: str) -> Session:

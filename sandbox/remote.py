@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
-import json
-import os
-import random
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import Output, RunResult, SandboxBusy, SandboxError, SandboxLost
+from penstock.sandbox.protocol import Output, RunResult, SandboxError
+from penstock.sandbox.remote_http import RemoteClient, sendable
 
-CONNECT_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 150.0
 """A start may wait for a free box; the server's own limit is shorter."""
 NETWORK_SLACK_S = 15.0
-BUSY_TIMEOUT_S = 120.0
-"""How long a refusal for want of room is asked again: nothing was done, so nothing can be done twice."""
-PATH_MAX_BYTES = 4096
-"""Linux's PATH_MAX, its closing NUL included."""
 TTL_HEADROOM_S = 300.0
 """An unused session outlives its episode's deadline by this: a lost worker's lease must run out, another be free."""
+USUAL_DEADLINE_S = 600.0
+MOST_TTL_S = 86400.0
+"""The server's own limit."""
+
+
+def ttl_of(episode_deadline_s: float) -> float:
+    """For how long without use the server keeps a session of an episode."""
+    return min(episode_deadline_s + TTL_HEADROOM_S, MOST_TTL_S)
 
 
 class RemoteSession:
@@ -47,13 +45,13 @@ class RemoteSession:
         limit_s = self._limit_s(timeout_s)
         body = {"argv": argv, "stdin": stdin, "cwd": cwd, "timeout_s": limit_s}
         result = None
-        async for line in self._sandbox.lines(f"{self._path}/stream", limit_s + NETWORK_SLACK_S, body):
+        async for line in self._sandbox.client.lines(f"{self._path}/stream", limit_s + NETWORK_SLACK_S, body):
             if "result" in line:
                 result = RunResult(**line["result"])
             else:
                 yield Output(line["stream"], line["data"])
         if result is None:
-            raise SandboxError(f"sandbox server {self._sandbox.url}: the stream ended before its result")
+            raise SandboxError(f"sandbox server {self._sandbox.client.url}: the stream ended before its result")
         yield Output("stdout", "", result)
 
     async def run_python(self, code: str, *, timeout_s: float | None = None) -> RunResult:
@@ -72,17 +70,20 @@ class RemoteSession:
         return self._sandbox.config.run_timeout_s if timeout_s is None else timeout_s
 
     async def write_file(self, path: str, data: bytes) -> None:
-        await self._request("PUT", "files", NETWORK_SLACK_S, params={"path": _sendable(path)}, content=data)
+        await self._request("PUT", "files", NETWORK_SLACK_S, params={"path": sendable(path)}, content=data)
 
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-        params: dict[str, Any] = {"path": _sendable(path), "max_bytes": max_bytes}
+        params: dict[str, Any] = {"path": sendable(path), "max_bytes": max_bytes}
         return (await self._request("GET", "files", NETWORK_SLACK_S, params=params)).content
 
+    async def leave(self) -> None:
+        """Nothing to do: the server holds the session for its time without use."""
+
     async def close(self) -> None:
-        await self._sandbox.request("DELETE", self._path, NETWORK_SLACK_S)
+        await self._sandbox.client.request("DELETE", self._path, NETWORK_SLACK_S)
 
     async def _request(self, method: str, verb: str, timeout_s: float, **content: Any) -> httpx.Response:
-        return await self._sandbox.request(method, f"{self._path}/{verb}", timeout_s, **content)
+        return await self._sandbox.client.request(method, f"{self._path}/{verb}", timeout_s, **content)
 
     @property
     def _path(self) -> str:
@@ -90,123 +91,24 @@ class RemoteSession:
 
 
 class RemoteSandbox:
-    """Opens sessions on the server at `url`. A request is sent again only where the server refused it for want of room:
-    a run that was asked for twice may happen twice."""
+    """Opens sessions on the server at `url`; see `RemoteClient` for what is sent again."""
 
     def __init__(self, config: SandboxConfig, url: str, token: str, ttl_s: float = 900.0) -> None:
         """`ttl_s`: the server ends a session that nobody used for so long."""
         self.config = config
         self.containment = f"remote: as the server at {url} says"
-        self.url = url
+        self.client = RemoteClient(url, token, config.max_boxes + 16)
         self._ttl_s = ttl_s
-        self._busy_timeout_s = BUSY_TIMEOUT_S
-        limits = httpx.Limits(max_connections=config.max_boxes + 16)
-        self._http = httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {token}"}, limits=limits)
 
     async def start(self, label: str, *, image: str | None = None) -> RemoteSession:
         body = {"label": label[:256], "ttl_s": self._ttl_s, "image": image}
-        answer = await self.request("POST", "/sessions", START_TIMEOUT_S, json=body)
+        answer = await self.client.request("POST", "/sessions", START_TIMEOUT_S, json=body)
         return RemoteSession(self, answer.json()["session_id"])
 
     async def attach(self, session_id: str) -> RemoteSession:
-        await self.request("GET", f"/sessions/{session_id}", NETWORK_SLACK_S)
+        await self.client.request("GET", f"/sessions/{session_id}", NETWORK_SLACK_S)
         return RemoteSession(self, session_id)
 
     async def close(self) -> None:
         """Lets go of the connections; sessions live on until closed or unused for their time."""
-        await self._http.aclose()
-
-    async def request(self, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
-        """Raises `SandboxLost` (404), `SandboxBusy` (429, 503 of the queue), `OSError` (a file's), `SandboxError`."""
-        deadline = time.monotonic() + self._busy_timeout_s
-        while True:
-            try:
-                return await self._request(method, path, timeout_s, **content)
-            except SandboxBusy as busy:
-                wait_s = (busy.after_s or 1.0) * random.uniform(1.0, 1.5)
-                if time.monotonic() + wait_s > deadline:
-                    raise
-                await asyncio.sleep(wait_s)
-
-    async def _request(self, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
-        try:
-            answer = await self._http.request(method, path, timeout=_timeout(timeout_s), **_encoded(content))
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-        if answer.is_error:
-            raise _failure(self.url, answer)
-        return answer
-
-    async def lines(self, path: str, timeout_s: float, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """JSON lines of an answer as they come; the errors of `request`."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            content = _encoded({"json": body})
-            async with self._http.stream("POST", path, timeout=_timeout(timeout_s), **content) as answer:
-                if answer.is_error:
-                    await answer.aread()
-                    raise _failure(self.url, answer)
-                async for line in answer.aiter_lines():
-                    if time.monotonic() > deadline:
-                        raise SandboxError(f"sandbox server {self.url}: no end of the stream in {timeout_s:.0f} s")
-                    yield _checked(self.url, json.loads(line))
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
-
-    def _unreachable(self, error: Exception) -> SandboxError:
-        return SandboxError(f"sandbox server {self.url}: {type(error).__name__} {error}")
-
-
-def _encoded(content: dict[str, Any]) -> dict[str, Any]:
-    """JSON that can be sent whatever a model wrote: half a character (a lone surrogate) becomes ``?``."""
-    if "json" not in content:
-        return content
-    text = json.dumps(content["json"], ensure_ascii=False)
-    return {"content": text.encode("utf-8", "replace"), "headers": {"Content-Type": "application/json"}}
-
-
-def _sendable(path: str) -> str:
-    """Raises `OSError` for a path that no file can have: it would not fit into a request line either."""
-    try:
-        size = len(path.encode("utf-8"))
-    except UnicodeEncodeError as error:
-        raise OSError(errno.EINVAL, f"no file has this name: {error.reason}") from error
-    if not 0 < size < PATH_MAX_BYTES:
-        number = errno.ENAMETOOLONG if size else errno.ENOENT
-        raise OSError(number, os.strerror(number))
-    return path
-
-
-def _timeout(timeout_s: float) -> httpx.Timeout:
-    return httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
-
-
-def _checked(url: str, line: dict[str, Any]) -> dict[str, Any]:
-    """The status line is long gone where a streamed run fails: its last line says how."""
-    if "error" in line:
-        kind = SandboxLost if line["error"].get("lost") else SandboxError
-        raise kind(f"sandbox server {url}: {line['error'].get('message')}")
-    return line
-
-
-def _failure(url: str, answer: httpx.Response) -> Exception:
-    body = _error_of(answer)
-    field = f"{body['field']}: " if "field" in body else ""
-    detail = f"{field}{body.get('message', answer.text[:200])}"
-    if answer.status_code == 404:
-        return SandboxLost(detail)
-    if answer.status_code == 409 and "errno" in body:
-        return OSError(body["errno"], detail)
-    if answer.status_code == 401:
-        return SandboxError(f"sandbox server {url} refuses this token")
-    if answer.status_code in (429, 503) and "retry-after" in answer.headers:
-        return SandboxBusy(f"sandbox server {url}: {detail}", float(answer.headers["retry-after"]))
-    return SandboxError(f"sandbox server {url} answered {answer.status_code}: {detail}")
-
-
-def _error_of(answer: httpx.Response) -> dict[str, Any]:
-    try:
-        error = answer.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        return {}
-    return error if isinstance(error, dict) else {}
+        await self.client.close()

@@ -7,8 +7,8 @@ import base64
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from penstock.sandbox.box import Box, BoxEnded, Tell
 from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.frames import Box, BoxEnded, Tell
 from penstock.sandbox.losses import Losses
 from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
 from penstock.sandbox.streaming import stream_of
@@ -26,6 +26,7 @@ class DriverSession:
         self,
         session_id: str,
         config: SandboxConfig,
+        box: Box,
         launch: Callable[[], Awaitable[Box]],
         on_closed: Callable[[], None],
     ) -> None:
@@ -33,19 +34,11 @@ class DriverSession:
         self._config = config
         self._launch = launch
         self._on_closed = on_closed
-        self._box: Box | None = None
+        self._box: Box | None = box
         self._losses = Losses()
         self._turn = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-
-    async def open(self) -> None:
-        """Raises `SandboxError` where the box does not start; the session is closed then."""
-        try:
-            self._box = await self._launch()
-        except BaseException:
-            await self.close()
-            raise
 
     async def run(
         self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
@@ -74,6 +67,10 @@ class DriverSession:
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
         answer = await self._file({"do": "read", "path": path, "max_bytes": min(max_bytes, MAX_FILE_BYTES)})
         return base64.b64decode(answer["data"])
+
+    async def leave(self) -> None:
+        """The box ends with this process: nobody else could go on in it."""
+        await self.close()
 
     async def close(self) -> None:
         """Goes on to its end also where the caller is cancelled: `on_closed` gives the box's slot to the next one."""

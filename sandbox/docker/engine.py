@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.sandbox.protocol import SandboxError
+from penstock.sandbox.protocol import NoSuchImage, SandboxError
 
 if TYPE_CHECKING:
     from aiodocker import Docker
@@ -97,7 +97,7 @@ def _failure(doing: str, error: Any) -> SandboxError:
     if "executable file not found" in text or "finding executable" in text:
         return NoSuchProgram(f"docker: {doing}: {text}")
     if "No such image" in text:
-        text = f"{text}: `docker pull` it, build it, or name another (sandbox.image)"
+        return NoSuchImage(f"docker: {doing}: {text}: `docker pull` it, build it, or name another (sandbox.image)")
     return SandboxError(f"docker: {doing}: {text}")
 
 

@@ -12,10 +12,10 @@ import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from penstock.sandbox.box import Tell
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.docker.container import Container
 from penstock.sandbox.docker.program import Program
+from penstock.sandbox.frames import Tell
 from penstock.sandbox.inside.confine import OOM_COUNTERS
 from penstock.sandbox.losses import Losses
 from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
@@ -45,6 +45,7 @@ class PlainSession:
         self,
         session_id: str,
         config: SandboxConfig,
+        container: Container,
         launch: Callable[[], Awaitable[Container]],
         on_closed: Callable[[], None],
     ) -> None:
@@ -52,14 +53,11 @@ class PlainSession:
         self._config = config
         self._launch = launch
         self._on_closed = on_closed
-        self._container: Container | None = None
+        self._container: Container | None = container
         self._losses = Losses()
         self._oom_kills = 0
         self._turn = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
-
-    async def open(self) -> None:
-        self._container = await self._launch()
 
     async def run(
         self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None

@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from penstock.sandbox.box import Tell
 from penstock.sandbox.docker.container import Container
 from penstock.sandbox.docker.engine import calling
+from penstock.sandbox.frames import Tell
 from penstock.sandbox.inside.capture import Capture
 
 if TYPE_CHECKING:

@@ -11,15 +11,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.sandbox.box import Box
 from penstock.sandbox.bundle import driver_command_from_stdin, driver_sources
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.docker.box import DockerBox
+from penstock.sandbox.docker.box import ContainerBox
 from penstock.sandbox.docker.container import Container
 from penstock.sandbox.docker.engine import (
     Engine,
@@ -34,7 +32,7 @@ from penstock.sandbox.docker.leftovers import clear_away, labels_of
 from penstock.sandbox.docker.plain import PLAIN_COMMAND, PlainSession
 from penstock.sandbox.docker.socket_memory import limits_socket_memory
 from penstock.sandbox.docker.spec import container_spec
-from penstock.sandbox.maker import QUEUE_TIMEOUT_S, DriverSandbox
+from penstock.sandbox.maker import QUEUE_TIMEOUT_S, Place, SlottedSandbox
 from penstock.sandbox.protocol import SandboxError, Session
 from penstock.sandbox.seccomp import build_filter
 from penstock.sandbox.session import DriverSession
@@ -46,10 +44,9 @@ logger = logging.getLogger(__name__)
 
 PYTHON = "python3"
 T = TypeVar("T")
-Launch = Callable[[], Awaitable[DockerBox | Container]]
 
 
-class DockerSandbox(DriverSandbox):
+class DockerSandbox(SlottedSandbox):
     """Maker of containers for one process. `containment` says in words which walls stand."""
 
     def __init__(self, config: SandboxConfig, owner: str, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
@@ -61,7 +58,7 @@ class DockerSandbox(DriverSandbox):
         super().__init__(config, queue_timeout_s)
         self._owner = owner
         self._images: dict[str, Image] = {}
-        self._plain_images: set[str] = set()
+        self._without_python: set[str] = set()
         self._engine, image = _now(self._survey())
         self._images[config.image] = image
         self._filter = build_filter(self._engine.machine)
@@ -81,58 +78,54 @@ class DockerSandbox(DriverSandbox):
         finally:
             await client.close()
 
-    async def start(self, label: str, *, image: str | None = None) -> Session:  # type: ignore[override]
-        slot = await self._free_slot()
-        session_id = secrets.token_hex(12)
+    def check_image(self, image: str | None) -> None:
+        """Any that the engine has, which is asked when a box is started."""
 
-        def release() -> None:
-            self._sessions.pop(session_id, None)
-            self._slots.put_nowait(slot)
-
-        try:
-            launch = await self._launcher(image or self.config.image, slot, labels_of(self._owner, label, session_id))
-            first = await launch()
-        except BaseException:
-            release()
-            raise
-        kind: Any = DriverSession if isinstance(first, DockerBox) else PlainSession
-        session = kind(session_id, self.config, _first_then(first, launch), release)
-        self._sessions[session_id] = session
-        await session.open()
-        return session
-
-    async def _launcher(self, image_name: str, slot: int, labels: dict[str, str]) -> Launch:
-        self._client = self._client or connect(self._engine.api_version)
-        image = self._images.get(image_name) or await find_image(self._client, image_name)
-        self._images[image_name] = image
-
-        async def start(command: list[str]) -> Container:
-            assert self._client is not None
-            return await Container.start(
-                self._client, container_spec(self.config, self._engine, image, command, slot=slot, labels=labels)
-            )
-
-        async def launch() -> DockerBox | Container:
-            if image.image_id not in self._plain_images:
-                try:
-                    return await DockerBox.open(await start(self._driver_command()), self._driver)
-                except NoSuchProgram:
-                    self._plain_images.add(image.image_id)
+    async def _open(self, place: Place, release: Callable[[], None]) -> Session:
+        image = await self._image(place.image or self.config.image)
+        if image.image_id not in self._without_python:
             try:
-                return await start(PLAIN_COMMAND)
-            except NoSuchProgram as error:
-                raise SandboxError(f"image {image_name} has neither python3 (3.9 or newer) nor sh: {error}") from error
+                return await self._driver_session(image, place, release)
+            except NoSuchProgram:
+                self._without_python.add(image.image_id)
+        try:
+            return await self._plain_session(image, place, release)
+        except NoSuchProgram as error:
+            raise SandboxError(f"image {image.name} has neither python3 (3.9 or newer) nor sh: {error}") from error
 
-        return launch
+    async def _image(self, name: str) -> Image:
+        """The same one for this maker's life, wherever its tag moves."""
+        if name not in self._images:
+            self._images[name] = await find_image(self._connected(), name)
+        return self._images[name]
+
+    async def _driver_session(self, image: Image, place: Place, release: Callable[[], None]) -> DriverSession:
+        async def launch() -> ContainerBox:
+            return await ContainerBox.open(await self._container(image, self._driver_command(), place), self._driver)
+
+        return DriverSession(place.session_id, self.config, await launch(), launch, release)
+
+    async def _plain_session(self, image: Image, place: Place, release: Callable[[], None]) -> PlainSession:
+        def launch() -> Awaitable[Container]:
+            return self._container(image, PLAIN_COMMAND, place)
+
+        return PlainSession(place.session_id, self.config, await launch(), launch, release)
+
+    async def _container(self, image: Image, command: list[str], place: Place) -> Container:
+        labels = labels_of(self._owner, place.label, place.session_id)
+        spec = container_spec(self.config, self._engine, image, command, slot=place.slot, labels=labels)
+        return await Container.start(self._connected(), spec)
+
+    def _connected(self) -> Docker:
+        if self._client is None:
+            self._client = connect(self._engine.api_version)
+        return self._client
 
     async def close(self) -> None:
         await super().close()
         if self._client is not None:
             await self._client.close()
             self._client = None
-
-    async def _launch(self, slot: int) -> Box:
-        raise NotImplementedError
 
     def _driver_command(self) -> list[str]:
         settings: dict[str, object] = {
@@ -149,16 +142,6 @@ class DockerSandbox(DriverSandbox):
         if not self._engine.limits_pids:
             settings["processes"] = self.config.pids
         return driver_command_from_stdin(PYTHON, settings)
-
-
-def _first_then(first: T, launch: Callable[[], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
-    """`launch`, but that its first call hands out what was launched already."""
-    waiting = [first]
-
-    async def next_one() -> T:
-        return waiting.pop() if waiting else await launch()
-
-    return next_one
 
 
 def describe(engine: Engine, config: SandboxConfig, filtered: bool) -> tuple[str, bool]:

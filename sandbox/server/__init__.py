@@ -4,3 +4,7 @@
 
 `serving` starts it, `app` puts it together; `docs/sandbox.md` lists the routes, /openapi.json describes them.
 """
+
+from penstock.sandbox.server.serving import serve
+
+__all__ = ["serve"]

@@ -1,16 +1,24 @@
-"""ASGI layers around all routes, known or not: a token first, and bodies of bearable length."""
+"""Around all routes, known or not: a token first, and bodies of bearable length; no query that nobody reads."""
 
 from __future__ import annotations
 
+from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.sandbox.server.callers import Caller, find_caller
-from penstock.sandbox.server.errors import refusal
+from penstock.sandbox.server.errors import BadRequest, refusal
 from penstock.sandbox.session import MAX_FILE_BYTES
 
 MOST_BODY_BYTES = MAX_FILE_BYTES + (16 << 20)
 """A file of the largest size in base64, and some."""
+
+
+async def known_query(request: Request) -> None:
+    """A misspelt option must not be one that has no effect. Raises `BadRequest`."""
+    known = {field.alias for field in request.scope["route"].dependant.query_params}
+    if strangers := set(request.query_params) - known:
+        raise BadRequest("query", f"no such option here: {', '.join(sorted(strangers))[:200]!r}")
 
 
 class RequireToken:

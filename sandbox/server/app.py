@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Response
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import Sandbox
 from penstock.sandbox.server import run_code, session_routes, work_routes
-from penstock.sandbox.server.access import LimitBody, RequireToken
+from penstock.sandbox.server.access import LimitBody, RequireToken, known_query
 from penstock.sandbox.server.callers import Caller
 from penstock.sandbox.server.errors import add_error_handlers
 from penstock.sandbox.server.openapi import complete_schema
@@ -23,7 +23,13 @@ from penstock.sandbox.server.views import Health
 def build_app(sandbox: Sandbox, config: SandboxConfig, callers: tuple[Caller, ...]) -> FastAPI:
     """Its lifespan owns `sandbox`: every box is ended with it."""
     parts = Parts.of(sandbox, config)
-    app = FastAPI(title="Penstock sandbox", lifespan=lambda _: _living(parts), docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Penstock sandbox",
+        lifespan=lambda _: _living(parts),
+        dependencies=[Depends(known_query)],
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.parts = parts
     app.add_middleware(LimitBody)
     app.add_middleware(RequireToken, callers=callers)

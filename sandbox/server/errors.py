@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from penstock.sandbox.protocol import SandboxBusy, SandboxError, SandboxLost
+from penstock.sandbox.protocol import NoSuchImage, SandboxBusy, SandboxError, SandboxLost
 
 
 class ErrorDetail(BaseModel):
@@ -76,6 +76,8 @@ def add_error_handlers(app: FastAPI) -> None:
 def _sandbox_refusal(error: SandboxError) -> JSONResponse:
     if isinstance(error, SandboxLost):
         return refusal(404, str(error))
+    if isinstance(error, NoSuchImage):
+        return refusal(422, str(error), field="body.image")
     answer = refusal(429 if isinstance(error, OverQuota) else 503, str(error))
     if isinstance(error, SandboxBusy):
         answer.headers["Retry-After"] = str(max(1, math.ceil(error.after_s or 1.0)))

@@ -19,6 +19,7 @@ from penstock.sandbox.protocol import RunResult, SandboxBusy, SandboxError, Sess
 from penstock.sandbox.server.errors import BadRequest
 from penstock.sandbox.server.parts import Parts
 from penstock.sandbox.server.session_routes import ThisCaller, ThisServer
+from penstock.sandbox.server.sessions import Wish
 from penstock.sandbox.server.views import MAX_TEXT_CHARS, MAX_TIMEOUT_S, Request
 from penstock.sandbox.session import MAX_FILE_BYTES
 
@@ -77,7 +78,7 @@ async def run_code(body: RunCodeRequest, server: ThisServer, caller: ThisCaller)
     wait_s = server.config.server.queue_timeout_s
     with server.metrics.call("run_code") as outcome, server.quotas.call(caller):
         try:
-            entry = await server.sessions.start(caller, "run_code", None, TTL_S, wait_s)
+            entry = await server.sessions.start(Wish(caller, "run_code", None, TTL_S), wait_s)
         except SandboxBusy:
             raise
         except SandboxError as error:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 
+from penstock.sandbox.call_key import HEADER
 from penstock.sandbox.server.callers import Caller
 from penstock.sandbox.server.parts import Parts, parts_of
-from penstock.sandbox.server.sessions import Entry
+from penstock.sandbox.server.sessions import Entry, Wish
 from penstock.sandbox.server.views import Ended, SessionView, StartRequest
 
 router = APIRouter()
@@ -28,17 +29,26 @@ async def entry_of(session_id: str, server: ThisServer, caller: ThisCaller) -> E
 
 
 ThisSession = Annotated[Entry, Depends(entry_of)]
+Key = Annotated[
+    str | None,
+    Header(
+        alias=HEADER,
+        min_length=8,
+        max_length=128,
+        description="A request with a key that was used before is answered as the first was, not done again.",
+    ),
+]
 LabelStart = Annotated[str, Query(max_length=256, description="Only sessions whose label begins so.")]
 
 
 @router.post("/sessions", response_model=SessionView)
-async def start(body: StartRequest, server: ThisServer, caller: ThisCaller) -> SessionView:
+async def start(body: StartRequest, server: ThisServer, caller: ThisCaller, key: Key = None) -> SessionView:
     """A box of this caller's own: a warm one of that image, a fresh one, or one that another session gives back."""
     longest_s = server.config.server.queue_timeout_s
     wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
-    image = server.usual_image(body.image)
+    wish = Wish(caller, body.label, server.usual_image(body.image), body.ttl_s)
     with server.metrics.call("start"):
-        entry = await server.sessions.start(caller, body.label, image, body.ttl_s, wait_s)
+        entry = await server.sessions.start(wish, wait_s, key)
     return _view(entry)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -25,11 +26,19 @@ from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
 pytestmark = pytest.mark.docker
 
 
+@contextlib.asynccontextmanager
+async def opened(**settings: object) -> AsyncIterator[DockerSandbox]:
+    sandbox = DockerSandbox(DOCKER.model_copy(update=settings), OWNER)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.close()
+
+
 @pytest_asyncio.fixture
 async def boxes() -> AsyncIterator[DockerSandbox]:
-    sandbox = DockerSandbox(DOCKER, OWNER)
-    yield sandbox
-    await sandbox.close()
+    async with opened() as sandbox:
+        yield sandbox
 
 
 @pytest_asyncio.fixture
@@ -82,23 +91,21 @@ async def test_boxes_do_not_see_each_other(boxes: DockerSandbox) -> None:
 
 
 async def test_cpu_seconds_are_limited() -> None:
-    sandbox = DockerSandbox(DOCKER.model_copy(update={"cpu_s": 1}), OWNER)
-    session = await sandbox.start("busy")
-    result = await session.run_python("while True: pass", timeout_s=30.0)
+    async with opened(cpu_s=1) as sandbox:
+        session = await sandbox.start("busy")
+        result = await session.run_python("while True: pass", timeout_s=30.0)
     assert (result.exit_code, result.limit, result.state_lost) == (None, "cpu", True)
-    await sandbox.close()
 
 
 async def test_memory_that_nothing_frees_ends_the_box_and_is_told_as_memory() -> None:
     """Files in memory outlive the processes that wrote them: the kernel ends the driver too in the end."""
-    sandbox = DockerSandbox(DOCKER.model_copy(update={"memory_mb": 64, "tmp_mb": 512}), OWNER)
-    session = await sandbox.start("full")
-    result = await session.run(["sh", "-c", "head -c 400m /dev/zero > /tmp/full; head -c 400m /dev/zero > /tmp/more"])
-    assert (result.exit_code, result.limit) == (None, "memory")
-    ended = await session.run_python("1 + 1")
-    assert (ended.exit_code, ended.limit, ended.state_lost) == (None, "memory", True)
-    assert (await session.run_python("1 + 1")).stdout == "2\n"
-    await sandbox.close()
+    async with opened(memory_mb=64, tmp_mb=512) as sandbox:
+        session = await sandbox.start("full")
+        fill = ["sh", "-c", "head -c 400m /dev/zero > /tmp/full; head -c 400m /dev/zero > /tmp/more"]
+        assert (await session.run(fill)).limit == "memory"
+        ended = await session.run_python("1 + 1")
+        assert (ended.exit_code, ended.limit, ended.files_lost) == (None, "memory", True)
+        assert (await session.run_python("1 + 1")).stdout == "2\n"
 
 
 async def test_closing_leaves_no_container(boxes: DockerSandbox) -> None:
@@ -229,10 +236,9 @@ async def test_python_runs_under_gvisor() -> None:
     runtimes = docker("info", "--format", "{{range $name, $_ := .Runtimes}}{{$name}} {{end}}").split()
     if "runsc" not in runtimes:
         pytest.skip("the engine has no runtime runsc: apt-get install runsc, then scripts/setup-docker")
-    sandbox = DockerSandbox(DOCKER.model_copy(update={"runtime": "runsc", "pids": 512}), OWNER)
-    assert "runsc" in sandbox.containment
-    session = await sandbox.start("a kernel of its own")
-    await session.run_python("x = 40", timeout_s=20.0)
-    assert (await session.run_python("x + 2", timeout_s=20.0)).stdout == "42\n"
-    assert (await session.run(["uname", "-r"], timeout_s=20.0)).stdout.strip() != os.uname().release
-    await sandbox.close()
+    async with opened(runtime="runsc", pids=512) as sandbox:
+        assert "runsc" in sandbox.containment
+        session = await sandbox.start("a kernel of its own")
+        await session.run_python("x = 40", timeout_s=20.0)
+        assert (await session.run_python("x + 2", timeout_s=20.0)).stdout == "42\n"
+        assert (await session.run(["uname", "-r"], timeout_s=20.0)).stdout.strip() != os.uname().release

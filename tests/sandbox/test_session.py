@@ -1,4 +1,4 @@
-"""What a session promises to its caller, on the real backend and on the unsafe one alike."""
+"""What a session promises to its caller, on every backend that has a driver."""
 
 from __future__ import annotations
 
@@ -7,19 +7,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from tests.sandbox.backends import BACKENDS, CONFIG
 
-from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
-
-CONFIG = SandboxConfig(max_boxes=4, output_bytes=4096, image="penstock-box:base")
-
-
-BACKENDS = [
-    pytest.param("bwrap", marks=pytest.mark.bwrap),
-    pytest.param("docker", marks=pytest.mark.docker),
-    "unsafe_subprocess",
-]
 
 
 @pytest_asyncio.fixture(params=BACKENDS)

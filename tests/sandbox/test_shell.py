@@ -1,4 +1,4 @@
-"""The shell that a session keeps, on the real backend and on the unsafe one alike."""
+"""The shell that a session keeps, on every backend that has a driver."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from tests.sandbox.backends import BACKENDS, CONFIG
 
-from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.inside import shell
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox, Session
 
-CONFIG = SandboxConfig(max_boxes=4, output_bytes=4096)
 
-
-@pytest_asyncio.fixture(params=[pytest.param("bwrap", marks=pytest.mark.bwrap), "unsafe_subprocess"])
+@pytest_asyncio.fixture(params=BACKENDS)
 async def session(request: pytest.FixtureRequest) -> AsyncIterator[Session]:
     sandbox = make_sandbox(CONFIG.model_copy(update={"backend": request.param}), "tests")
     yield await sandbox.start("a test")

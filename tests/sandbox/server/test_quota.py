@@ -86,7 +86,7 @@ async def test_the_client_waits_for_its_turn_and_gives_up_in_time(start: Start, 
     await first.close()
     session = await second
     assert (await session.run_python("2")).stdout == "2\n"
-    sandbox._busy_timeout_s = 0.1
+    sandbox.client.busy_timeout_s = 0.1
     with pytest.raises(SandboxBusy, match="as many as it may") as refused:
         await sandbox.start("third")
     assert refused.value.after_s == 1.0
