@@ -35,7 +35,6 @@ from penstock.sandbox.protocol import SandboxError
 
 OPERATIONS = ("session_exec", "session_exec_python", "start", "exec")
 CALLERS = 4
-BOXES_PER_CALLER = 4
 Samples = dict[str, list[float]]
 """operation, ours and ``bare_…`` → seconds"""
 
@@ -87,7 +86,7 @@ async def _rounds(side: Side, extent: Extent) -> Samples:
         for sample in range(extent.samples):
             await _sample(side, taken, sample)
         for bare in (False, True) if number % 2 else (True, False):
-            rate = await _boxes_per_s(side, bare)
+            rate = await _boxes_per_s(side, bare, max(1, extent.samples // 5))
             taken.setdefault("bare_boxes_per_s" if bare else "boxes_per_s", []).append(rate)
     return taken
 
@@ -134,9 +133,9 @@ async def _once(side: Side) -> None:
         await session.close()
 
 
-async def _boxes_per_s(side: Side, bare: bool) -> float:
+async def _boxes_per_s(side: Side, bare: bool, each: int) -> float:
     async def caller() -> None:
-        for _ in range(BOXES_PER_CALLER):
+        for _ in range(each):
             if bare:
                 await asyncio.to_thread(run_bare, [*side.bare_run, *COMMANDS["true"]])
             else:
@@ -144,7 +143,7 @@ async def _boxes_per_s(side: Side, bare: bool) -> float:
 
     began = time.perf_counter()
     await asyncio.gather(*(caller() for _ in range(CALLERS)))
-    return CALLERS * BOXES_PER_CALLER / (time.perf_counter() - began)
+    return CALLERS * each / (time.perf_counter() - began)
 
 
 def _figures(taken: Samples) -> dict[str, Any]:

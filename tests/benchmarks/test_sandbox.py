@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 Measure = Callable[..., Awaitable[dict[str, Any]]]
-SHORT = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_SAMPLES": "2"}
+SHORT = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_SAMPLES": "1"}
 RATIOS = {"session_exec", "session_exec_python", "start", "exec", "boxes_per_s"}
 
 

@@ -54,7 +54,7 @@ async def attacked_backend(backend: str) -> AsyncIterator[Target]:
     descriptors = open_descriptors(os.getpid())
     async with _target(backend) as target:
         yield target
-    assert_no_more_than(descriptors, open_descriptors(os.getpid()))
+    await assert_closed(descriptors, os.getpid())
 
 
 @contextlib.asynccontextmanager
@@ -87,7 +87,7 @@ async def _remote() -> AsyncIterator[Target]:
             neighbour = await sandbox.start("neighbour")
             descriptors = open_descriptors(process.pid)
             yield Target("remote", sandbox, neighbour, url)
-            assert_no_more_than(descriptors, open_descriptors(process.pid))
+            await assert_closed(descriptors, process.pid)
         finally:
             await sandbox.close()
             process.terminate()
@@ -137,10 +137,15 @@ def open_descriptors(pid: int) -> list[str]:
     return sorted(found)
 
 
-def assert_no_more_than(before: list[str], after: list[str]) -> None:
-    """A descriptor that one box leaves open is what thousands of episodes die of."""
-    more = [kind for kind in set(after) if after.count(kind) > before.count(kind)]
-    assert not more, f"descriptors left open: {more}"
+async def assert_closed(before: list[str], pid: int) -> None:
+    """A descriptor that one box leaves open is what thousands of episodes die of. Connections take a moment to end."""
+    for _ in range(100):
+        now = open_descriptors(pid)
+        more = [kind for kind in set(now) if now.count(kind) > before.count(kind)]
+        if not more:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"descriptors left open: {more}")
 
 
 async def attack(session: Session, code: str, timeout_s: float = 5.0) -> RunResult:

@@ -52,8 +52,8 @@ async def test_nonsense_is_refused_and_served_after(target: Target) -> None:
 
 
 async def test_ids_that_are_paths_lead_to_no_session(target: Target) -> None:
-    for name in ("../health", "..%2f..%2fhealth", "", "a/b", "*", "%00", "\u202e", "0" * 4000):
-        with pytest.raises((SandboxLost, httpx.InvalidURL)):
+    for name in ("../health", "..%2f..%2fhealth", "", "a/b", "*", "%00", "\u202e", "0" * 24):
+        with pytest.raises(SandboxLost):
             await target.sandbox.attach(name)
 
 
