@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.frames import Box
-from penstock.sandbox.protocol import NoSuchImage, SandboxBusy, SandboxError, SandboxLost, Session
+from penstock.sandbox.protocol import NoSuchImage, SandboxBusy, SandboxLost, Session
 from penstock.sandbox.session import DriverSession
 
 logger = logging.getLogger(__name__)
