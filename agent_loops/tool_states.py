@@ -148,7 +148,8 @@ class ToolStates:
     async def _repeat_past_calls(self, name: str, state: Any) -> None:
         partners = self._partners(name)
         past = [named for named in self.past if named.call.name in partners]
-        if past and (self.on_lost == "restart" or not self.tools[name].replayable):
+        replayable = all(self.tools[named.call.name].replayable for named in past)
+        if past and (self.on_lost == "restart" or not replayable):
             raise EpisodeRestart(f"the state of tool {name} went with its worker")
         for named in past:
             await self.execute(named, state)

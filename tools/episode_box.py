@@ -22,6 +22,10 @@ class EpisodeBox:
     def __init__(self, sandbox: Sandbox, label: str) -> None:
         self._sandbox = sandbox
         self._label = label
+        self.python_calls: list[str] = []
+        """Code of the calls whose names live in the box's interpreter now, oldest first."""
+        self.taken_over = False
+        """Another worker's calls made it what it is: `python_calls` does not know them."""
         self._session: Session | None = None
         self._users = 0
         self._opening = asyncio.Lock()
@@ -38,11 +42,26 @@ class EpisodeBox:
                 self._session = await self._sandbox.start(self._label)
             return self._session
 
+    @property
+    def shared(self) -> bool:
+        """More than one tool works in it: what one of them can do again is not all that was done."""
+        return self._users > 1
+
+    async def renew(self) -> Session:
+        """A fresh box in place of one that is gone. Raises `SandboxError`."""
+        async with self._opening:
+            lost, self._session = self._session, None
+            if lost is not None:
+                await lost.close()
+            self._session = await self._sandbox.start(self._label)
+            return self._session
+
     async def adopt(self, session_id: str) -> None:
         """Go on in a box that another worker opened. Raises `SandboxLost`, and `SandboxError`."""
         async with self._opening:
             if self._session is None:
                 self._session = await self._sandbox.attach(session_id)
+                self.taken_over = True
             elif self._session.session_id != session_id:
                 raise SandboxLost(f"the episode is in box {self._session.session_id}, no longer in {session_id}")
 
@@ -55,6 +74,7 @@ class EpisodeBox:
         self._users -= 1
         if self._users == 0 and self._session is not None:
             session, self._session = self._session, None
+            self.python_calls, self.taken_over = [], False
             await (session.leave() if leave else session.close())
 
 
@@ -92,8 +112,12 @@ class BoxTool(BaseTool):
             raise ValueError(f"tool {self.name} needs a sandbox")
         self._sandbox = sandbox
 
+    def box(self, label: str) -> EpisodeBox:
+        """The tool's state, for callers that run no Penstock loop; `release` gives it back."""
+        return box_for(self._sandbox, label)
+
     async def create(self, task: Task) -> EpisodeBox:
-        return box_for(self._sandbox, task.task_id)
+        return self.box(task.task_id)
 
     async def attach(self, task: Task, session_id: str) -> EpisodeBox:
         box = box_for(self._sandbox, task.task_id)

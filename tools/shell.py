@@ -62,7 +62,7 @@ def _to_tool_result(result: RunResult) -> ToolResult:
         parts.append(f"[exit status {result.exit_code}]")
     if result.limit == "output" and result.exit_code is not None:
         parts.append("[output cut]")
-    if result.state_lost:
+    if result.files_lost:
         parts.append(BOX_RESTARTED)
     text = "\n".join(part for part in parts if part) or NO_OUTPUT
     return ToolResult(text, metrics={"shell_s": result.duration_s}, is_error=result.exit_code != 0)

@@ -16,7 +16,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from penstock.sandbox.docker.engine import CALL_DEADLINE_S, calling, connect
-from penstock.sandbox.docker.socket_memory import limit_socket_memory
+from penstock.sandbox.docker.host_cgroup import limit_socket_memory, oom_kills
 from penstock.sandbox.protocol import SandboxError
 
 if TYPE_CHECKING:
@@ -42,11 +42,14 @@ _OUT, _ERR = 1, 2
 class Container:
     """A running container; the owner awaits `remove` whatever happened."""
 
-    def __init__(self, control: Docker) -> None:
+    def __init__(self, control: Docker, user: str) -> None:
         self.name = f"penstock-{secrets.token_hex(8)}"
         self.stdout = asyncio.StreamReader()
         """What its first process writes."""
         self.control = control
+        self.user = user
+        """Whom further programs run as."""
+        self._id = ""
         self._last_words = bytearray()
         self._to_write = bytearray()
         self._attached: Docker | None = None
@@ -55,15 +58,16 @@ class Container:
         self._pump: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, control: Docker, spec: dict[str, Any]) -> Container:
+    async def start(cls, control: Docker, spec: dict[str, Any], user: str) -> Container:
         """Created, attached to and started. Raises `SandboxError`; nothing is left then."""
-        container = cls(control)
+        container = cls(control, user)
         starting = asyncio.create_task(container._start(spec))
         try:
             await asyncio.shield(starting)
         except BaseException:
             # cut off in the middle, a create could make the container after its removal was tried
             await asyncio.wait([starting])
+            starting.exception()  # told to nobody where the caller was cancelled
             await container.remove()
             raise
         return container
@@ -71,6 +75,7 @@ class Container:
     async def _start(self, spec: dict[str, Any]) -> None:
         async with calling(f"starting a box of image {spec['Image'][:24]}", 2 * CALL_DEADLINE_S):
             made = await self.control.containers.create(spec, name=self.name)
+            self._id = made.id
             self._attached = connect(self.control.api_version)
             self._stream = self._attached.containers.container(made.id).attach(stdin=True, stdout=True, stderr=True)
             await self._stream.__aenter__()
@@ -124,8 +129,13 @@ class Container:
             stdin=with_stdin,
             stdout=True,
             stderr=True,
+            user=self.user,
             workdir=cwd or "/tmp",  # noqa: S108 - the box's own
         )
+
+    def oom_kills(self) -> int | None:
+        """So far; None where only the box itself can tell."""
+        return oom_kills(self._id)
 
     # ---- its end
 
@@ -160,7 +170,7 @@ class Container:
 
 
 async def _removed_by_itself(client: Docker, name: str) -> bool:
-    """The usual end: its stdin closed, so it ended, so the engine removed it. A second removal would fight the first."""
+    """The usual end: its stdin closed, so it ended, so the engine removed it. A second removal would only disturb."""
     import aiodocker
 
     try:

@@ -133,9 +133,10 @@ class PlainSession:
         code = program.exit_code
         if code is None:
             await self._kill_all(container)
-            return None, program.limit
-        if code != 0 and await self._ran_out_of_memory(container):
+        if container is self._container and await self._ran_out_of_memory(container, ask=code != 0):
             return (None if code == _SIGKILL else code), "memory"
+        if code is None:
+            return None, program.limit
         if code == _SIGXCPU:
             return None, "cpu"
         return (128 - code if code > 128 else code), program.limit
@@ -157,13 +158,19 @@ class PlainSession:
         if killer.exit_code not in (0, _SIGKILL):
             await self._end_box()
 
-    async def _ran_out_of_memory(self, container: Container) -> bool:
-        """Since the last time that this was asked of this box."""
+    async def _ran_out_of_memory(self, container: Container, ask: bool) -> bool:
+        """Since the last time; where only the box itself knows it is asked, if at all, which takes another program."""
+        total = container.oom_kills()
+        if total is None:
+            total = await self._count_oom_kills(container) if ask else self._oom_kills
+        before, self._oom_kills = self._oom_kills, total
+        return total > before
+
+    async def _count_oom_kills(self, container: Container) -> int:
         counter = Program(_COUNT_OOM)
         await self._do(counter, container, HOUSEKEEPING_S)
         lines = counter.capture.texts()[0].splitlines()
-        before, self._oom_kills = self._oom_kills, sum(int(x.split()[1]) for x in lines if x.startswith("oom_kill "))
-        return self._oom_kills > before
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
     async def _file(self, argv: list[str], data: bytes, path: str) -> bytes:
         if "\0" in path:

@@ -10,7 +10,8 @@ from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import SandboxError
 
 RUN = "run"
-"""The caller who holds the run's own token."""
+"""The caller who holds the run's own token: it waits for boxes as long as the queue allows, and is never refused."""
+ANY_NUMBER = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ def callers_of(config: SandboxConfig, token: str, environment: Mapping[str, str]
     """Raises `SandboxError` where a token is missing, or two callers have the same."""
     if not token:
         raise SandboxError("the sandbox server needs a token")
-    callers = [Caller(RUN, token, config.max_boxes, config.server.max_calls)]
+    callers = [Caller(RUN, token, ANY_NUMBER, config.server.max_calls)]
     for name, one in config.server.callers.items():
         given = environment.get(one.token_env, "")
         if not given:

@@ -118,8 +118,8 @@ class BoxPool:
                 while (missing := self._missing()) and self.slots.take_now():
                     await self._add_warm(missing[0])
                 pause_s = FIRST_PAUSE_S
-            except SandboxError as error:
-                logger.warning("sandbox: no warm box could be made, next try in %.1f s: %s", pause_s, error)
+            except Exception as error:  # noqa: BLE001 - whatever a backend raises, warming goes on
+                logger.warning("sandbox: no warm box could be made, next try in %.1f s: %r", pause_s, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 self._wanted.set()
@@ -149,8 +149,8 @@ class BoxPool:
     async def _end(self, session: Session) -> None:
         try:
             await session.close()
-        except SandboxError as error:
-            logger.warning("sandbox: box %s could not be ended: %s", session.session_id, error)
+        except Exception as error:  # noqa: BLE001 - the slot is free all the same; the backend reaps what is left
+            logger.warning("sandbox: box %s could not be ended: %r", session.session_id, error)
         finally:
             self._free_slot()
 

@@ -42,13 +42,17 @@ LabelStart = Annotated[str, Query(max_length=256, description="Only sessions who
 
 
 @router.post("/sessions", response_model=SessionView)
-async def start(body: StartRequest, server: ThisServer, caller: ThisCaller, key: Key = None) -> SessionView:
+async def start(
+    body: StartRequest, request: Request, server: ThisServer, caller: ThisCaller, key: Key = None
+) -> SessionView:
     """A box of this caller's own: a warm one of that image, a fresh one, or one that another session gives back."""
     longest_s = server.config.server.queue_timeout_s
     wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
     wish = Wish(caller, body.label, server.usual_image(body.image), body.ttl_s)
     with server.metrics.call("start"):
         entry = await server.sessions.start(wish, wait_s, key)
+    if key is None and await request.is_disconnected():  # nobody knows its id; under a key it may be asked for again
+        await server.sessions.end(entry)
     return _view(entry)
 
 

@@ -55,6 +55,10 @@ async def test_a_timeout_stops_the_code_and_loses_the_state(session: Session) ->
     assert not after.state_lost
 
 
+async def test_a_limit_of_years_is_a_limit(session: Session) -> None:
+    assert (await session.run(["true"], timeout_s=1e12)).exit_code == 0
+
+
 async def test_ending_the_interpreter_is_the_codes_own_affair(session: Session) -> None:
     result = await session.run_python("import os\nos._exit(7)")
     assert (result.exit_code, result.state_lost) == (7, True)

@@ -77,6 +77,20 @@ async def test_the_queue_has_a_deadline_and_says_how_long_was_waited(start: Star
         assert (await waiting[0]).status_code == 200
 
 
+async def test_who_left_the_queue_gets_no_session(start: Start, config: SandboxConfig) -> None:
+    url = await start(config)
+    async with httpx.AsyncClient(base_url=url, headers=headers()) as client:
+        held = [(await client.post("/sessions", json={})).json()["session_id"] for _ in range(2)]
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/sessions", json={}, timeout=0.3)
+        for session_id in held:
+            await client.delete(f"/sessions/{session_id}")
+        async with asyncio.timeout(10):
+            while (await client.get("/health")).json()["waiting"] or (await client.get("/sessions")).json():
+                await asyncio.sleep(0.02)
+        assert 'penstock_sandbox_pool{how="taken_cold"} 3.0' in (await client.get("/metrics")).text
+
+
 async def test_the_client_waits_for_its_turn_and_gives_up_in_time(start: Start, config: SandboxConfig) -> None:
     url = await start(config)
     sandbox = remote_of(url, OTHER)

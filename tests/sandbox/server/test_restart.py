@@ -6,14 +6,19 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
 from tests.sandbox.conftest import box_cgroups, box_processes
+from tests.sandbox.containers import IMAGE, containers_of
 from tests.sandbox.server.conftest import TOKEN, answers, free_port, headers, remote_of
 
+from penstock.deploy.load_config import ConfigError, load_sandbox
+from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import SandboxError, SandboxLost
 
 pytestmark = [pytest.mark.bwrap, pytest.mark.crash]
@@ -39,7 +44,7 @@ async def none_left(pid: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_what_a_killed_server_leaves_the_next_one_ends(tmp_path: object) -> None:
+async def test_what_a_killed_server_leaves_the_next_one_ends() -> None:
     port = free_port()
     url, owner = f"http://127.0.0.1:{port}", f"sandbox-{port}"
     sandbox = remote_of(url)
@@ -67,21 +72,56 @@ async def test_what_a_killed_server_leaves_the_next_one_ends(tmp_path: object) -
     await sandbox.close()
 
 
+@pytest.mark.docker
+async def test_containers_of_a_killed_server_end_with_it(tmp_path: Path) -> None:
+    """No session is reattached: the connection to its driver was the server's."""
+    port = free_port()
+    url, owner = f"http://127.0.0.1:{port}", f"sandbox-{port}"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"sandbox: {{backend: docker, image: '{IMAGE}', max_boxes: 3, server: {{warm: {{default: 1}}}}}}")
+    sandbox = remote_of(url)
+    async with command(port, "--recipe", str(recipe)) as first:
+        session = await sandbox.start("run/episode 1", image=IMAGE)
+        assert (await session.run_python("x = 5; x")).stdout == "5\n"
+        assert (await session.run_shell("cd /usr; Y=6; pwd")).stdout == "/usr\n"
+        pieces = [piece.data async for piece in session.stream(["echo", "streamed"])]
+        assert pieces == ["streamed\n", ""]
+        with pytest.raises(SandboxError, match=r"nowhere:1.*docker pull"):
+            await sandbox.start("x", image="nowhere:1")
+        assert len(containers_of(owner)) >= 2
+        first.send_signal(signal.SIGKILL)
+        await first.wait()
+    async with command(port, "--recipe", str(recipe), "sandbox.server.warm={}"):
+        async with asyncio.timeout(20):
+            while containers_of(owner):
+                await asyncio.sleep(0.1)
+        with pytest.raises(SandboxLost):
+            await sandbox.attach(session.session_id)
+    await sandbox.close()
+
+
 async def test_a_server_that_cannot_start_says_why_in_one_line() -> None:
     argv = [sys.executable, "-m", "penstock.deploy.cli", "sandbox", "--port", str(free_port())]
-    for arguments, words in (
-        (["sandbox.max_boxs=3"], "sandbox.max_boxs: no such key; did you mean 'sandbox.max_boxes'?"),
-        (["trainer.lr=1"], "reads sandbox.* alone, not trainer"),
-        (["sandbox.backend=remote"], "a sandbox server holds boxes itself"),
-        (["sandbox.server.callers={a: {token_env: NOT_SET}}"], "NOT_SET is not set in the environment"),
-    ):
-        env = {**os.environ, "PENSTOCK_TOKEN": TOKEN}
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*argv, *arguments, env=env, stderr=pipe)
-        _, stderr = await asyncio.wait_for(process.communicate(), 60)
-        assert process.returncode == 2
-        assert words in stderr.decode()
-        assert "Traceback" not in stderr.decode()
+    env = {**os.environ, "PENSTOCK_TOKEN": TOKEN}
+    process = await asyncio.create_subprocess_exec(*argv, "sandbox.backend=remote", env=env, stderr=subprocess.PIPE)
+    _, stderr = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert stderr.decode().splitlines()[-1].startswith("a sandbox server holds boxes itself")
+    assert "Traceback" not in stderr.decode()
+
+
+def test_its_settings_are_the_sandbox_section_alone(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: x\ntrainer: {nonsense: 1}\nsandbox: {max_boxes: 3, pids: 9}")
+    config = load_sandbox(recipe, ["sandbox.max_boxes=5"])
+    assert (config.max_boxes, config.pids) == (5, 9)
+    assert load_sandbox(None).max_boxes == SandboxConfig().max_boxes
+    with pytest.raises(ConfigError, match=r"sandbox\.max_boxs: no such key; did you mean 'sandbox\.max_boxes'"):
+        load_sandbox(None, ["sandbox.max_boxs=3"])
+    with pytest.raises(ConfigError, match=r"sandbox\.server\.warm\.default: .*greater than 0"):
+        load_sandbox(None, ["sandbox.server.warm={default: 0}"])
+    with pytest.raises(ConfigError, match=r"reads sandbox\.\* alone, not trainer"):
+        load_sandbox(None, ["trainer.lr=1"])
 
 
 async def test_the_command_serves_with_the_limits_it_was_told() -> None:

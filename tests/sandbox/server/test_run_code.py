@@ -13,6 +13,7 @@ from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.fake import FakeSandbox
 from penstock.sandbox.server.app import build_app
 from penstock.sandbox.server.callers import callers_of
+from penstock.sandbox.server_config import SandboxServerConfig
 
 pytestmark = pytest.mark.bwrap
 
@@ -100,8 +101,9 @@ async def test_a_sandbox_that_fails_is_neither_success_nor_failure() -> None:
 
 
 async def test_a_full_server_refuses_instead_of_failing_the_code(start: Start) -> None:
-    url = await start(SandboxConfig(max_boxes=1, backend="unsafe_subprocess"))
+    server = SandboxServerConfig(queue_timeout_s=0.2)
+    url = await start(SandboxConfig(max_boxes=1, backend="unsafe_subprocess", server=server))
     async with httpx.AsyncClient(base_url=url, headers=headers()) as client:
         assert (await client.post("/sessions", json={})).status_code == 200
         refused = await client.post("/run_code", json={"code": "1", "language": "python"})
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
