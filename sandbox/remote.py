@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import Output, RunResult, SandboxError
+from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
 from penstock.sandbox.remote_http import RemoteClient, sendable
 
 START_TIMEOUT_S = 150.0
@@ -106,6 +106,8 @@ class RemoteSandbox:
         return RemoteSession(self, answer.json()["session_id"])
 
     async def attach(self, session_id: str) -> RemoteSession:
+        if not (session_id.isascii() and session_id.isalnum()):  # it becomes a part of a path
+            raise SandboxLost(f"{session_id!r} is no session's id")
         await self.client.request("GET", f"/sessions/{session_id}", NETWORK_SLACK_S)
         return RemoteSession(self, session_id)
 

@@ -102,8 +102,9 @@ def sendable(path: str) -> str:
         size = len(path.encode("utf-8"))
     except UnicodeEncodeError as error:
         raise OSError(errno.EINVAL, f"no file has this name: {error.reason}") from error
-    if size >= PATH_MAX_BYTES:
-        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    if not 0 < size < PATH_MAX_BYTES:
+        number = errno.ENAMETOOLONG if size else errno.ENOENT
+        raise OSError(number, os.strerror(number))
     return path
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aiodocker.execs import Exec
     from aiodocker.stream import Stream
 
-_LIMITED = 'ulimit -S -t "$1"; ulimit -H -t "$(($1 + 1))"; ulimit -c 0; n=$2; shift 2; '
+_LIMITED = 'ulimit -S -t "$1"; ulimit -H -t "$(($1 + 1))"; n=$2; shift 2; '
 _RUN = _LIMITED + 'exec "$@"'
 _RUN_FED = _LIMITED + 'head -c "$n" | "$@"'
 """The engine's client cannot close a program's stdin alone: the count says where it ends."""

@@ -28,10 +28,10 @@ from penstock.sandbox.docker.engine import (
     require_runtime,
     survey,
 )
+from penstock.sandbox.docker.host_cgroup import limits_socket_memory
 from penstock.sandbox.docker.leftovers import clear_away, labels_of
 from penstock.sandbox.docker.plain import PLAIN_COMMAND, PlainSession
-from penstock.sandbox.docker.socket_memory import limits_socket_memory
-from penstock.sandbox.docker.spec import container_spec
+from penstock.sandbox.docker.spec import container_spec, keeper_of
 from penstock.sandbox.maker import QUEUE_TIMEOUT_S, Place, SlottedSandbox
 from penstock.sandbox.protocol import SandboxError, Session
 from penstock.sandbox.seccomp import build_filter
@@ -107,14 +107,18 @@ class DockerSandbox(SlottedSandbox):
 
     async def _plain_session(self, image: Image, place: Place, release: Callable[[], None]) -> PlainSession:
         def launch() -> Awaitable[Container]:
-            return self._container(image, PLAIN_COMMAND, place)
+            return self._container(image, PLAIN_COMMAND, place, kept=True)
 
         return PlainSession(place.session_id, self.config, await launch(), launch, release)
 
-    async def _container(self, image: Image, command: list[str], place: Place) -> Container:
+    async def _container(self, image: Image, command: list[str], place: Place, kept: bool = False) -> Container:
+        """`kept`: the first process has a uid of its own, for it cannot hide from programs that share its uid."""
         labels = labels_of(self._owner, place.label, place.session_id)
         spec = container_spec(self.config, self._engine, image, command, slot=place.slot, labels=labels)
-        return await Container.start(self._connected(), spec)
+        user = spec["User"]
+        if kept:
+            spec["User"] = keeper_of(self._engine.remaps_uids)
+        return await Container.start(self._connected(), spec, user)
 
     def _connected(self) -> Docker:
         if self._client is None:

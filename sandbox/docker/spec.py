@@ -75,6 +75,12 @@ def _limit(name: str, value: int) -> dict[str, Any]:
     return {"Name": name, "Soft": value, "Hard": value}
 
 
+def keeper_of(remaps_uids: bool) -> str:
+    """User of first processes that only keep a container open: no box has this uid."""
+    uid = (_FIRST_REMAPPED_UID if remaps_uids else UID_BASE) - 1
+    return f"{uid}:{uid}"
+
+
 def uid_of(slot: int, remaps_uids: bool) -> int:
     """A uid that no other box on this machine has at this time, as far as the engine has that many."""
     if remaps_uids:

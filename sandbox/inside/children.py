@@ -13,7 +13,7 @@ PR_SET_DUMPABLE = 4
 OPEN_FILES = 256
 NICENESS = 5
 NO_CORE = 1
-"""Bytes: too few for any core file, and the one value that keeps a core from a handler that the host set up by a pipe."""
+"""Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
 
 
 class Child:

@@ -15,6 +15,8 @@ from penstock.sandbox.inside.children import Child
 from penstock.sandbox.inside.interpreter import OUTCOME_BYTES
 from penstock.sandbox.inside.processes import Processes
 
+LONGEST_WAIT_S = 3600.0
+"""poll() counts milliseconds in 31 bits."""
 Handlers = dict[int, Callable[[], bool]]
 """Descriptor → what to do when it is ready; False: stop watching it."""
 
@@ -82,7 +84,7 @@ def pump(run: Run, deadline: float, processes: Processes, interrupts: Handlers) 
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             return "wall"
-        for fd, _ in poller.poll(remaining_s * 1000 + 1):
+        for fd, _ in poller.poll(min(remaining_s, LONGEST_WAIT_S) * 1000 + 1):
             if not handlers[fd]():
                 poller.unregister(fd)
         if run.capture.flooded:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from tests.sandbox import leftovers
+from tests.sandbox.leftovers import MAKERS, Maker
 
 from penstock.sandbox.bwrap import BwrapSandbox
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.docker.sandbox import DockerSandbox
 from penstock.sandbox.protocol import SandboxError
 from penstock.sandbox.session import DriverSession
-
-for folder in ("", "attacks"):  # what their tests share
-    sys.path.insert(0, str(Path(__file__).parent / folder))
-
-import leftovers
-from leftovers import MAKERS, Maker
 
 OWNER = f"tests-{os.getpid()}"
 CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=5.0)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from containers import engine_leftovers
+from tests.sandbox.containers import engine_leftovers
 
 from penstock.sandbox.bwrap import UID_BASE as BWRAP_UIDS
 from penstock.sandbox.docker.spec import UID_BASE as DOCKER_UIDS

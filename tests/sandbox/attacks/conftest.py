@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
-from plants import Host, planted_host
-from targets import Target, attacked_backend
+from tests.sandbox.attacks.plants import Host, planted_host
+from tests.sandbox.attacks.targets import Target, attacked_backend
 
 from penstock.sandbox.protocol import Session
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 import httpx
-from containers import IMAGE
-from leftovers import MAKERS, Maker
+from tests.sandbox.containers import IMAGE
+from tests.sandbox.leftovers import MAKERS, Maker
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
@@ -23,7 +23,7 @@ from penstock.sandbox.protocol import RunResult, Sandbox, Session
 from penstock.sandbox.remote import RemoteSandbox
 
 CONFIG = SandboxConfig(
-    max_boxes=6, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, image=IMAGE, output_bytes=65536, run_timeout_s=30.0
+    max_boxes=5, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, image=IMAGE, output_bytes=65536, run_timeout_s=30.0
 )
 """Small, so that every limit is reached soon."""
 SHM_MB = 16
@@ -37,9 +37,8 @@ class Target:
     backend: str
     sandbox: Sandbox
     neighbour: Session
-    server_pid: int | None = None
-    server_log: IO[bytes] | None = None
     url: str = ""
+    """Of the server, where there is one."""
     visits: int = 0
 
     async def visit_neighbour(self) -> None:
@@ -55,7 +54,7 @@ async def attacked_backend(backend: str) -> AsyncIterator[Target]:
     descriptors = open_descriptors(os.getpid())
     async with _target(backend) as target:
         yield target
-    assert_no_more_than(descriptors, open_descriptors(os.getpid()))
+    await assert_closed(descriptors, os.getpid())
 
 
 @contextlib.asynccontextmanager
@@ -85,17 +84,23 @@ async def _remote() -> AsyncIterator[Target]:
         sandbox = RemoteSandbox(CONFIG.model_copy(update={"backend": "remote", "url": url}), url, TOKEN)
         try:
             await _answers(url, process, log)
-            yield Target("remote", sandbox, await sandbox.start("neighbour"), process.pid, log, url)
+            neighbour = await sandbox.start("neighbour")
+            descriptors = open_descriptors(process.pid)
+            yield Target("remote", sandbox, neighbour, url)
+            await assert_closed(descriptors, process.pid)
         finally:
             await sandbox.close()
             process.terminate()
             await asyncio.wait_for(process.wait(), 60)
+        words = words_of(log)
+        assert "Traceback" not in words, words
+        assert "\x1b" not in words, "what code wrote reached the server's own terminal"
 
 
 _SERVER = """
 import asyncio, sys
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.server import serve
+from penstock.sandbox.server.serving import serve
 asyncio.run(serve(SandboxConfig.model_validate_json(sys.argv[1]), "127.0.0.1", int(sys.argv[2]), sys.argv[3]))
 """
 
@@ -132,10 +137,15 @@ def open_descriptors(pid: int) -> list[str]:
     return sorted(found)
 
 
-def assert_no_more_than(before: list[str], after: list[str]) -> None:
-    """A descriptor that one box leaves open is what thousands of episodes die of."""
-    more = [kind for kind in set(after) if after.count(kind) > before.count(kind)]
-    assert not more, f"descriptors left open: {more}"
+async def assert_closed(before: list[str], pid: int) -> None:
+    """A descriptor that one box leaves open is what thousands of episodes die of. Connections take a moment to end."""
+    for _ in range(100):
+        now = open_descriptors(pid)
+        more = [kind for kind in set(now) if now.count(kind) > before.count(kind)]
+        if not more:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"descriptors left open: {more}")
 
 
 async def attack(session: Session, code: str, timeout_s: float = 5.0) -> RunResult:

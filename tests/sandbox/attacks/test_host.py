@@ -6,9 +6,9 @@ import os
 import subprocess
 
 import pytest
-from leftovers import MARK
-from plants import NOBODY, SECRET, Host
-from targets import Target, attack
+from tests.sandbox.attacks.plants import NOBODY, SECRET, Host
+from tests.sandbox.attacks.targets import Target, attack
+from tests.sandbox.leftovers import MARK
 
 from penstock.sandbox.protocol import Session
 
@@ -80,7 +80,7 @@ async def test_secrets_in_every_place_that_a_process_is_told_something(session: 
     code = f"""{REACH}
 import glob
 print(sorted(os.environ))
-places = ['/etc/shadow', '/etc/gshadow', '/root', '/proc/1/environ', '/proc/kcore', '/proc/1/root/etc/shadow', '/dev/mem']
+places = '/etc/shadow /etc/gshadow /root /proc/1/environ /proc/kcore /proc/1/root/etc/shadow /dev/mem'.split()
 for place in places + glob.glob('/root/*') + ['/var/run/docker.sock', '/run/docker.sock']:
     tried(place, lambda: read(place))
 for pattern in ('/proc/[0-9]*/environ', '/proc/[0-9]*/cmdline', '/proc/[0-9]*/mounts'):
@@ -99,7 +99,12 @@ for pattern in ('/proc/[0-9]*/environ', '/proc/[0-9]*/cmdline', '/proc/[0-9]*/mo
 
 async def test_nothing_of_ours_is_handed_in(session: Session) -> None:
     """Every descriptor is a pipe of this run or /dev/null: no socket, no file in memory, no folder of the host."""
-    code = "import os\nfor fd in os.listdir('/proc/self/fd'):\n    try: print(os.readlink('/proc/self/fd/' + fd))\n    except OSError: pass"
+    code = """
+import os
+for fd in os.listdir('/proc/self/fd'):
+    try: print(os.readlink('/proc/self/fd/' + fd))
+    except OSError: pass
+"""
     for result in (await attack(session, code), await session.run(["python3", "-c", code])):
         kinds = {line.partition(":[")[0] for line in result.stdout.splitlines()}
         assert kinds <= {"pipe", "/dev/null"} | {line for line in kinds if line.startswith("/proc/")}
@@ -141,7 +146,8 @@ for pid in {[victim.pid for victim in host.victims] + [os.getpid()]!r}:
         try: print('KILLED', attempt())
         except OSError: pass
     if libc.ptrace(16, pid, 0, 0) == 0: print('TRACED')
-    if os.path.exists(f'/proc/{{pid}}/environ') and b'penstock' in open(f'/proc/{{pid}}/cmdline', 'rb').read(): print('SEEN')
+    command = f'/proc/{{pid}}/cmdline'
+    if os.path.exists(command) and b'pytest' in open(command, 'rb').read(): print('SEEN')
 try: os.kill(-1, signal.SIGKILL)
 finally: pass
 """
@@ -172,7 +178,8 @@ tried('abstract', lambda: connect('\\0{MARK}-box'))
 tried('tmp', lambda: read('/tmp/{MARK}'))
 tried('shm', lambda: read('/dev/shm/{MARK}'))
 print(libc.shmget(0x51515151, 4096, 0) >= 0, libc.msgget(0x51515151, 0) >= 0)
-print(len([pid for pid in os.listdir('/proc') if pid.isdigit() and b'987654' in open(f'/proc/{{pid}}/cmdline', 'rb').read()]))
+commands = [open(f'/proc/{{pid}}/cmdline', 'rb').read() for pid in os.listdir('/proc') if pid.isdigit()]
+print(sum(b'987654' in command for command in commands))
 print(os.getuid())
 """
 
@@ -197,7 +204,6 @@ async def test_sessions_cannot_be_guessed(target: Target, session: Session) -> N
     other = await target.sandbox.start("next")
     try:
         assert len(session.session_id) >= 16
-        shared = os.path.commonprefix([session.session_id, other.session_id])
-        assert len(shared) < len(session.session_id) // 2
+        assert session.session_id[:8] != other.session_id[:8]
     finally:
         await other.close()

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 
 import pytest
-from leftovers import MARK, marked_processes
-from targets import Target, attack, ended_by
+from tests.sandbox.attacks.targets import CONFIG, Target, attack, ended_by
+from tests.sandbox.leftovers import MARK, marked_processes
 
 from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
 
@@ -51,53 +51,58 @@ async def assert_none_lingers() -> None:
     assert not marked_processes()
 
 
-@pytest.mark.parametrize("kind", LINGERERS)
-async def test_a_daemon_goes_with_its_box(target: Target, kind: str) -> None:
-    session = await target.sandbox.start(kind)
-    assert (await attack(session, LINGERERS[kind])).exit_code == 0
-    assert marked_processes()
+async def test_a_daemon_goes_with_its_box(target: Target) -> None:
+    session = await target.sandbox.start("daemons")
+    for code in LINGERERS.values():
+        seen = len(marked_processes())
+        assert (await attack(session, code)).exit_code == 0
+        assert len(marked_processes()) > seen
     await session.close()
     await assert_none_lingers()
     await target.visit_neighbour()
 
 
 @pytest.mark.parametrize("kind", LINGERERS)
-@pytest.mark.parametrize("way", ["python", "command"])
-async def test_a_daemon_goes_with_the_limit_that_its_call_broke(session: Session, kind: str, way: str) -> None:
+async def test_a_daemon_goes_with_the_limit_that_its_call_broke(session: Session, kind: str) -> None:
     code = LINGERERS[kind] + "\nwhile True: pass"
-    if way == "python":
-        assert ended_by(await attack(session, code, timeout_s=0.8), "wall")
-    else:
-        result = await session.run(["python3", "-c", code], timeout_s=0.8)
-        assert (result.exit_code, result.limit) == (None, "wall")
+    assert ended_by(await attack(session, code, timeout_s=0.8), "wall")
+    await assert_none_lingers()
+    result = await session.run(["python3", "-c", code], timeout_s=0.8)
+    assert (result.exit_code, result.limit) == (None, "wall")
     await assert_none_lingers()
 
 
-@pytest.mark.parametrize(
-    "code", [*LINGERERS.values(), "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"]
-)
-async def test_closing_in_the_middle_of_it(target: Target, code: str) -> None:
-    session = await target.sandbox.start("closed early")
-    running = asyncio.create_task(attack(session, code + "\nwhile True: pass", timeout_s=30.0))
-    await asyncio.sleep(0.5)
-    await session.close()
-    (outcome,) = await asyncio.gather(running, return_exceptions=True)
-    assert isinstance(outcome, SandboxError)  # it was we who ended it
+async def test_closing_in_the_middle_of_it(target: Target) -> None:
+    """Several at once: each end is the box's own."""
+    codes = [*LINGERERS.values(), "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"]
+    sessions = [await target.sandbox.start("closed early") for _ in codes]
+    running = [
+        asyncio.create_task(attack(*pair, timeout_s=30.0)) for pair in zip(sessions, map(_endless, codes), strict=True)
+    ]
+    await asyncio.sleep(0.6)
+    await asyncio.gather(*(session.close() for session in sessions))
+    for outcome in await asyncio.gather(*running, return_exceptions=True):
+        assert isinstance(outcome, SandboxError)  # it was we who ended it
     with pytest.raises(SandboxLost):
-        await session.run_python("1")
+        await sessions[0].run_python("1")
     await assert_none_lingers()
     await target.visit_neighbour()
+
+
+def _endless(code: str) -> str:
+    return code + "\nwhile True: pass"
 
 
 async def test_a_caller_who_gives_up_in_the_middle_of_it(target: Target) -> None:
     """The slot of the box is free again, whatever it was doing: more such callers than there are boxes."""
-    for _ in range(target.sandbox.config.max_boxes + 1):
-        session = await target.sandbox.start("given up")
-        running = asyncio.create_task(attack(session, DAEMON + "\nwhile True: pass", timeout_s=30.0))
-        await asyncio.sleep(0.3)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        await session.close()
+    for _ in range(2):
+        sessions = [await target.sandbox.start("given up") for _ in range(CONFIG.max_boxes - 1)]
+        running = [asyncio.create_task(attack(session, _endless(DAEMON), timeout_s=30.0)) for session in sessions]
+        await asyncio.sleep(0.5)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*(session.close() for session in sessions))
     await assert_none_lingers()
     await target.visit_neighbour()
 

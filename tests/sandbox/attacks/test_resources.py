@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 
 import pytest
-from targets import SHM_MB, CONFIG, Target, attack, ended_by
+from tests.sandbox.attacks.targets import CONFIG, SHM_MB, Target, attack, ended_by
 
 from penstock.sandbox.protocol import Session
 
@@ -150,7 +151,6 @@ async def test_memory_in_the_buffers_of_sockets(session: Session) -> None:
     """Datagrams that nobody reads: half a gigabyte where only the box's memory is counted and its sockets are not."""
     result = await attack(session, DATAGRAMS, timeout_s=20.0)
     assert result.limit == "memory" or int(result.stdout) <= CONFIG.memory_mb << 20
-    await session.run(["python3", "-c", "import os\nos.kill(-1, 9)"])
 
 
 # ---- disk
@@ -215,12 +215,22 @@ async def test_ten_gigabytes_of_output(session: Session, stream: int) -> None:
     assert (await session.run(["yes"], timeout_s=30.0)).limit == "output"
 
 
+async def test_ten_gigabytes_of_a_streamed_run(session: Session) -> None:
+    pieces = [piece async for piece in session.stream(["yes", "\U0001f600"], timeout_s=30.0)]
+    result = pieces[-1].result
+    assert result is not None
+    assert (result.exit_code, result.limit) == (None, "output")
+    assert sum(len(piece.data.encode()) for piece in pieces) <= CONFIG.output_bytes + 4
+    assert set("".join(piece.data for piece in pieces)) <= {"\U0001f600", "\n", "\ufffd"}
+
+
 async def test_a_daemon_that_writes_for_ever_does_not_hold_up_the_answer(session: Session) -> None:
     code = "import os\nif os.fork() == 0:\n    while True: os.write(1, b'y' * 65536)"
     result = await attack(session, code, timeout_s=30.0)
     assert result.exit_code == 0 or result.limit == "output"
     assert len(result.stdout) <= CONFIG.output_bytes
-    await session.run(["python3", "-c", "import os, signal\nos.kill(-1, signal.SIGKILL)"])
+    await session.run(["python3", "-c", "import os\nos.kill(-1, 9)"])
+    await session.run_python("its own end, if the kernel was not done with it before")
 
 
 # ---- time
@@ -232,21 +242,38 @@ STOP = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
 SLEEPS = ("while True: pass", "import time\ntime.sleep(1e9)", "import signal\nsignal.pause()", STOP)
 
 
-@pytest.mark.parametrize("code", SLEEPS, ids=["loop", "sleep", "pause", "stopped"])
-async def test_for_ever(session: Session, code: str) -> None:
-    assert ended_by(await attack(session, IGNORE + code, timeout_s=0.3), "wall")
-    result = await session.run(["python3", "-c", IGNORE + code], timeout_s=0.3)
-    assert (result.exit_code, result.limit, result.state_lost) == (None, "wall", False)
+async def test_for_ever(session: Session) -> None:
+    for code in SLEEPS:
+        assert ended_by(await attack(session, IGNORE + code, timeout_s=0.2), "wall")
+        result = await session.run(["python3", "-c", IGNORE + code], timeout_s=0.2)
+        assert (result.exit_code, result.limit, result.state_lost) == (None, "wall", False)
+        shell = await session.run_shell(f"trap '' INT TERM HUP; python3 -c {shlex.quote(IGNORE + code)}", timeout_s=0.2)
+        assert ended_by(shell, "wall")
 
 
 async def test_more_processor_time_than_allowed(session: Session) -> None:
     assert ended_by(await attack(session, IGNORE + "while True: pass", timeout_s=60.0), "cpu")
 
 
+async def test_a_shell_that_is_held_open(session: Session) -> None:
+    """What one call leaves open or redefined harms that session's shell at most, and not for long."""
+    for command in (
+        "cat <<EOF",
+        "echo 'unclosed",
+        "command() { :; }",
+        "exec 0</dev/zero",
+        "exec sleep 1000",
+        "kill -STOP $$",
+    ):
+        await session.run_shell(command, timeout_s=0.3)
+        await session.run_shell("exit 3", timeout_s=0.3)
+        assert (await session.run_shell("echo served")).stdout == "served\n", command
+
+
 HANGING_VALUE = "class Hanging:\n    def __repr__(self):\n        while True: pass\nHanging()"
 HANGING_ERROR = "class Hanging(Exception):\n    def __str__(self):\n        while True: pass\nraise Hanging"
 
 
-@pytest.mark.parametrize("code", [HANGING_VALUE, HANGING_ERROR], ids=["value", "exception"])
-async def test_what_hangs_when_it_is_shown(session: Session, code: str) -> None:
-    assert ended_by(await attack(session, code, timeout_s=0.5), "wall")
+async def test_what_hangs_when_it_is_shown(session: Session) -> None:
+    for code in (HANGING_VALUE, HANGING_ERROR):
+        assert ended_by(await attack(session, code, timeout_s=0.3), "wall")
