@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import secrets
-import time
 from typing import TYPE_CHECKING, Any
 
 from penstock.sandbox.docker.engine import CALL_DEADLINE_S, calling, connect
@@ -24,13 +23,18 @@ if TYPE_CHECKING:
     from aiodocker import Docker
     from aiodocker.containers import DockerContainer
     from aiodocker.execs import Exec
+    from aiodocker.stream import Stream
 
 logger = logging.getLogger(__name__)
 
-END_DEADLINE_S = 10.0
+OWN_END_S = 2.0
+"""How long a first process whose stdin closed may take to end; past it the engine is told to kill."""
+END_DEADLINE_S = 30.0
+"""The engine itself may wait 10 s for word of a process that it killed."""
 OOM_DEADLINE_S = 1.0
 """How long the engine may take to tell why a container ended."""
 _LAST_WORDS_BYTES = 2000
+_GONE, _BEING_REMOVED = 404, 409
 _OUT, _ERR = 1, 2
 """Which stream a piece of output belongs to, in the engine's framing."""
 
@@ -46,11 +50,11 @@ class Container:
         self.user = user
         """Whom further programs run as."""
         self._id = ""
-        self._created_at = time.time()
         self._last_words = bytearray()
         self._to_write = bytearray()
         self._attached: Docker | None = None
         """A client of its own: one pool's connections would run out with many boxes."""
+        self._stream: Stream | None = None
         self._pump: asyncio.Task[None] | None = None
 
     @classmethod
@@ -63,6 +67,7 @@ class Container:
         except BaseException:
             # cut off in the middle, a create could make the container after its removal was tried
             await asyncio.wait([starting])
+            starting.exception()  # told to nobody where the caller was cancelled
             await container.remove()
             raise
         return container
@@ -76,12 +81,12 @@ class Container:
             await self._stream.__aenter__()
             await made.start()
             limit_socket_memory(made.id, spec["HostConfig"]["Memory"])
-        self._pump = asyncio.create_task(self._read_all())
+        self._pump = asyncio.create_task(self._read_all(self._stream))
 
-    async def _read_all(self) -> None:
+    async def _read_all(self, stream: Stream) -> None:
         """Until the engine closes the connection. Only our own first process writes here: no limit but the frames'."""
         try:
-            while (message := await self._stream.read_out()) is not None:
+            while (message := await stream.read_out()) is not None:
                 if message.stream == _OUT:
                     self.stdout.feed_data(message.data)
                 else:
@@ -108,9 +113,10 @@ class Container:
         """Raises `ConnectionError` where the container is gone."""
         data = bytes(self._to_write)
         self._to_write.clear()
+        assert self._stream is not None
         try:
             await self._stream.write_in(data)
-        except (RuntimeError, AttributeError) as error:  # what aiodocker says of a closed connection
+        except (RuntimeError, AttributeError, AssertionError) as error:  # what aiodocker says of a closed connection
             raise ConnectionResetError("the container's stdin is closed") from error
 
     # ---- further programs in it
@@ -134,13 +140,14 @@ class Container:
     # ---- its end
 
     async def ran_out_of_memory(self) -> bool:
-        """Of a container that ended by itself: from inside, only lack of memory can end the first process."""
-        until = time.time() + OOM_DEADLINE_S
-        wanted = {"container": [self.name], "event": ["oom"]}
-        params = {"since": f"{self._created_at:.3f}", "until": f"{until:.3f}", "filters": json.dumps(wanted)}
+        """Of a container that ended by itself: from inside, only lack of memory can end the first process.
+
+        The engine tells its last 256 events, then new ones without end: its clock is not compared with ours.
+        """
+        params = {"since": "1", "filters": json.dumps({"container": [self.name], "event": ["oom"]})}
         with contextlib.suppress(SandboxError):
             async with (
-                calling("asking why a box ended", OOM_DEADLINE_S + 1.0),
+                calling("asking why a box ended", OOM_DEADLINE_S),
                 self.control._query("events", params=params) as answer,
             ):
                 return bool(await answer.content.readline())
@@ -148,16 +155,32 @@ class Container:
 
     async def remove(self) -> None:
         """Everything in it is gone afterwards; an engine that cannot say so is logged, and `leftovers` comes by."""
-        if self._attached is not None:
-            with contextlib.suppress(Exception):
-                await self._stream.close()
-            await self._attached.close()
         if self._pump is not None:
             self._pump.cancel()
+        if self._stream is not None:
+            with contextlib.suppress(AssertionError):  # aiodocker's word for a connection that is closed already
+                await self._stream.close()
+        if self._attached is not None:
+            await self._attached.close()
         try:
-            await remove(self.control, self.name)
+            if self._pump is None or not await _removed_by_itself(self.control, self.name):
+                await remove(self.control, self.name)
         except SandboxError as error:
             logger.error("%s", error)
+
+
+async def _removed_by_itself(client: Docker, name: str) -> bool:
+    """The usual end: its stdin closed, so it ended, so the engine removed it. A second removal would only disturb."""
+    import aiodocker
+
+    try:
+        async with asyncio.timeout(OWN_END_S), calling("waiting for a box to end"):
+            await client.containers.container(name).wait(condition="removed")
+    except TimeoutError:
+        return False
+    except SandboxError as error:
+        return isinstance(error.__cause__, aiodocker.DockerError) and error.__cause__.status == _GONE
+    return True
 
 
 async def remove(client: Docker, name: str) -> None:
@@ -174,9 +197,9 @@ async def _still_there(container: DockerContainer) -> bool:
     try:
         await container.delete(force=True, v=True)
     except aiodocker.DockerError as error:
-        if error.status == 404:
+        if error.status == _GONE:
             return False
-        if error.status == 409:  # being removed already, by its own end
+        if error.status == _BEING_REMOVED:
             return True
         raise
     return False

@@ -83,6 +83,10 @@ class PlainSession:
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
         return await self._file([*_READ, _absolute(path), str(min(max_bytes, MAX_FILE_BYTES))], b"", path)
 
+    async def leave(self) -> None:
+        """The box ends with this process: nobody else could go on in it."""
+        await self.close()
+
     async def close(self) -> None:
         """Goes on to its end also where the caller is cancelled: `on_closed` gives the box's slot to the next one."""
         if self._closing is None:

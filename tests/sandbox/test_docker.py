@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from tests.sandbox.conftest import DOCKER, OWNER
-from tests.sandbox.containers import IMAGE, containers_of, docker, inspect
+from tests.sandbox.containers import IMAGE, PLAIN_IMAGE, all_boxes, containers_of, docker, inspect, make_plain_image
+from tests.sandbox.server.conftest import TOKEN, serving
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.docker.leftovers import is_abandoned, labels_of
@@ -22,6 +23,8 @@ from penstock.sandbox.docker.sandbox import DockerSandbox
 from penstock.sandbox.docker.spec import uid_of
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
+from penstock.sandbox.remote import RemoteSandbox
+from penstock.sandbox.server_config import SandboxServerConfig
 
 pytestmark = pytest.mark.docker
 
@@ -230,6 +233,28 @@ def test_an_engine_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/silent.sock")
         with pytest.raises(SandboxError, match="did not answer"):
             make_sandbox(SandboxConfig(backend="docker"), OWNER)
+
+
+async def test_a_server_keeps_containers_for_its_callers_warm_by_image() -> None:
+    make_plain_image()
+    config = DOCKER.model_copy(update={"server": SandboxServerConfig(warm={"default": 1})})
+    async with serving(config) as url:
+        first = RemoteSandbox(config, url, TOKEN)
+        session = await first.start("an episode")
+        await session.run_python("x = 41")
+        await session.leave()
+        await first.close()
+        again = RemoteSandbox(config, url, TOKEN)
+        attached = await again.attach(session.session_id)
+        assert (await attached.run_python("x + 1")).stdout == "42\n"
+        plain = await again.start("another image", image=PLAIN_IMAGE)
+        assert (await plain.run(["echo", "hello"])).stdout == "hello\n"
+        with pytest.raises(SandboxError, match=r"no python3 of 3\.9"):
+            await plain.run_python("1")
+        with pytest.raises(SandboxError, match="docker pull"):
+            await again.start("no image", image="no-such/image:1")
+        await again.close()
+    assert not [line for line in all_boxes() if "exited" in line]
 
 
 async def test_python_runs_under_gvisor() -> None:

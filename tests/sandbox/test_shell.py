@@ -1,4 +1,4 @@
-"""The shell that a session keeps, on every backend that has a driver."""
+"""The shell that a session keeps, on every backend."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.sandbox.backends import BACKENDS, CONFIG
+from tests.sandbox.backends import BACKENDS, OWN_BOXES, sandbox_of
 
 from penstock.sandbox.inside import shell
-from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox, Session
 
 
 @pytest_asyncio.fixture(params=BACKENDS)
 async def session(request: pytest.FixtureRequest) -> AsyncIterator[Session]:
-    sandbox = make_sandbox(CONFIG.model_copy(update={"backend": request.param}), "tests")
-    yield await sandbox.start("a test")
-    await sandbox.close()
+    async with sandbox_of(request.param) as sandbox:
+        session = await sandbox.start("a test")
+        yield session
+        await session.close()
 
 
 async def told(session: Session, command: str, timeout_s: float = 5.0) -> tuple[str, str, int | None, bool]:
@@ -92,6 +92,7 @@ async def test_the_interpreters_end_leaves_the_shell_alone(session: Session) -> 
     assert await told(session, "echo $X") == ("1\n", "", 0, False)
 
 
+@pytest.mark.parametrize("session", OWN_BOXES, indirect=True)
 async def test_the_loss_of_a_whole_box_is_told_once_to_each(session: Session) -> None:
     await session.run_python("x = 1")
     await told(session, "X=1; echo > file")
