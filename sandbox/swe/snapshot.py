@@ -1,0 +1,103 @@
+"""A repository of this machine as one archive: the files of one commit and nothing of its history."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from penstock.sandbox.swe.errors import SweTaskError
+
+GIT_DEADLINE_S = 120
+MTIME_S = 946_684_800
+"""Of every file: the archive of a commit is the same bytes each time."""
+_KINDS = {"100644": 0o644, "100755": 0o755, "120000": 0o777}
+Entry = tuple[str, int, bytes]
+"""path, permissions, content (of a symlink: its target)"""
+
+
+@lru_cache(maxsize=32)
+def snapshot_of(repository: Path, commit: str | None) -> bytes:
+    """A gzipped tar. Blobs as git stores them: no attribute, filter or line-ending setting changes a byte.
+
+    A folder is read once per process. Raises `SweTaskError` where it cannot be read.
+    """
+    if (repository / ".git").exists() or commit is not None:
+        return _pack(_files_of_commit(repository, commit or "HEAD"))
+    if not repository.is_dir():
+        raise SweTaskError(f"repository {repository} is no folder")
+    return _pack(_files_of_folder(repository))
+
+
+@lru_cache(maxsize=8)
+def packages_of(folder: Path) -> bytes:
+    """A gzipped tar of a folder of Python packages, without byte code."""
+    if not folder.is_dir():
+        raise SweTaskError(f"packages {folder} is no folder")
+    return _pack(entry for entry in _files_of_folder(folder) if not entry[0].endswith(".pyc"))
+
+
+def _files_of_commit(repository: Path, commit: str) -> Iterator[Entry]:
+    """Submodules are left out: their commits are not in this repository."""
+    listing = _git(repository, ["ls-tree", "-r", "-z", "--full-tree", f"{commit}^{{commit}}"])
+    entries = []
+    for line in filter(None, listing.split(b"\0")):
+        meta, _, path = line.partition(b"\t")
+        mode, _, sha = meta.decode().split(" ")
+        if mode in _KINDS:
+            entries.append((os.fsdecode(path), _KINDS[mode] | (0o120000 if mode == "120000" else 0), sha))
+    blobs = io.BytesIO(_git(repository, ["cat-file", "--batch"], "".join(f"{sha}\n" for _, _, sha in entries)))
+    for path, mode, _ in entries:
+        size = int(blobs.readline().split()[2])
+        yield path, mode, blobs.read(size)
+        blobs.read(1)
+
+
+def _files_of_folder(folder: Path) -> Iterator[Entry]:
+    for where, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in (".git", "__pycache__"))
+        links = [name for name in folders if os.path.islink(os.path.join(where, name))]
+        for name in sorted([*names, *links]):
+            path = os.path.join(where, name)
+            inside = os.path.relpath(path, folder)
+            if os.path.islink(path):
+                yield inside, 0o120777, os.fsencode(os.readlink(path))
+            elif os.path.isfile(path):
+                yield inside, 0o755 if os.access(path, os.X_OK) else 0o644, Path(path).read_bytes()
+
+
+def _pack(entries: Iterator[Entry]) -> bytes:
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, compresslevel=6) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for path, mode, content in entries:
+            archive.addfile(*_member(path, mode, content))
+    return packed.getvalue()
+
+
+def _member(path: str, mode: int, content: bytes) -> tuple[tarfile.TarInfo, io.BytesIO | None]:
+    member = tarfile.TarInfo(path)
+    member.mode, member.mtime = mode & 0o777, MTIME_S
+    if mode & 0o120000 == 0o120000:
+        member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(content)
+        return member, None
+    member.size = len(content)
+    return member, io.BytesIO(content)
+
+
+def _git(repository: Path, arguments: list[str], stdin: str = "") -> bytes:
+    command = ["git", "-c", "safe.directory=*", "-C", str(repository), *arguments]
+    try:
+        done = subprocess.run(command, input=stdin.encode(), capture_output=True, timeout=GIT_DEADLINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SweTaskError(f"repository {repository}: git cannot be run: {error}") from error
+    if done.returncode != 0:
+        raise SweTaskError(f"repository {repository}: {done.stderr.decode('utf-8', 'replace').strip()}")
+    return done.stdout

@@ -1,0 +1,49 @@
+"""Tasks on a real repository, in real boxes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tests.sandbox.swe.wordkit import make_repository, pytest_packages, rows_of
+
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox.swe.limits import SweLimits
+from penstock.sandbox.swe.task import SweTask
+
+CONFIG = SandboxConfig(max_boxes=4, memory_mb=512, tmp_mb=128, run_timeout_s=20.0, pids=128)
+LIMITS = SweLimits(command_timeout_s=60.0, test_timeout_s=2.0, tests_timeout_s=60.0)
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("swe")
+    base = make_repository(folder / "wordkit")
+    return rows_of(folder / "wordkit", base, pytest_packages(folder / "packages"))
+
+
+@pytest.fixture(scope="session")
+def tasks(rows) -> dict[str, SweTask]:
+    return {row["instance_id"]: SweTask.from_row(row) for row in rows}
+
+
+@pytest.fixture
+def task(tasks) -> SweTask:
+    return tasks["wordkit-1"]
+
+
+@pytest.fixture(scope="session")
+def repository(rows) -> Path:
+    return Path(rows[0]["repository"])
+
+
+@pytest_asyncio.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    made = make_sandbox(CONFIG, f"tests-swe-{os.getpid()}")
+    yield made
+    await made.close()
