@@ -113,7 +113,8 @@ class ToolBox:
         rewards = {}
         for name, held in self._held.items():
             if held.ready:
-                reward = await self._guarded(name, self._tools[name].calc_reward(held.state), CREATE_DEADLINE_S)
+                tool = self._tools[name]
+                reward = await self._guarded(name, tool.calc_reward(held.state), tool.reward_timeout_s)
                 if reward is not None:
                     rewards[name] = float(reward)
         return rewards

@@ -53,6 +53,11 @@ class SweEnvironment:
         """The repository in the box, absolute."""
         return self._workspace.folder
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """What commands see beside the box's own environment."""
+        return self._workspace.variables(self.task)
+
     async def run(self, command: str, timeout_s: float | None = None) -> RunResult:
         """A shell command in the repository; what it starts does not outlive it."""
         argv = self._workspace.in_folder(command, self._workspace.variables(self.task))
@@ -97,5 +102,5 @@ class SweEnvironment:
 
 async def start_box(sandbox: Sandbox, task: SweTask, label: str) -> Session:
     """Raises `SandboxError`, also where the backend has no images."""
-    image: dict[str, Any] = {"image": task.image} if task.image else {}
+    image: dict[str, Any] = {"image": task.sandbox_image} if task.sandbox_image else {}
     return await sandbox.start(label, **image)

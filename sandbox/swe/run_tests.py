@@ -68,7 +68,7 @@ def test_files(task: SweTask) -> list[str]:
 
 
 async def check_runner(workspace: Workspace, task: SweTask) -> None:
-    """Asked before anything of the patch is in the box: what fails later is the patch's doing. Raises `SweTaskError`."""
+    """Asked before any of the patch is in the box: what fails later is the patch's doing. Raises `SweTaskError`."""
     command = PytestCommand.parse(task.test_command)
     if command is None:
         return

@@ -20,17 +20,14 @@ g() {
 }
 """
 
-UNPACK = 'tar -xzf "$1" -C "$folder"; rm -f "$1"; touch "$state/unpacked"'
+UNPACK = 'tar -xzf "$1" -C "$folder"; rm -f "$1"'
 
-LIST = """\
-if [ -e .git ]; then
-  git -c safe.directory='*' -c core.fsmonitor=false ls-files -z --cached --others --exclude-standard > "$state/paths"
-else
-  find . -type f -print0 > "$state/paths"; find . -type l -print0 >> "$state/paths"
-fi
-rm -rf .git
+COPY = """\
+if [ ! -d "$1" ]; then echo "the image has no folder $1" >&2; exit 1; fi
+if [ -e "$1/.git" ]; then echo "$1/.git is in the image: its history may hold the solution" >&2; exit 1; fi
+cp -RPp "$1/." "$folder"
 """
-"""Of a repository that an image has. With .git goes its history, the future of the snapshot with it."""
+"""Of a repository that an image has. Images are read-only: history that is in one cannot be taken away here."""
 
 BASE = """\
 rm -rf .git
@@ -38,15 +35,14 @@ g init -q --template=
 mkdir -p "$state/base.git/info"
 printf '* -text -ident !eol !crlf !filter !working-tree-encoding !diff\\n' > "$state/base.git/info/attributes"
 printf '%s\\n' '__pycache__/' '*.pyc' '.pytest_cache/' '.penstock_*' > "$state/base.git/info/exclude"
-if [ -e "$state/unpacked" ]; then g add -A -f .
-else g update-index --add --remove -z --stdin < "$state/paths"; fi
+g add -A -f .
 export GIT_AUTHOR_NAME=snapshot GIT_AUTHOR_EMAIL=snapshot@localhost GIT_AUTHOR_DATE='2000-01-01T00:00:00Z'
 export GIT_COMMITTER_NAME=snapshot GIT_COMMITTER_EMAIL=snapshot@localhost GIT_COMMITTER_DATE='2000-01-01T00:00:00Z'
 commit=$(g commit-tree -m snapshot "$(g write-tree)")
 g symbolic-ref HEAD refs/heads/main
 g update-ref refs/heads/main "$commit"
 g repack -a -d -q
-rm -rf "$state/base.git/logs" "$state/paths" "$state/unpacked"
+rm -rf "$state/base.git/logs"
 cp -R "$state/base.git" .git
 rm -f .git/info/attributes
 for pair in core.bare=false user.name=agent user.email=agent@localhost; do

@@ -32,13 +32,15 @@ class SweTask:
     patch: bytes = b""
     """The reference solution; read by `check_task` alone."""
     repository: Path | None = None
-    """Folder of this machine, a git repository or plain files; None: the image has it at `folder`."""
+    """Folder of this machine, a git repository or plain files; None: the image has it at `image_folder`."""
     base_commit: str | None = None
     """Of `repository`; None: its files as they lie there (plain files), or its HEAD."""
     folder: str = "repo"
     """Where the repository lies in the box; relative to the directory that its sessions begin in."""
-    image: str | None = None
+    sandbox_image: str | None = None
     """None: the backend's default one."""
+    image_folder: str = "/testbed"
+    """Where the image has the repository, without its .git; it is copied to `folder`."""
     packages: Path | None = None
     """Folder of this machine that is put on the Python path of every command; for boxes whose Python lacks pytest."""
     test_command: str = "python3 -m pytest"
@@ -76,12 +78,14 @@ class SweTask:
         )
         if not task.fail_to_pass:
             raise SweTaskError(f"task {name}: FAIL_TO_PASS is empty: nothing would have to be repaired")
-        if task.repository is None and task.image is None:
-            raise SweTaskError(f"task {name}: it needs a repository (a folder), an image that has one, or both")
+        if task.repository is None and task.sandbox_image is None:
+            raise SweTaskError(f"task {name}: it needs a repository (a folder), or a sandbox_image that has one")
         return task
 
 
-_PLAIN = ("base_commit", "folder", "image", "test_command", "build_command", "problem_statement")
+_PLAIN = (
+    *("base_commit", "folder", "sandbox_image", "image_folder", "test_command", "build_command", "problem_statement"),
+)
 
 
 def load_tasks(path: Path) -> list[SweTask]:

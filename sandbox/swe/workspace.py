@@ -89,7 +89,7 @@ class Workspace:
                 'mkdir "$state/packages"; tar -xzf "$1" -C "$state/packages"; rm "$1"', f"{self.state}/packages.tgz"
             )
         if task.repository is None:
-            await self.script(scripts.LIST)
+            await self.script(scripts.COPY, task.image_folder)
             return
         packed = await asyncio.to_thread(snapshot_of, task.repository, task.base_commit)
         await self.script(scripts.UNPACK, await self.upload("snapshot.tgz", packed))
@@ -117,5 +117,5 @@ def _end_of(result: RunResult) -> str:
 
 def _mend(task: SweTask) -> str:
     if task.repository is None:
-        return " (the image's folder must be writable in the box, with git in the image)"
+        return " (the image needs git; take history out of it where it is built: `RUN rm -rf /testbed/.git`)"
     return " (the box needs git and tar, and room: sandbox.tmp_mb, sandbox.memory_mb)"

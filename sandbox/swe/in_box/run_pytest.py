@@ -96,7 +96,7 @@ class Witness:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _too_long(self, number, frame):
-        raise pytest.fail.Exception("the test ran longer than %g s" % self.test_timeout_s)
+        raise pytest.fail.Exception(f"the test ran longer than {self.test_timeout_s:g} s")
 
     def pytest_runtest_logreport(self, report):
         if report.outcome != "rerun":
@@ -129,7 +129,7 @@ def make_canaries(items):
     for host in dice.sample(hosts, min(CANARIES, len(hosts))):
         module = host.getparent(pytest.Module)
         base = getattr(host, "originalname", None) or host.name.partition("[")[0]
-        free = [name for name in ("%s_%s" % (base, suffix) for suffix in SUFFIXES) if name not in names]
+        free = [name for name in (f"{base}_{suffix}" for suffix in SUFFIXES) if name not in names]
         if free:
             name = dice.choice(free)
             names.add(name)
@@ -138,7 +138,7 @@ def make_canaries(items):
 
 def places_in(items, module):
     """Where a test of this module may be put in: never between two tests of a class, which may share what it set up."""
-    pairs = zip(items, [*items[1:], None])
+    pairs = zip(items, [*items[1:], None])  # noqa: B905 - not before Python 3.10
     return [
         index + 1
         for index, (item, after) in enumerate(pairs)
@@ -155,9 +155,9 @@ def is_plain(module):
 def failing(name, module, dice):
     """A function that fails, said to come from the module's own file."""
     line = dice.choice(FAILING).format(dice.randint(1, 99), dice.randint(100, 999))
-    code = compile("def %s():\n    %s\n" % (name, line), str(module.fspath), "exec")
+    code = compile(f"def {name}():\n    {line}\n", str(module.fspath), "exec")
     space = {}
-    exec(code, space)
+    exec(code, space)  # noqa: S102 - our own text
     return space[name]
 
 
