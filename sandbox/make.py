@@ -22,6 +22,10 @@ def make_sandbox(config: SandboxConfig, owner: str, token: str | None = None) ->
         return BwrapSandbox(config, owner)
     if config.backend == "remote":
         return _remote(config, token)
+    if config.backend == "docker":
+        from penstock.sandbox.docker.sandbox import DockerSandbox
+
+        return DockerSandbox(config, owner)
     from penstock.sandbox.unsafe_subprocess import UnsafeSubprocessSandbox
 
     return UnsafeSubprocessSandbox(config)

@@ -31,9 +31,15 @@ class Capture:
             data = os.read(fd, CHUNK_BYTES)
         except BlockingIOError:
             return False
-        self.total_bytes += len(data)
-        kept += data[: self.limit_bytes - len(kept)]
+        self.keep(kept, data)
         return bool(data)
+
+    def keep(self, kept: bytearray, data: bytes) -> bytes:
+        """Adds to `kept` what has room there, and returns that."""
+        self.total_bytes += len(data)
+        piece = data[: self.limit_bytes - len(kept)]
+        kept += piece
+        return piece
 
     @property
     def flooded(self) -> bool:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from penstock.sandbox.inside import children, files, interpreter
+from penstock.sandbox.inside import children, confine, files, interpreter
 from penstock.sandbox.inside.processes import Processes, kill_session
 from penstock.sandbox.inside.watch import Hangup, Run, pump, verdict
 
@@ -31,8 +31,9 @@ LENGTH = struct.Struct(">I")
 
 
 class Driver:
-    def __init__(self, control: int, settings: dict[str, Any]) -> None:
+    def __init__(self, control: int, answers: int, settings: dict[str, Any]) -> None:
         self.control = control
+        self.answers = answers
         self.settings = settings
         self.processes = Processes(settings)
         self.interpreter: children.Child | None = None
@@ -57,7 +58,7 @@ class Driver:
                 answer = {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
             except ValueError as error:  # a path that no file system could hold
                 answer = {"errno": errno.EINVAL, "error": str(error)}
-            self.send({"id": command["id"], **answer})
+            self.send({"id": command["id"], **self.memory(), **answer})
 
     def receive(self) -> dict[str, Any]:
         """The next command; reaps what ends meanwhile, so that zombies do not fill the box's process limit."""
@@ -83,7 +84,11 @@ class Driver:
         body = json.dumps(answer).encode("ascii")
         data = LENGTH.pack(len(body)) + body
         while data:
-            data = data[os.write(self.control, data) :]
+            data = data[os.write(self.answers, data) :]
+
+    def memory(self) -> dict[str, int]:
+        """In a container nobody but the driver sees its cgroup."""
+        return {"oom_kills": confine.oom_kills()} if self.settings.get("counts_oom_kills") else {}
 
     # ---- commands
 
@@ -178,14 +183,21 @@ class Driver:
 
 
 def main() -> None:
-    """Descriptor 0 is the control socket; argument 1 the settings. Ends when the worker does."""
+    """Argument 1: the settings. Descriptor 0: commands; answers go there too where it is a socket, else to 1.
+
+    Ends when the worker does.
+    """
     children.set_dumpable(False)
+    settings = json.loads(sys.argv[1])
+    if "filter" in settings:
+        confine.install_filter(base64.b64decode(settings["filter"]))
     control = os.dup(0)
+    answers = os.dup(1) if settings.get("pipes") else control
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):  # 2 stays: the driver's own last words, never a child's
         os.dup2(null, number)
     os.close(null)
-    driver = Driver(control, json.loads(sys.argv[1]))
+    driver = Driver(control, answers, settings)
     try:
         driver.serve()
     except (Hangup, BrokenPipeError, ConnectionResetError):

@@ -18,7 +18,11 @@ REQUEST = struct.Struct(">II")
 OUTCOME = struct.Struct(">Ii")
 """run number, exit code"""
 PYCF_ONLY_AST = 0x400
-PACKAGES = "/usr/local/lib/python{0}.{1}/dist-packages", "/usr/lib/python3/dist-packages"
+PACKAGES = (
+    "/usr/local/lib/python{0}.{1}/dist-packages",
+    "/usr/lib/python3/dist-packages",
+    sys.prefix + "/lib/python{0}.{1}/site-packages",
+)
 
 
 def serve(requests: int, outcomes: int) -> int:

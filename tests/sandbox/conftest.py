@@ -14,18 +14,32 @@ import pytest_asyncio
 
 from penstock.sandbox.bwrap import UID_BASE, BwrapSandbox
 from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.docker.sandbox import DockerSandbox
+from penstock.sandbox.protocol import SandboxError
 from penstock.sandbox.session import DriverSession
 
 OWNER = f"tests-{os.getpid()}"
 CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=5.0)
+DOCKER = CONFIG.model_copy(update={"backend": "docker", "image": "penstock-box:base"})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if shutil.which("bwrap"):
-        return
+    missing = {"bwrap": None if shutil.which("bwrap") else "bubblewrap is not installed"}
+    if any(item.get_closest_marker("docker") for item in items):
+        missing["docker"] = why_no_docker()
     for item in items:
-        if item.get_closest_marker("bwrap"):
-            item.add_marker(pytest.mark.skip(reason="bubblewrap is not installed"))
+        for marker, reason in missing.items():
+            if reason is not None and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def why_no_docker() -> str | None:
+    """What is missing for tests with containers; None where nothing is."""
+    try:
+        DockerSandbox(DOCKER, OWNER)
+    except SandboxError as error:
+        return f"{error} (scripts/setup-docker)"
+    return None
 
 
 def box_processes(pid: int) -> list[str]:

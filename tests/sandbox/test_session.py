@@ -12,10 +12,17 @@ from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
 
-CONFIG = SandboxConfig(max_boxes=4, output_bytes=4096)
+CONFIG = SandboxConfig(max_boxes=4, output_bytes=4096, image="penstock-box:base")
 
 
-@pytest_asyncio.fixture(params=[pytest.param("bwrap", marks=pytest.mark.bwrap), "unsafe_subprocess"])
+BACKENDS = [
+    pytest.param("bwrap", marks=pytest.mark.bwrap),
+    pytest.param("docker", marks=pytest.mark.docker),
+    "unsafe_subprocess",
+]
+
+
+@pytest_asyncio.fixture(params=BACKENDS)
 async def session(request: pytest.FixtureRequest) -> AsyncIterator[Session]:
     sandbox = make_sandbox(CONFIG.model_copy(update={"backend": request.param}), "tests")
     yield await sandbox.start("a test")
