@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import secrets
 import shlex
 from collections.abc import Mapping
@@ -12,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.sandbox.protocol import RunResult
+from penstock.sandbox.swe.command import PytestCommand
 from penstock.sandbox.swe.errors import SweTaskError
 from penstock.sandbox.swe.report import Witnessed, read_lines
 from penstock.sandbox.swe.task import SweTask
@@ -20,7 +19,6 @@ from penstock.sandbox.swe.workspace import Workspace
 MAX_RESULTS_BYTES = 16 << 20
 OUTPUT_CHARS = 4000
 _LAUNCHER = Path(__file__).parent / "in_box" / "run_pytest.py"
-_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +30,6 @@ class Ran:
     """Why no outcome counts; empty where they do."""
     output: str
     seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class PytestCommand:
-    """A test command that is pytest, taken apart."""
-
-    python: str
-    arguments: tuple[str, ...]
-    variables: Mapping[str, str]
-    paths: tuple[str, ...]
-    """``PYTHONPATH`` of the command: put on the path only when the runner itself has been imported."""
-
-    @classmethod
-    def parse(cls, command: str) -> PytestCommand | None:
-        """None where it is another command."""
-        words = shlex.split(command)
-        variables = {}
-        while words and _VARIABLE.match(words[0]):
-            name, _, value = words.pop(0).partition("=")
-            variables[name] = value
-        if words[:1] in (["pytest"], ["py.test"]):
-            words[:1] = ["python3", "-m", "pytest"]
-        if words[1:3] != ["-m", "pytest"]:
-            return None
-        paths = tuple(path for path in variables.pop("PYTHONPATH", "").split(os.pathsep) if path and "$" not in path)
-        return cls(words[0], tuple(words[3:]), variables, paths)
 
 
 def test_files(task: SweTask) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import stat
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -15,10 +16,10 @@ from penstock.sandbox.swe.errors import SweTaskError
 
 GIT_DEADLINE_S = 120
 MTIME_S = 946_684_800
-"""Of every file: the archive of a commit is the same bytes each time."""
+"""Of every file of a commit: its archive is the same bytes each time."""
 _KINDS = {"100644": 0o644, "100755": 0o755, "120000": 0o777}
-Entry = tuple[str, int, bytes]
-"""path, permissions, content (of a symlink: its target)"""
+Entry = tuple[str, int, int, bytes]
+"""path, mode, time of change, content (of a symlink: its target)"""
 
 
 @lru_cache(maxsize=32)
@@ -36,16 +37,16 @@ def snapshot_of(repository: Path, commit: str | None) -> bytes:
 
 @lru_cache(maxsize=8)
 def packages_of(folder: Path) -> bytes:
-    """A gzipped tar of a folder of Python packages, without byte code."""
+    """A gzipped tar of a folder of Python packages; times are kept, so its byte code is valid in the box."""
     if not folder.is_dir():
         raise SweTaskError(f"packages {folder} is no folder")
-    return _pack(entry for entry in _files_of_folder(folder) if not entry[0].endswith(".pyc"))
+    return _pack(_files_of_folder(folder))
 
 
 def _files_of_commit(repository: Path, commit: str) -> Iterator[Entry]:
     """Submodules are left out: their commits are not in this repository."""
     listing = _git(repository, ["ls-tree", "-r", "-z", "--full-tree", f"{commit}^{{commit}}"])
-    entries = []
+    entries = []  # (path, mode, sha)
     for line in filter(None, listing.split(b"\0")):
         meta, _, path = line.partition(b"\t")
         mode, _, sha = meta.decode().split(" ")
@@ -54,21 +55,21 @@ def _files_of_commit(repository: Path, commit: str) -> Iterator[Entry]:
     blobs = io.BytesIO(_git(repository, ["cat-file", "--batch"], "".join(f"{sha}\n" for _, _, sha in entries)))
     for path, mode, _ in entries:
         size = int(blobs.readline().split()[2])
-        yield path, mode, blobs.read(size)
+        yield path, mode, MTIME_S, blobs.read(size)
         blobs.read(1)
 
 
 def _files_of_folder(folder: Path) -> Iterator[Entry]:
     for where, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in (".git", "__pycache__"))
+        folders[:] = sorted(name for name in folders if name != ".git")
         links = [name for name in folders if os.path.islink(os.path.join(where, name))]
         for name in sorted([*names, *links]):
             path = os.path.join(where, name)
-            inside = os.path.relpath(path, folder)
-            if os.path.islink(path):
-                yield inside, 0o120777, os.fsencode(os.readlink(path))
-            elif os.path.isfile(path):
-                yield inside, 0o755 if os.access(path, os.X_OK) else 0o644, Path(path).read_bytes()
+            inside, about = os.path.relpath(path, folder), os.lstat(path)
+            if stat.S_ISLNK(about.st_mode):
+                yield inside, 0o120777, int(about.st_mtime), os.fsencode(os.readlink(path))
+            elif stat.S_ISREG(about.st_mode):
+                yield inside, 0o755 if about.st_mode & 0o100 else 0o644, int(about.st_mtime), Path(path).read_bytes()
 
 
 def _pack(entries: Iterator[Entry]) -> bytes:
@@ -77,14 +78,14 @@ def _pack(entries: Iterator[Entry]) -> bytes:
         gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, compresslevel=6) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
     ):
-        for path, mode, content in entries:
-            archive.addfile(*_member(path, mode, content))
+        for entry in entries:
+            archive.addfile(*_member(*entry))
     return packed.getvalue()
 
 
-def _member(path: str, mode: int, content: bytes) -> tuple[tarfile.TarInfo, io.BytesIO | None]:
+def _member(path: str, mode: int, mtime_s: int, content: bytes) -> tuple[tarfile.TarInfo, io.BytesIO | None]:
     member = tarfile.TarInfo(path)
-    member.mode, member.mtime = mode & 0o777, MTIME_S
+    member.mode, member.mtime = mode & 0o777, mtime_s
     if mode & 0o120000 == 0o120000:
         member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(content)
         return member, None

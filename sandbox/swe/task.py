@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.sandbox.swe.command import PytestCommand
 from penstock.sandbox.swe.errors import SweTaskError
 
 PROTECTED = (
@@ -76,6 +77,8 @@ class SweTask:
             **{key: str(row[key]) for key in _PLAIN if row.get(key)},  # type: ignore[arg-type]
             **({"protected": _texts(row, "protected")} if row.get("protected") is not None else {}),
         )
+        if PytestCommand.parse(task.test_command) is None and "{test}" not in task.test_command:
+            raise SweTaskError(f"task {name}: test_command must be PYTHON -m pytest …, or hold {{test}}")
         if not task.fail_to_pass:
             raise SweTaskError(f"task {name}: FAIL_TO_PASS is empty: nothing would have to be repaired")
         if task.repository is None and task.sandbox_image is None:

@@ -50,15 +50,19 @@ class Workspace:
         return result
 
     async def upload(self, name: str, data: bytes) -> str:
-        """The file's path in the box."""
-        for number, start in enumerate(range(0, max(len(data), 1), PART_BYTES)):
+        """The file's path in the box; in parts where it is larger than one call may carry."""
+        target = posixpath.join(self.state, name)
+        if len(data) <= PART_BYTES:
+            await self.session.write_file(target, data)
+            return target
+        for number, start in enumerate(range(0, len(data), PART_BYTES)):
             path = posixpath.join(self.state, f"part.{number:05}")
             await self.session.write_file(path, data[start : start + PART_BYTES])
         command = ["sh", "-c", _UPLOAD, "swe", self.state, name]
         result = await self.session.run(command, timeout_s=self.limits.command_timeout_s)
         if result.exit_code != 0:
             raise SweTaskError(f"{len(data)} bytes cannot be written into the box: {_end_of(result)}")
-        return posixpath.join(self.state, name)
+        return target
 
     async def read(self, name: str, max_bytes: int = MAX_LISTING_BYTES) -> bytes:
         """Raises `OSError`."""
@@ -72,8 +76,7 @@ class Workspace:
         """
         try:
             await self._put_files(task)
-            await self.script(scripts.BASE)
-            await self.script(scripts.DIFF)
+            await self.script(f"{scripts.BASE}\n(\n{scripts.DIFF}\n)")
         except (ScriptFailed, OSError) as error:
             raise SweTaskError(
                 f"task {task.instance_id}: the repository cannot be placed: {error}{_mend(task)}"

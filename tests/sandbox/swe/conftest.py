@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.sandbox.swe.wordkit import make_repository, pytest_packages, rows_of
+from tests.sandbox.containers import IMAGE
+from tests.sandbox.swe.wordkit import make_repository, packages_with_pytest, rows_of
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
@@ -24,7 +26,7 @@ LIMITS = SweLimits(command_timeout_s=60.0, test_timeout_s=2.0, tests_timeout_s=6
 def rows(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("swe")
     base = make_repository(folder / "wordkit")
-    return rows_of(folder / "wordkit", base, pytest_packages(folder / "packages"))
+    return rows_of(folder / "wordkit", base, packages_with_pytest(folder / "packages"))
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +46,22 @@ def repository(rows) -> Path:
 
 @pytest_asyncio.fixture
 async def sandbox() -> AsyncIterator[Sandbox]:
-    made = make_sandbox(CONFIG, f"tests-swe-{os.getpid()}")
-    yield made
-    await made.close()
+    async with _made("bwrap") as made:
+        yield made
+
+
+@pytest_asyncio.fixture(
+    params=[pytest.param("bwrap", marks=pytest.mark.bwrap), pytest.param("docker", marks=pytest.mark.docker)]
+)
+async def any_sandbox(request) -> AsyncIterator[Sandbox]:
+    async with _made(request.param) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def _made(backend: str) -> AsyncIterator[Sandbox]:
+    made = make_sandbox(CONFIG.model_copy(update={"backend": backend, "image": IMAGE}), f"tests-swe-{os.getpid()}")
+    try:
+        yield made
+    finally:
+        await made.close()

@@ -129,6 +129,7 @@ def make_repository(folder: Path) -> str:
     """A git repository in `folder`; returns the commit with the bugs. Later ones are on main, a branch and a tag."""
     folder.mkdir(parents=True)
     git(folder, "init", "-q", "-b", "main")
+    (folder / ".git/info/attributes").write_text("* -text\n")  # line ends that .gitattributes would not have let in
     for name in ("README.md", "wordkit/__init__.py"):
         write(folder, name, BASE[name])
     commit(folder, "first")
@@ -173,7 +174,7 @@ def rows_of(repository: Path, base: str, packages: Path | None = None) -> list[d
     return rows
 
 
-def pytest_packages(folder: Path) -> Path:
+def packages_with_pytest(folder: Path) -> Path:
     """This environment's pytest and what it needs, for boxes whose Python has none."""
     for name in ("pytest", "pluggy", "iniconfig", "packaging", "pygments"):
         for file in importlib.metadata.files(name) or ():
@@ -184,6 +185,7 @@ def pytest_packages(folder: Path) -> Path:
         source = importlib.metadata.distribution("pygments").locate_file(f"pygments/lexers/{file}")
         (folder / "pygments/lexers").mkdir(exist_ok=True)
         shutil.copyfile(str(source), folder / "pygments/lexers" / file)
+    subprocess.run(["/usr/bin/python3", "-m", "compileall", "-q", str(folder)], check=True, timeout=120)
     return folder
 
 
@@ -199,7 +201,13 @@ def commit(folder: Path, message: str) -> str:
 
 
 def git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=60
-    )
-    return done.stdout
+    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True, timeout=60)
+    return done.stdout.decode("utf-8", "surrogateescape")
+
+
+def patch_by(repository: Path, base: str, command: str, folder: Path) -> bytes:
+    """The patch of what a shell command does to the snapshot, ignored files too."""
+    git(repository, "worktree", "add", "-q", "--detach", str(folder), base)
+    subprocess.run(["sh", "-ec", command], cwd=folder, check=True, timeout=60)
+    git(folder, "add", "-A", "-f")
+    return git(folder, "diff", "--cached", "--binary", base).encode("utf-8", "surrogateescape")
