@@ -180,7 +180,7 @@ async def train_rank(link: Link) -> None:
 async def sandbox(host: str, port: int) -> None:
     """A sandbox server belongs to no run: it needs the token alone."""
     from penstock.sandbox.config import SandboxConfig
-    from penstock.sandbox.server import serve
+    from penstock.sandbox.server.serving import serve
 
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:

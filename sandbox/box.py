@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -19,6 +20,8 @@ from penstock.sandbox.protocol import SandboxError
 START_DEADLINE_S = 20.0
 END_DEADLINE_S = 5.0
 MAX_FRAME_BYTES = 64 << 20
+Tell = Callable[[str, str], None]
+"""(stream, text): a piece of output, as it comes."""
 _LENGTH = struct.Struct(">I")
 
 
@@ -89,8 +92,11 @@ class Box:
     def alive(self) -> bool:
         return self._process.poll() is None and not self._reader.at_eof()
 
-    async def request(self, command: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """The driver's answer. Raises `BoxEnded`, or `TimeoutError` past the deadline: end the box then."""
+    async def request(self, command: dict[str, Any], deadline_s: float, tell: Tell | None = None) -> dict[str, Any]:
+        """The driver's answer; `tell` hears what comes before it.
+
+        Raises `BoxEnded`, or `TimeoutError` past the deadline: end the box then.
+        """
         self._requests += 1
         body = json.dumps({**command, "id": self._requests}).encode("ascii")
         async with asyncio.timeout(deadline_s):
@@ -99,7 +105,13 @@ class Box:
                 await self._writer.drain()
             except ConnectionError as error:
                 raise BoxEnded("the box closed its socket") from error
-            answer = await self._receive()
+            while "out" in (answer := await self._receive_answer()):
+                if tell is not None:
+                    tell(answer["out"], answer["data"])
+        return answer
+
+    async def _receive_answer(self) -> dict[str, Any]:
+        answer = await self._receive()
         if answer.get("id") != self._requests:
             raise BoxEnded("the box broke its protocol")
         return answer

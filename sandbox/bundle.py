@@ -12,7 +12,10 @@ from pathlib import Path
 
 from penstock.sandbox.protocol import SandboxError
 
-MODULES = ("capture", "children", "processes", "interpreter", "watch", "files", "confine", "driver")
+MODULES = (
+    *("frames", "capture", "children", "processes", "interpreter", "shell", "residents", "watch"),
+    *("files", "calls", "confine", "driver"),
+)
 """In import order: each finds those before it in `sys.modules`."""
 PACKAGE = "penstock.sandbox.inside"
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.sandbox.server_config import SandboxServerConfig
+
 
 class SandboxConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -32,3 +34,4 @@ class SandboxConfig(BaseModel):
     on_lost: Literal["replay", "restart"] = Field(
         "replay", description="A resumed episode whose box is gone: run its tool calls again, or the whole episode."
     )
+    server: SandboxServerConfig = SandboxServerConfig()

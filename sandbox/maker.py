@@ -9,12 +9,14 @@ from abc import ABC, abstractmethod
 
 from penstock.sandbox.box import Box
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import SandboxError, SandboxLost
+from penstock.sandbox.protocol import SandboxBusy, SandboxError, SandboxLost
 from penstock.sandbox.session import DriverSession
 
 logger = logging.getLogger(__name__)
 
 QUEUE_TIMEOUT_S = 120.0
+HOST = "host"
+"""The one image of boxes that show this machine's /usr."""
 
 
 class DriverSandbox(ABC):
@@ -35,7 +37,16 @@ class DriverSandbox(ABC):
     async def _launch(self, slot: int) -> Box:
         """A fresh box; no other living one has this slot. Raises `SandboxError`."""
 
-    async def start(self, label: str) -> DriverSession:
+    def check_image(self, image: str | None) -> None:
+        """Raises `SandboxError` where boxes of `image` cannot be made."""
+        if image not in (None, HOST):
+            raise SandboxError(
+                f"image {image!r}: a {self.config.backend} box shows this machine's own system ({HOST!r}); boxes of"
+                " images need sandbox.backend: docker"
+            )
+
+    async def start(self, label: str, *, image: str | None = None) -> DriverSession:
+        self.check_image(image)
         slot = await self._free_slot()
         session_id = secrets.token_hex(12)
 
@@ -55,7 +66,7 @@ class DriverSandbox(ABC):
                 return await self._slots.get()
         except TimeoutError as error:
             waited = f"all {self.config.max_boxes} boxes were in use for {self.queue_timeout_s:g} s"
-            raise SandboxError(f"{waited}: raise sandbox.max_boxes or lower agent.concurrency") from error
+            raise SandboxBusy(f"{waited}: raise sandbox.max_boxes or lower agent.concurrency") from error
 
     async def attach(self, session_id: str) -> DriverSession:
         """Only this process's own: a box ends with the process that opened it."""

@@ -37,7 +37,9 @@ class RunResult:
     duration_s: float = 0.0
     state_lost: bool = False
     """State that earlier calls had built up is gone: of `run_python` its interpreter's names, of `run_shell` its
-    shell's directory, variables and functions, of `run` that of either. Files stay unless the whole box was ended."""
+    shell's directory, variables and functions, of `run` that of either."""
+    files_lost: bool = False
+    """The whole box was started anew since the last call said so: its files are gone too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from penstock.sandbox.docker.engine import CALL_DEADLINE_S, calling, connect
+from penstock.sandbox.docker.socket_memory import limit_socket_memory
 from penstock.sandbox.protocol import SandboxError
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Container:
             self._stream = self._attached.containers.container(made.id).attach(stdin=True, stdout=True, stderr=True)
             await self._stream.__aenter__()
             await made.start()
+            limit_socket_memory(made.id, spec["HostConfig"]["Memory"])
         self._pump = asyncio.create_task(self._read_all())
 
     async def _read_all(self) -> None:

@@ -7,32 +7,34 @@ walls, limits told by the same names, files. A limit that ends a run ends all th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 
+from penstock.sandbox.box import Tell
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.docker.container import Container
 from penstock.sandbox.docker.program import Program
 from penstock.sandbox.inside.confine import OOM_COUNTERS
+from penstock.sandbox.losses import Losses
 from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
+from penstock.sandbox.streaming import stream_of
 
-PLAIN_COMMAND = ["sh", "-c", "while read -r line; do :; done"]
-"""First process of such a box: ends when its stdin does. As pid 1 it cannot be ended from inside."""
+PLAIN_COMMAND = ["sh", "-c", "while read -r line; do jobs; done"]
+"""First process of such a box. It ends when its stdin does and cannot be ended from inside; `jobs` reaps orphans."""
 NO_PYTHON = "this image has no python3 of 3.9 or newer: use one that has (`python:3.12-slim`), or commands alone"
 NO_SHELL = "a shell that keeps its directory and variables needs a python3 of 3.9 or newer in the image; use `run`"
-FILE_DEADLINE_S = 20.0
+HOUSEKEEPING_S = 20.0
 MAX_FILE_BYTES = 32 << 20
 _SIGXCPU = 128 + 24
+_SIGKILL = 128 + 9
 _KILL_ALL = ["sh", "-c", "kill -9 -1"]
-_WRITE = ["sh", "-c", '[ ! -e "$1" ] || [ -f "$1" ] || { echo "not a regular file" >&2; exit 1; }; cat >"$1"', "sh"]
-_READ = [
-    "sh",
-    "-c",
-    '[ ! -e "$2" ] || [ -f "$2" ] || { echo "not a regular file" >&2; exit 1; }; head -c "$1" <"$2"',
-    "sh",
-]
+_COUNT_OOM = ["sh", "-c", f"cat {' '.join(OOM_COUNTERS)} 2>/dev/null"]
+_REGULAR = '[ ! -e "$1" ] || [ -f "$1" ] || { echo "not a regular file" >&2; exit 1; }; '
+_WRITE = ["sh", "-c", _REGULAR + 'cat >"$1"', "sh"]
+_READ = ["sh", "-c", _REGULAR + 'head -c "$2" <"$1"', "sh"]
+_SHELL_WORDS = {"no such file": errno.ENOENT, "nonexistent": errno.ENOENT}
 _ERRORS = (errno.ENOENT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOSPC, errno.ENAMETOOLONG, errno.ENOTDIR)
 
 
@@ -51,6 +53,7 @@ class PlainSession:
         self._launch = launch
         self._on_closed = on_closed
         self._container: Container | None = None
+        self._losses = Losses()
         self._oom_kills = 0
         self._turn = asyncio.Lock()
         self._closing: asyncio.Task[None] | None = None
@@ -61,27 +64,12 @@ class PlainSession:
     async def run(
         self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
     ) -> RunResult:
-        last = None
-        async with aclosing(self.stream(argv, stdin=stdin, timeout_s=timeout_s, cwd=cwd)) as outputs:
-            async for output in outputs:
-                last = output.result
-        assert last is not None
-        return last
+        return await self._run(argv, stdin, timeout_s, cwd)
 
-    async def stream(
+    def stream(
         self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
     ) -> AsyncIterator[Output]:
-        limit_s = self._config.run_timeout_s if timeout_s is None else timeout_s
-        async with self._turn:
-            container = await self._living()
-            program = Program(container, argv, stdin.encode("utf-8", "replace"), cwd, self._config.output_bytes)
-            try:
-                async for written in program.run(limit_s):
-                    yield Output(written.stream, written.text)
-            except BaseException:  # a caller that left, or an engine that broke: what still runs must not run on
-                await self._end_box()
-                raise
-            yield Output("stdout", "", await self._result(container, program))
+        return stream_of(lambda tell: self._run(argv, stdin, timeout_s, cwd, tell))
 
     async def run_python(self, code: str, *, timeout_s: float | None = None) -> RunResult:
         raise SandboxError(NO_PYTHON)
@@ -95,10 +83,10 @@ class PlainSession:
         await self._file([*_WRITE, _absolute(path)], data, path)
 
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
-        wanted = min(max_bytes, MAX_FILE_BYTES)
-        return await self._file([*_READ, str(wanted), _absolute(path)], b"", path)
+        return await self._file([*_READ, _absolute(path), str(min(max_bytes, MAX_FILE_BYTES))], b"", path)
 
     async def close(self) -> None:
+        """Goes on to its end also where the caller is cancelled: `on_closed` gives the box's slot to the next one."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._shut_down())
         await asyncio.shield(self._closing)
@@ -108,6 +96,87 @@ class PlainSession:
             await self._end_box()
         finally:
             self._on_closed()
+
+    # ---- runs
+
+    async def _run(
+        self, argv: list[str], stdin: str, timeout_s: float | None, cwd: str | None, tell: Tell | None = None
+    ) -> RunResult:
+        limits = {"cpu_s": self._config.cpu_s, "output_bytes": self._config.output_bytes}
+        program = Program(argv, stdin.encode("utf-8", "replace"), cwd=cwd, **limits)
+        async with self._turn:
+            container = await self._living()
+            self._losses.began("run")
+            await self._do(program, container, self._config.run_timeout_s if timeout_s is None else timeout_s, tell)
+            exit_code, limit = await self._outcome(container, program)
+            if container is self._container:
+                with contextlib.suppress(ConnectionError):  # gone by now: the next call notices
+                    container.write(b"\n")  # reap what the run left
+                    await container.drain()
+        stdout, stderr = program.capture.texts()
+        return self._losses.told("run", RunResult(stdout, stderr, exit_code, limit, program.duration_s))
+
+    async def _do(self, program: Program, container: Container, timeout_s: float, tell: Tell | None = None) -> None:
+        """A caller that leaves, or an engine that breaks: what may still run must not run on."""
+        try:
+            await program.run(container, timeout_s, tell)
+        except BaseException:
+            await self._end_box()
+            raise
+
+    async def _outcome(self, container: Container, program: Program) -> tuple[int | None, str | None]:
+        """(exit code, limit)"""
+        if not container.alive:
+            return None, await self._why_gone(container, program)
+        code = program.exit_code
+        if code is None:
+            await self._kill_all(container)
+            return None, program.limit
+        if code != 0 and await self._ran_out_of_memory(container):
+            return (None if code == _SIGKILL else code), "memory"
+        if code == _SIGXCPU:
+            return None, "cpu"
+        return (128 - code if code > 128 else code), program.limit
+
+    async def _why_gone(self, container: Container, program: Program) -> str:
+        if not await container.ran_out_of_memory():
+            await self.close()  # from inside, nothing but lack of memory can end the first process
+            raise SandboxLost(f"the box of session {self.session_id} ended during a run")
+        await self._end_box()
+        return "memory"
+
+    async def _kill_all(self, container: Container) -> None:
+        """All processes but the first; the box itself where it is too full even for that."""
+        killer = Program(_KILL_ALL)
+        try:
+            await killer.run(container, HOUSEKEEPING_S)
+        except SandboxError:
+            killer.exit_code = None
+        if killer.exit_code not in (0, _SIGKILL):
+            await self._end_box()
+
+    async def _ran_out_of_memory(self, container: Container) -> bool:
+        """Since the last time that this was asked of this box."""
+        counter = Program(_COUNT_OOM)
+        await self._do(counter, container, HOUSEKEEPING_S)
+        lines = counter.capture.texts()[0].splitlines()
+        before, self._oom_kills = self._oom_kills, sum(int(x.split()[1]) for x in lines if x.startswith("oom_kill "))
+        return self._oom_kills > before
+
+    async def _file(self, argv: list[str], data: bytes, path: str) -> bytes:
+        if "\0" in path:
+            raise FileNotFoundError(errno.ENOENT, "path holds a NUL", path.replace("\0", "\\0"))
+        program = Program(argv, data, output_bytes=2 * MAX_FILE_BYTES)
+        async with self._turn:
+            await self._do(program, await self._living(), HOUSEKEEPING_S)
+            if program.exit_code is None:
+                await self._end_box()
+                raise SandboxError(f"no answer to a file command in {HOUSEKEEPING_S:.0f} s")
+        if program.exit_code != 0:
+            raise _file_error(program.capture.texts()[1], path)
+        return bytes(program.capture.stdout)
+
+    # ---- its box
 
     async def _living(self) -> Container:
         if self._closing is not None:
@@ -123,62 +192,8 @@ class PlainSession:
     async def _end_box(self) -> None:
         container, self._container = self._container, None
         if container is not None:
+            self._losses.box_ended()
             await asyncio.shield(asyncio.create_task(container.remove()))
-
-    async def _result(self, container: Container, program: Program) -> RunResult:
-        exit_code, limit, lost = program.exit_code, program.limit, False
-        if not container.alive:
-            lost, exit_code = True, None
-            limit = limit or ("memory" if await container.ran_out_of_memory() else None)
-            if limit is None:
-                await self.close()
-                raise SandboxLost(f"the box of session {self.session_id} ended during a run")
-            await self._end_box()
-        elif exit_code is None:
-            lost = not await self._kill_all(container)
-        elif exit_code != 0 and await self._new_oom_kills(container):
-            limit, exit_code = "memory", None if exit_code > 128 else exit_code
-        elif exit_code == _SIGXCPU:
-            limit, exit_code = "cpu", None
-        stdout, stderr = program.texts()
-        if exit_code is not None and exit_code > 128:
-            exit_code = 128 - exit_code  # as a signal is told everywhere else
-        return RunResult(stdout, stderr, exit_code, limit, program.duration_s, lost)
-
-    async def _kill_all(self, container: Container) -> bool:
-        """All processes but the first; where the box is too full even for that, all of it. False then."""
-        killer = Program(container, _KILL_ALL, b"", None, 1024)
-        try:
-            async for _ in killer.run(FILE_DEADLINE_S):
-                continue
-        except SandboxError:
-            killer.exit_code = 1
-        if killer.exit_code in (0, 137):  # the shell may count itself among them
-            return True
-        await self._end_box()
-        return False
-
-    async def _new_oom_kills(self, container: Container) -> bool:
-        program = Program(container, ["sh", "-c", f"cat {' '.join(OOM_COUNTERS)} 2>/dev/null"], b"", None, 4096)
-        async for _ in program.run(FILE_DEADLINE_S):
-            continue
-        lines = program.texts()[0].splitlines()
-        before, self._oom_kills = self._oom_kills, sum(int(x.split()[1]) for x in lines if x.startswith("oom_kill "))
-        return self._oom_kills > before
-
-    async def _file(self, argv: list[str], data: bytes, path: str) -> bytes:
-        if "\0" in path:
-            raise FileNotFoundError(errno.ENOENT, "path holds a NUL", path.replace("\0", "\\0"))
-        async with self._turn:
-            program = Program(await self._living(), argv, data, None, 2 * MAX_FILE_BYTES)
-            async for _ in program.run(FILE_DEADLINE_S):
-                continue
-        if program.exit_code is None:
-            await self._end_box()
-            raise SandboxError(f"no answer to a file command in {FILE_DEADLINE_S:.0f} s")
-        if program.exit_code != 0:
-            raise _file_error(program.texts()[1], path)
-        return bytes(program.capture.stdout)
 
 
 def _absolute(path: str) -> str:
@@ -187,7 +202,8 @@ def _absolute(path: str) -> str:
 
 def _file_error(text: str, path: str) -> OSError:
     """What the shell said, as the error that open() would have been."""
-    for number in _ERRORS:
-        if os.strerror(number).lower() in text.lower():
+    words = {os.strerror(number).lower(): number for number in _ERRORS} | _SHELL_WORDS
+    for word, number in words.items():
+        if word in text.lower():
             return OSError(number, os.strerror(number), path)
     return PermissionError(errno.EPERM, text.strip() or "cannot be opened", path)

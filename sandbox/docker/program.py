@@ -1,15 +1,12 @@
-"""One program that the engine runs in a container (`docker exec`): bytes in, pieces of text out, its end."""
+"""One program that the engine runs in a container (`docker exec`): bytes in, output as it comes, its end."""
 
 from __future__ import annotations
 
 import asyncio
-import codecs
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from penstock.sandbox.box import Tell
 from penstock.sandbox.docker.container import Container
 from penstock.sandbox.docker.engine import calling
 from penstock.sandbox.inside.capture import Capture
@@ -18,84 +15,70 @@ if TYPE_CHECKING:
     from aiodocker.execs import Exec
     from aiodocker.stream import Stream
 
-_FEED = 'n=$1; shift; head -c "$n" | "$@"'
+_LIMITED = 'ulimit -S -t "$1"; ulimit -H -t "$(($1 + 1))"; ulimit -c 0; n=$2; shift 2; '
+_RUN = _LIMITED + 'exec "$@"'
+_RUN_FED = _LIMITED + 'head -c "$n" | "$@"'
 """The engine's client cannot close a program's stdin alone: the count says where it ends."""
 _OUT = 1
 _WRITE_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    stream: Literal["stdout", "stderr"]
-    text: str
-
-
 class Program:
-    def __init__(self, container: Container, argv: list[str], stdin: bytes, cwd: str | None, output_bytes: int) -> None:
-        self.capture = Capture(output_bytes)
+    """Told by `run`, once."""
+
+    def __init__(
+        self, argv: list[str], stdin: bytes = b"", *, cwd: str | None = None, cpu_s: int = 60, output_bytes: int = 4096
+    ) -> None:
+        self.output_bytes = output_bytes
         self.exit_code: int | None = None
-        """None while it runs, and where a limit ended it."""
+        """As a shell tells it; None while it runs, and where a limit ended it or its container is gone."""
         self.limit: str | None = None
         self.duration_s = 0.0
-        self._container = container
-        self._argv = ["sh", "-c", _FEED, "sh", str(len(stdin)), *argv] if stdin else argv
+        self._argv = ["sh", "-c", _RUN_FED if stdin else _RUN, "sh", str(cpu_s), str(len(stdin)), *argv]
         self._stdin = stdin
         self._cwd = cwd
-        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in ("stdout", "stderr")}
 
-    async def run(self, timeout_s: float) -> AsyncIterator[Written]:
-        """What it writes, until it ends or breaks a limit: `limit` is set then, and it may still run.
+    async def run(self, container: Container, timeout_s: float, tell: Tell | None = None) -> None:
+        """Until it ends, or breaks a limit: `limit` is set then, and it may still run.
 
         Raises:
             SandboxError: the engine failed.
         """
+        self.capture = Capture(self.output_bytes, tell)
         started = time.monotonic()
         async with calling("running a program in a box"):
-            execution = await self._container.prepare(self._argv, self._cwd, with_stdin=bool(self._stdin))
+            execution = await container.prepare(self._argv, self._cwd, with_stdin=bool(self._stdin))
             stream = execution.start()
             await stream.__aenter__()
         feeding = asyncio.create_task(self._feed(stream))
         try:
-            async with aclosing(self._pieces(stream, started + timeout_s)) as pieces:
-                async for written in pieces:
-                    yield written
+            async with asyncio.timeout(timeout_s):
+                self.limit = await self._read(stream)
+        except TimeoutError:
+            self.limit = "wall"
         finally:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
             await stream.close()
+            self.capture.finish()
             self.duration_s = time.monotonic() - started
-        if self.limit is None and self._container.alive:
+        if self.limit is None and container.alive:
             await self._ask_exit_code(execution)
             self.limit = "output" if self.capture.cut else None
-
-    def texts(self) -> tuple[str, str]:
-        return self.capture.texts()
 
     async def _feed(self, stream: Stream) -> None:
         for start in range(0, len(self._stdin), _WRITE_BYTES):
             await stream.write_in(self._stdin[start : start + _WRITE_BYTES])
 
-    async def _pieces(self, stream: Stream, deadline: float) -> AsyncIterator[Written]:
-        while True:
-            try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                    message = await stream.read_out()
-            except TimeoutError:
-                self.limit = "wall"
-                return
-            if message is None:
-                return
-            if (written := self._keep(message.stream, message.data)) is not None:
-                yield written
+    async def _read(self, stream: Stream) -> str | None:
+        while (message := await stream.read_out()) is not None:
+            if message.stream == _OUT:
+                self.capture.keep(self.capture.stdout, message.data, "stdout")
+            else:
+                self.capture.keep(self.capture.stderr, message.data, "stderr")
             if self.capture.flooded:
-                self.limit = "output"
-                return
-
-    def _keep(self, number: int, data: bytes) -> Written | None:
-        name: Literal["stdout", "stderr"] = "stdout" if number == _OUT else "stderr"
-        kept = self.capture.stdout if number == _OUT else self.capture.stderr
-        text = self._decoders[name].decode(self.capture.keep(kept, data))
-        return Written(name, text) if text else None
+                return "output"
+        return None
 
     async def _ask_exit_code(self, execution: Exec) -> None:
         """The engine notes it a moment after the last output."""

@@ -32,6 +32,7 @@ from penstock.sandbox.docker.engine import (
 )
 from penstock.sandbox.docker.leftovers import clear_away, labels_of
 from penstock.sandbox.docker.plain import PLAIN_COMMAND, PlainSession
+from penstock.sandbox.docker.socket_memory import limits_socket_memory
 from penstock.sandbox.docker.spec import container_spec
 from penstock.sandbox.maker import QUEUE_TIMEOUT_S, DriverSandbox
 from penstock.sandbox.protocol import SandboxError, Session
@@ -173,8 +174,10 @@ def describe(engine: Engine, config: SandboxConfig, filtered: bool) -> tuple[str
         missing.append("processes are limited per uid")
     if not engine.limits_cpu:
         missing.append("CPU share is not limited")
+    if not limits_socket_memory(engine.cgroup_version):
+        missing.append("buffers of sockets are not limited (cgroup v1, and this process may not write there)")
     if missing:
-        walls.append(f"this engine has no cgroups to limit with: {', '.join(missing)}")
+        walls.append(f"missing here: {', '.join(missing)}")
     else:
         walls.append(f"cgroup v{engine.cgroup_version} for memory, processes and CPU")
     return "; ".join(walls), bool(missing)

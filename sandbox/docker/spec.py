@@ -14,6 +14,8 @@ _UIDS_PER_WORKER = 1024
 _FIRST_REMAPPED_UID = 20_000
 SHM_BYTES = 16 << 20
 OPEN_FILES = 256
+NO_CORE = 1
+"""Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
 
 
 def container_spec(
@@ -53,7 +55,7 @@ def _host_config(config: SandboxConfig, image: Image, uid: int) -> dict[str, Any
         "NanoCpus": int(config.cpus * 1e9),
         "ShmSize": SHM_BYTES,
         "Tmpfs": dict.fromkeys(("/tmp", *image.volumes), _tmpfs(config, uid)),  # noqa: S108 - the box's own
-        "Ulimits": [_limit("core", 0), _limit("nofile", OPEN_FILES), _limit("memlock", 64 << 10)],
+        "Ulimits": [_limit("core", NO_CORE), _limit("nofile", OPEN_FILES), _limit("memlock", 64 << 10)],
         "LogConfig": {"Type": "none", "Config": {}},
     }
     if config.runtime is not None:

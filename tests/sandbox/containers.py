@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 IMAGE = "penstock-box:base"
@@ -42,3 +45,32 @@ def inspect(name: str) -> dict[str, Any]:
 def make_plain_image() -> None:
     """Without python, and with all that an image may bring along: entrypoint, health check, volume, folder, user."""
     docker("build", "-q", "--network", "none", "-t", PLAIN_IMAGE, "-", stdin=_PLAIN)
+
+
+# ---- what is left behind
+
+
+def engine_leftovers(owners: Iterable[str]) -> list[str]:
+    """Containers of these owners in any state; volumes, cgroups and mounts of containers that the engine has no more.
+
+    Empty where no engine answers.
+    """
+    try:
+        known = docker("ps", "--all", "--quiet", "--no-trunc").split()
+        found = [f"container {name}" for owner in owners for name in containers_of(owner)]
+        told = docker("inspect", *known) if known else ""
+        volumes = docker("volume", "ls", "--quiet").split()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return found + [what for what, name in _traces(volumes) if name not in told]
+
+
+def _traces(volumes: list[str]) -> Iterator[tuple[str, str]]:
+    """(What it is, the name by which the engine's word on a living container must mention it)"""
+    yield from ((f"volume {name}", name) for name in volumes)
+    for group in Path("/sys/fs/cgroup").glob("*/docker/*/"):
+        yield f"cgroup {group}", group.name
+    for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
+        target = line.split()[1]
+        if match := re.match(r"/var/lib/docker/[^/]+/([0-9a-f]{20,})|/run/docker/netns/([0-9a-f]+)$", target):
+            yield f"mount {target}", match[1] or match[2]

@@ -1,0 +1,119 @@
+"""Sessions of a server: whose they are, for how long nobody used them, and their end after that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from penstock.sandbox.protocol import SandboxLost, Session
+from penstock.sandbox.server.callers import Caller
+from penstock.sandbox.server.metrics import Metrics
+from penstock.sandbox.server.pool import BoxPool
+from penstock.sandbox.server.quota import Quotas
+
+logger = logging.getLogger(__name__)
+
+REAP_EVERY_S = 1.0
+MAX_AGE_S = 86400.0
+"""No episode takes a day: a session this old is ended, however busy."""
+
+
+@dataclass(slots=True)
+class Entry:
+    session: Session
+    caller: Caller
+    label: str
+    image: str | None
+    ttl_s: float
+    """Ended when nobody used it for so long."""
+    started_at: float = field(default_factory=time.monotonic)
+    last_use: float = field(default_factory=time.monotonic)
+    users: int = 0
+    """Calls in progress; a session in use is ended for its age alone."""
+
+    def touch(self) -> None:
+        self.last_use = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        return 0.0 if self.users else time.monotonic() - self.last_use
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+    @property
+    def over(self) -> bool:
+        return self.idle_s > self.ttl_s or self.age_s > MAX_AGE_S
+
+
+class Sessions:
+    def __init__(self, pool: BoxPool, quotas: Quotas, metrics: Metrics) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._pool = pool
+        self._quotas = quotas
+        self._metrics = metrics
+
+    async def start(self, caller: Caller, label: str, image: str | None, ttl_s: float, wait_s: float) -> Entry:
+        """Raises `OverQuota`, `SandboxBusy` (queue deadline), `SandboxError`."""
+        self._quotas.take_box(caller)
+        try:
+            with self._metrics.start_s.time():
+                session = await self._pool.take(label, image, wait_s)
+        except BaseException:
+            self._quotas.free_box(caller)
+            raise
+        entry = self.entries[session.session_id] = Entry(session, caller, label, image, ttl_s)
+        return entry
+
+    def get(self, session_id: str, caller: Caller) -> Entry:
+        """Raises `SandboxLost`, also for sessions of other callers: they are none of this one's business."""
+        entry = self.entries.get(session_id)
+        if entry is None or entry.caller is not caller:
+            raise SandboxLost(f"no session {session_id}: ended, or its time without use was over")
+        return entry
+
+    def of(self, caller: Caller, label: str) -> list[Entry]:
+        """This caller's sessions whose label begins with `label`."""
+        return [e for e in self.entries.values() if e.caller is caller and e.label.startswith(label)]
+
+    @contextlib.asynccontextmanager
+    async def using(self, entry: Entry) -> AsyncIterator[Entry]:
+        """Holds the session against reaping; counts as one running call; one whose box is lost is forgotten."""
+        with self._quotas.call(entry.caller):
+            entry.users += 1
+            try:
+                yield entry
+            except SandboxLost:
+                await self.end(entry)
+                raise
+            finally:
+                entry.users -= 1
+                entry.touch()
+
+    async def end(self, entry: Entry) -> None:
+        """Safe to call twice."""
+        if self.entries.pop(entry.session.session_id, None) is None:
+            return
+        try:
+            await self._pool.give_back(entry.session)
+        finally:
+            self._quotas.free_box(entry.caller)
+
+    async def end_all(self) -> None:
+        await asyncio.gather(*(self.end(entry) for entry in list(self.entries.values())), return_exceptions=True)
+
+    async def reap_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(REAP_EVERY_S)
+            over = [entry for entry in self.entries.values() if entry.over]
+            for entry in over:
+                logger.info(
+                    "sandbox session of %s (%s): unused for %.0f s", entry.caller.name, entry.label, entry.idle_s
+                )
+                self._metrics.reaped.inc()
+            await asyncio.gather(*map(self.end, over))
