@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.agent_loops.toolbox import all_or_none
+from penstock.agent_loops.side_by_side import all_or_none
 from penstock.transfer_queue.trajectory import COMPLETED, Ids, Logprobs, Mask, Outcome, Spans, Task
 
 if TYPE_CHECKING:
     from penstock.agent_loops.chat import ChatTokens
-    from penstock.agent_loops.episode import EpisodeParts
     from penstock.agent_loops.journal import EpisodeJournal
     from penstock.agent_loops.llm import EpisodeLLM
+    from penstock.agent_loops.parts import EpisodeParts
     from penstock.agent_loops.toolbox import ToolBox
     from penstock.sandbox.protocol import Sandbox
     from penstock.transfer_queue.ledger import Lease

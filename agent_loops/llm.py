@@ -107,7 +107,7 @@ class EpisodeLLM:
         self, segment: SegmentBuilder, asked: tuple[int, int], overrides: Mapping[str, Any]
     ) -> Generation:
         generation = await self.draw(segment.context(), segment.budget.tokens_left, overrides)
-        await self._journal.append(to_entry(generation, asked, {}))
+        await self._journal.append_naming(to_entry(generation, asked, {}))
         return generation
 
     async def draw(
@@ -141,11 +141,14 @@ class EpisodeLLM:
         return answer.whole()
 
     def _request(self, context: list[int], tokens_left: int, overrides: Mapping[str, Any]) -> GenerateRequest:
-        wanted = {**self.sampling.model_dump(), **overrides}
-        wanted["max_new_tokens"] = min(wanted["max_new_tokens"], tokens_left)
-        return GenerateRequest(
+        """Not validated: checking, and copying, a context of our own ids is what most of a request would cost."""
+        sampling = self.sampling
+        if overrides or tokens_left < sampling.max_new_tokens:
+            wanted = {**sampling.model_dump(), **overrides}
+            sampling = Sampling(**{**wanted, "max_new_tokens": min(wanted["max_new_tokens"], tokens_left)})
+        return GenerateRequest.model_construct(
             token_ids=context,
-            sampling=Sampling(**wanted),
+            sampling=sampling,
             request_id=f"{self._lease.episode_id}:{self._lease.fence}:{self.counts.calls}",
             episode_id=self._lease.episode_id,
             min_version=self._lease.min_version,

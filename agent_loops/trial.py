@@ -14,7 +14,7 @@ from penstock.agent_loops.client import FakeClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.worker import WorkerJob, build_parts
+from penstock.agent_loops.job import WorkerJob, build_parts
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox

@@ -112,7 +112,8 @@ async def rollout(link: Link, name: str, host: str | None, port: int | None) -> 
 
 async def agent(link: Link, name: str) -> None:
     from penstock.agent_loops.errors import AgentError
-    from penstock.agent_loops.worker import WorkerJob, run_worker
+    from penstock.agent_loops.job import WorkerJob
+    from penstock.agent_loops.worker import run_worker
     from penstock.rollout_server.client import RolloutClient
     from penstock.sandbox.protocol import SandboxError
     from penstock.tools.registry import ToolConfigError

@@ -83,6 +83,10 @@ class Session(Protocol):
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
         """At most the first `max_bytes` of a regular file. Raises `OSError` as open() would."""
 
+    async def leave(self) -> None:
+        """Let go of the box without ending it: another process will `attach`. One that cannot outlive this process
+        is closed."""
+
     async def close(self) -> None:
         """End everything in the box; safe to call twice."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from penstock.sandbox.call_key import HEADER, request_key
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import Output, RunResult, SandboxBusy, SandboxError, SandboxLost
 
@@ -20,6 +21,8 @@ CONNECT_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 150.0
 """A start may wait for a free box; the server's own limit is shorter."""
 NETWORK_SLACK_S = 15.0
+RETRY_AFTER_S = (0.1, 1.0)
+"""Requests with a key are sent again where the connection broke: the server does none of them twice."""
 BUSY_TIMEOUT_S = 120.0
 """How long a refusal for want of room is asked again: nothing was done, so nothing can be done twice."""
 PATH_MAX_BYTES = 4096
@@ -78,6 +81,9 @@ class RemoteSession:
         params: dict[str, Any] = {"path": _sendable(path), "max_bytes": max_bytes}
         return (await self._request("GET", "files", NETWORK_SLACK_S, params=params)).content
 
+    async def leave(self) -> None:
+        """Nothing to do: the server holds the session for its time without use."""
+
     async def close(self) -> None:
         await self._sandbox.request("DELETE", self._path, NETWORK_SLACK_S)
 
@@ -90,8 +96,11 @@ class RemoteSession:
 
 
 class RemoteSandbox:
-    """Opens sessions on the server at `url`. A request is sent again only where the server refused it for want of room:
-    a run that was asked for twice may happen twice."""
+    """Opens sessions on the server at `url`.
+
+    Requests within a tool's call carry a key (`call_key.py`): they are sent again where the connection broke. Others
+    only where the server refused them for want of room: a run that was asked for twice may happen twice.
+    """
 
     def __init__(self, config: SandboxConfig, url: str, token: str, ttl_s: float = 900.0) -> None:
         """`ttl_s`: the server ends a session that nobody used for so long."""
@@ -121,18 +130,31 @@ class RemoteSandbox:
         deadline = time.monotonic() + self._busy_timeout_s
         while True:
             try:
-                return await self._request(method, path, timeout_s, **content)
+                return await self._request(method, path, timeout_s, content)
             except SandboxBusy as busy:
                 wait_s = (busy.after_s or 1.0) * random.uniform(1.0, 1.5)
                 if time.monotonic() + wait_s > deadline:
                     raise
                 await asyncio.sleep(wait_s)
 
-    async def _request(self, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
+    async def _request(self, method: str, path: str, timeout_s: float, content: dict[str, Any]) -> httpx.Response:
+        key = _key_of(method, path, content)
+        for pause_s in RETRY_AFTER_S if key else ():
+            try:
+                return await self._send(method, path, timeout_s, key, content)
+            except (httpx.NetworkError, httpx.RemoteProtocolError):
+                await asyncio.sleep(pause_s)
         try:
-            answer = await self._http.request(method, path, timeout=_timeout(timeout_s), **_encoded(content))
+            return await self._send(method, path, timeout_s, key, content)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
+
+    async def _send(
+        self, method: str, path: str, timeout_s: float, key: str | None, content: dict[str, Any]
+    ) -> httpx.Response:
+        sent = _encoded(content)
+        headers = {**sent.pop("headers", {}), **({HEADER: key} if key else {})}
+        answer = await self._http.request(method, path, timeout=_timeout(timeout_s), headers=headers, **sent)
         if answer.is_error:
             raise _failure(self.url, answer)
         return answer
@@ -160,7 +182,7 @@ class RemoteSandbox:
 def _encoded(content: dict[str, Any]) -> dict[str, Any]:
     """JSON that can be sent whatever a model wrote: half a character (a lone surrogate) becomes ``?``."""
     if "json" not in content:
-        return content
+        return dict(content)
     text = json.dumps(content["json"], ensure_ascii=False)
     return {"content": text.encode("utf-8", "replace"), "headers": {"Content-Type": "application/json"}}
 
@@ -209,3 +231,12 @@ def _error_of(answer: httpx.Response) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         return {}
     return error if isinstance(error, dict) else {}
+
+
+def _key_of(method: str, path: str, content: dict[str, Any]) -> str | None:
+    """Of a request that does something; its session is no part of it, since the server keeps answers by session."""
+    if not content:
+        return None
+    verb = path.rpartition("/")[2]
+    plain = json.dumps([content.get("json"), content.get("params")], sort_keys=True)
+    return request_key(method.encode(), verb.encode(), plain.encode(), content.get("content", b""))

@@ -75,6 +75,10 @@ class DriverSession:
         answer = await self._file({"do": "read", "path": path, "max_bytes": min(max_bytes, MAX_FILE_BYTES)})
         return base64.b64decode(answer["data"])
 
+    async def leave(self) -> None:
+        """The box ends with this process: nobody else could go on in it."""
+        await self.close()
+
     async def close(self) -> None:
         """Goes on to its end also where the caller is cancelled: `on_closed` gives the box's slot to the next one."""
         if self._closing is None:

@@ -99,6 +99,13 @@ class BaseTool(ABC):
     async def release(self, state: Any) -> None:
         """Give back what `create` took."""
 
+    async def leave(self, state: Any) -> None:
+        """Let go of a state whose episode goes on in another worker, which will `attach` (a drain, a lost lease).
+
+        What would end with this process anyway is released.
+        """
+        await self.release(state)
+
     async def close(self) -> None:
         """Give back what the tool itself holds (connections, servers); awaited once, when its worker ends."""
 

@@ -61,12 +61,12 @@ class EpisodeBox:
         self._users += 1
         return self
 
-    async def let_go(self) -> None:
-        """Raises nothing of the box's: what cannot be closed is left to its TTL."""
+    async def let_go(self, *, leave: bool = False) -> None:
+        """The last one ends the box, or leaves it to another worker. Raises `SandboxError`: its TTL ends it then."""
         self._users -= 1
         if self._users == 0 and self._session is not None:
             session, self._session = self._session, None
-            await session.close()
+            await (session.leave() if leave else session.close())
 
 
 _BOXES: ContextVar[dict[int, EpisodeBox] | None] = ContextVar("boxes of this episode", default=None)
@@ -127,6 +127,9 @@ class BoxTool(BaseTool):
 
     async def release(self, state: EpisodeBox) -> None:
         await state.let_go()
+
+    async def leave(self, state: EpisodeBox) -> None:
+        await state.let_go(leave=True)
 
     @property
     def run_timeout_s(self) -> float | None:

@@ -25,6 +25,8 @@ class PythonState:
     def __init__(self, label: str, session: Session | None = None) -> None:
         self.label = label
         self.session = session
+        self.taken_over = session is not None
+        """Another worker's calls made it what it is: `history` does not know them."""
         self.history: list[str] = []
         """Code of the calls whose names live in the interpreter now, oldest first."""
 
@@ -74,6 +76,10 @@ class PythonTool(BaseTool):
         code = arguments["code"]
         try:
             result = await self._run(state, code)
+        except SandboxLost as error:
+            if self._replay_lost and state.taken_over:
+                raise  # whoever knows all calls brings a fresh state to where this one was
+            raise ToolInfraError("sandbox", str(error)) from error
         except SandboxError as error:
             raise ToolInfraError("sandbox", str(error)) from error
         state.history = [] if result.state_lost else [*state.history, code]
@@ -91,13 +97,18 @@ class PythonTool(BaseTool):
         if session is not None:
             await session.close()
 
+    async def leave(self, state: PythonState) -> None:
+        session, state.session = state.session, None
+        if session is not None:
+            await session.leave()
+
     async def _run(self, state: PythonState, code: str) -> RunResult:
         if state.session is None:
             state.session = await self._sandbox.start(state.label)
         try:
             return await state.session.run_python(code)
         except SandboxLost:
-            if not self._replay_lost:
+            if not self._replay_lost or state.taken_over:
                 raise
         await self.replay(state, state.history)
         return await state.session.run_python(code)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
-from penstock.agent_loops.episode import last_answer
+from penstock.agent_loops.finish import last_answer
 from penstock.agent_loops.loops.react import ReactSettings, react, read_settings, with_system
 from penstock.agent_loops.registry import register
 from penstock.agent_loops.segment import TRUNCATED_TURNS, Budget

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 
+from penstock.sandbox.call_key import HEADER
 from penstock.sandbox.server.callers import Caller
 from penstock.sandbox.server.parts import Parts, parts_of
 from penstock.sandbox.server.sessions import Entry
@@ -21,6 +22,15 @@ async def caller_of(request: Request) -> Caller:
 
 ThisServer = Annotated[Parts, Depends(parts_of)]
 ThisCaller = Annotated[Caller, Depends(caller_of)]
+Key = Annotated[
+    str | None,
+    Header(
+        alias=HEADER,
+        min_length=8,
+        max_length=128,
+        description="Asked again under the same key, it is answered as it was then and not done again.",
+    ),
+]
 
 
 async def entry_of(session_id: str, server: ThisServer, caller: ThisCaller) -> Entry:
@@ -32,13 +42,13 @@ LabelStart = Annotated[str, Query(max_length=256, description="Only sessions who
 
 
 @router.post("/sessions", response_model=SessionView)
-async def start(body: StartRequest, server: ThisServer, caller: ThisCaller) -> SessionView:
+async def start(body: StartRequest, server: ThisServer, caller: ThisCaller, key: Key = None) -> SessionView:
     """A box of this caller's own: a warm one of that image, a fresh one, or one that another session gives back."""
     longest_s = server.config.server.queue_timeout_s
     wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
     image = server.usual_image(body.image)
     with server.metrics.call("start"):
-        entry = await server.sessions.start(caller, body.label, image, body.ttl_s, wait_s)
+        entry = await server.sessions.start(caller, body.label, image, body.ttl_s, wait_s, key)
     return _view(entry)
 
 

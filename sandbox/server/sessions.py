@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from penstock.sandbox.protocol import SandboxLost, Session
+from penstock.sandbox.recorded import Recorded
 from penstock.sandbox.server.callers import Caller
 from penstock.sandbox.server.metrics import Metrics
 from penstock.sandbox.server.pool import BoxPool
@@ -18,6 +20,7 @@ from penstock.sandbox.server.quota import Quotas
 logger = logging.getLogger(__name__)
 
 REAP_EVERY_S = 1.0
+T = TypeVar("T")
 MAX_AGE_S = 86400.0
 """No episode takes a day: a session this old is ended, however busy."""
 
@@ -34,6 +37,9 @@ class Entry:
     last_use: float = field(default_factory=time.monotonic)
     users: int = 0
     """Calls in progress; a session in use is ended for its age alone."""
+    start_key: str | None = None
+    answers: Recorded[Any] = field(default_factory=Recorded)
+    """What was asked under a key, and what came of it."""
 
     def touch(self) -> None:
         self.last_use = time.monotonic()
@@ -54,12 +60,27 @@ class Entry:
 class Sessions:
     def __init__(self, pool: BoxPool, quotas: Quotas, metrics: Metrics) -> None:
         self.entries: dict[str, Entry] = {}
+        self._starts: Recorded[Entry] = Recorded()
         self._pool = pool
         self._quotas = quotas
         self._metrics = metrics
 
-    async def start(self, caller: Caller, label: str, image: str | None, ttl_s: float, wait_s: float) -> Entry:
-        """Raises `OverQuota`, `SandboxBusy` (queue deadline), `SandboxError`."""
+    async def start(
+        self, caller: Caller, label: str, image: str | None, ttl_s: float, wait_s: float, key: str | None = None
+    ) -> Entry:
+        """A fresh session; with a `key` that a living session of this caller was started by, that one.
+
+        Raises `OverQuota`, `SandboxBusy` (queue deadline), `SandboxError`.
+        """
+        if key is None:
+            return await self._start(caller, label, image, ttl_s, wait_s)
+        start_key = f"{caller.name}/{key}"
+        entry = await self._starts.once(start_key, lambda: self._start(caller, label, image, ttl_s, wait_s))
+        entry.start_key = start_key
+        entry.touch()
+        return entry
+
+    async def _start(self, caller: Caller, label: str, image: str | None, ttl_s: float, wait_s: float) -> Entry:
         self._quotas.take_box(caller)
         try:
             with self._metrics.start_s.time():
@@ -95,10 +116,26 @@ class Sessions:
                 entry.users -= 1
                 entry.touch()
 
+    async def use(self, entry: Entry, key: str | None, work: Callable[[Session], Awaitable[T]]) -> T:
+        """`work` in the session; under a `key` that was used before, what came of it then.
+
+        Under a key it goes on also where whoever asked is gone: the next owner of the session asks for its answer.
+        """
+
+        async def do() -> T:
+            async with self.using(entry):
+                return await work(entry.session)
+
+        entry.touch()
+        answer: T = await entry.answers.once(key, do)
+        return answer
+
     async def end(self, entry: Entry) -> None:
         """Safe to call twice."""
         if self.entries.pop(entry.session.session_id, None) is None:
             return
+        if entry.start_key is not None:
+            self._starts.forget(entry.start_key)
         try:
             await self._pool.give_back(entry.session)
         finally:

@@ -13,7 +13,7 @@ from penstock.sandbox.protocol import RunResult, Session
 from penstock.sandbox.server.openapi import BYTES_IN, BYTES_OUT, NDJSON
 from penstock.sandbox.server.parts import Parts
 from penstock.sandbox.server.relay import Lines, relay
-from penstock.sandbox.server.session_routes import ThisServer, ThisSession
+from penstock.sandbox.server.session_routes import Key, ThisServer, ThisSession
 from penstock.sandbox.server.sessions import Entry
 from penstock.sandbox.server.views import RunPythonRequest, RunRequest, RunShellRequest
 from penstock.sandbox.session import MAX_FILE_BYTES
@@ -23,29 +23,30 @@ BoxPath = Annotated[str, Query(min_length=1, max_length=4096, description="In th
 MaxBytes = Annotated[int, Query(ge=0, le=MAX_FILE_BYTES)]
 
 
-async def _call(server: Parts, entry: Entry, verb: str, work: Callable[[Session], Awaitable[RunResult]]) -> RunResult:
+async def _call(
+    server: Parts, entry: Entry, key: str | None, verb: str, work: Callable[[Session], Awaitable[RunResult]]
+) -> RunResult:
     with server.metrics.call(verb) as outcome:
-        async with server.sessions.using(entry):
-            return outcome.note(await work(entry.session))
+        return outcome.note(await server.sessions.use(entry, key, work))
 
 
 @router.post("/run", response_model=RunResult)
-async def run(body: RunRequest, server: ThisServer, entry: ThisSession) -> RunResult:
+async def run(body: RunRequest, server: ThisServer, entry: ThisSession, key: Key = None) -> RunResult:
     """Run a program to its end."""
     given = {"stdin": body.stdin, "timeout_s": body.timeout_s, "cwd": body.cwd}
-    return await _call(server, entry, "run", lambda session: session.run(body.argv, **given))  # type: ignore[arg-type]
+    return await _call(server, entry, key, "run", lambda session: session.run(body.argv, **given))  # type: ignore[arg-type]
 
 
 @router.post("/run_python", response_model=RunResult)
-async def run_python(body: RunPythonRequest, server: ThisServer, entry: ThisSession) -> RunResult:
+async def run_python(body: RunPythonRequest, server: ThisServer, entry: ThisSession, key: Key = None) -> RunResult:
     """Run code in the session's interpreter: names live on from call to call."""
-    return await _call(server, entry, "python", lambda it: it.run_python(body.code, timeout_s=body.timeout_s))
+    return await _call(server, entry, key, "python", lambda it: it.run_python(body.code, timeout_s=body.timeout_s))
 
 
 @router.post("/run_shell", response_model=RunResult)
-async def run_shell(body: RunShellRequest, server: ThisServer, entry: ThisSession) -> RunResult:
+async def run_shell(body: RunShellRequest, server: ThisServer, entry: ThisSession, key: Key = None) -> RunResult:
     """Run a command in the session's shell: directory, variables and functions live on from call to call."""
-    return await _call(server, entry, "shell", lambda it: it.run_shell(body.command, timeout_s=body.timeout_s))
+    return await _call(server, entry, key, "shell", lambda it: it.run_shell(body.command, timeout_s=body.timeout_s))
 
 
 @router.post("/stream", responses=NDJSON, response_class=StreamingResponse)
@@ -62,18 +63,18 @@ async def stream(body: RunRequest, server: ThisServer, entry: ThisSession) -> St
 
 
 @router.put("/files", status_code=204, openapi_extra=BYTES_IN)
-async def write_file(path: BoxPath, request: Request, server: ThisServer, entry: ThisSession) -> None:
+async def write_file(path: BoxPath, request: Request, server: ThisServer, entry: ThisSession, key: Key = None) -> None:
     """Replace or make a file."""
     data = await _body(request)
-    async with server.sessions.using(entry):
-        await entry.session.write_file(path, data)
+    await server.sessions.use(entry, key, lambda session: session.write_file(path, data))
 
 
 @router.get("/files", responses=BYTES_OUT, response_class=Response)
-async def read_file(path: BoxPath, server: ThisServer, entry: ThisSession, max_bytes: MaxBytes = 1 << 20) -> Response:
+async def read_file(
+    path: BoxPath, server: ThisServer, entry: ThisSession, max_bytes: MaxBytes = 1 << 20, key: Key = None
+) -> Response:
     """At most the first `max_bytes` of a regular file."""
-    async with server.sessions.using(entry):
-        data = await entry.session.read_file(path, max_bytes)
+    data = await server.sessions.use(entry, key, lambda session: session.read_file(path, max_bytes))
     return Response(data, media_type="application/octet-stream")
 
 

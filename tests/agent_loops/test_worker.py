@@ -14,7 +14,8 @@ from penstock.agent_loops.base import AgentLoopBase
 from penstock.agent_loops.client import FakeClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import WorkerStopped
-from penstock.agent_loops.worker import Worker, WorkerJob
+from penstock.agent_loops.job import WorkerJob
+from penstock.agent_loops.worker import Worker
 from penstock.transfer_queue.ledger import ServerInfo
 
 
@@ -149,8 +150,8 @@ async def test_a_lost_lease_stops_its_episode_only(worker_of, ledger_of, tasks_o
     async with running(worker):
         await until(lambda: calculator.created == 2)
         ledger.fences["train/00000000"] += 1
-        await until(lambda: len(worker._running) == 1)
-        assert list(worker._running) == ["train/00000001"]
+        await until(lambda: len(worker.episodes.running) == 1)
+        assert list(worker.episodes.running) == ["train/00000001"]
         assert calculator.open == 1
     assert ledger.released == ["train/00000001"]
 
