@@ -45,8 +45,6 @@ class EpisodeBox:
             return self._session
 
     async def _open(self) -> Session:
-        if self._image is None:
-            return await self._sandbox.start(self._label)
         return await self._sandbox.start(self._label, image=self._image)
 
     async def adopt(self, session_id: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.sandbox.protocol import RunResult, Sandbox, SandboxError, SandboxLost, Session
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
+from penstock.tools.episode_box import image_of
 from penstock.transfer_queue.trajectory import Task
 
 LIMIT_TEXTS = {
@@ -22,9 +23,11 @@ NO_OUTPUT = "(no output)"
 class PythonState:
     """One episode's interpreter. The box is opened at the first call."""
 
-    def __init__(self, label: str, session: Session | None = None) -> None:
+    def __init__(self, label: str, session: Session | None = None, image: str | None = None) -> None:
         self.label = label
         self.session = session
+        self.image = image
+        """None: the sandbox's default."""
         self.taken_over = session is not None
         """Another worker's calls made it what it is: `history` does not know them."""
         self.history: list[str] = []
@@ -62,11 +65,11 @@ class PythonTool(BaseTool):
         self._replay_lost = replay_lost
 
     async def create(self, task: Task) -> PythonState:
-        return PythonState(task.task_id)
+        return PythonState(task.task_id, image=image_of(task))
 
     async def attach(self, task: Task, session_id: str) -> PythonState:
         try:
-            return PythonState(task.task_id, await self._sandbox.attach(session_id))
+            return PythonState(task.task_id, await self._sandbox.attach(session_id), image_of(task))
         except SandboxLost:
             raise
         except SandboxError as error:
@@ -88,7 +91,7 @@ class PythonTool(BaseTool):
     async def replay(self, state: PythonState, calls: Sequence[str]) -> None:
         """Run `calls` again in a fresh box, their output discarded. Raises `SandboxError`."""
         await self.release(state)
-        state.session = await self._sandbox.start(state.label)
+        state.session = await self._sandbox.start(state.label, image=state.image)
         for code in calls:
             await state.session.run_python(code)
 
@@ -104,7 +107,7 @@ class PythonTool(BaseTool):
 
     async def _run(self, state: PythonState, code: str) -> RunResult:
         if state.session is None:
-            state.session = await self._sandbox.start(state.label)
+            state.session = await self._sandbox.start(state.label, image=state.image)
         try:
             return await state.session.run_python(code)
         except SandboxLost:

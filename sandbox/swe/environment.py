@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.sandbox.protocol import RunResult, Sandbox, Session
 from penstock.sandbox.swe import scripts
 from penstock.sandbox.swe.errors import PatchError, SweTaskError
@@ -29,7 +27,7 @@ class SweEnvironment:
             SandboxError: the box failed.
             SweTaskError: the task cannot be set up in it.
         """
-        session = await start_box(sandbox, task, label or task.instance_id)
+        session = await sandbox.start(label or task.instance_id, image=task.sandbox_image)
         try:
             environment = await cls.around(session, task, limits)
             await environment._workspace.place(task)
@@ -98,9 +96,3 @@ class SweEnvironment:
         if result.exit_code != 0:
             said = (result.stdout + result.stderr)[-1000:]
             raise SweTaskError(f"task {self.task.instance_id}: its build_command failed: {said}")
-
-
-async def start_box(sandbox: Sandbox, task: SweTask, label: str) -> Session:
-    """Raises `SandboxError`, also where the backend has no images."""
-    image: dict[str, Any] = {"image": task.sandbox_image} if task.sandbox_image else {}
-    return await sandbox.start(label, **image)

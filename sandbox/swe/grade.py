@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from penstock.sandbox.protocol import Sandbox
 from penstock.sandbox.swe import scripts
-from penstock.sandbox.swe.environment import start_box
 from penstock.sandbox.swe.errors import SweTaskError
 from penstock.sandbox.swe.limits import SweLimits
 from penstock.sandbox.swe.report import Grade, summary
@@ -29,7 +28,7 @@ async def grade(
     """
     limits = limits or SweLimits()
     started = time.monotonic()
-    session = await start_box(sandbox, task, label or f"{task.instance_id} grading")
+    session = await sandbox.start(label or f"{task.instance_id} grading", image=task.sandbox_image)
     try:
         workspace = await Workspace.find(session, task, limits)
         await workspace.place(task)

@@ -20,6 +20,10 @@ g() {
 }
 """
 
+JOIN = 'cat "$state"/part.* > "$state/$1"; rm -f "$state"/part.*'
+
+PACKAGES = 'mkdir -p "$state/packages"; tar -xzf "$1" -C "$state/packages"; rm -f "$1"'
+
 UNPACK = 'tar -xzf "$1" -C "$folder"; rm -f "$1"'
 
 COPY = """\

@@ -15,7 +15,6 @@ from penstock.sandbox.swe.task import SweTask
 STATE = ".penstock_swe"
 PART_BYTES = 4 << 20
 MAX_LISTING_BYTES = 16 << 20
-_UPLOAD = 'cd -- "$1" && cat part.* > "$2" && rm -f part.*'
 _HOME = 'mkdir -p "$1" "$2" && cd -- "$2" && pwd -P && cd - >/dev/null && cd -- "$1" && pwd -P'
 
 
@@ -50,19 +49,22 @@ class Workspace:
         return result
 
     async def upload(self, name: str, data: bytes) -> str:
-        """The file's path in the box; in parts where it is larger than one call may carry."""
+        """The file's path in the box; in parts where it is larger than one call may carry. Raises `SweTaskError`."""
         target = posixpath.join(self.state, name)
-        if len(data) <= PART_BYTES:
-            await self.session.write_file(target, data)
-            return target
+        try:
+            if len(data) <= PART_BYTES:
+                await self.session.write_file(target, data)
+            else:
+                await self._upload_parts(name, data)
+        except (OSError, ScriptFailed) as error:
+            raise SweTaskError(f"{name}: {len(data)} bytes cannot be written into the box: {error}") from error
+        return target
+
+    async def _upload_parts(self, name: str, data: bytes) -> None:
         for number, start in enumerate(range(0, len(data), PART_BYTES)):
             path = posixpath.join(self.state, f"part.{number:05}")
             await self.session.write_file(path, data[start : start + PART_BYTES])
-        command = ["sh", "-c", _UPLOAD, "swe", self.state, name]
-        result = await self.session.run(command, timeout_s=self.limits.command_timeout_s)
-        if result.exit_code != 0:
-            raise SweTaskError(f"{len(data)} bytes cannot be written into the box: {_end_of(result)}")
-        return target
+        await self.script(scripts.JOIN, name)
 
     async def read(self, name: str, max_bytes: int = MAX_LISTING_BYTES) -> bytes:
         """Raises `OSError`."""
@@ -87,10 +89,7 @@ class Workspace:
     async def _put_files(self, task: SweTask) -> None:
         if task.packages is not None:
             packed = await asyncio.to_thread(packages_of, task.packages)
-            await self.upload("packages.tgz", packed)
-            await self.script(
-                'mkdir "$state/packages"; tar -xzf "$1" -C "$state/packages"; rm "$1"', f"{self.state}/packages.tgz"
-            )
+            await self.script(scripts.PACKAGES, await self.upload("packages.tgz", packed))
         if task.repository is None:
             await self.script(scripts.COPY, task.image_folder)
             return

@@ -10,6 +10,8 @@ between it and a forged result:
   tests pass (a patched pytest, an assertion that never raises) makes them pass too, and gives itself away.
 """
 
+from __future__ import annotations
+
 import hashlib
 import hmac
 import json
@@ -18,32 +20,35 @@ import random
 import signal
 import sys
 import time
+from typing import Any, Callable, Iterator  # noqa: UP035 - as Python 3.7 has them
 
 import pytest
 
 CANARIES = 3
 SUFFIXES = ("again", "twice", "empty", "nested", "large", "unicode", "default", "order", "copy", "types")
 FAILING = ("assert {0} == {1}", "assert not {1}", "raise AssertionError({0})", "raise ValueError({1})")
+Sign = Callable[[Any], None]
 REAL = os._exit
 """Taken before other code could put something else in its place."""
 
 
-def main():
+def main() -> None:
     job = json.load(sys.stdin)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sign = signer(bytes.fromhex(job.pop("key")), job.pop("results"))
     sign({"kind": "ready", "pytest": pytest.__version__})
+    chosen = arguments(job)
     sys.path[:0] = [os.path.abspath(path) for path in job["paths"]]
     given = [os.path.abspath(path) for path in job["paths"][1:]]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*given, os.environ.get("PYTHONPATH", "")]))
     sys.argv = ["pytest", *job["arguments"]]
-    code = pytest.main(arguments(job), plugins=[Witness(sign, job["test_timeout_s"])])
+    code = pytest.main(chosen, plugins=[Witness(sign, job["test_timeout_s"])])
     sys.stdout.flush()
     sys.stderr.flush()
     REAL(int(code))  # without waiting for threads that the tests left
 
 
-def arguments(job):
+def arguments(job: dict[str, Any]) -> list[str]:
     """The command's own, then what must hold: no early end, one process, names relative to the repository."""
     files = [path for path in job["files"] if os.path.exists(path)]
     fixed = ["--maxfail=0", "--rootdir=" + os.getcwd(), "--color=no", "-p", "no:randomly"]
@@ -56,12 +61,13 @@ def arguments(job):
     return [*job["arguments"], *fixed, *files]
 
 
-def signer(key, path):
+def signer(key: bytes, path: str) -> Sign:
     """Appends a line per record: its number, its signature, the record. The key is nowhere else."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o600)
     state = {"number": 0}
+    write, new, digest, dumps = os.write, hmac.new, hashlib.sha256, json.dumps  # as they are now
 
-    def sign(record, write=os.write, new=hmac.new, digest=hashlib.sha256, dumps=json.dumps):
+    def sign(record: dict[str, Any]) -> None:
         text = dumps({**record, "number": state["number"]}, sort_keys=True).encode("ascii")
         state["number"] += 1
         write(file, new(key, text, digest).hexdigest().encode("ascii") + b" " + text + b"\n")
@@ -72,15 +78,15 @@ def signer(key, path):
 class Witness:
     """A plugin that says of each test how it ended."""
 
-    def __init__(self, sign, test_timeout_s):
+    def __init__(self, sign: Sign, test_timeout_s: float) -> None:
         self.sign = sign
         self.test_timeout_s = test_timeout_s
-        self.phases = {}
-        self.marked = set()
-        self.started = {}
+        self.phases: dict[str, dict[str, Any]] = {}
+        self.marked: set[str] = set()
+        self.started: dict[str, float] = {}
 
     @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items):
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         self.marked = {item.nodeid for item in items if item.get_closest_marker("xfail")}
         canaries = list(make_canaries(items))
         self.sign({"kind": "canaries", "tests": [canary.nodeid for canary in canaries]})
@@ -88,26 +94,26 @@ class Witness:
             items.insert(random.SystemRandom().choice(places_in(items, canary.parent)), canary)
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item):
+    def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         self.started[item.nodeid] = time.monotonic()
         signal.signal(signal.SIGALRM, self._too_long)
         signal.setitimer(signal.ITIMER_REAL, self.test_timeout_s, self.test_timeout_s)
         yield
         signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def _too_long(self, number, frame):
+    def _too_long(self, number: int, frame: Any) -> None:
         raise pytest.fail.Exception(f"the test ran longer than {self.test_timeout_s:g} s")
 
-    def pytest_runtest_logreport(self, report):
+    def pytest_runtest_logreport(self, report: Any) -> None:
         if report.outcome != "rerun":
             self.phases.setdefault(report.nodeid, {})[report.when] = (report.outcome, hasattr(report, "wasxfail"))
 
-    def pytest_runtest_logfinish(self, nodeid):
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
         outcome = self._outcome(nodeid, self.phases.pop(nodeid, {}))
         seconds = round(time.monotonic() - self.started.pop(nodeid, time.monotonic()), 3)
         self.sign({"kind": "test", "test": nodeid, "outcome": outcome, "seconds": seconds})
 
-    def _outcome(self, nodeid, phases):
+    def _outcome(self, nodeid: str, phases: dict[str, Any]) -> str:
         """``passed`` also where a test that its author marked as expected to fail did fail."""
         outcomes = {when: outcome for when, (outcome, _) in phases.items()}
         if outcomes == {"setup": "passed", "call": "passed", "teardown": "passed"}:
@@ -117,11 +123,11 @@ class Witness:
         expected = any(xfailed for _, xfailed in phases.values()) and nodeid in self.marked
         return "passed" if expected else "skipped"
 
-    def pytest_sessionfinish(self):
+    def pytest_sessionfinish(self) -> None:
         self.sign({"kind": "end"})
 
 
-def make_canaries(items):
+def make_canaries(items: list[Any]) -> Iterator[Any]:
     """Up to `CANARIES` failing tests, in modules whose tests would not be skipped as a whole."""
     dice = random.SystemRandom()
     hosts = [item for item in items if isinstance(item, pytest.Function) and is_plain(item.getparent(pytest.Module))]
@@ -136,7 +142,7 @@ def make_canaries(items):
             yield pytest.Function.from_parent(module, name=name, callobj=failing(name, module, dice))
 
 
-def places_in(items, module):
+def places_in(items: list[Any], module: Any) -> list[int]:
     """Where a test of this module may be put in: never between two tests of a class, which may share what it set up."""
     pairs = zip(items, [*items[1:], None])  # noqa: B905 - not before Python 3.10
     return [
@@ -147,16 +153,16 @@ def places_in(items, module):
     ]
 
 
-def is_plain(module):
+def is_plain(module: Any) -> bool:
     """A canary would be skipped with a module that is marked as a whole."""
     return module is not None and not any(module.get_closest_marker(mark) for mark in ("skip", "skipif", "xfail"))
 
 
-def failing(name, module, dice):
+def failing(name: str, module: Any, dice: random.Random) -> Any:
     """A function that fails, said to come from the module's own file."""
     line = dice.choice(FAILING).format(dice.randint(1, 99), dice.randint(100, 999))
     code = compile(f"def {name}():\n    {line}\n", str(module.fspath), "exec")
-    space = {}
+    space: dict[str, Any] = {}
     exec(code, space)  # noqa: S102 - our own text
     return space[name]
 

@@ -58,6 +58,12 @@ async def any_sandbox(request) -> AsyncIterator[Sandbox]:
         yield made
 
 
+@pytest_asyncio.fixture
+async def docker_sandbox() -> AsyncIterator[Sandbox]:
+    async with _made("docker") as made:
+        yield made
+
+
 @contextlib.asynccontextmanager
 async def _made(backend: str) -> AsyncIterator[Sandbox]:
     made = make_sandbox(CONFIG.model_copy(update={"backend": backend, "image": IMAGE}), f"tests-swe-{os.getpid()}")
