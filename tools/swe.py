@@ -23,7 +23,7 @@ from penstock.tools.shell import ShellTool
 from penstock.transfer_queue.trajectory import Task
 
 SETTING_UP_S = 600.0
-"""What a grading may take beside its tests: waiting for a box, placing, building."""
+"""Waiting for a box, placing the repository, building."""
 log = logging.getLogger(__name__)
 
 
@@ -113,6 +113,7 @@ class _SweTool(BoxTool):
     def __init__(self, sandbox: Sandbox | None, settings: SweSettings) -> None:
         super().__init__(sandbox)
         self._swe = settings
+        self.create_timeout_s = SETTING_UP_S
         self.reward_timeout_s = settings.tests_timeout_s + SETTING_UP_S
 
     def _box_of(self, task: Task) -> SweBox:

@@ -48,7 +48,10 @@ async def _graded(workspace: Workspace, task: SweTask, patch: bytes) -> Grade:
     guarded = [*(entry.path for entry in hidden), *test_files(task)]
     dropped = [entry for entry in changed if is_protected(entry.path, guarded, task.protected)]
     kept = [entry for entry in changed if entry not in dropped]
-    await _check_out(workspace, [*kept, *hidden])
+    try:
+        await _check_out(workspace, [*kept, *hidden])
+    except ScriptFailed as error:  # the snapshot was laid out without it
+        return _nothing(task, f"the patch cannot be laid out: {error}")
     ran = await _build_and_run(workspace, task)
     paths = tuple(entry.path for entry in dropped)
     outcomes = summary(task, ran.outcomes)
@@ -99,11 +102,9 @@ async def _hidden_entries(workspace: Workspace, task: SweTask) -> list[Entry]:
 
 
 async def _check_out(workspace: Workspace, entries: list[Entry]) -> None:
+    """Later entries win over earlier ones. Raises `ScriptFailed`."""
     lines = b"".join(entry.line() for entry in entries)
-    try:
-        await workspace.script(scripts.CHECK_OUT, await workspace.upload("final", lines))
-    except ScriptFailed as error:
-        raise SweTaskError(f"the graded files cannot be laid out: {error}") from error
+    await workspace.script(scripts.CHECK_OUT, await workspace.upload("final", lines))
 
 
 def is_protected(path: str, guarded: Iterable[str], patterns: Iterable[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import shlex
@@ -74,9 +75,10 @@ async def run_tests(workspace: Workspace, task: SweTask) -> Ran:
 
 async def _witnessed(workspace: Workspace, results: str, key: bytes) -> Witnessed:
     try:
-        return read_lines(await workspace.read(results, MAX_RESULTS_BYTES), key)
+        written = await workspace.read(results, MAX_RESULTS_BYTES)
     except OSError:  # never begun, or taken away by what ran
         return Witnessed()
+    return await asyncio.to_thread(read_lines, written, key)
 
 
 def _conclude(result: RunResult, seen: Witnessed) -> Ran:

@@ -17,7 +17,7 @@ from penstock.sandbox.swe.errors import SweTaskError
 GIT_DEADLINE_S = 120
 MTIME_S = 946_684_800
 """Of every file of a commit: its archive is the same bytes each time."""
-_KINDS = {"100644": 0o644, "100755": 0o755, "120000": 0o777}
+_KINDS = {"100644": 0o644, "100755": 0o755, "120000": 0o120777}
 Entry = tuple[str, int, int, bytes]
 """path, mode, time of change, content (of a symlink: its target)"""
 
@@ -46,14 +46,14 @@ def packages_of(folder: Path) -> bytes:
 def _files_of_commit(repository: Path, commit: str) -> Iterator[Entry]:
     """Submodules are left out: their commits are not in this repository."""
     listing = _git(repository, ["ls-tree", "-r", "-z", "--full-tree", f"{commit}^{{commit}}"])
-    entries = []  # (path, mode, sha)
+    found: list[tuple[str, int, str]] = []  # path, mode, id of the blob
     for line in filter(None, listing.split(b"\0")):
-        meta, _, path = line.partition(b"\t")
-        mode, _, sha = meta.decode().split(" ")
-        if mode in _KINDS:
-            entries.append((os.fsdecode(path), _KINDS[mode] | (0o120000 if mode == "120000" else 0), sha))
-    blobs = io.BytesIO(_git(repository, ["cat-file", "--batch"], "".join(f"{sha}\n" for _, _, sha in entries)))
-    for path, mode, _ in entries:
+        meta, _, name = line.partition(b"\t")
+        kind, _, sha = meta.decode().split(" ")
+        if kind in _KINDS:
+            found.append((os.fsdecode(name), _KINDS[kind], sha))
+    blobs = io.BytesIO(_git(repository, ["cat-file", "--batch"], "".join(f"{sha}\n" for _, _, sha in found)))
+    for path, mode, _ in found:
         size = int(blobs.readline().split()[2])
         yield path, mode, MTIME_S, blobs.read(size)
         blobs.read(1)

@@ -11,7 +11,10 @@ from tests.sandbox.swe.conftest import rows
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.trial import try_loop
 from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.protocol import SandboxLost
 from penstock.tools.config import ToolConfig
+from penstock.tools.episode_box import sharing
 from penstock.tools.registry import ToolConfigError, make_tools
 from penstock.transfer_queue.trajectory import Task
 
@@ -86,6 +89,22 @@ async def test_a_broken_task_is_no_reward_of_zero(play, rows):
         await play(REPAIR, row={**rows[0], "test_patch": rows[1]["patch"].replace("part", "trap")})
     with pytest.raises(InfraFailure, match="no folder"):
         await play(REPAIR, row={**rows[0], "repository": "/nowhere", "base_commit": None})
+
+
+async def test_another_worker_grades_what_this_one_left(rows):
+    sandbox = make_sandbox(SANDBOX, "tests-swe-tools")
+    tools = make_tools([ToolConfig(name="swe", timeout_s=30, settings=LIMITS)], sandbox)
+    task = Task("eval/0/0", "eval/0", [], "swe", "", extra_info=rows[0])
+    first = await tools["shell"].create(task)
+    await tools["shell"].execute(first, {"command": "sed -i 's/\"-\".join/sep.join/' wordkit/slug.py"})
+    with sharing({}):
+        other = [await tools[name].attach(task, first.session_id) for name in ("editor", "submit")]
+    seen = await tools["editor"].execute(other[0], {"command": "view", "path": "wordkit/slug.py"})
+    assert "return sep.join(words)" in seen.text
+    assert [await tools[name].calc_reward(other[0]) for name in ("editor", "submit")] == [1.0, None]
+    with pytest.raises(SandboxLost):
+        await sandbox.attach(first.session_id)
+    await sandbox.close()
 
 
 def test_settings_are_checked():

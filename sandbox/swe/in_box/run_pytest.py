@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import importlib.util
 import json
 import os
 import random
@@ -52,12 +53,8 @@ def arguments(job: dict[str, Any]) -> list[str]:
     """The command's own, then what must hold: no early end, one process, names relative to the repository."""
     files = [path for path in job["files"] if os.path.exists(path)]
     fixed = ["--maxfail=0", "--rootdir=" + os.getcwd(), "--color=no", "-p", "no:randomly"]
-    try:
-        import xdist  # noqa: F401
-
+    if importlib.util.find_spec("xdist") is not None:
         fixed.append("-n0")
-    except ImportError:
-        pass
     return [*job["arguments"], *fixed, *files]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from tests.sandbox.conftest import MAKERS, Maker
 from tests.sandbox.containers import IMAGE
 from tests.sandbox.swe.wordkit import make_repository, packages_with_pytest, rows_of
 
@@ -18,6 +19,7 @@ from penstock.sandbox.protocol import Sandbox
 from penstock.sandbox.swe.limits import SweLimits
 from penstock.sandbox.swe.task import SweTask
 
+OWNER = f"tests-swe-{os.getpid()}"
 CONFIG = SandboxConfig(max_boxes=4, memory_mb=512, tmp_mb=128, run_timeout_s=20.0, pids=128)
 LIMITS = SweLimits(command_timeout_s=60.0, test_timeout_s=2.0, tests_timeout_s=60.0)
 
@@ -66,7 +68,8 @@ async def docker_sandbox() -> AsyncIterator[Sandbox]:
 
 @contextlib.asynccontextmanager
 async def _made(backend: str) -> AsyncIterator[Sandbox]:
-    made = make_sandbox(CONFIG.model_copy(update={"backend": backend, "image": IMAGE}), f"tests-swe-{os.getpid()}")
+    MAKERS.append(Maker(os.getpid(), OWNER))
+    made = make_sandbox(CONFIG.model_copy(update={"backend": backend, "image": IMAGE}), OWNER)
     try:
         yield made
     finally:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from tests.sandbox.server.conftest import TOKEN, serving
 from tests.sandbox.swe.conftest import CONFIG, LIMITS
 from tests.sandbox.swe.wordkit import TESTS
 
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxError
+from penstock.sandbox.remote import RemoteSandbox
 from penstock.sandbox.swe import SweEnvironment, SweTaskError, check_task, grade
 
 pytestmark = pytest.mark.bwrap
@@ -130,3 +132,11 @@ async def test_without_a_box_there_is_no_grade(task):
     with pytest.raises(SandboxError, match="docker"):
         await grade(made, dataclasses.replace(task, sandbox_image="nothing"), b"", LIMITS)
     await made.close()
+
+
+async def test_over_a_sandbox_server(task):
+    async with serving(CONFIG) as url:
+        remote = RemoteSandbox(CONFIG.model_copy(update={"backend": "remote", "url": url}), url, TOKEN)
+        found = await grade(remote, task, await patch_of(remote, task, "echo note > note", task.patch), LIMITS)
+        await remote.close()
+    assert found.resolved
