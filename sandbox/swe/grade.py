@@ -12,7 +12,7 @@ from penstock.sandbox.swe import scripts
 from penstock.sandbox.swe.errors import SweTaskError
 from penstock.sandbox.swe.limits import SweLimits
 from penstock.sandbox.swe.report import Grade, summary
-from penstock.sandbox.swe.run_tests import Ran, check_runner, run_tests, test_files
+from penstock.sandbox.swe.run_tests import Ran, check_runner, files_of_tests, run_tests
 from penstock.sandbox.swe.task import SweTask
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
@@ -45,7 +45,7 @@ async def _graded(workspace: Workspace, task: SweTask, patch: bytes) -> Grade:
         changed = await _entries(workspace, "model.patch", patch)
     except ScriptFailed as error:
         return _nothing(task, f"the patch does not apply: {error}")
-    guarded = [*(entry.path for entry in hidden), *test_files(task)]
+    guarded = [*(entry.path for entry in hidden), *files_of_tests(task)]
     dropped = [entry for entry in changed if is_protected(entry.path, guarded, task.protected)]
     kept = [entry for entry in changed if entry not in dropped]
     try:

@@ -33,7 +33,7 @@ class Ran:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-def test_files(task: SweTask) -> list[str]:
+def files_of_tests(task: SweTask) -> list[str]:
     """The files that the task's tests lie in, where its command is pytest."""
     if PytestCommand.parse(task.test_command) is None:
         return []
@@ -62,7 +62,7 @@ async def run_tests(workspace: Workspace, task: SweTask) -> Ran:
         "results": f"{workspace.state}/{results}",
         "paths": ["", *command.paths],
         "arguments": command.arguments,
-        "files": test_files(task),
+        "files": files_of_tests(task),
         "test_timeout_s": workspace.limits.test_timeout_s,
     }
     launcher = await workspace.upload("run_pytest.py", _LAUNCHER.read_bytes())

@@ -158,7 +158,7 @@ def is_plain(module: Any) -> bool:
 def failing(name: str, module: Any, dice: random.Random) -> Any:
     """A function that fails, said to come from the module's own file."""
     line = dice.choice(FAILING).format(dice.randint(1, 99), dice.randint(100, 999))
-    code = compile(f"def {name}():\n    {line}\n", str(module.fspath), "exec")
+    code = compile(f"def {name}():\n    {line}\n", str(getattr(module, "path", None) or module.fspath), "exec")
     space: dict[str, Any] = {}
     exec(code, space)  # noqa: S102 - our own text
     return space[name]

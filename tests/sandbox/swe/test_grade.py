@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from tests.sandbox.server.conftest import TOKEN, serving
 from tests.sandbox.swe.conftest import CONFIG, LIMITS
-from tests.sandbox.swe.wordkit import TESTS
+from tests.sandbox.swe.wordkit import TESTS, patch_by
 
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxError
@@ -82,6 +82,17 @@ async def test_a_patch_that_does_not_apply_is_the_models_fault(sandbox, task, ta
     found = await grade(sandbox, task, tasks["wordkit-2"].patch.replace(b"part", b"trap"), LIMITS)
     assert found.reason.startswith("the patch does not apply")
     assert (found.resolved, found.report()["patch_successfully_applied"]) == (False, False)
+
+
+async def test_a_patch_that_fills_the_box_is_the_models_fault(sandbox, task, tmp_path):
+    bomb = (
+        "(printf '\\000'; head -c 150M /dev/zero | tr '\\000' x) > bomb"  # no zeros: those git would leave out as holes
+    )
+    patch = patch_by(task.repository, task.base_commit, bomb, tmp_path / "tree")
+    assert len(patch) < LIMITS.patch_bytes
+    found = await grade(sandbox, task, patch, LIMITS)
+    assert found.reason.startswith("the patch ")
+    assert not found.resolved
 
 
 async def test_a_broken_task_is_nobodys_zero(sandbox, task, tasks):
