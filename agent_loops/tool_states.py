@@ -24,8 +24,7 @@ from penstock.tools.base import BaseTool
 from penstock.tools.episode_box import EpisodeBox, sharing
 from penstock.transfer_queue.trajectory import Task
 
-CREATE_DEADLINE_S = 60.0
-"""Making a tool's state, waiting for a free box included."""
+ATTACH_DEADLINE_S = 60.0
 RELEASE_DEADLINE_S = 10.0
 Execute = Callable[[NamedCall, Any], Awaitable[object]]
 OnLost = Literal["replay", "restart"]
@@ -129,7 +128,7 @@ class ToolStates:
 
     async def _create(self, name: str) -> Any:
         with as_call(f"{await self.journal.life()}/state of {name}"):
-            return await within(name, CREATE_DEADLINE_S, self.tools[name].create(self.task))
+            return await within(name, self.tools[name].create_timeout_s, self.tools[name].create(self.task))
 
     def _partners(self, name: str) -> list[str]:
         """The tools that work on the same state: those of its turn group, itself among them."""
@@ -142,7 +141,7 @@ class ToolStates:
         if session_id is None:
             return None
         try:
-            return await within(name, CREATE_DEADLINE_S, self.tools[name].attach(self.task, session_id))
+            return await within(name, ATTACH_DEADLINE_S, self.tools[name].attach(self.task, session_id))
         except SandboxLost:
             return None
 

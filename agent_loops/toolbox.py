@@ -18,7 +18,7 @@ from penstock.agent_loops.named_calls import CallNames, NamedCall, hash_of
 from penstock.agent_loops.side_by_side import all_or_none
 from penstock.agent_loops.tool_counts import ToolCounts
 from penstock.agent_loops.tool_failures import as_infra, within
-from penstock.agent_loops.tool_states import CREATE_DEADLINE_S, OnLost, ToolStates
+from penstock.agent_loops.tool_states import OnLost, ToolStates
 from penstock.agent_loops.trace import span
 from penstock.sandbox.call_key import as_call
 from penstock.sandbox.protocol import SandboxLost
@@ -82,7 +82,7 @@ class ToolBox:
         if self._journal.tool_rewards is None:
             rewards = {}
             for name, state in (await self._states.with_rewards()).items():
-                reward = await within(name, CREATE_DEADLINE_S, self._tools[name].calc_reward(state))
+                reward = await within(name, self._tools[name].reward_timeout_s, self._tools[name].calc_reward(state))
                 if reward is not None:
                     rewards[name] = float(reward)
             if not rewards:

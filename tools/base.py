@@ -62,6 +62,10 @@ class BaseTool(ABC):
     """Where a state is lost, this tool's own earlier calls bring it back. False: the episode starts afresh."""
     turn_group: str | None = None
     """Calls of tools of one group run in the order in which the model wrote them; others run in parallel."""
+    create_timeout_s: float = 60.0
+    """Deadline of `create`, waiting for a free box included."""
+    reward_timeout_s: float = 60.0
+    """Deadline of `calc_reward`."""
     guard: ToolGuard | None = None
     """Cache, turnstile and retries around the calls; made from the tool's configuration."""
 

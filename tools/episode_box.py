@@ -19,9 +19,15 @@ RUN_MARGIN_S = 2.0
 class EpisodeBox:
     """Opened at the first call of any of its tools, closed when the last of them has let go."""
 
-    def __init__(self, sandbox: Sandbox, label: str) -> None:
+    folder = ""
+    """Where relative paths of the editor begin; empty: where the session begins."""
+    begin = ""
+    """Shell text that the box's first shell runs before its first command."""
+
+    def __init__(self, sandbox: Sandbox, label: str, image: str | None = None) -> None:
         self._sandbox = sandbox
         self._label = label
+        self._image = image
         self.python_calls: list[str] = []
         """Code of the calls whose names live in the box's interpreter now, oldest first."""
         self.taken_over = False
@@ -39,7 +45,7 @@ class EpisodeBox:
         """Raises `SandboxError`."""
         async with self._opening:
             if self._session is None:
-                self._session = await self._sandbox.start(self._label)
+                self._session = await self._open()
             return self._session
 
     @property
@@ -53,8 +59,11 @@ class EpisodeBox:
             lost, self._session = self._session, None
             if lost is not None:
                 await lost.close()
-            self._session = await self._sandbox.start(self._label)
+            self._session = await self._open()
             return self._session
+
+    async def _open(self) -> Session:
+        return await self._sandbox.start(self._label, image=self._image)
 
     async def adopt(self, session_id: str) -> None:
         """Go on in a box that another worker opened. Raises `SandboxLost`, and `SandboxError`."""
@@ -91,12 +100,16 @@ def sharing(boxes: dict[int, EpisodeBox]) -> Iterator[None]:
         _BOXES.reset(token)
 
 
-def box_for(sandbox: Sandbox, label: str) -> EpisodeBox:
-    """The episode's box of this sandbox, taken; outside of `sharing` one of its own."""
+def box_for(sandbox: Sandbox, made: EpisodeBox) -> EpisodeBox:
+    """The episode's box of this sandbox, taken: `made` where there is none yet, and outside of `sharing`."""
     boxes = _BOXES.get()
-    if boxes is None:
-        return EpisodeBox(sandbox, label).take()
-    return boxes.setdefault(id(sandbox), EpisodeBox(sandbox, label)).take()
+    return (made if boxes is None else boxes.setdefault(id(sandbox), made)).take()
+
+
+def image_of(task: Task) -> str | None:
+    """The row's own image, from its column ``sandbox_image``; None: the sandbox's default."""
+    image = task.extra_info.get("sandbox_image")
+    return str(image) if image else None
 
 
 class BoxTool(BaseTool):
@@ -114,13 +127,17 @@ class BoxTool(BaseTool):
 
     def box(self, label: str) -> EpisodeBox:
         """The tool's state, for callers that run no Penstock loop; `release` gives it back."""
-        return box_for(self._sandbox, label)
+        return box_for(self._sandbox, EpisodeBox(self._sandbox, label))
+
+    def _box_of(self, task: Task) -> EpisodeBox:
+        """A box for the episode, not opened yet."""
+        return EpisodeBox(self._sandbox, task.task_id, image_of(task))
 
     async def create(self, task: Task) -> EpisodeBox:
-        return self.box(task.task_id)
+        return box_for(self._sandbox, self._box_of(task))
 
     async def attach(self, task: Task, session_id: str) -> EpisodeBox:
-        box = box_for(self._sandbox, task.task_id)
+        box = box_for(self._sandbox, self._box_of(task))
         try:
             await box.adopt(session_id)
         except SandboxError as error:

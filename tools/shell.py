@@ -24,7 +24,7 @@ NO_OUTPUT = "(no output)"
 _WRAPPER = f"""\
 exec 2>&1
 __state="$PWD/{STATE_FILE}"
-if [ -r "$__state" ]; then . "$__state" 2>/dev/null; fi
+if [ -r "$__state" ]; then . "$__state" 2>/dev/null; else eval "$2"; fi
 trap '__code=$?; {{ export -p; declare -f; printf "cd -- %q\\n" "$PWD"; }} > "$__state" 2>/dev/null; exit $__code' EXIT
 set -a
 eval "$1"
@@ -48,7 +48,9 @@ class ShellTool(BoxTool):
             return ToolResult("Error: the command holds a NUL character", is_error=True)
         try:
             session = await state.session()
-            result = await session.run(["bash", "-c", _WRAPPER, "bash", command], timeout_s=self.run_timeout_s)
+            result = await session.run(
+                ["bash", "-c", _WRAPPER, "bash", command, state.begin], timeout_s=self.run_timeout_s
+            )
         except SandboxError as error:
             raise ToolInfraError("sandbox", str(error)) from error
         return _to_tool_result(result)

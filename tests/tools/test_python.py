@@ -87,7 +87,7 @@ async def test_a_lost_box_without_replay_and_a_sandbox_that_fails_are_infrastruc
         await run(tool, state, "1")
     assert raised.value.component == "sandbox"
 
-    async def fail(_: str) -> None:
+    async def fail(_: str, **__: object) -> None:
         raise SandboxError("no room")
 
     sandbox.start = fail  # type: ignore[assignment,method-assign]
