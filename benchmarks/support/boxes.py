@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import secrets
-import socket
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.support.child import ROOT
+from benchmarks.support.sandbox_server import sandbox_server
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox, SandboxError, Session
@@ -22,7 +19,6 @@ COMMANDS = {"true": ["true"], "python": ["python3", "-I", "-S", "-c", "print(1)"
 BWRAP = "bwrap --unshare-all --die-with-parent --ro-bind /usr /usr --proc /proc --dev /dev --tmpfs /tmp --chdir /tmp"
 DOCKER = "--network none --read-only --cap-drop ALL --security-opt no-new-privileges --user 65534:65534 --tmpfs /tmp"
 COMMAND_TIMEOUT_S = 120.0
-START_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +51,13 @@ async def run_in(session: Session, command: list[str]) -> None:
 async def open_side(backend: str, config: SandboxConfig) -> AsyncIterator[Side]:
     """Raises `SandboxError` where this backend cannot work here, with the mend."""
     async with contextlib.AsyncExitStack() as stack:
+        settings = {"backend": backend}
         if backend == "remote":
-            sandbox = await _served(stack, config)
-        else:
-            owner = f"bench-{os.getpid()}"
-            sandbox = make_sandbox(config.model_copy(update={"backend": backend}), owner)
-            stack.push_async_callback(sandbox.close)
+            server = await stack.enter_async_context(sandbox_server(config, secrets.token_urlsafe(16)))
+            settings["url"] = server.url
+        token = server.token if backend == "remote" else None
+        sandbox = make_sandbox(config.model_copy(update=settings), f"bench-{os.getpid()}", token)
+        stack.push_async_callback(sandbox.close)
         session = await sandbox.start("bench")
         stack.push_async_callback(session.close)
         yield Side(backend, sandbox, session, *_by_hand(stack, backend, config))
@@ -79,50 +76,3 @@ def _by_hand(
     stack.callback(subprocess.run, ["docker", "rm", "-f", name], capture_output=True, timeout=COMMAND_TIMEOUT_S)
     run_bare(["docker", "run", "--detach", "--name", name, *DOCKER.split(), config.image, "sleep", "infinity"])
     return ["docker", "exec", name], ["docker", "run", "--rm", *DOCKER.split(), config.image]
-
-
-_SERVER = """
-import asyncio, os, sys
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.server.serving import serve
-config = SandboxConfig.model_validate_json(sys.argv[1])
-asyncio.run(serve(config, "127.0.0.1", int(sys.argv[2]), os.environ["PENSTOCK_TOKEN"]))
-"""
-
-
-async def _served(stack: contextlib.AsyncExitStack, config: SandboxConfig) -> Sandbox:
-    """Boxes of bubblewrap behind a `penstock sandbox` process."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    token = secrets.token_urlsafe(16)
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PENSTOCK_TOKEN": token}
-    arguments = (config.model_copy(update={"backend": "bwrap"}).model_dump_json(), str(port))
-    server = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _SERVER, *arguments, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    stack.push_async_callback(_stop, server)
-    await _until(lambda: _listens(port), server)
-    remote = config.model_copy(update={"backend": "remote", "url": f"http://127.0.0.1:{port}"})
-    sandbox = make_sandbox(remote, "bench", token)
-    stack.push_async_callback(sandbox.close)
-    return sandbox
-
-
-async def _until(ready: Callable[[], bool], server: asyncio.subprocess.Process) -> None:
-    async with asyncio.timeout(START_DEADLINE_S):
-        while not ready():
-            if server.returncode is not None:
-                raise SandboxError(f"the sandbox server ended with {server.returncode}")
-            await asyncio.sleep(0.05)
-
-
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
-
-
-async def _stop(server: asyncio.subprocess.Process) -> None:
-    if server.returncode is None:
-        server.terminate()
-    await asyncio.wait_for(server.wait(), START_DEADLINE_S)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -17,6 +19,9 @@ from penstock.sandbox.docker.sandbox import DockerSandbox
 from penstock.sandbox.protocol import SandboxError
 from penstock.sandbox.session import DriverSession
 
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # for benchmarks.support, which can start a sandbox server
 OWNER = f"tests-{os.getpid()}"
 CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=5.0)
 DOCKER = CONFIG.model_copy(update={"backend": "docker", "image": "penstock-box:base"})

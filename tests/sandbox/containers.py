@@ -56,18 +56,26 @@ def engine_leftovers(owners: Iterable[str]) -> list[str]:
     Empty where no engine answers.
     """
     try:
-        known = docker("ps", "--all", "--quiet", "--no-trunc").split()
-        found = [f"container {name}" for owner in owners for name in containers_of(owner)]
-        told = docker("inspect", *known) if known else ""
-        volumes = docker("volume", "ls", "--quiet").split()
+        docker("version")
     except (OSError, subprocess.SubprocessError):
         return []
-    return found + [what for what, name in _traces(volumes) if name not in told]
+    traces = set(_traces())
+    told = _told_of_all()
+    # of a container that came or went in between, only one of the two looks shows a trace
+    orphans = {what for what, name in traces & set(_traces()) if name not in told}
+    return [f"container {name}" for owner in owners for name in containers_of(owner)] + sorted(orphans)
 
 
-def _traces(volumes: list[str]) -> Iterator[tuple[str, str]]:
+def _told_of_all() -> str:
+    """The engine's word on every container; one that goes meanwhile is left out."""
+    known = docker("ps", "--all", "--quiet", "--no-trunc").split()
+    command = ["docker", "inspect", *known]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout if known else ""
+
+
+def _traces() -> Iterator[tuple[str, str]]:
     """(What it is, the name by which the engine's word on a living container must mention it)"""
-    yield from ((f"volume {name}", name) for name in volumes)
+    yield from ((f"volume {name}", name) for name in docker("volume", "ls", "--quiet").split())
     for group in Path("/sys/fs/cgroup").glob("*/docker/*/"):
         yield f"cgroup {group}", group.name
     for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():

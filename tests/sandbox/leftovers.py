@@ -54,11 +54,13 @@ def left_behind(makers: Iterable[Maker]) -> set[str]:
 
 
 def wait_until_nothing_new(makers: Iterable[Maker], before: set[str]) -> set[str]:
-    """What is still there after a while: the kernel and a slow pid 1 take their time with what was killed."""
+    """What stays for a while: the kernel and a slow pid 1 take their time with what was killed."""
     makers = list(makers)
     deadline = time.monotonic() + _PATIENCE_S
-    while (left := left_behind(makers) - before) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    left = left_behind(makers) - before
+    while left and time.monotonic() < deadline:
+        time.sleep(0.1)
+        left &= left_behind(makers)
     return left
 
 

@@ -5,31 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import httpx
 from tests.sandbox.containers import IMAGE
 from tests.sandbox.leftovers import MAKERS, Maker
 
+from benchmarks.support.sandbox_server import sandbox_server
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import RunResult, Sandbox, Session
-from penstock.sandbox.remote import RemoteSandbox
 
 CONFIG = SandboxConfig(
     max_boxes=5, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, image=IMAGE, output_bytes=65536, run_timeout_s=30.0
 )
 """Small, so that every limit is reached soon."""
 SHM_MB = 16
-ROOT = Path(__file__).resolve().parents[3]
 TOKEN = "correct horse battery"
-START_DEADLINE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -75,52 +70,21 @@ async def _target(backend: str) -> AsyncIterator[Target]:
 @contextlib.asynccontextmanager
 async def _remote() -> AsyncIterator[Target]:
     """A server process of its own over bwrap, with the host's secret in its environment as a worker's has it."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     with tempfile.TemporaryFile() as log:
-        process = await _start_server(port, log)
-        url = f"http://127.0.0.1:{port}"
-        MAKERS.append(Maker(process.pid, f"sandbox-{port}"))
-        sandbox = RemoteSandbox(CONFIG.model_copy(update={"backend": "remote", "url": url}), url, TOKEN)
-        try:
-            await _answers(url, process, log)
-            neighbour = await sandbox.start("neighbour")
-            descriptors = open_descriptors(process.pid)
-            yield Target("remote", sandbox, neighbour, url)
-            await assert_closed(descriptors, process.pid)
-        finally:
-            await sandbox.close()
-            process.terminate()
-            await asyncio.wait_for(process.wait(), 60)
+        async with sandbox_server(CONFIG, TOKEN, log) as server:
+            MAKERS.append(Maker(server.pid, f"sandbox-{server.port}"))
+            config = CONFIG.model_copy(update={"backend": "remote", "url": server.url})
+            sandbox = make_sandbox(config, "attacks", TOKEN)
+            try:
+                neighbour = await sandbox.start("neighbour")
+                descriptors = open_descriptors(server.pid)
+                yield Target("remote", sandbox, neighbour, server.url)
+                await assert_closed(descriptors, server.pid)
+            finally:
+                await sandbox.close()
         words = words_of(log)
-        assert "Traceback" not in words, words
-        assert "\x1b" not in words, "what code wrote reached the server's own terminal"
-
-
-_SERVER = """
-import asyncio, sys
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.server.serving import serve
-asyncio.run(serve(SandboxConfig.model_validate_json(sys.argv[1]), "127.0.0.1", int(sys.argv[2]), sys.argv[3]))
-"""
-
-
-async def _start_server(port: int, log: IO[bytes]) -> asyncio.subprocess.Process:
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    arguments = (CONFIG.model_dump_json(), str(port), TOKEN)
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _SERVER, *arguments, env=env, stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL
-    )
-
-
-async def _answers(url: str, process: asyncio.subprocess.Process, log: IO[bytes]) -> None:
-    async with httpx.AsyncClient() as client, asyncio.timeout(START_DEADLINE_S):
-        while True:
-            assert process.returncode is None, words_of(log)
-            with contextlib.suppress(httpx.TransportError):
-                await client.get(f"{url}/health")
-                return
-            await asyncio.sleep(0.05)
+    assert "Traceback" not in words, words
+    assert "\x1b" not in words, "what code wrote reached the server's own terminal"
 
 
 def words_of(log: IO[bytes]) -> str:

@@ -14,9 +14,11 @@ import httpx
 import pytest
 from tests.sandbox.server.conftest import OTHER, TOKEN, Start, headers, remote_of, serving
 
+from penstock.sandbox.call_key import as_call
 from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxError, SandboxLost
-from penstock.sandbox.remote import RemoteSandbox
+from penstock.sandbox.remote import TTL_HEADROOM_S, RemoteSandbox
 from penstock.sandbox.server.callers import callers_of
 from penstock.sandbox.server.serving import serve
 from penstock.sandbox.server_config import CallerConfig, SandboxServerConfig
@@ -110,6 +112,18 @@ async def test_an_unused_session_is_ended_after_its_time_and_one_in_use_is_not(u
     await sandbox.close()
 
 
+async def test_a_workers_sessions_live_as_long_as_its_episodes_may_and_some(
+    client: httpx.AsyncClient, url: str
+) -> None:
+    config = SandboxConfig(backend="remote", url=url)
+    for deadline_s, ttl_s in ((120.0, 120.0 + TTL_HEADROOM_S), (1e6, 86400.0)):
+        sandbox = make_sandbox(config, "worker", TOKEN, episode_deadline_s=deadline_s)
+        session = await sandbox.start("episode")
+        assert (await client.get(f"/sessions/{session.session_id}")).json()["ttl_s"] == ttl_s
+        await session.close()
+        await sandbox.close()
+
+
 async def test_sessions_are_listed_and_ended_by_label(client: httpx.AsyncClient) -> None:
     for label in ("old/1", "old/2", "new/1"):
         await client.post("/sessions", json={"label": label})
@@ -173,3 +187,26 @@ async def ended(pid: int) -> bool:
                 await asyncio.sleep(0.02)
         return True
     return not Path(f"/proc/{pid}").exists()
+
+
+async def test_a_call_that_is_asked_again_is_told_again_not_run_again(url: str) -> None:
+    """As the next owner of an episode asks: another client, the same names of calls."""
+
+    async def one_call(sandbox: RemoteSandbox) -> tuple[str, str, bytes]:
+        with as_call("episode 1/first call"):
+            session = await sandbox.start("repeated")
+            await session.write_file("log", b"a")
+            ran = await session.run(["sh", "-c", "echo b >> log; cat log"])
+            return session.session_id, ran.stdout, await session.read_file("log")
+
+    first, second = remote_of(url), remote_of(url)
+    told = await one_call(first)
+    assert told[1:] == ("ab\n", b"ab\n")
+    assert await one_call(second) == told
+    with as_call("episode 1/second call"):
+        session = await second.attach(told[0])
+        assert (await session.run(["sh", "-c", "echo b >> log; cat log"])).stdout == "ab\nb\n"
+        await session.close()
+    assert (await one_call(second))[0] != told[0]  # that session is over: a fresh one
+    await first.close()
+    await second.close()
