@@ -15,9 +15,14 @@ class AddedTokens:
     def __init__(self, tokenizer: Any) -> None:
         added = {int(number): token for number, token in tokenizer.added_tokens_decoder.items()}
         marked = {number: str(token.content) for number, token in added.items() if token.special}
+        self._marked = marked
         self.special = sorted(set(marked.values()))
         self.special_ids = frozenset(marked) | frozenset(tokenizer.all_special_ids)
         self._plain = sorted({str(token.content) for token in added.values() if not token.special})
+
+    def named_in(self, text: str) -> list[int]:
+        """Ids of special tokens that `text` spells out."""
+        return [number for number, word in self._marked.items() if word in text]
 
     def shown_in(self, turn: str) -> list[str]:
         """Words not marked special that nevertheless make up a turn, such as DeepSeek's ``<｜User｜>``."""

@@ -223,7 +223,7 @@ class Episode:
             "num_turns": sum(output.num_turns for output in outputs),
             "response_tokens": sum(len(output.response_ids) for output in outputs),
             "segments": len(outputs),
-            **continuity(outputs, self._parts.chat.decode),
+            **continuity(outputs, self._parts.chat.decode, self._parts.chat.opening_tokens),
             "restarts": self._journal.replayed.restarts,
             "token_mismatches": self._parts.mismatches.take(),
             "latency_s": time.monotonic() - self._started,

@@ -143,13 +143,14 @@ class EpisodeLLM:
     def _request(self, context: list[int], tokens_left: int, overrides: Mapping[str, Any]) -> GenerateRequest:
         wanted = {**self.sampling.model_dump(), **overrides}
         wanted["max_new_tokens"] = min(wanted["max_new_tokens"], tokens_left)
-        return GenerateRequest(
-            token_ids=context,
+        fields = GenerateRequest(
+            token_ids=context[:1],
             sampling=Sampling(**wanted),
             request_id=f"{self._lease.episode_id}:{self._lease.fence}:{self.counts.calls}",
             episode_id=self._lease.episode_id,
             min_version=self._lease.min_version,
         )
+        return fields.model_copy(update={"token_ids": context})  # our own ids: not checked one by one in each turn
 
     def _append(self, segment: SegmentBuilder, asked: tuple[int, int], generation: Generation) -> None:
         if not any(known is segment for known in self.segments):

@@ -60,10 +60,11 @@ class SegmentBuilder:
         self.budget = budget
         self.finish_reason: str | None = None
         self.tools: tuple[Mapping[str, Any], ...] = ()
-        self.said: tuple[Mapping[str, Any], ...] = ()
-        """The conversation in messages; `ChatTokens.start` and `go_on` keep it."""
+        self.said: list[Mapping[str, Any]] = []
+        """The conversation in messages; `ChatTokens` keeps it where histories are written again."""
         self.said_up_to = 0
         """Length of the context that `said` tells."""
+        self._searched_up_to = 0
         self._stop_ids = frozenset(stop_ids)
         self._ends = ends
         self._ids = array("i", prompt_ids)
@@ -124,10 +125,16 @@ class SegmentBuilder:
         is appended, the segment is done and False is returned.
         """
         ids = self._without_repeated_stop(ids)
-        if len(ids) >= self.budget.tokens_left:
-            self._out_of_room = True
+        if not self._has_room(len(ids)):
             return False
         self.append_fed(ids)
+        return True
+
+    def make_room(self, count: int) -> bool:
+        """Draw on the budget for what a segment that takes this one's place begins with. False: as `observe`."""
+        if self.done or not self._has_room(count):
+            return False
+        self.budget.response_tokens += count
         return True
 
     def append_fed(self, ids: Sequence[int]) -> None:
@@ -135,9 +142,15 @@ class SegmentBuilder:
         self._logprobs.extend([0.0] * len(ids))
         self._extend(ids, sampled=False)
 
-    def remember(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """The context so far, in messages."""
-        self.said, self.said_up_to = tuple(said), self.context_len
+    def remember(self, new: Sequence[Mapping[str, Any]]) -> None:
+        """What the context holds since the last time, in messages."""
+        self.said.extend(new)
+        self.said_up_to = self.context_len
+
+    def take_unsearched(self) -> list[int]:
+        """The context since the last time."""
+        start, self._searched_up_to = self._searched_up_to, self.context_len
+        return self._ids[start:].tolist()
 
     def output(
         self,
@@ -164,6 +177,13 @@ class SegmentBuilder:
         )
 
     # helpers -------------------------------------------------------------------------------------------------------
+    def _has_room(self, count: int) -> bool:
+        """For `count` ids and an answer to them; else the segment is done."""
+        if count < self.budget.tokens_left:
+            return True
+        self._out_of_room = True
+        return False
+
     def _extend(self, ids: Sequence[int], *, sampled: bool) -> None:
         new = array("i", ids)
         self._ids.extend(new)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -204,6 +204,7 @@ class History:
             generation.token_ids, generation.logprobs, generation.version_spans, generation.finish_reason
         )
         turn.end = turn.segment.context_len
+        turn.place = replace(place, delta=(), context=())  # the segment has them; kept twice they grow with turns²
         if parent is not None:
             parent.continued = True
         self.turns[turn.turn_id] = turn
