@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.agent_loops.template import Message
@@ -36,6 +36,18 @@ def any_of(words: Sequence[str]) -> re.Pattern[str]:
 def defused(message: Message, words: re.Pattern[str]) -> Message:
     """``<|im_end|>`` → ``< |im_end|>`` in its text: reads the same, encodes to ordinary tokens."""
     content = message.get("content")
+    if isinstance(content, list | tuple):
+        return {**message, "content": [_defused_part(part, words) for part in content]}
     if not isinstance(content, str) or not words.search(content):
         return message
-    return {**message, "content": words.sub(lambda match: f"{match[0][0]} {match[0][1:]}", content)}
+    return {**message, "content": _defused_text(content, words)}
+
+
+def _defused_part(part: Any, words: re.Pattern[str]) -> Any:
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        return part
+    return {**part, "text": _defused_text(part["text"], words)}
+
+
+def _defused_text(text: str, words: re.Pattern[str]) -> str:
+    return words.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)

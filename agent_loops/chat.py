@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import copy
-import json
-from array import array
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from penstock.agent_loops.added_tokens import AddedTokens, any_of, defused
 from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.continuation import Continuation
-from penstock.agent_loops.ends import find_ends
 from penstock.agent_loops.errors import AgentError, TemplateError
-from penstock.agent_loops.loading import generation_stops, load_tokenizer
+from penstock.agent_loops.images import NAMED, Delta, parts_of, take, with_images
+from penstock.agent_loops.loading import generation_stops, load_processor, load_tokenizer
+from penstock.agent_loops.rendering import Rendering, key_of
 from penstock.agent_loops.segment import Budget, SegmentBuilder
-from penstock.agent_loops.template import ChatTemplate, Message
+from penstock.agent_loops.template import Message
 from penstock.agent_loops.thinking import OldThinking, ThinkingHistory, thinks, written_again
+from penstock.rollout_server.protocol import ImageRef
 from penstock.tools.base import ToolResult
 from penstock.tools.parsers import ParsedTurn, ToolCall, ToolCallParser, get_parser
 
 if TYPE_CHECKING:
     from penstock.agent_loops.llm import Reply
     from penstock.agent_loops.proof import Proof
-
-CACHED_PROMPTS = 512
 
 
 class ChatTokens:
@@ -40,51 +35,52 @@ class ChatTokens:
         template_settings: Mapping[str, Any] | None = None,
         thinking_history: ThinkingHistory = "keep",
         stop_ids: Sequence[int] = (),
+        processor: Any = None,
     ) -> None:
-        """`stop_ids` end a reply beside those that the template shows (`loading.generation_stops`)."""
+        """`stop_ids`: `loading.generation_stops`; `processor`: `loading.load_processor`, None for text alone."""
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer, template_settings)
+        self.rendering = Rendering(tokenizer, template_settings, stop_ids, processor)
+        self.encode, self.decode = self.rendering.encode, self.rendering.decode
+        self.template, self.continuation = self.rendering.template, self.rendering.continuation
+        self.ends, self.opening_tokens = self.rendering.ends, self.rendering.opening_tokens
+        self.defused = self.rendering.defused
+        self.turn_end_id = self.ends.stops[0]
         self.parser = parser
-        self.budget = budget or new_budget(AgentConfig())
         self.thinking_history = thinking_history
         self.old_thinking = OldThinking(self.template)
-        words = AddedTokens(tokenizer)
-        self.continuation = Continuation(self.template, any_of(words.special))
-        stops = [
-            number for number in (tokenizer.eos_token_id, *stop_ids) if number is not None and number < len(tokenizer)
-        ]
-        self.ends = find_ends(self.continuation, self.encode, words, stops)
-        self._turn_words = any_of([*words.special, *words.shown_in(self.continuation.turn())])
-        self.turn_end_id = self.ends.stops[0]
-        self._tools: dict[str, Mapping[str, Any]] = {}
-        """Schemas that this episode's prompts showed, by name; they have the types of arguments written as text."""
-        self._first_ids = lru_cache(CACHED_PROMPTS)(self._encode_first)
-        self._read: tuple[Reply | None, ParsedTurn] = (None, ParsedTurn(""))
-        """The reply that was parsed last."""
         self._unproven: Mapping[str, str] = {}
-
-    def count_tokens(self, text: str) -> int:
-        """Tokens of a text that is no message: of a tool's result before it is rendered."""
-        return len(self.tokenizer.encode(text, add_special_tokens=False))
+        self._begin_episode(budget or new_budget(AgentConfig()))
 
     def for_episode(self, budget: Budget) -> ChatTokens:
         """The same template and caches; segments made from it draw on `budget`."""
         chat = copy.copy(self)
-        chat.budget = budget
-        chat._read = (None, ParsedTurn(""))
-        chat._tools = {}
+        chat._begin_episode(budget)
         return chat
+
+    def _begin_episode(self, budget: Budget) -> None:
+        self.budget = budget
+        self._tools: dict[str, Mapping[str, Any]] = {}
+        """Schemas that this episode's prompts showed, by name; they have the types of arguments written as text."""
+        self._read: tuple[Reply | None, ParsedTurn] = (None, ParsedTurn(""))
+        """The reply that was parsed last."""
+        self._images: dict[str, ImageRef] = {}
+        """Of this episode, by content."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a reply: the template's ends of turn, the tokenizer's end of text, the model's own."""
         return self.ends.stops
 
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text that is no message: of a tool's result before it is rendered."""
+        return len(self.encode(text))
+
     # what a loop calls ---------------------------------------------------------------------------------------------
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> SegmentBuilder:
         """The first turn, by the chat template, up to where the model is to answer. Raises `TemplateError`."""
         self._tools.update({tool["function"]["name"]: tool for tool in tools if "function" in tool})
-        return self._begin(self._first_ids(_key_of(messages, tools)), messages, tools)
+        messages = take(messages, self._images)
+        return self._begin(self.rendering.prompt(key_of(messages, tools)), messages, tools)
 
     def go_on(self, segment: SegmentBuilder, reply: Reply, messages: Sequence[Message]) -> SegmentBuilder:
         """The segment in which the model reads `messages` after its `reply`; for loops with several turns.
@@ -93,18 +89,17 @@ class ChatTokens:
         thinking that it holds, a new one that begins with the history as the template writes it: hand back the outputs
         of all (`Conversation` does). Where no room is left to answer it is the same one, done. Raises `TemplateError`.
         """
-        calls = self.tool_calls(reply)
+        calls, messages = self.tool_calls(reply), take(messages, self._images)
         if self.thinking_history == "keep":
             segment.observe(self.render(messages, segment.tools, calls))
             return segment
         if segment.said_up_to != segment.context_len - len(reply.ids):
             raise AgentError("go_on() needs every message of the conversation: use it, not observe(), in each turn")
-        new = [self._as_message(reply), *self._with_ids(messages, calls)]
-        if self._drops_thought(segment, messages) and segment.make_room(
-            len(self._delta(messages, segment.tools, calls))
-        ):
-            said = [*segment.said, *new]
-            return self._begin(self._encode_first(_key_of(said, segment.tools)), said, segment.tools)
+        new = [self._as_message(reply), *self.rendering.with_ids(messages, calls)]
+        if self._drops_thought(segment, messages):
+            said, cost = [*segment.said, *new], len(self.rendering.delta(messages, segment.tools, calls))
+            if segment.make_room(cost):
+                return self._begin(self.rendering.prompt_anew(key_of(said, segment.tools)), said, segment.tools)
         segment.observe(self.render(messages, segment.tools, calls))
         segment.remember(new)
         return segment
@@ -117,7 +112,7 @@ class ChatTokens:
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """Ids of a conversation up to where the model is to answer. Raises `TemplateError`."""
-        return tuple(self._first_ids(_key_of(messages, tools)))
+        return tuple(self.rendering.prompt(key_of(messages, tools)))
 
     def tool_calls(self, reply: Reply) -> list[ToolCall]:
         """Calls in a reply, malformed ones included (they carry their error). None from a reply cut by length."""
@@ -148,7 +143,8 @@ class ChatTokens:
         unproven = next((self._unproven[str(m.get("role"))] for m in messages if m.get("role") in self._unproven), None)
         if unproven:
             raise TemplateError(unproven)
-        return self._delta(messages, tools, calls)
+        messages = take(messages, self._images)
+        return Delta(self.rendering.delta(messages, tools, calls), self._images_of(messages))
 
     def without_repeated_end(self, last: int, delta: Sequence[int]) -> Sequence[int]:
         """`delta` as it follows the id `last`: an end that the model sampled stays where it is and is not repeated."""
@@ -161,6 +157,8 @@ class ChatTokens:
         """
         if self.thinking_history == "strip":
             self.old_thinking.check_strip()
+        if self.rendering.places is not None:
+            self.rendering.places.check(self.encode)
         from penstock.agent_loops.proof import prove
 
         self._unproven = {}
@@ -168,42 +166,19 @@ class ChatTokens:
         self._unproven = proof.unproven
         return proof
 
-    @cached_property
-    def opening_tokens(self) -> int:
-        """Ids of the opening of a reply, which a prompt ends with."""
-        return self.continuation.opening_tokens(self.encode)
-
-    # text and ids --------------------------------------------------------------------------------------------------
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """Text of `ids`, character for character; special tokens kept unless `special` is False."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        return text
-
     # helpers -------------------------------------------------------------------------------------------------------
     def _begin(
         self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> SegmentBuilder:
-        segment = SegmentBuilder(ids, self.budget, self.ends.stops, self.ends)
+        images, placeholders = self._images_of(messages), self.rendering.placeholders
+        segment = SegmentBuilder(ids, self.budget, self.ends.stops, self.ends, images=images, placeholders=placeholders)
         segment.tools = tuple(tools)
         if self.thinking_history == "strip":
             segment.remember(messages)
         return segment
 
-    def _encode_first(self, conversation: str) -> array[int]:
-        messages, tools = json.loads(conversation)
-        return array("i", self.encode(self.template.render(self.template.fitted(messages), tools, prompt=True)))
-
-    def _delta(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], calls: Sequence[ToolCall]
-    ) -> list[int]:
-        ids = self.encode(self.continuation.delta([self.defused(message) for message in messages], calls, tools))
-        if not ids or ids[0] not in self.ends.heads:
-            raise TemplateError("the chat template closes a reply differently before these messages")
-        return ids
+    def _images_of(self, messages: Sequence[Message]) -> list[ImageRef]:
+        return [self._images[part["image"].removeprefix(NAMED)] for part in parts_of(messages)]
 
     def _parsed(self, reply: Reply) -> ParsedTurn:
         """Of a reply cut by length, a text without calls."""
@@ -222,32 +197,23 @@ class ChatTokens:
     def _as_message(self, reply: Reply) -> Message:
         return written_again(self.template, self._parsed(reply), reply.text, self.continuation.special)
 
-    def _with_ids(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:
-        return [self.defused(message) for message in self.continuation.with_calls(messages, calls)]
-
-    def defused(self, message: Message) -> Message:
-        """The message with words that open or close a turn made ordinary text where its text spells them."""
-        return defused(message, self._turn_words)
-
 
 def chat_of(model: str, config: AgentConfig) -> ChatTokens:
     """For a model folder or hub name and a run's settings. Raises `TemplateError`, `ValueError` for the parser."""
+    tokenizer = load_tokenizer(model)
     return ChatTokens(
-        load_tokenizer(model),
+        tokenizer,
         get_parser(config.parser),
         template_settings=config.template_settings,
         thinking_history=config.thinking_history,
         stop_ids=generation_stops(model),
+        processor=load_processor(model, tokenizer),
     )
-
-
-def _key_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-    return json.dumps([list(messages), list(tools)], ensure_ascii=False)
 
 
 def tool_messages(results: Sequence[ToolResult]) -> list[Message]:
     """Results as messages, for `ChatTokens.go_on`."""
-    return [{"role": "tool", "content": result.text} for result in results]
+    return [{"role": "tool", "content": with_images(result.text, result.images)} for result in results]
 
 
 def new_budget(config: AgentConfig) -> Budget:

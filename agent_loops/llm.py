@@ -17,7 +17,7 @@ from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.segment import SegmentBuilder
 from penstock.agent_loops.trace import span
 from penstock.rollout_server.answer import Answer
-from penstock.rollout_server.protocol import Chunk, FinishReason, GenerateRequest, Generation, Sampling
+from penstock.rollout_server.protocol import Chunk, FinishReason, GenerateRequest, Generation, ImageRef, Sampling
 from penstock.transfer_queue.ledger import Lease
 from penstock.transfer_queue.trajectory import JournalEntry, JournalKind
 
@@ -106,18 +106,25 @@ class EpisodeLLM:
     async def _sample(
         self, segment: SegmentBuilder, asked: tuple[int, int], overrides: Mapping[str, Any]
     ) -> Generation:
-        generation = await self.draw(segment.context(), segment.budget.tokens_left, overrides)
+        context, room = segment.context(), segment.budget.tokens_left
+        generation = await self.draw(context, room, overrides, images=segment.images)
         await self._journal.append(to_entry(generation, asked, {}))
         return generation
 
     async def draw(
-        self, context: list[int], tokens_left: int, overrides: Mapping[str, Any], watch: Watch | None = None
+        self,
+        context: list[int],
+        tokens_left: int,
+        overrides: Mapping[str, Any],
+        watch: Watch | None = None,
+        *,
+        images: Sequence[ImageRef] = (),
     ) -> Generation:
         """Sample on exactly these ids, `tokens_left` tokens at most: checked, but neither journaled nor appended yet.
 
         Raises as `generate` does. Cancelling it gives the answer up in the engine.
         """
-        request = self._request(context, tokens_left, overrides)
+        request = self._request(context, tokens_left, overrides, images)
         started = time.monotonic()
         try:
             with span("model"):
@@ -140,11 +147,14 @@ class EpisodeLLM:
                     break
         return answer.whole()
 
-    def _request(self, context: list[int], tokens_left: int, overrides: Mapping[str, Any]) -> GenerateRequest:
+    def _request(
+        self, context: list[int], tokens_left: int, overrides: Mapping[str, Any], images: Sequence[ImageRef]
+    ) -> GenerateRequest:
         wanted = {**self.sampling.model_dump(), **overrides}
         wanted["max_new_tokens"] = min(wanted["max_new_tokens"], tokens_left)
         fields = GenerateRequest(
             token_ids=context[:1],
+            images=tuple(images),
             sampling=Sampling(**wanted),
             request_id=f"{self._lease.episode_id}:{self._lease.fence}:{self.counts.calls}",
             episode_id=self._lease.episode_id,

@@ -17,9 +17,11 @@ import xxhash
 from penstock.agent_loops.base import AgentLoopOutput
 from penstock.agent_loops.ends import Ends
 from penstock.agent_loops.errors import AgentError
+from penstock.rollout_server.protocol import ImageRef
 from penstock.transfer_queue.trajectory import COMPLETED, Ids, Outcome, OutcomeKind, Spans
 
 TRUNCATED_LENGTH = Outcome(OutcomeKind.TRUNCATED, "length")
+SPOILED = Outcome(OutcomeKind.POLICY_ERROR, "the model sampled the place of an image that is not there")
 TRUNCATED_TURNS = Outcome(OutcomeKind.TRUNCATED, "turns")
 TRUNCATED_DEADLINE = Outcome(OutcomeKind.TRUNCATED, "deadline")
 
@@ -53,8 +55,14 @@ class SegmentBuilder:
         budget: Budget,
         stop_ids: Collection[int] = (),
         ends: Ends | None = None,
+        *,
+        images: Sequence[ImageRef] = (),
+        placeholders: Collection[int] = (),
     ) -> None:
-        """`ends`: which of the stops stand for each other; None, each for itself."""
+        """`ends`: which of the stops stand for each other; None, each for itself.
+
+        `images` whose places the prompt has; `placeholders` are the ids of such places, which a model may not sample.
+        """
         if not len(prompt_ids):
             raise AgentError("a segment needs at least one prompt token")
         self.budget = budget
@@ -64,6 +72,10 @@ class SegmentBuilder:
         """The conversation in messages; `ChatTokens` keeps it where histories are written again."""
         self.said_up_to = 0
         """Length of the context that `said` tells."""
+        self.images = list(images)
+        """In the order of their places in the context."""
+        self._placeholders = frozenset(placeholders)
+        self._spoiled = False
         self._searched_up_to = 0
         self._stop_ids = frozenset(stop_ids)
         self._ends = ends
@@ -116,7 +128,8 @@ class SegmentBuilder:
         self._extend(ids, sampled=True)
         self.budget.turns += 1
         self.finish_reason = finish_reason
-        self._out_of_room = finish_reason == "length"
+        self._spoiled = not self._placeholders.isdisjoint(ids)
+        self._out_of_room = finish_reason == "length" or self._spoiled
 
     def observe(self, ids: Sequence[int]) -> bool:
         """Append ids that the model reads but did not write (mask 0).
@@ -124,10 +137,12 @@ class SegmentBuilder:
         A closing token that the model already sampled is not repeated. Where no room would be left to answer, nothing
         is appended, the segment is done and False is returned.
         """
+        images = getattr(ids, "images", ())
         ids = self._without_repeated_stop(ids)
         if not self._has_room(len(ids)):
             return False
         self.append_fed(ids)
+        self.images.extend(images)
         return True
 
     def make_room(self, count: int) -> bool:
@@ -174,6 +189,7 @@ class SegmentBuilder:
             outcome=outcome or self._ending(),
             metrics=dict(metrics or {}),
             extra=dict(extra or {}),
+            images=tuple(self.images),
         )
 
     # helpers -------------------------------------------------------------------------------------------------------
@@ -203,6 +219,8 @@ class SegmentBuilder:
         return np.array(self._spans, dtype=np.int32).reshape(-1, 3)
 
     def _ending(self) -> Outcome:
+        if self._spoiled:
+            return SPOILED
         if self._out_of_room:
             return TRUNCATED_LENGTH
         waits_for_answer = bool(self._mask) and self._mask[-1] == 0

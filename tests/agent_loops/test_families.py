@@ -103,7 +103,7 @@ def test_a_turn_costs_the_ids_of_its_delta_however_long_the_conversation_is(name
     segment = chat.start([USER])
     encoded, rendered = [], []
     encode, render = chat.encode, chat.template.render
-    monkeypatch.setattr(chat, "encode", lambda text: encoded.append(text) or encode(text))
+    monkeypatch.setattr(chat.rendering, "encode", lambda text: encoded.append(text) or encode(text))
     monkeypatch.setattr(
         chat.template, "render", lambda *args, **kwargs: rendered.append(text := render(*args, **kwargs)) or text
     )

@@ -58,6 +58,20 @@ async def test_the_journal(measure: Measure) -> None:
     assert set(measured["figures"]) == {"turn_1", "turn_10", "turn_100"}
 
 
+@pytest.mark.timeout(180)
+async def test_the_tokens(measure: Measure) -> None:
+    pytest.importorskip("transformers")
+    measured = await measure("tokens", PENSTOCK_BENCH_ROUNDS="1", PENSTOCK_BENCH_SAMPLES="1")
+    figures, ratios = measured["figures"], measured["ratio"]
+    assert {"splice_turn100_over_turn1", "turn_turn100_over_turn1", "rerender_turn100_over_turn1"} <= set(ratios)
+    for side in ("splice", "turn", "rerender"):
+        assert set(figures[side]) == {"turn_1", "turn_10", "turn_100"}
+    # Not a figure of this machine: a hundred turns are some ten thousand tokens to render, one delta to splice.
+    assert ratios["splice_over_rerender_turn100"] < 0.5
+    tokens = figures["context_tokens"]
+    assert tokens["turn_1"] < tokens["turn_10"] < tokens["turn_100"]
+
+
 TINY = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_MODEL": "tiny", "PENSTOCK_BENCH_DTYPE": "float32"}
 ROLLOUT = {**TINY, "PENSTOCK_BENCH_CONCURRENCY": "1,4", "PENSTOCK_BENCH_ANSWER_TOKENS": "16"}
 WEIGHTS = {**TINY, "PENSTOCK_BENCH_WEIGHTS_MB": "8", "PENSTOCK_BENCH_UPDATES": "3", "PENSTOCK_BENCH_SWAPS": "4"}
