@@ -38,7 +38,7 @@ class ImagePlaces:
 
     def __init__(self, processor: Any) -> None:
         self.token: str = processor.image_token
-        self._processor = processor
+        self.processor = processor
         self._widened = lru_cache(512)(self._widen_one)
 
     def widen(self, text: str, parts: Sequence[Part]) -> str:
@@ -48,7 +48,7 @@ class ImagePlaces:
         if not parts:
             return text
         wide = [self._widened(part["width"], part["height"]) for part in parts]
-        texts, _ = self._processor.get_text_with_replacements([text], wide)
+        texts, _ = self.processor.get_text_with_replacements([text], wide)
         return str(texts[0])
 
     def check(self, encode: Any) -> None:
@@ -57,7 +57,7 @@ class ImagePlaces:
 
         images = [Image.effect_noise(size, 64).convert("RGB") for size in ((90, 60), (300, 200))]
         text = f"a {self.token} b {self.token}"
-        wanted = self._processor(text=[text], images=images)["input_ids"][0]
+        wanted = self.processor(text=[text], images=images)["input_ids"][0]
         if encode(self.widen(text, [{"width": one.width, "height": one.height} for one in images])) != list(wanted):
             raise TemplateError("the places of images are widened otherwise than the model's processor does")
 
@@ -66,10 +66,10 @@ class ImagePlaces:
         from PIL import Image
 
         try:
-            seen = self._processor.image_processor([Image.new("RGB", (width, height))])
+            seen = self.processor.image_processor([Image.new("RGB", (width, height))])
         except ValueError as error:
             raise TemplateError(f"the model's processor refuses an image of {width} x {height}: {error}") from error
-        return str(self._processor.replace_image_token(seen, image_idx=0))
+        return str(self.processor.replace_image_token(seen, image_idx=0))
 
 
 def take(messages: Sequence[Message], known: dict[str, ImageRef]) -> list[Message]:
@@ -111,7 +111,7 @@ def _taken_part(part: Part, known: dict[str, ImageRef]) -> Part:
     where = part.get("image") or part.get("url") or (part.get("image_url") or {}).get("url")
     if not isinstance(where, str):
         raise TemplateError(f"an image is given by a path or a data: URL, not by {where!r}")
-    if where.removeprefix(NAMED) in known:
+    if where.startswith(NAMED):
         return part
     url, data = _read(where)
     width, height = _size(data, where)

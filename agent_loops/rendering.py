@@ -12,7 +12,7 @@ from penstock.agent_loops.added_tokens import AddedTokens, any_of, defused
 from penstock.agent_loops.continuation import Continuation
 from penstock.agent_loops.ends import find_ends
 from penstock.agent_loops.errors import TemplateError
-from penstock.agent_loops.images import ImagePlaces, parts_of
+from penstock.agent_loops.images import ImagePlaces, Part, parts_of, take
 from penstock.agent_loops.template import ChatTemplate, Message
 from penstock.tools.parsers import ToolCall
 
@@ -53,13 +53,20 @@ class Rendering:
     def prompt_anew(self, conversation: str) -> array[int]:
         """Ids of `key_of(messages, tools)` up to where the model is to answer. Raises `TemplateError`."""
         messages, tools = json.loads(conversation)
+        return array("i", self.encode(self.prompt_text(messages, tools)))
+
+    def prompt_text(self, messages: Sequence[Message], tools: Tools) -> str:
+        """The same as text. Raises `TemplateError`."""
+        messages = take(messages, {})
+        parts = self._image_parts(messages)
         text = self.template.render(self.template.fitted(messages), tools, prompt=True)
-        return array("i", self._encode_with_images(text, messages))
+        return self.places.widen(text, parts) if self.places else text
 
     def delta(self, messages: Sequence[Message], tools: Tools, calls: Sequence[ToolCall]) -> list[int]:
         """End of the reply, the messages, opening of the next reply. Raises `TemplateError`."""
-        harmless = [self.defused(message) for message in messages]
-        ids = self._encode_with_images(self.continuation.delta(harmless, calls, tools), messages)
+        parts = self._image_parts(messages)
+        text = self.continuation.delta([self.defused(message) for message in messages], calls, tools)
+        ids = self.encode(self.places.widen(text, parts) if self.places else text)
         if not ids or ids[0] not in self.ends.heads:
             raise TemplateError("the chat template closes a reply differently before these messages")
         return ids
@@ -83,11 +90,11 @@ class Rendering:
         """Ids of an image's place in the context."""
         return frozenset(self.encode(self.places.token)) if self.places else frozenset()
 
-    def _encode_with_images(self, text: str, messages: Sequence[Message]) -> list[int]:
+    def _image_parts(self, messages: Sequence[Message]) -> list[Part]:
         parts = parts_of(messages)
         if self.places is None and parts:
             raise TemplateError("this model takes no images: its folder has no image processor (preprocessor_config)")
-        return self.encode(self.places.widen(text, parts) if self.places else text)
+        return parts
 
 
 def key_of(messages: Sequence[Message], tools: Tools) -> str:

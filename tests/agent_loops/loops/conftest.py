@@ -35,12 +35,14 @@ def saying(chat_for) -> Callable[..., FakeClient]:
 def run_loop(ledger_of, tasks_of, parts_of):
     """(outcome, trajectory) of one episode; `ledger` given again: the next worker's lease of it."""
 
-    async def go(loop, client, tool=None, ledger=None, settings=None, chat=None, **fields):
+    async def go(loop, client, tool=None, ledger=None, settings=None, chat=None, messages=None, **fields):
         ledger = ledger or ledger_of(tasks_of())
         config = {"max_turns": 12, "max_response_tokens": 6000, "max_new_tokens": 1000, "settings": settings or {}}
         parts = parts_of(ledger, client, tool, config=AgentConfig(**{**config, **fields}))
         parts = dataclasses.replace(parts, find_loop=lambda name: loop, chat=chat or parts.chat)
-        outcome = await Episode(parts, ledger.lease(tasks_of()[0])).run()
+        (task,) = tasks_of()
+        task = dataclasses.replace(task, messages=messages or task.messages)
+        outcome = await Episode(parts, ledger.lease(task)).run()
         return outcome, ledger.done.get("train/00000000")
 
     return go
