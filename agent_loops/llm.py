@@ -94,7 +94,7 @@ class EpisodeLLM:
             raise AgentError("generate() on a segment that is done; ask `segment.done` before each call")
         asked = (segment.context_len, segment.context_hash)
         try:
-            entry = self._journal.take(JournalKind.SAMPLED, asked[1])
+            entry = self._journal.take(JournalKind.SAMPLED, segment.fed_hash)
             generation = from_entry(entry) if entry else await self._sample(segment, asked, overrides)
         except (InfraFailure, EpisodeRestart) as error:
             self.failure = error
@@ -108,7 +108,7 @@ class EpisodeLLM:
     ) -> Generation:
         context, room = segment.context(), segment.budget.tokens_left
         generation = await self.draw(context, room, overrides, images=segment.images)
-        await self._journal.append(to_entry(generation, asked, {}))
+        await self._journal.append(to_entry(generation, (asked[0], segment.fed_hash), {}))
         return generation
 
     async def draw(

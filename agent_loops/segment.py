@@ -1,24 +1,19 @@
-"""One append-only token sequence of an episode, as its loop builds it.
-
-prompt ids │ sampled │ observed │ sampled │ …        mask  1…1 │ 0…0 │ 1…1
-"""
+"""One append-only token sequence of an episode, as its loop builds it: a `TokenRow` under the episode's budget."""
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from penstock.agent_loops.base import AgentLoopOutput
 from penstock.agent_loops.ends import Ends
 from penstock.agent_loops.errors import AgentError
+from penstock.agent_loops.token_row import TokenRow
 from penstock.rollout_server.protocol import ImageRef
-from penstock.transfer_queue.trajectory import COMPLETED, Ids, Outcome, OutcomeKind, Spans
+from penstock.transfer_queue.trajectory import COMPLETED, Outcome, OutcomeKind
 
 TRUNCATED_LENGTH = Outcome(OutcomeKind.TRUNCATED, "length")
 SPOILED = Outcome(OutcomeKind.POLICY_ERROR, "the model sampled the place of an image that is not there")
@@ -79,13 +74,7 @@ class SegmentBuilder:
         self._searched_up_to = 0
         self._stop_ids = frozenset(stop_ids)
         self._ends = ends
-        self._ids = array("i", prompt_ids)
-        self._prompt_len = len(prompt_ids)
-        self._mask = bytearray()
-        self._logprobs = array("f")
-        self._spans = array("i")
-        self._turn_starts = array("i")
-        self._hash = xxhash.xxh3_64(little_endian(self._ids))
+        self._row = TokenRow(prompt_ids)
         self._out_of_room = False
 
     # what a loop asks ----------------------------------------------------------------------------------------------
@@ -96,20 +85,28 @@ class SegmentBuilder:
 
     @property
     def num_turns(self) -> int:
-        return len(self._turn_starts)
+        return len(self._row.turn_starts)
 
     @property
     def context_len(self) -> int:
-        return len(self._ids)
+        return len(self._row.ids)
 
     @property
     def context_hash(self) -> int:
         """xxh3-64 of the int32 little-endian ids of `context`; kept up to date at a cost linear in new ids."""
-        return self._hash.intdigest()
+        return self._row.hash
+
+    @property
+    def fed_hash(self) -> int:
+        """`context_hash` and the images: two images of one size have the same ids."""
+        if not self.images:
+            return self.context_hash
+        names = [image.sha256 for image in self.images]
+        return xxhash.xxh3_64_intdigest(":".join([str(self.context_hash), *names]).encode())
 
     def context(self) -> list[int]:
         """Prompt and response ids so far: exactly what the next model call is fed."""
-        return self._ids.tolist()
+        return self._row.ids.tolist()
 
     # what happens to it --------------------------------------------------------------------------------------------
     def append_sampled(
@@ -120,12 +117,8 @@ class SegmentBuilder:
         finish_reason: str,
     ) -> None:
         """One model call's answer (N ids, N logprobs, spans over 0…N); for `EpisodeLLM`, which checked them."""
-        start = len(self._mask)
-        self._turn_starts.append(start)
-        for version, first, end in version_spans:
-            self._spans.extend((version, start + first, start + end))
-        self._logprobs.extend(logprobs)
-        self._extend(ids, sampled=True)
+        self._row.append_sampled(ids, logprobs, version_spans)
+        self.budget.response_tokens += len(ids)
         self.budget.turns += 1
         self.finish_reason = finish_reason
         self._spoiled = not self._placeholders.isdisjoint(ids)
@@ -154,8 +147,8 @@ class SegmentBuilder:
 
     def append_fed(self, ids: Sequence[int]) -> None:
         """Append ids with mask 0 that the model has read already, whatever room is left."""
-        self._logprobs.extend([0.0] * len(ids))
-        self._extend(ids, sampled=False)
+        self._row.append_fed(ids)
+        self.budget.response_tokens += len(ids)
 
     def remember(self, new: Sequence[Mapping[str, Any]]) -> None:
         """What the context holds since the last time, in messages."""
@@ -165,7 +158,7 @@ class SegmentBuilder:
     def take_unsearched(self) -> list[int]:
         """The context since the last time."""
         start, self._searched_up_to = self._searched_up_to, self.context_len
-        return self._ids[start:].tolist()
+        return self._row.ids[start:].tolist()
 
     def output(
         self,
@@ -176,14 +169,8 @@ class SegmentBuilder:
         extra: Mapping[str, Any] | None = None,
     ) -> AgentLoopOutput:
         """The segment as arrays. `outcome` None is read off its end: cut by length, out of turns, or completed."""
-        ids: Ids = np.array(self._ids, dtype=np.int32)
         return AgentLoopOutput(
-            prompt_ids=ids[: self._prompt_len],
-            response_ids=ids[self._prompt_len :],
-            response_mask=np.array(self._mask, dtype=np.uint8),
-            response_logprobs=np.array(self._logprobs, dtype=np.float32),
-            version_spans=self._span_rows(),
-            turn_starts=np.array(self._turn_starts, dtype=np.int32),
+            **self._row.columns(),
             reward=reward,
             turn_rewards=tuple(turn_rewards),
             outcome=outcome or self._ending(),
@@ -200,37 +187,19 @@ class SegmentBuilder:
         self._out_of_room = True
         return False
 
-    def _extend(self, ids: Sequence[int], *, sampled: bool) -> None:
-        new = array("i", ids)
-        self._ids.extend(new)
-        self._mask.extend((b"\x01" if sampled else b"\x00") * len(new))
-        self._hash.update(little_endian(new))
-        self.budget.response_tokens += len(new)
-
     def _without_repeated_stop(self, ids: Sequence[int]) -> Sequence[int]:
         """Invariant 1 keeps the sampled stop token where it is; the rendered delta begins with the same one."""
-        if not ids or not self._mask or self._mask[-1] == 0:
+        if not ids or not self._row.ends_sampled:
             return ids
-        last, first = self._ids[-1], ids[0]
+        last, first = self._row.ids[-1], ids[0]
         repeats = (first == last and first in self._stop_ids) or (self._ends and self._ends.repeats(last, first))
         return ids[1:] if repeats else ids
-
-    def _span_rows(self) -> Spans:
-        return np.array(self._spans, dtype=np.int32).reshape(-1, 3)
 
     def _ending(self) -> Outcome:
         if self._spoiled:
             return SPOILED
         if self._out_of_room:
             return TRUNCATED_LENGTH
-        waits_for_answer = bool(self._mask) and self._mask[-1] == 0
-        if not waits_for_answer:
+        if self._row.ends_sampled or not self._row.mask:
             return COMPLETED
         return TRUNCATED_TURNS if self.budget.turns_left == 0 else TRUNCATED_LENGTH
-
-
-def little_endian(ids: array[int] | Ids) -> bytes:
-    """int32 little-endian bytes of ids, on every host: what context hashes are made of."""
-    if sys.byteorder == "little":
-        return ids.tobytes()
-    return np.asarray(ids, dtype="<i4").tobytes()

@@ -23,7 +23,8 @@ from penstock.agent_loops.capture.normal import Message, first_key, next_key
 from penstock.agent_loops.capture.wire import Choice, message_of
 from penstock.agent_loops.chat import ChatTokens
 from penstock.agent_loops.errors import AgentError, TemplateError
-from penstock.agent_loops.segment import SegmentBuilder, little_endian
+from penstock.agent_loops.segment import SegmentBuilder
+from penstock.agent_loops.token_row import little_endian
 from penstock.rollout_server.protocol import Generation
 
 Tools = tuple[Mapping[str, Any], ...]

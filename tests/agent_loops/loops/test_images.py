@@ -227,3 +227,11 @@ def test_stripped_thinking_keeps_the_images_of_the_history(shared):
     assert [image.sha256 for image in after.images] == [hashlib.sha256(data).hexdigest() for data in (RED, BLUE)]
     said = [asks(url_of(RED)), {"role": "assistant", "content": "red"}, asks(url_of(BLUE))]
     assert after.context() == by_processor(shared, said, [RED, BLUE])
+
+
+def test_another_image_of_the_same_size_is_another_question_for_the_journal(chat):
+    one, other = chat.start([asks(url_of(RED))]), chat.start([asks(url_of(png((1, 2, 3))))])
+    assert one.context() == other.context()
+    assert one.fed_hash != other.fed_hash
+    text = chat.start([asks(text="none")])
+    assert text.fed_hash == text.context_hash
