@@ -7,7 +7,6 @@ strip   start ─► reply ─► go_on (thinking in it is dropped) ┄► new s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +54,9 @@ class Conversation:
         `outcome` is the last one's; None is read off its end.
         """
         spoken = [segment for segment in self._segments if segment.num_turns] or self._segments[:1]
+        outcomes = [*([None] * (len(spoken) - 1)), outcome]
         rewards = iter(turn_rewards)
-        outputs = [one.output(turn_rewards=tuple(islice(rewards, one.num_turns))) for one in spoken]
-        return [*outputs[:-1], replace(outputs[-1], outcome=outcome or outputs[-1].outcome)]
+        return [
+            one.output(outcome=end, turn_rewards=tuple(islice(rewards, one.num_turns)))
+            for one, end in zip(spoken, outcomes, strict=True)
+        ]

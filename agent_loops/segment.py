@@ -173,7 +173,7 @@ class SegmentBuilder:
             **self._row.columns(),
             reward=reward,
             turn_rewards=tuple(turn_rewards),
-            outcome=outcome or self._ending(),
+            outcome=SPOILED if self._spoiled else outcome or self._ending(),
             metrics=dict(metrics or {}),
             extra=dict(extra or {}),
             images=tuple(self.images),
@@ -196,8 +196,6 @@ class SegmentBuilder:
         return ids[1:] if repeats else ids
 
     def _ending(self) -> Outcome:
-        if self._spoiled:
-            return SPOILED
         if self._out_of_room:
             return TRUNCATED_LENGTH
         if self._row.ends_sampled or not self._row.mask:

@@ -15,7 +15,7 @@ from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.loops import ToolAgentLoop
-from penstock.agent_loops.segment import Budget
+from penstock.agent_loops.segment import TRUNCATED_TURNS, Budget
 from penstock.tools.base import ToolResult
 from penstock.tools.parsers import ToolCall, get_parser
 
@@ -183,7 +183,9 @@ def test_a_model_that_samples_a_place_ends_its_episode_by_its_own_fault(chat):
     (place,) = chat.rendering.placeholders
     segment.append_sampled([place, chat.turn_end_id], [-0.1, -0.1], [(0, 0, 2)], "stop")
     assert segment.done
-    assert (segment.output().outcome.kind, segment.output().outcome.may_carry_reward) == ("policy_error", True)
+    for given in (None, TRUNCATED_TURNS):
+        outcome = segment.output(outcome=given).outcome
+        assert (outcome.kind, outcome.may_carry_reward) == ("policy_error", True)
 
 
 async def test_an_episode_carries_its_images_by_reference(shared, run_loop, saying, calculator, tmp_path):

@@ -6,13 +6,12 @@ import asyncio
 import base64
 import hashlib
 import io
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.rollout_server.conftest import small_config, whole
+from tests.rollout_server.conftest import whole
+from tests.rollout_server.engines.test_hf import hf_engine
 from tests.vision_model import png, save_vision_model, vision_tokenizer
 
 from penstock.rollout_server.engines.hf import HFEngine
@@ -28,16 +27,6 @@ TOLERANCE = 1e-4
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     pytest.importorskip("torch").set_num_threads(1)
     return save_vision_model(tmp_path_factory.mktemp("tiny-vlm"))
-
-
-@asynccontextmanager
-async def engine_of(folder: str, logs: Path, **changes: Any) -> AsyncIterator[HFEngine]:
-    engine = HFEngine(small_config(**changes), folder, logs, 0)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
 
 
 def ref(data: bytes) -> ImageRef:
@@ -77,7 +66,7 @@ def plain_logprobs(folder: str, ids: list[int], images: list[bytes], sampled: li
 
 async def test_images_are_seen_and_each_answer_has_the_logprobs_of_a_plain_pass(folder: str, tmp_path: Path) -> None:
     """What does not fit together is refused before, and the next requests are served."""
-    async with engine_of(folder, tmp_path) as engine:
+    async with hf_engine(folder, tmp_path) as engine:
         assert engine.info is not None
         assert engine.info.images
         await refuses(engine)
@@ -123,7 +112,7 @@ async def test_weights_are_swapped_between_two_tokens(folder: str, tmp_path: Pat
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     tensors = [(name, tensor.detach() * 0.9) for name, tensor in model.named_parameters()]
     manifest = WeightPublisher(tmp_path / "weights", "shm", keep=2).write(1, tensors)
-    async with engine_of(folder, tmp_path, pause=pause) as engine:
+    async with hf_engine(folder, tmp_path, pause=pause) as engine:
         begun = asyncio.Event()
         over = asyncio.create_task(whole(engine, ask(context(6), RED, count=400), lambda chunk: begun.set()))
         await begun.wait()
