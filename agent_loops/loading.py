@@ -43,7 +43,7 @@ def load_processor(model: str, tokenizer: Any) -> Any | None:
 def images_only(kind: type, parts: Mapping[str, Any]) -> Any:
     """A processor of this class that has `parts` and nothing else."""
 
-    class ImagesOnly(kind):  # type: ignore[misc]
+    class ImagesOnly(kind):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> type:
             return type(argument)
 

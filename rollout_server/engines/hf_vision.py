@@ -102,8 +102,10 @@ class VisionBatcher(LiveRequests[Seeing]):
     def _run(self) -> None:
         try:
             while True:
-                stepped = [self._take_turn(live) for live in self._admitted()]
-                if not stepped:
+                admitted = list(self._admitted())
+                for live in admitted:
+                    self._take_turn(live)
+                if not admitted:
                     time.sleep(IDLE_S)
         except BaseException as error:  # whatever it is, the owner ends this process with it
             self._fatal = f"{type(error).__name__}: {error}"

@@ -14,6 +14,8 @@ from tests.rollout_server.conftest import whole
 from tests.rollout_server.engines.test_hf import hf_engine
 from tests.vision_model import png, save_vision_model, vision_tokenizer
 
+from penstock.agent_loops.chat import chat_of
+from penstock.agent_loops.config import AgentConfig
 from penstock.rollout_server.engines.hf import HFEngine
 from penstock.rollout_server.limits import BadRequest, fit_request
 from penstock.rollout_server.protocol import EngineError, EngineInfo, GenerateRequest, ImageRef, Sampling
@@ -39,6 +41,14 @@ def context(*tokens: int) -> list[int]:
     text = "".join(f"<|vision_start|>{'<|image_pad|>' * count}<|vision_end|>" for count in tokens)
     ids: list[int] = vision_tokenizer().encode(f"<|im_start|>user\n{text}What colour?<|im_end|>\n")
     return ids
+
+
+def as_a_loop_asks(folder: str, image: bytes) -> list[int]:
+    """The ids that an agent's chat makes of it for this very model."""
+    parts = [{"type": "image", "image": ref(image).url}, {"type": "text", "text": "What colour?"}]
+    segment = chat_of(folder, AgentConfig()).start([{"role": "user", "content": parts}])
+    assert segment.images == [ref(image)]
+    return segment.context()
 
 
 def ask(ids: list[int], *images: bytes, count: int = 8, **sampling: Any) -> GenerateRequest:
@@ -75,6 +85,7 @@ async def test_images_are_seen_and_each_answer_has_the_logprobs_of_a_plain_pass(
             (context(6), [png((20, 220, 20))]),
             (context(6, 12), [RED, BLUE]),
             (context(), []),
+            (as_a_loop_asks(folder, RED), [RED]),
         ]
         answers = await asyncio.gather(*(whole(engine, ask(ids, *images, seed=3)) for ids, images in asked))
         resumed_from = [*asked[2][0], *answers[2].token_ids[:4]]
