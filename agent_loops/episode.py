@@ -149,7 +149,7 @@ class Episode:
     def _equip(self, loop: AgentLoopBase) -> tuple[EpisodeLLM, ToolBox]:
         parts, lease = self._parts, self._lease
         loop.chat = parts.chat.for_episode(new_budget(parts.config))
-        sampling = usual_sampling(parts.config, parts.chat.stop_token_ids, lease.task)
+        sampling = usual_sampling(parts.config, parts.chat.stop_token_ids, lease)
         loop.llm = EpisodeLLM(parts.client, lease, self._journal, sampling, parts.chat.decode)
         loop.tools = ToolBox(
             parts.tools, parts.tool_configs, lease.task, self._journal, parts.on_lost, parts.chat.count_tokens

@@ -33,11 +33,11 @@ from penstock.agent_loops.errors import WorkerStopped
 from penstock.agent_loops.load import allow_imports_from
 from penstock.agent_loops.loop_watch import LoopWatch
 from penstock.agent_loops.registry import find_loop
-from penstock.agent_loops.reward import RewardFunction
+from penstock.agent_loops.reward import load_reward, may_need_sandbox
 from penstock.agent_loops.stats import WorkerStats
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox.protocol import Sandbox, SandboxError
 from penstock.tools.config import ToolConfig
 from penstock.tools.registry import close_tools, configs_of, make_tools
 from penstock.transfer_queue.ledger import Lease, LeaseLost, Ledger, LedgerError
@@ -83,7 +83,7 @@ async def run_worker(job: WorkerJob) -> None:
 
     Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `LedgerError`.
     """
-    sandbox = make_sandbox(job.sandbox, job.name, job.sandbox_token) if job.tools else None
+    sandbox = _sandbox_of(job)
     parts: EpisodeParts | None = None
     try:
         parts = build_parts(job, sandbox)
@@ -91,8 +91,22 @@ async def run_worker(job: WorkerJob) -> None:
     finally:
         if parts is not None:
             await close_tools(parts.tools.values())
+            if parts.reward is not None:
+                await parts.reward.close()
         if sandbox is not None:
             await sandbox.close()
+
+
+def _sandbox_of(job: WorkerJob) -> Sandbox | None:
+    """Tools must have one; rewards of verl's names may do without, and say so where a program is to be run."""
+    try:
+        needed = job.tools or may_need_sandbox(job.config)
+        return make_sandbox(job.sandbox, job.name, job.sandbox_token) if needed else None
+    except SandboxError as error:
+        if job.tools:
+            raise
+        log.warning("no sandbox for rewards: %s", error)
+        return None
 
 
 def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
@@ -117,7 +131,7 @@ def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
         find_loop=find,
         sandbox=sandbox,
         on_lost=job.sandbox.on_lost,
-        reward=RewardFunction.load(job.config.reward, job.recipe_dir) if job.config.reward else None,
+        reward=load_reward(job.config, job.recipe_dir, sandbox),
     )
 
 
