@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.agent_loops.side_by_side import all_or_none
+from penstock.rollout_server.protocol import ImageRef
 from penstock.transfer_queue.trajectory import COMPLETED, Ids, Logprobs, Mask, Outcome, Spans, Task
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class AgentLoopOutput:
     outcome: Outcome = COMPLETED
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    images: Sequence[ImageRef] = ()
+    """In the order of their places among the ids."""
 
     @property
     def num_turns(self) -> int:

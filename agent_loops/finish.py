@@ -88,7 +88,7 @@ class Finished:
             "num_turns": sum(output.num_turns for output in self.outputs),
             "response_tokens": sum(len(output.response_ids) for output in self.outputs),
             "segments": len(self.outputs),
-            **continuity(self.outputs, self.parts.chat.decode),
+            **continuity(self.outputs, self.parts.chat.decode, self.parts.chat.opening_tokens),
             "restarts": self.replayed.restarts,
             "token_mismatches": self.parts.mismatches.take(),
             "latency_s": time.monotonic() - self.trace.started,

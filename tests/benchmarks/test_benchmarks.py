@@ -58,6 +58,21 @@ async def test_the_journal(measure: Measure) -> None:
     assert set(measured["figures"]) == {"turn_1", "turn_10", "turn_100"}
 
 
+async def test_the_tokens(measure: Measure) -> None:
+    pytest.importorskip("transformers")
+    short = {"PENSTOCK_BENCH_ROUNDS": "2", "PENSTOCK_BENCH_SAMPLES": "3", "PENSTOCK_BENCH_TURNS": "1,4,12"}
+    measured = await measure("tokens", **short)
+    figures, ratios = measured["figures"], measured["ratio"]
+    for side in ("splice", "turn", "rerender"):
+        assert set(figures[side]) == {"turn_1", "turn_4", "turn_12"}
+        assert figures[side]["turn_4"]["p50_us"] <= figures[side]["turn_4"]["p90_us"]
+        assert ratios[f"{side}_turn12_over_turn1"] > 0
+    # Not a figure of this machine: a dozen turns are some five thousand tokens to render, one delta to splice.
+    assert ratios["splice_over_rerender_turn12"] < ratios["splice_over_rerender_turn1"]
+    tokens = figures["context_tokens"]
+    assert tokens["turn_1"] < tokens["turn_4"] < tokens["turn_12"]
+
+
 TINY = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_MODEL": "tiny", "PENSTOCK_BENCH_DTYPE": "float32"}
 ROLLOUT = {**TINY, "PENSTOCK_BENCH_CONCURRENCY": "1,4", "PENSTOCK_BENCH_ANSWER_TOKENS": "16"}
 WEIGHTS = {**TINY, "PENSTOCK_BENCH_WEIGHTS_MB": "8", "PENSTOCK_BENCH_UPDATES": "3", "PENSTOCK_BENCH_SWAPS": "4"}
