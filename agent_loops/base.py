@@ -7,14 +7,15 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.agent_loops.toolbox import all_or_none
+from penstock.agent_loops.side_by_side import all_or_none
+from penstock.rollout_server.protocol import ImageRef
 from penstock.transfer_queue.trajectory import COMPLETED, Ids, Logprobs, Mask, Outcome, Spans, Task
 
 if TYPE_CHECKING:
     from penstock.agent_loops.chat import ChatTokens
-    from penstock.agent_loops.episode import EpisodeParts
     from penstock.agent_loops.journal import EpisodeJournal
     from penstock.agent_loops.llm import EpisodeLLM
+    from penstock.agent_loops.parts import EpisodeParts
     from penstock.agent_loops.toolbox import ToolBox
     from penstock.sandbox.protocol import Sandbox
     from penstock.transfer_queue.ledger import Lease
@@ -48,6 +49,8 @@ class AgentLoopOutput:
     outcome: Outcome = COMPLETED
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    images: Sequence[ImageRef] = ()
+    """In the order of their places among the ids."""
 
     @property
     def num_turns(self) -> int:
@@ -86,7 +89,7 @@ class AgentLoopBase(ABC):
             return await all_or_none(branches)
 
     async def setup(self, task: Task) -> None:
-        """Before `run`; what it opens, `teardown` closes."""
+        """Before `run`; what it opens, `teardown` closes. Written without ``async`` both run in a thread."""
 
     @abstractmethod
     async def run(self, task: Task) -> AgentLoopOutput | list[AgentLoopOutput]:

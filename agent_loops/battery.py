@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.agent_loops.images import with_images
 from penstock.agent_loops.template import ChatTemplate, Message
 from penstock.tools.parsers import ToolCall
 
@@ -15,6 +16,11 @@ RESULT = "RESULT4711"
 TOOL_TEXTS = (("4",), ("",), ("naïve – 数学 🙂\n\ttwo lines",), ("first", "second"), ('{"a": [1, 2]}',))
 PLAIN = "I shall look."
 THOUGHT = "Let me see."
+PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAACAAAAAgCAIAAAD8GO2jAAAAKklEQVR42u3NMQEAAAQAMATRP4pYSvBtBZbTHZ8qngkEAoFAIBAI"
+    "BIIrC+AFAUQz669uAAAAAElFTkSuQmCC"
+)
+"""32 x 32 pixels, red."""
 THINKING = f"<think>\n{THOUGHT}\n</think>\n\n{PLAIN}"
 
 
@@ -30,8 +36,15 @@ class Case:
     calls: Sequence[ToolCall] = ()
 
 
-def conversations(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> Iterator[Case]:
-    """Without tools: what a user says next. With tools also results of one and of several calls, once and again."""
+def conversations(
+    template: ChatTemplate, tools: Sequence[Mapping[str, Any]], *, images: bool = False
+) -> Iterator[Case]:
+    """Without tools: what a user says next. With tools also results of one and of several calls, once and again.
+
+    `images`: both also with images, of which the history has one already.
+    """
+    if images:
+        yield from _with_images(template, tools)
     for name, content, said in (("plain reply", PLAIN, [PLAIN]), ("reply with thinking", THINKING, [THOUGHT, PLAIN])):
         reply = {"role": "assistant", "content": content}
         yield Case(f"{name}, then a user message", [USER, reply], [USER], said)
@@ -44,6 +57,17 @@ def conversations(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) ->
             ("call after thinking", THINKING, [THOUGHT]),
         ):
             yield from _with_results(template, tools, name, content, said)
+
+
+def _with_images(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> Iterator[Case]:
+    shown = {"role": "user", "content": with_images("What is this?", [PICTURE])}
+    reply = {"role": "assistant", "content": PLAIN}
+    yield Case("reply to an image, then another image", [shown, reply], [shown], [PLAIN])
+    if tools:
+        calls = [_call(tools, 0)]
+        (result,) = _results(template, calls, [RESULT])
+        seen = {**result, "content": with_images(RESULT, [PICTURE])}
+        yield Case("call, then a tool result with an image", [shown, _reply(template, calls, "")], [seen], [], calls)
 
 
 def _with_results(

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from penstock.agent_loops.added_tokens import AddedTokens, any_of, defused
 from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.continuation import Continuation
-from penstock.agent_loops.ends import find_ends
 from penstock.agent_loops.errors import AgentError, TemplateError
+from penstock.agent_loops.images import NAMED, Delta, parts_of, take, with_images
+from penstock.agent_loops.loading import generation_stops, load_processor, load_tokenizer
+from penstock.agent_loops.rendering import Rendering, key_of
 from penstock.agent_loops.segment import Budget, SegmentBuilder
-from penstock.agent_loops.template import ChatTemplate, Message
-from penstock.agent_loops.thinking import THOUGHT, OldThinking, ThinkingHistory
+from penstock.agent_loops.template import Message
+from penstock.agent_loops.thinking import OldThinking, ThinkingHistory, thinks, written_again
+from penstock.rollout_server.protocol import ImageRef
 from penstock.tools.base import ToolResult
-from penstock.tools.parsers import ToolCall, ToolCallParser, get_parser
+from penstock.tools.parsers import ParsedTurn, ToolCall, ToolCallParser, get_parser
 
 if TYPE_CHECKING:
     from penstock.agent_loops.llm import Reply
     from penstock.agent_loops.proof import Proof
-
-CACHED_PROMPTS = 512
-
-
-def load_tokenizer(model: str) -> Any:
-    """The model's fast tokenizer. Imports transformers; raises `TemplateError` naming the folder where it is none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise TemplateError(f"no tokenizer in {model!r}: {error}") from error
 
 
 class ChatTokens:
@@ -44,87 +31,92 @@ class ChatTokens:
         tokenizer: Any,
         parser: ToolCallParser,
         budget: Budget | None = None,
+        *,
         template_settings: Mapping[str, Any] | None = None,
         thinking_history: ThinkingHistory = "keep",
+        stop_ids: Sequence[int] = (),
+        processor: Any = None,
     ) -> None:
+        """`stop_ids`: `loading.generation_stops`; `processor`: `loading.load_processor`, None for text alone."""
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer, template_settings)
+        self.rendering = Rendering(tokenizer, template_settings, stop_ids, processor)
+        self.encode, self.decode = self.rendering.encode, self.rendering.decode
+        self.template, self.continuation = self.rendering.template, self.rendering.continuation
+        self.ends, self.opening_tokens = self.rendering.ends, self.rendering.opening_tokens
+        self.defused = self.rendering.defused
+        self.turn_end_id = self.ends.stops[0]
         self.parser = parser
-        self.budget = budget or new_budget(AgentConfig())
         self.thinking_history = thinking_history
         self.old_thinking = OldThinking(self.template)
-        words = AddedTokens(tokenizer)
-        self.continuation = Continuation(self.template, any_of(words.special))
-        self.ends = find_ends(self.continuation, self.encode, words.special_ids)
-        self._turn_words = any_of([*words.special, *words.shown_in(self.continuation.turn())])
-        self.turn_end_id = self.ends.stops[0]
-        self._tools: dict[str, Mapping[str, Any]] = {}
-        """Schemas that this episode's prompts showed, by name; they have the types of arguments written as text."""
-        self._first_ids = lru_cache(CACHED_PROMPTS)(self._encode_first)
-        self._last_calls: tuple[ToolCall, ...] = ()
         self._unproven: Mapping[str, str] = {}
-
-    def count_tokens(self, text: str) -> int:
-        """Tokens of a text that is no message: of a tool's result before it is rendered."""
-        return len(self.tokenizer.encode(text, add_special_tokens=False))
+        self._begin_episode(budget or new_budget(AgentConfig()))
 
     def for_episode(self, budget: Budget) -> ChatTokens:
         """The same template and caches; segments made from it draw on `budget`."""
         chat = copy.copy(self)
-        chat.budget = budget
-        chat._last_calls = ()
-        chat._tools = {}
+        chat._begin_episode(budget)
         return chat
+
+    def _begin_episode(self, budget: Budget) -> None:
+        self.budget = budget
+        self._tools: dict[str, Mapping[str, Any]] = {}
+        """Schemas that this episode's prompts showed, by name; they have the types of arguments written as text."""
+        self._read: tuple[Reply | None, ParsedTurn] = (None, ParsedTurn(""))
+        """The reply that was parsed last."""
+        self._images: dict[str, ImageRef] = {}
+        """Of this episode, by content."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a reply: the template's ends of turn, and the tokenizer's end of text."""
-        eos = self.tokenizer.eos_token_id
-        return self.ends.stops if eos is None or eos in self.ends.stops else (*self.ends.stops, eos)
+        """Ids that end a reply: the template's ends of turn, the tokenizer's end of text, the model's own."""
+        return self.ends.stops
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text that is no message: of a tool's result before it is rendered."""
+        return len(self.encode(text))
 
     # what a loop calls ---------------------------------------------------------------------------------------------
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> SegmentBuilder:
         """The first turn, by the chat template, up to where the model is to answer. Raises `TemplateError`."""
         self._tools.update({tool["function"]["name"]: tool for tool in tools if "function" in tool})
-        segment = SegmentBuilder(self.prompt_ids(messages, tools), self.budget, self.stop_token_ids, self.ends)
-        segment.tools = tuple(tools)
-        segment.remember(messages)
-        return segment
+        messages = take(messages, self._images)
+        return self._begin(self.rendering.prompt(key_of(messages, tools)), messages, tools)
 
     def go_on(self, segment: SegmentBuilder, reply: Reply, messages: Sequence[Message]) -> SegmentBuilder:
-        """The segment in which the model reads `messages` after its `reply`; for loops with several user turns.
+        """The segment in which the model reads `messages` after its `reply`; for loops with several turns.
 
         The same one with the delta observed, or, under ``thinking_history: strip`` where the template drops the
         thinking that it holds, a new one that begins with the history as the template writes it: hand back the outputs
-        of all. Where no room is left to answer it is the same one, done. Raises `TemplateError`.
+        of all (`Conversation` does). Where no room is left to answer it is the same one, done. Raises `TemplateError`.
         """
-        calls, said = self.tool_calls(reply), segment.said
-        if self.thinking_history == "strip":
-            if segment.said_up_to != segment.context_len - len(reply.ids):
-                raise AgentError("go_on() needs every message of the conversation: use it, not observe(), in each turn")
-            said = (*said, self._as_message(reply), *self._with_ids(messages, calls))
-            if not segment.done and self.begins_anew(segment.context(), messages):
-                return self.start(said, segment.tools)
+        calls, messages = self.tool_calls(reply), take(messages, self._images)
+        if self.thinking_history == "keep":
+            segment.observe(self.render(messages, segment.tools, calls))
+            return segment
+        if segment.said_up_to != segment.context_len - len(reply.ids):
+            raise AgentError("go_on() needs every message of the conversation: use it, not observe(), in each turn")
+        new = [self._as_message(reply), *self.rendering.with_ids(messages, calls)]
+        if self._drops_thought(segment, messages):
+            said, cost = [*segment.said, *new], len(self.rendering.delta(messages, segment.tools, calls))
+            if segment.make_room(cost):
+                return self._begin(self.rendering.prompt_anew(key_of(said, segment.tools)), said, segment.tools)
         segment.observe(self.render(messages, segment.tools, calls))
-        segment.remember(said)
+        segment.remember(new)
         return segment
 
     def begins_anew(self, context: Sequence[int], messages: Sequence[Message]) -> bool:
         """``thinking_history: strip`` asks for a new segment: before `messages` thinking in `context` is dropped."""
         if self.thinking_history == "keep" or not self.old_thinking.is_dropped_before(messages):
             return False
-        return THOUGHT.search(self.decode(context)) is not None
+        return thinks(self.decode(context))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """Ids of a conversation up to where the model is to answer. Raises `TemplateError`."""
-        return self._first_ids(json.dumps([list(messages), list(tools)], ensure_ascii=False))
+        return tuple(self.rendering.prompt(key_of(messages, tools)))
 
     def tool_calls(self, reply: Reply) -> list[ToolCall]:
         """Calls in a reply, malformed ones included (they carry their error). None from a reply cut by length."""
-        cut = reply.finish_reason == "length"
-        calls = [] if cut else list(self.parser.parse(reply.text, tuple(self._tools.values())).calls)
-        self._last_calls = tuple(calls)
-        return calls
+        return list(self._parsed(reply).calls)
 
     def render_tools(self, results: Sequence[ToolResult], calls: Sequence[ToolCall] | None = None) -> list[int]:
         """The delta for tool results, in the order of their calls; for `segment.observe`.
@@ -132,7 +124,7 @@ class ChatTokens:
         Some templates write the name or id of the call beside a result. `calls` None: those that `tool_calls` found
         last; sub-agents that share an episode and run at the same time must give their own.
         """
-        answered = self._last_calls if calls is None else tuple(calls)
+        answered = self._read[1].calls if calls is None else tuple(calls)
         return self.render(tool_messages(results), calls=answered if len(answered) == len(results) else ())
 
     def render(
@@ -151,10 +143,8 @@ class ChatTokens:
         unproven = next((self._unproven[str(m.get("role"))] for m in messages if m.get("role") in self._unproven), None)
         if unproven:
             raise TemplateError(unproven)
-        ids = self.encode(self.continuation.delta([self.defused(message) for message in messages], calls, tools))
-        if not ids or ids[0] not in self.ends.heads:
-            raise TemplateError("the chat template closes a reply differently before these messages")
-        return ids
+        messages = take(messages, self._images)
+        return Delta(self.rendering.delta(messages, tools, calls), self._images_of(messages))
 
     def without_repeated_end(self, last: int, delta: Sequence[int]) -> Sequence[int]:
         """`delta` as it follows the id `last`: an end that the model sampled stays where it is and is not repeated."""
@@ -167,6 +157,8 @@ class ChatTokens:
         """
         if self.thinking_history == "strip":
             self.old_thinking.check_strip()
+        if self.rendering.places is not None:
+            self.rendering.places.check(self.encode)
         from penstock.agent_loops.proof import prove
 
         self._unproven = {}
@@ -174,50 +166,54 @@ class ChatTokens:
         self._unproven = proof.unproven
         return proof
 
-    # text and ids --------------------------------------------------------------------------------------------------
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """Text of `ids`, character for character; special tokens kept unless `special` is False."""
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        return text
-
     # helpers -------------------------------------------------------------------------------------------------------
-    def _encode_first(self, conversation: str) -> tuple[int, ...]:
-        messages, tools = json.loads(conversation)
-        return tuple(self.encode(self.template.render(self.template.fitted(messages), tools, prompt=True)))
+    def _begin(
+        self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> SegmentBuilder:
+        images, placeholders = self._images_of(messages), self.rendering.placeholders
+        segment = SegmentBuilder(ids, self.budget, self.ends.stops, self.ends, images=images, placeholders=placeholders)
+        segment.tools = tuple(tools)
+        if self.thinking_history == "strip":
+            segment.remember(messages)
+        return segment
+
+    def _images_of(self, messages: Sequence[Message]) -> list[ImageRef]:
+        return [self._images[part["image"].removeprefix(NAMED)] for part in parts_of(messages)]
+
+    def _parsed(self, reply: Reply) -> ParsedTurn:
+        """Of a reply cut by length, a text without calls."""
+        if self._read[0] is not reply:
+            cut = reply.finish_reason == "length"
+            parsed = ParsedTurn(reply.text) if cut else self.parser.parse(reply.text, tuple(self._tools.values()))
+            self._read = (reply, parsed)
+        return self._read[1]
+
+    def _drops_thought(self, segment: SegmentBuilder, messages: Sequence[Message]) -> bool:
+        """The segment holds thinking that the template drops before `messages`; each id is looked at once."""
+        if not self.old_thinking.is_dropped_before(messages):
+            return False
+        return thinks(self.decode(segment.take_unsearched()))
 
     def _as_message(self, reply: Reply) -> Message:
-        """A sampled reply as a template takes it, to be rendered again."""
-        text = self.continuation.special.sub("", reply.text)
-        parsed = self.parser.parse(reply.text)
-        if parsed.calls and self.template.call_form is not None:
-            return self.template.call_message(parsed.calls, self.continuation.special.sub("", parsed.content))
-        return {"role": "assistant", "content": text}
-
-    def _with_ids(self, messages: Sequence[Message], calls: Sequence[ToolCall]) -> list[Message]:
-        return [self.defused(message) for message in self.continuation.with_calls(messages, calls)]
-
-    def defused(self, message: Message) -> Message:
-        """The message with words that open or close a turn made ordinary text where its text spells them."""
-        return defused(message, self._turn_words)
+        return written_again(self.template, self._parsed(reply), reply.text, self.continuation.special)
 
 
 def chat_of(model: str, config: AgentConfig) -> ChatTokens:
     """For a model folder or hub name and a run's settings. Raises `TemplateError`, `ValueError` for the parser."""
+    tokenizer = load_tokenizer(model)
     return ChatTokens(
-        load_tokenizer(model),
+        tokenizer,
         get_parser(config.parser),
         template_settings=config.template_settings,
         thinking_history=config.thinking_history,
+        stop_ids=generation_stops(model),
+        processor=load_processor(model, tokenizer),
     )
 
 
 def tool_messages(results: Sequence[ToolResult]) -> list[Message]:
     """Results as messages, for `ChatTokens.go_on`."""
-    return [{"role": "tool", "content": result.text} for result in results]
+    return [{"role": "tool", "content": with_images(result.text, result.images)} for result in results]
 
 
 def new_budget(config: AgentConfig) -> Budget:

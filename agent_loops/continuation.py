@@ -14,7 +14,7 @@ extended text has beyond the closed one. Nothing between two turns can get lost,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.agent_loops.errors import TemplateError
@@ -75,6 +75,11 @@ class Continuation:
             return _behind(MARK, self.template.render(said, prompt=False))
         except TemplateError:
             return ""
+
+    def opening_tokens(self, encode: Callable[[str], list[int]]) -> int:
+        """Ids that a prompt has beyond the messages: the opening of a reply."""
+        closed, opened = (encode(self.template.render([ASKS], prompt=prompt)) for prompt in (False, True))
+        return len(opened) - len(closed) if opened[: len(closed)] == closed else 0
 
     def closing_of(self, closed: str) -> str:
         """The special token that ends `closed`, and white space after it; empty where none does."""

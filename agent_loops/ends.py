@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from penstock.agent_loops.continuation import Continuation
+from penstock.agent_loops.added_tokens import AddedTokens
+from penstock.agent_loops.continuation import ASKS, Continuation
 from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.template import Message
 
@@ -20,6 +21,8 @@ class Ends:
     """Qwen: all are ``<|im_end|>``. GLM closes nothing: what comes next, ``<|user|>`` or ``<|observation|>``, ends it.
 
     gpt-oss: the model samples ``<|return|>`` or ``<|call|>``, the template writes ``<|end|>`` or ``<|call|>``.
+    Llama 3.1: ``<|eot_id|>``; its generation config has ``<|eom_id|>`` too, which the template names and opens nothing
+    with: it only closes. ``<|end_of_text|>``, which the template never names, is a stop and closes no turn.
     """
 
     stops: tuple[int, ...]
@@ -34,8 +37,11 @@ class Ends:
         return (first == last and last in self.stops) or {first, last} <= self.closers
 
 
-def find_ends(continuation: Continuation, encode: Callable[[str], list[int]], special: Collection[int]) -> Ends:
-    """Raises `TemplateError` where the end of a reply cannot be found in ids."""
+def find_ends(
+    continuation: Continuation, encode: Callable[[str], list[int]], words: AddedTokens, further: Sequence[int] = ()
+) -> Ends:
+    """`further` ids end a reply as well. Raises `TemplateError` where the end of a reply cannot be found in ids."""
+    special = words.special_ids
     closings = continuation.closings()
     closed = _first_ids([encode(text) for text in closings], special)
     deltas = [encode(text) for text in _deltas(continuation)]
@@ -46,7 +52,12 @@ def find_ends(continuation: Continuation, encode: Callable[[str], list[int]], sp
             "none follows; the end of a reply cannot be found in ids"
         )
     closers = {head for ids in deltas for head in ids[:1] if head in closed or _closes(ids, encode, special)}
-    return Ends(tuple(closed or heads), frozenset(closers | set(closed) if closed else ()), frozenset(heads))
+    if closed:
+        opening = {*heads, *encode(continuation.template.render([ASKS], prompt=True))}
+        closers |= {*closed, *(set(words.named_in(continuation.template.source)) & set(further) - opening)}
+    return Ends(
+        tuple(dict.fromkeys((*(closed or heads), *further))), frozenset(closers if closed else ()), frozenset(heads)
+    )
 
 
 def _deltas(continuation: Continuation) -> list[str]:

@@ -17,7 +17,7 @@ from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.segment import SegmentBuilder
 from penstock.agent_loops.trace import span
 from penstock.rollout_server.answer import Answer
-from penstock.rollout_server.protocol import Chunk, FinishReason, GenerateRequest, Generation, Sampling
+from penstock.rollout_server.protocol import Chunk, FinishReason, GenerateRequest, Generation, ImageRef, Sampling
 from penstock.transfer_queue.ledger import Lease
 from penstock.transfer_queue.trajectory import JournalEntry, JournalKind
 
@@ -94,7 +94,7 @@ class EpisodeLLM:
             raise AgentError("generate() on a segment that is done; ask `segment.done` before each call")
         asked = (segment.context_len, segment.context_hash)
         try:
-            entry = self._journal.take(JournalKind.SAMPLED, asked[1])
+            entry = self._journal.take(JournalKind.SAMPLED, segment.fed_hash)
             generation = from_entry(entry) if entry else await self._sample(segment, asked, overrides)
         except (InfraFailure, EpisodeRestart) as error:
             self.failure = error
@@ -106,18 +106,25 @@ class EpisodeLLM:
     async def _sample(
         self, segment: SegmentBuilder, asked: tuple[int, int], overrides: Mapping[str, Any]
     ) -> Generation:
-        generation = await self.draw(segment.context(), segment.budget.tokens_left, overrides)
-        await self._journal.append(to_entry(generation, asked, {}))
+        context, room = segment.context(), segment.budget.tokens_left
+        generation = await self.draw(context, room, overrides, images=segment.images)
+        await self._journal.append_naming(to_entry(generation, (asked[0], segment.fed_hash), {}))
         return generation
 
     async def draw(
-        self, context: list[int], tokens_left: int, overrides: Mapping[str, Any], watch: Watch | None = None
+        self,
+        context: list[int],
+        tokens_left: int,
+        overrides: Mapping[str, Any],
+        watch: Watch | None = None,
+        *,
+        images: Sequence[ImageRef] = (),
     ) -> Generation:
         """Sample on exactly these ids, `tokens_left` tokens at most: checked, but neither journaled nor appended yet.
 
         Raises as `generate` does. Cancelling it gives the answer up in the engine.
         """
-        request = self._request(context, tokens_left, overrides)
+        request = self._request(context, tokens_left, overrides, images)
         started = time.monotonic()
         try:
             with span("model"):
@@ -140,12 +147,18 @@ class EpisodeLLM:
                     break
         return answer.whole()
 
-    def _request(self, context: list[int], tokens_left: int, overrides: Mapping[str, Any]) -> GenerateRequest:
-        wanted = {**self.sampling.model_dump(), **overrides}
-        wanted["max_new_tokens"] = min(wanted["max_new_tokens"], tokens_left)
-        return GenerateRequest(
+    def _request(
+        self, context: list[int], tokens_left: int, overrides: Mapping[str, Any], images: Sequence[ImageRef]
+    ) -> GenerateRequest:
+        """Not validated: checking, and copying, a context of our own ids is what most of a request would cost."""
+        sampling = self.sampling
+        if overrides or tokens_left < sampling.max_new_tokens:
+            wanted = {**sampling.model_dump(), **overrides}
+            sampling = Sampling(**{**wanted, "max_new_tokens": min(wanted["max_new_tokens"], tokens_left)})
+        return GenerateRequest.model_construct(
             token_ids=context,
-            sampling=Sampling(**wanted),
+            images=tuple(images),
+            sampling=sampling,
             request_id=f"{self._lease.episode_id}:{self._lease.fence}:{self.counts.calls}",
             episode_id=self._lease.episode_id,
             min_version=self._lease.min_version,

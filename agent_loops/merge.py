@@ -11,9 +11,12 @@ import xxhash
 from penstock.agent_loops.base import AgentLoopOutput
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
 from penstock.agent_loops.llm import Seen
-from penstock.agent_loops.segment import little_endian
+from penstock.agent_loops.token_row import little_endian
 from penstock.transfer_queue.ledger import Lease
 from penstock.transfer_queue.trajectory import Segment, Trajectory
+
+IMAGES = "images"
+"""Key in a trajectory's extra."""
 
 
 def as_outputs(returned: Any) -> list[AgentLoopOutput]:
@@ -73,9 +76,18 @@ def to_trajectory(
         turn_rewards=tuple(float(value) for output in outputs for value in output.turn_rewards),
         num_turns=sum(output.num_turns for output in outputs),
         metrics={key: float(value) for key, value in {**merged_metrics, **metrics}.items()},
-        extra={**merged_extra, **extra},
+        extra={**merged_extra, **extra, **_images(outputs)},
         data_source=lease.task.data_source,
     )
+
+
+def _images(outputs: Sequence[AgentLoopOutput]) -> dict[str, Any]:
+    """Which images stand in each segment, in order, by content, and where their bytes are; nothing where none does."""
+    if not any(output.images for output in outputs):
+        return {}
+    by_segment = [[image.sha256 for image in output.images] for output in outputs]
+    urls = {image.sha256: image.url for output in outputs for image in output.images}
+    return {IMAGES: {"by_segment": by_segment, "urls": urls}}
 
 
 def _to_segment(output: AgentLoopOutput) -> Segment:

@@ -1,7 +1,7 @@
 """How much of an episode is one token sequence, and why what is not was not merged.
 
-A segment whose prompt begins with the prompt of an earlier one was meant to go on from it. Where it does not hold the
-earlier ids, the history was
+A segment whose prompt begins with the messages of an earlier one's was meant to go on from it. Where it does not hold
+the earlier ids, the history was
 
     retokenised   the same text, other ids
     retemplated   the same words, other white space, punctuation or order: a call that went through JSON, a lost newline
@@ -11,8 +11,12 @@ earlier ids, the history was
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from penstock.agent_loops.base import AgentLoopOutput
 
@@ -22,16 +26,25 @@ Decode = Callable[[Sequence[int]], str]
 WORD = re.compile(r"\w+")
 
 
-def continuity(outputs: Sequence[AgentLoopOutput], decode: Decode) -> dict[str, float]:
-    """Metrics of an episode: how much was merged, and what was not.
+def continuity(outputs: Sequence[AgentLoopOutput], decode: Decode, opening_tokens: int = 0) -> dict[str, float]:
+    """Metrics of an episode: how much was merged, what was not, and what that costs.
 
     ``merged_turns``: share of the turns after the first that went on in a segment that was there;
-    ``mismatch/KIND``: counts.
+    ``mismatch/KIND``: counts. Of prompts that go on from an earlier segment and do not hold its ids:
+    ``repeated_tokens``, which the trainer computes once more; ``refilled_tokens``, those of them behind the first
+    difference, which the engine's prefix cache cannot give back. `opening_tokens`: a prompt's last ids, which open
+    the reply, and which a template may write differently in histories.
     """
     turns = sum(output.num_turns for output in outputs)
     merged = (turns - len(outputs)) / (turns - 1) if turns > 1 else 1.0
-    found = [kind for index in range(1, len(outputs)) if (kind := _of_segment(outputs[: index + 1], decode))]
-    return {"merged_turns": merged, **{f"mismatch/{kind}": float(found.count(kind)) for kind in KINDS}}
+    found = _breaks(outputs, decode, opening_tokens)
+    kinds = Counter(one.kind for one in found)
+    return {
+        "merged_turns": merged,
+        **{f"mismatch/{kind}": float(kinds[kind]) for kind in KINDS},
+        "repeated_tokens": float(sum(one.prompt_tokens for one in found)),
+        "refilled_tokens": float(sum(one.prompt_tokens - one.shared_tokens for one in found)),
+    }
 
 
 def classify(before: Sequence[int], prompt: Sequence[int], decode: Decode) -> Mismatch | None:
@@ -46,12 +59,50 @@ def classify(before: Sequence[int], prompt: Sequence[int], decode: Decode) -> Mi
     return "retemplated" if sorted(words) == sorted(other[: len(words)]) else "rewritten"
 
 
-def _of_segment(outputs: Sequence[AgentLoopOutput], decode: Decode) -> Mismatch | None:
-    """Of the last output, against the newest earlier one that it goes on from."""
-    *earlier, last = outputs
-    prompt = last.prompt_ids.tolist()
-    for output in reversed(earlier):
-        begin = output.prompt_ids.tolist()
-        if len(prompt) > len(begin) and prompt[: len(begin)] == begin:
-            return classify([*begin, *output.response_ids.tolist()], prompt, decode)
-    return None
+@dataclass(frozen=True, slots=True)
+class _Break:
+    """A segment that was meant to go on from an earlier one."""
+
+    kind: Mismatch
+    prompt_tokens: int
+    shared_tokens: int
+    """Leading ids that are the earlier segment's."""
+
+
+def _breaks(outputs: Sequence[AgentLoopOutput], decode: Decode, opening_tokens: int) -> list[_Break]:
+    found, earlier = [], _Begun(opening_tokens)
+    for output in outputs:
+        origin = earlier.origin_of(output)
+        if origin is not None and (one := _break(origin, output, decode)):
+            found.append(one)
+        earlier.add(output)
+    return found
+
+
+class _Begun:
+    """Segments so far, by what their prompts begin with. A byte comparison ends at the first difference."""
+
+    def __init__(self, opening_tokens: int) -> None:
+        self._opening_bytes = 4 * opening_tokens
+        self._all: list[tuple[bytes, int, AgentLoopOutput]] = []
+
+    def add(self, output: AgentLoopOutput) -> None:
+        whole = output.prompt_ids.astype("<i4").tobytes()
+        self._all.append((whole[: len(whole) - self._opening_bytes], len(whole), output))
+
+    def origin_of(self, output: AgentLoopOutput) -> AgentLoopOutput | None:
+        """The newest one whose messages `output` begins with, and has more."""
+        prompt = output.prompt_ids.astype("<i4").tobytes()
+        begun = (one for start, size, one in reversed(self._all) if len(prompt) > size and prompt.startswith(start))
+        return next(begun, None)
+
+
+def _break(origin: AgentLoopOutput, output: AgentLoopOutput, decode: Decode) -> _Break | None:
+    before = np.concatenate([origin.prompt_ids, origin.response_ids])
+    prompt = output.prompt_ids
+    kind = classify(before.tolist(), prompt.tolist(), decode)
+    if kind is None:
+        return None
+    size = min(len(before), len(prompt))
+    differ = np.flatnonzero(before[:size] != prompt[:size])
+    return _Break(kind, len(prompt), int(differ[0]) if len(differ) else size)

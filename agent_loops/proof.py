@@ -53,7 +53,7 @@ def prove(chat: ChatTokens, tools: Tools) -> Proof:
         _check_tool_results_are_shown(chat, tools)
         _check_calls_are_parsed(chat, tools)
     found = _Findings()
-    for case in conversations(chat.template, tools):
+    for case in conversations(chat.template, tools, images=chat.rendering.places is not None):
         _try(chat, tools, case, found)
     needed = "tool" if tools else "user"
     if needed not in found.proven:
@@ -78,9 +78,9 @@ class _Findings:
 def _try(chat: ChatTokens, tools: Tools, case: Case, found: _Findings) -> None:
     role = str(case.new[0]["role"])
     try:
-        wanted = chat.template.render([*case.history, *case.new], tools, prompt=True)
+        wanted = chat.rendering.prompt_text([*case.history, *case.new], tools)
         delta = chat.decode(chat.render(case.new, tools, case.calls))
-        opening = chat.template.render(case.history[:-1], tools, prompt=True)
+        opening = chat.rendering.prompt_text(case.history[:-1], tools)
     except TemplateError as error:
         found.refused.setdefault(case.name, f"{case.name}: {error}")
         return

@@ -1,12 +1,7 @@
-"""One append-only token sequence of an episode, as its loop builds it.
-
-prompt ids │ sampled │ observed │ sampled │ …        mask  1…1 │ 0…0 │ 1…1
-"""
+"""One append-only token sequence of an episode, as its loop builds it: a `TokenRow` under the episode's budget."""
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +12,13 @@ import xxhash
 from penstock.agent_loops.base import AgentLoopOutput
 from penstock.agent_loops.ends import Ends
 from penstock.agent_loops.errors import AgentError
-from penstock.transfer_queue.trajectory import COMPLETED, Ids, Outcome, OutcomeKind, Spans
+from penstock.agent_loops.shared_ints import SHARED
+from penstock.agent_loops.token_row import TokenRow
+from penstock.rollout_server.protocol import ImageRef
+from penstock.transfer_queue.trajectory import COMPLETED, Outcome, OutcomeKind
 
 TRUNCATED_LENGTH = Outcome(OutcomeKind.TRUNCATED, "length")
+SPOILED = Outcome(OutcomeKind.POLICY_ERROR, "the model sampled the place of an image that is not there")
 TRUNCATED_TURNS = Outcome(OutcomeKind.TRUNCATED, "turns")
 TRUNCATED_DEADLINE = Outcome(OutcomeKind.TRUNCATED, "deadline")
 
@@ -53,26 +52,31 @@ class SegmentBuilder:
         budget: Budget,
         stop_ids: Collection[int] = (),
         ends: Ends | None = None,
+        *,
+        images: Sequence[ImageRef] = (),
+        placeholders: Collection[int] = (),
     ) -> None:
-        """`ends`: which of the stops stand for each other; None, each for itself."""
+        """`ends`: which of the stops stand for each other; None, each for itself.
+
+        `images` whose places the prompt has; `placeholders` are the ids of such places, which a model may not sample.
+        """
         if not len(prompt_ids):
             raise AgentError("a segment needs at least one prompt token")
         self.budget = budget
         self.finish_reason: str | None = None
         self.tools: tuple[Mapping[str, Any], ...] = ()
-        self.said: tuple[Mapping[str, Any], ...] = ()
-        """The conversation in messages; `ChatTokens.start` and `go_on` keep it."""
+        self.said: list[Mapping[str, Any]] = []
+        """The conversation in messages; `ChatTokens` keeps it where histories are written again."""
         self.said_up_to = 0
         """Length of the context that `said` tells."""
+        self.images = list(images)
+        """In the order of their places in the context."""
+        self._placeholders = frozenset(placeholders)
+        self._spoiled = False
+        self._searched_up_to = 0
         self._stop_ids = frozenset(stop_ids)
         self._ends = ends
-        self._ids = array("i", prompt_ids)
-        self._prompt_len = len(prompt_ids)
-        self._mask = bytearray()
-        self._logprobs = array("f")
-        self._spans = array("i")
-        self._turn_starts = array("i")
-        self._hash = xxhash.xxh3_64(little_endian(self._ids))
+        self._row = TokenRow(prompt_ids)
         self._out_of_room = False
 
     # what a loop asks ----------------------------------------------------------------------------------------------
@@ -83,20 +87,28 @@ class SegmentBuilder:
 
     @property
     def num_turns(self) -> int:
-        return len(self._turn_starts)
+        return len(self._row.turn_starts)
 
     @property
     def context_len(self) -> int:
-        return len(self._ids)
+        return len(self._row.ids)
 
     @property
     def context_hash(self) -> int:
         """xxh3-64 of the int32 little-endian ids of `context`; kept up to date at a cost linear in new ids."""
-        return self._hash.intdigest()
+        return self._row.hash
+
+    @property
+    def fed_hash(self) -> int:
+        """`context_hash` and the images: two images of one size have the same ids."""
+        if not self.images:
+            return self.context_hash
+        names = [image.sha256 for image in self.images]
+        return xxhash.xxh3_64_intdigest(":".join([str(self.context_hash), *names]).encode())
 
     def context(self) -> list[int]:
         """Prompt and response ids so far: exactly what the next model call is fed."""
-        return self._ids.tolist()
+        return SHARED.of(np.frombuffer(self._row.ids, dtype=np.int32))
 
     # what happens to it --------------------------------------------------------------------------------------------
     def append_sampled(
@@ -107,15 +119,12 @@ class SegmentBuilder:
         finish_reason: str,
     ) -> None:
         """One model call's answer (N ids, N logprobs, spans over 0…N); for `EpisodeLLM`, which checked them."""
-        start = len(self._mask)
-        self._turn_starts.append(start)
-        for version, first, end in version_spans:
-            self._spans.extend((version, start + first, start + end))
-        self._logprobs.extend(logprobs)
-        self._extend(ids, sampled=True)
+        self._row.append_sampled(ids, logprobs, version_spans)
+        self.budget.response_tokens += len(ids)
         self.budget.turns += 1
         self.finish_reason = finish_reason
-        self._out_of_room = finish_reason == "length"
+        self._spoiled = not self._placeholders.isdisjoint(ids)
+        self._out_of_room = finish_reason == "length" or self._spoiled
 
     def observe(self, ids: Sequence[int]) -> bool:
         """Append ids that the model reads but did not write (mask 0).
@@ -123,21 +132,35 @@ class SegmentBuilder:
         A closing token that the model already sampled is not repeated. Where no room would be left to answer, nothing
         is appended, the segment is done and False is returned.
         """
+        images = getattr(ids, "images", ())
         ids = self._without_repeated_stop(ids)
-        if len(ids) >= self.budget.tokens_left:
-            self._out_of_room = True
+        if not self._has_room(len(ids)):
             return False
         self.append_fed(ids)
+        self.images.extend(images)
+        return True
+
+    def make_room(self, count: int) -> bool:
+        """Draw on the budget for what a segment that takes this one's place begins with. False: as `observe`."""
+        if self.done or not self._has_room(count):
+            return False
+        self.budget.response_tokens += count
         return True
 
     def append_fed(self, ids: Sequence[int]) -> None:
         """Append ids with mask 0 that the model has read already, whatever room is left."""
-        self._logprobs.extend([0.0] * len(ids))
-        self._extend(ids, sampled=False)
+        self._row.append_fed(ids)
+        self.budget.response_tokens += len(ids)
 
-    def remember(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """The context so far, in messages."""
-        self.said, self.said_up_to = tuple(said), self.context_len
+    def remember(self, new: Sequence[Mapping[str, Any]]) -> None:
+        """What the context holds since the last time, in messages."""
+        self.said.extend(new)
+        self.said_up_to = self.context_len
+
+    def take_unsearched(self) -> list[int]:
+        """The context since the last time."""
+        start, self._searched_up_to = self._searched_up_to, self.context_len
+        return self._row.ids[start:].tolist()
 
     def output(
         self,
@@ -148,51 +171,35 @@ class SegmentBuilder:
         extra: Mapping[str, Any] | None = None,
     ) -> AgentLoopOutput:
         """The segment as arrays. `outcome` None is read off its end: cut by length, out of turns, or completed."""
-        ids: Ids = np.array(self._ids, dtype=np.int32)
         return AgentLoopOutput(
-            prompt_ids=ids[: self._prompt_len],
-            response_ids=ids[self._prompt_len :],
-            response_mask=np.array(self._mask, dtype=np.uint8),
-            response_logprobs=np.array(self._logprobs, dtype=np.float32),
-            version_spans=self._span_rows(),
-            turn_starts=np.array(self._turn_starts, dtype=np.int32),
+            **self._row.columns(),
             reward=reward,
             turn_rewards=tuple(turn_rewards),
-            outcome=outcome or self._ending(),
+            outcome=SPOILED if self._spoiled else outcome or self._ending(),
             metrics=dict(metrics or {}),
             extra=dict(extra or {}),
+            images=tuple(self.images),
         )
 
     # helpers -------------------------------------------------------------------------------------------------------
-    def _extend(self, ids: Sequence[int], *, sampled: bool) -> None:
-        new = array("i", ids)
-        self._ids.extend(new)
-        self._mask.extend((b"\x01" if sampled else b"\x00") * len(new))
-        self._hash.update(little_endian(new))
-        self.budget.response_tokens += len(new)
+    def _has_room(self, count: int) -> bool:
+        """For `count` ids and an answer to them; else the segment is done."""
+        if count < self.budget.tokens_left:
+            return True
+        self._out_of_room = True
+        return False
 
     def _without_repeated_stop(self, ids: Sequence[int]) -> Sequence[int]:
         """Invariant 1 keeps the sampled stop token where it is; the rendered delta begins with the same one."""
-        if not ids or not self._mask or self._mask[-1] == 0:
+        if not ids or not self._row.ends_sampled:
             return ids
-        last, first = self._ids[-1], ids[0]
+        last, first = self._row.ids[-1], ids[0]
         repeats = (first == last and first in self._stop_ids) or (self._ends and self._ends.repeats(last, first))
         return ids[1:] if repeats else ids
-
-    def _span_rows(self) -> Spans:
-        return np.array(self._spans, dtype=np.int32).reshape(-1, 3)
 
     def _ending(self) -> Outcome:
         if self._out_of_room:
             return TRUNCATED_LENGTH
-        waits_for_answer = bool(self._mask) and self._mask[-1] == 0
-        if not waits_for_answer:
+        if self._row.ends_sampled or not self._row.mask:
             return COMPLETED
         return TRUNCATED_TURNS if self.budget.turns_left == 0 else TRUNCATED_LENGTH
-
-
-def little_endian(ids: array[int] | Ids) -> bytes:
-    """int32 little-endian bytes of ids, on every host: what context hashes are made of."""
-    if sys.byteorder == "little":
-        return ids.tobytes()
-    return np.asarray(ids, dtype="<i4").tobytes()

@@ -44,6 +44,8 @@ class ChatTemplate:
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; put one into its "
                 "folder as chat_template.jinja, or use an instruction-tuned model"
             )
+        self.source = str(tokenizer.get_chat_template())
+        """The template's own text."""
         self.call_form = self._find_call_form()
         """None: the template writes no tool calls; they are part of a reply's text."""
 

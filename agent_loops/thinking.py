@@ -14,11 +14,24 @@ from typing import Literal
 from penstock.agent_loops.continuation import ASKS, Tools
 from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.template import ChatTemplate, Message
+from penstock.tools.parsers import ParsedTurn
 
 ThinkingHistory = Literal["keep", "strip"]
 THOUGHT = re.compile(r"<think>\s*(?!</think>)\S.*?</think>", re.DOTALL)
 PROBE = "THOUGHTMARKERQX"
 THINKS: Message = {"role": "assistant", "content": f"<think>\n{PROBE}\n</think>\n\nI see."}
+
+
+def thinks(text: str) -> bool:
+    """There is a thought in `text`, an empty one aside."""
+    return THOUGHT.search(text) is not None
+
+
+def written_again(template: ChatTemplate, parsed: ParsedTurn, text: str, special: re.Pattern[str]) -> Message:
+    """A sampled reply as a template takes it; one with a malformed call as the text that it was."""
+    if parsed.calls and template.call_form is not None and not any(call.error for call in parsed.calls):
+        return template.call_message(parsed.calls, special.sub("", parsed.content))
+    return {"role": "assistant", "content": special.sub("", text)}
 
 
 class OldThinking:

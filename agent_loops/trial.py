@@ -14,7 +14,10 @@ from penstock.agent_loops.client import FakeClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.worker import WorkerJob, build_parts
+from penstock.agent_loops.job import WorkerJob, build_parts
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.protocol import Sandbox
 from penstock.tools.config import ToolConfig
 from penstock.transfer_queue.ledger import Limits
 from penstock.transfer_queue.memory import MemoryLedger
@@ -32,18 +35,38 @@ async def try_loop(
     says: Says,
     tools: Sequence[ToolConfig] = (),
     recipe_dir: Path = Path(),
+    sandbox: SandboxConfig | None = None,
     **agent: Any,
 ) -> Trajectory:
     """One episode of `loop`, as a worker runs it. `agent`: fields of `AgentConfig`; without `reward`, the loop's own.
 
-    `model` is the folder or hub name of a tokenizer; no weights are loaded. `task.lane` is an evaluation's. Raises
-    `AgentError` as a worker does at its start, and `InfraFailure` where the episode fails.
+    `model` is the folder or hub name of a tokenizer; no weights are loaded. `task.lane` is an evaluation's. `sandbox`:
+    for tools that need one. Raises `AgentError` and `SandboxError` as a worker does at its start, and `InfraFailure`
+    where the episode fails.
     """
+    made = make_sandbox(sandbox, "trial") if sandbox is not None else None
+    try:
+        return await _try(loop, task, model, says, list(tools), recipe_dir, made, agent)
+    finally:
+        if made is not None:
+            await made.close()
+
+
+async def _try(  # noqa: PLR0917 - called in one place
+    loop: str,
+    task: Task,
+    model: str,
+    says: Says,
+    tools: list[ToolConfig],
+    recipe_dir: Path,
+    sandbox: Sandbox | None,
+    agent: dict[str, Any],
+) -> Trajectory:
     ledger = MemoryLedger()
     await ledger.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1), "trial: true")
     client = FakeClient(lambda context: [])
-    job = WorkerJob("trial", AgentConfig(loop=loop, **agent), ledger, client, model, list(tools), recipe_dir=recipe_dir)
-    parts = build_parts(job, None)
+    job = WorkerJob("trial", AgentConfig(loop=loop, **agent), ledger, client, model, tools, recipe_dir=recipe_dir)
+    parts = build_parts(job, sandbox)
     client.reply = _player(parts.chat, says)
     await ledger.submit([task], cursor=DataCursor(0, 1))
     (lease,) = await ledger.lease_episodes("trial", 1, 0)

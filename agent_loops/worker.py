@@ -3,15 +3,15 @@
 task         consumes                waits for                        woken by
 admit        client.best_version,    room; a server; admission        an episode's end; its own back-off
              ledger.lease_episodes
-episode × N  one lease               model, tools, reward             (see episode.py)
+episode × N  one lease               model, tools, reward             (see running.py, episode.py)
 renew        leases held             a third of the lease's TTL       the clock; cancels episodes that were lost
 adapt        client.servers, 429s    ADAPT_S                          the clock; wakes admit (concurrency.py)
 report       waits, counts           REPORT_S                         the clock
 watch        the loop's beat         a thread of its own              names code that blocks the loop (loop_watch.py)
 
-Shutdown, healthy (cancellation): admission stops, episodes are cancelled, give back their tools and hand their leases
-back with their journals, within DRAIN_DEADLINE_S. Crashed (kill -9): leases run out and other workers go on from the
-journals. Either way nothing that was sampled is lost.
+Shutdown, healthy (cancellation): admission stops, episodes are cancelled, leave their tools to the next owner and hand
+their leases back with their journals, within DRAIN_DEADLINE_S. Crashed (kill -9): leases run out and other workers go
+on from the journals. Either way nothing that was sampled is lost.
 """
 
 from __future__ import annotations
@@ -20,30 +20,22 @@ import asyncio
 import logging
 import random
 import time
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from pathlib import Path
+from dataclasses import replace
 
-from penstock.agent_loops.chat import chat_of
-from penstock.agent_loops.client import GenerateClient
-from penstock.agent_loops.concurrency import ADAPT_S, Bounds, Concurrency, WatchedClient
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.episode import Episode, EpisodeParts
+from penstock.agent_loops.collector import frozen_start
+from penstock.agent_loops.concurrency import ADAPT_S, Concurrency, WatchedClient
 from penstock.agent_loops.errors import WorkerStopped
-from penstock.agent_loops.load import allow_imports_from
+from penstock.agent_loops.job import WorkerJob, build_parts
 from penstock.agent_loops.loop_watch import LoopWatch
-from penstock.agent_loops.registry import find_loop
-from penstock.agent_loops.reward import load_reward, may_need_sandbox
+from penstock.agent_loops.parts import EpisodeParts
+from penstock.agent_loops.reward import may_need_sandbox
+from penstock.agent_loops.running import CHUNK, RunningEpisodes
 from penstock.agent_loops.stats import WorkerStats
-from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox, SandboxError
-from penstock.tools.config import ToolConfig
-from penstock.tools.registry import close_tools, configs_of, make_tools
-from penstock.transfer_queue.ledger import Lease, LeaseLost, Ledger, LedgerError
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+from penstock.tools.registry import close_tools
+from penstock.transfer_queue.ledger import Lease, LedgerError
 
-DRAIN_DEADLINE_S = 10.0
 BACK_OFF_S = (0.05, 0.2)
 """First and longest pause while the ledger admits nothing, before jitter."""
 GATHER_S = 0.005
@@ -51,31 +43,6 @@ GATHER_S = 0.005
 REPORT_S = 5.0
 NO_SERVER_DEADLINE_S = 900.0
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerJob:
-    """Everything one agent worker is told. The ledger and the client stay their opener's to close."""
-
-    name: str
-    """Unique in the run; named in leases and logs."""
-    config: AgentConfig
-    ledger: Ledger
-    client: GenerateClient
-    model: str
-    """Folder or hub name of the tokenizer."""
-    tools: list[ToolConfig] = field(default_factory=list)
-    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    seed: int = 0
-    """Of back-off jitter; sampling is seeded at the servers."""
-    recipe_dir: Path = Path()
-    """Where files named in the recipe are looked for first."""
-    lease_ttl_s: float = 15.0
-    sandbox_token: str | None = None
-    """Bearer token of a remote sandbox server."""
-    max_failures_in_a_row: int = 20
-    server_slots: int = 0
-    """Requests that a rollout server decodes together; 0: not known."""
 
 
 async def run_worker(job: WorkerJob) -> None:
@@ -87,7 +54,8 @@ async def run_worker(job: WorkerJob) -> None:
     parts: EpisodeParts | None = None
     try:
         parts = build_parts(job, sandbox)
-        await Worker(job, parts).run()
+        with frozen_start():
+            await Worker(job, parts).run()
     finally:
         if parts is not None:
             await close_tools(parts.tools.values())
@@ -99,9 +67,10 @@ async def run_worker(job: WorkerJob) -> None:
 
 def _sandbox_of(job: WorkerJob) -> Sandbox | None:
     """Tools must have one; rewards of verl's names may do without, and say so where a program is to be run."""
+    if not job.tools and not may_need_sandbox(job.config):
+        return None
     try:
-        needed = job.tools or may_need_sandbox(job.config)
-        return make_sandbox(job.sandbox, job.name, job.sandbox_token) if needed else None
+        return make_sandbox(job.sandbox, job.name, job.sandbox_token, job.config.episode_deadline_s)
     except SandboxError as error:
         if job.tools:
             raise
@@ -109,43 +78,17 @@ def _sandbox_of(job: WorkerJob) -> Sandbox | None:
         return None
 
 
-def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
-    """What a worker's episodes share, checked before the first lease: template, tools, loop, reward."""
-    allow_imports_from(job.recipe_dir.resolve())
-    tools = make_tools(job.tools, sandbox)
-    chat = chat_of(job.model, job.config)
-    proof = chat.prove([tool.schema for tool in tools.values()])
-    log.info(
-        "chat template proven on %d conversations; %s", proof.conversations, proof.summary(job.config.thinking_history)
-    )
-    find = lru_cache(partial(find_loop, recipe_dir=job.recipe_dir))
-    find(job.config.loop)
-    return EpisodeParts(
-        worker=job.name,
-        config=job.config,
-        ledger=job.ledger,
-        client=job.client,
-        chat=chat,
-        tools=tools,
-        tool_configs=configs_of(tools),
-        find_loop=find,
-        sandbox=sandbox,
-        on_lost=job.sandbox.on_lost,
-        reward=load_reward(job.config, job.recipe_dir, sandbox),
-    )
-
-
 class Worker:
     """The process's one loop. `run` is called once."""
 
     def __init__(self, job: WorkerJob, parts: EpisodeParts) -> None:
         self.stats = WorkerStats()
+        self.concurrency = Concurrency(job.bounds)
         self._job = job
         self._parts = replace(parts, worker=job.name)
-        self.concurrency = Concurrency(_bounds(job))
-        self._watch = LoopWatch()
-        self._running: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self._room = asyncio.Event()
+        self.episodes = RunningEpisodes(self._parts, self.stats, self._room.set)
+        self._watch = LoopWatch()
         self._random = random.Random(f"{job.seed}/{job.name}")
         self._pause_s = BACK_OFF_S[0]
         self._server_seen = time.monotonic()
@@ -161,7 +104,7 @@ class Worker:
                 self._stop_if_broken()
                 await self._admit()
         finally:
-            await self._drain()
+            await self.episodes.drain()
             for keeper in keepers:
                 keeper.cancel()
             await asyncio.gather(*keepers, return_exceptions=True)
@@ -171,26 +114,23 @@ class Worker:
     # admission -----------------------------------------------------------------------------------------------------
     async def _admit(self) -> None:
         """One look at the ledger, or one wait for room."""
-        free = self.concurrency.limit - len(self._running)
+        free = self.concurrency.limit - len(self.episodes)
         if free <= 0:
             self._room.clear()
             await self._room.wait()
             await asyncio.sleep(GATHER_S)
             return
         version = await self._job.client.best_version()
-        leases = await self._job.ledger.lease_episodes(self._job.name, free, version) if version is not None else []
+        leases: list[Lease] = []
+        if version is not None:
+            leases = await self._job.ledger.lease_episodes(self._job.name, min(free, CHUNK), version)
         for lease in leases:
-            self._start(lease)
+            self.episodes.start(lease)
         self._server_seen = time.monotonic() if version is not None else self._server_seen
         if leases:
             self._pause_s = BACK_OFF_S[0]
         else:
             await self._back_off("server" if version is None else "admission", free)
-
-    def _start(self, lease: Lease) -> None:
-        task = asyncio.create_task(self._run_episode(lease), name=lease.episode_id)
-        self._running[lease.episode_id] = (lease, task)
-        task.add_done_callback(lambda _: self._forget(lease))
 
     async def _back_off(self, cause: str, free: int) -> None:
         pause_s = self._pause_s * self._random.uniform(0.75, 1.25)
@@ -198,62 +138,11 @@ class Worker:
         self.stats.add_wait(cause, pause_s * free / self._job.config.concurrency)
         await asyncio.sleep(pause_s)
 
-    # episodes ------------------------------------------------------------------------------------------------------
-    async def _run_episode(self, lease: Lease) -> None:
-        started = time.monotonic()
-        try:
-            outcome = await Episode(self._parts, lease).run()
-            self.stats.add_episode(outcome, time.monotonic() - started)
-        except LeaseLost:
-            log.warning("episode %s went to another worker", lease.episode_id)
-        except LedgerError as error:
-            self.stats.add_episode(Outcome(OutcomeKind.INFRA_ERROR, str(error), "ledger"), time.monotonic() - started)
-        except Exception as error:
-            log.exception("episode %s failed in the worker itself", lease.episode_id)
-            self.stats.add_episode(Outcome(OutcomeKind.INFRA_ERROR, repr(error), "worker"), time.monotonic() - started)
-
-    def _forget(self, lease: Lease) -> None:
-        """A callback of the task, not its last line: a task cancelled before its first step runs no line at all."""
-        held = self._running.get(lease.episode_id)
-        if held is not None and held[0].fence == lease.fence:
-            del self._running[lease.episode_id]
-        self._room.set()
-
-    async def _drain(self) -> None:
-        """Every episode gives its tools back first, then its lease goes back with its journal."""
-        running = list(self._running.values())
-        for _, task in running:
-            task.cancel()
-        if not running:
-            return
-        await asyncio.wait([task for _, task in running], timeout=DRAIN_DEADLINE_S)
-        ended = [lease for lease, task in running if task.done() and task.cancelled()]
-        await asyncio.gather(*(self._hand_back(lease) for lease in ended))
-        log.info("drained: %d of %d episodes handed back", len(ended), len(running))
-
-    async def _hand_back(self, lease: Lease) -> None:
-        """A lease that is lost by now is refused, and that is right."""
-        try:
-            async with asyncio.timeout(DRAIN_DEADLINE_S / 2):
-                await self._job.ledger.release(lease)
-        except (LedgerError, TimeoutError) as error:
-            log.warning("lease of %s was not handed back (%s); it runs out by itself", lease.episode_id, error)
-
     # keepers -------------------------------------------------------------------------------------------------------
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._job.lease_ttl_s / 3)
-            held = {episode_id: lease for episode_id, (lease, _) in self._running.items()}
-            lost = await self._job.ledger.renew(list(held.values())) if held else []
-            for episode_id in lost:
-                self._cancel_lost(episode_id, held[episode_id])
-
-    def _cancel_lost(self, episode_id: str, lease: Lease) -> None:
-        """Only the run that held the lost lease: the episode may have ended, or been leased anew, meanwhile."""
-        current = self._running.get(episode_id)
-        if current is not None and current[0].fence == lease.fence:
-            log.warning("lease of %s was lost; stopping it", episode_id)
-            current[1].cancel()
+            await self.episodes.renew()
 
     async def _adapt(self) -> None:
         """With a client that does not tell how its servers are, the limit stays."""
@@ -266,7 +155,7 @@ class Worker:
                 log.warning("the servers' load is not known: %s", error)
                 continue
             before = self.concurrency.limit
-            limit = self.concurrency.saw(servers, client.refused, len(self._running), time.monotonic())
+            limit = self.concurrency.saw(servers, client.refused, len(self.episodes), time.monotonic())
             if limit > before:
                 self._room.set()
 
@@ -274,7 +163,7 @@ class Worker:
         while True:
             await asyncio.sleep(REPORT_S)
             await self._flush()
-            line, lag_s = self.stats.line(len(self._running)), self._watch.take_longest_s()
+            line, lag_s = self.stats.line(len(self.episodes)), self._watch.take_longest_s()
             log.info("%s: %s; limit %d, loop lag %.3f s", self._job.name, line, self.concurrency.limit, lag_s)
 
     async def _flush(self) -> None:
@@ -294,13 +183,6 @@ class Worker:
             )
         if time.monotonic() - self._server_seen > NO_SERVER_DEADLINE_S:
             raise WorkerStopped(f"no rollout server for {NO_SERVER_DEADLINE_S:.0f} s; see the rollout servers' logs")
-
-
-def _bounds(job: WorkerJob) -> Bounds:
-    """Half of what a server may hold before it counts as loaded is decoded at once; the other half waits there."""
-    given = job.config.server_requests
-    requests = 2 * job.server_slots if given is None else given
-    return Bounds(job.config.concurrency, requests, job.config.server_tokens)
 
 
 def _raise_from(tasks: list[asyncio.Task[None]]) -> None:

@@ -108,13 +108,19 @@ def train_rank() -> None:
 
 @app.command()
 def sandbox(
+    overrides: Annotated[list[str] | None, typer.Argument(help="sandbox.key=value …", metavar="[KEY=VALUE]…")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A recipe whose sandbox section says how; only that.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8700,
 ) -> None:
-    """Start a sandbox server: boxes for tool code over HTTP, for agent workers on other machines [PENSTOCK_TOKEN]."""
-    from penstock.deploy import roles
+    """Start a sandbox server: boxes for tool code over HTTP, for agent workers on other machines [PENSTOCK_TOKEN].
 
-    _run(lambda: roles.sandbox(host, port))
+    Example: penstock sandbox sandbox.max_boxes=32 "sandbox.server.warm={default: 4}"
+    """
+    from penstock.deploy import roles
+    from penstock.deploy.load_config import load_sandbox
+
+    _run(lambda: roles.sandbox(load_sandbox(recipe, overrides or []), host, port))
 
 
 def _link(ledger: str | None, run: str | None) -> Any:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from penstock.deploy.config import RunConfig
+from penstock.sandbox.config import SandboxConfig
 
 
 class ConfigError(Exception):
@@ -31,6 +32,24 @@ def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
         _apply_override(tree, override)
     _resolve_paths(tree, folders[::-1])
     return parse_config(tree, source=str(recipe))
+
+
+def load_sandbox(recipe: Path | None, overrides: Sequence[str] = ()) -> SandboxConfig:
+    """The `sandbox` section alone, of a recipe (whose other sections may be missing) and overrides.
+
+    Raises `ConfigError`.
+    """
+    tree = {"sandbox": (_read_yaml(recipe) if recipe is not None else {}).get("sandbox") or {}}
+    for override in overrides:
+        _apply_override(tree, override)
+    if strangers := sorted(set(tree) - {"sandbox"}):
+        raise ConfigError(f"a sandbox server reads sandbox.* alone, not {', '.join(strangers)}")
+    try:
+        return SandboxConfig.model_validate(tree["sandbox"])
+    except ValidationError as error:
+        problems = [{**problem, "loc": ("sandbox", *problem["loc"])} for problem in error.errors()]
+        lines = [f"  {_explain(dict(problem), tree)}" for problem in problems]
+        raise ConfigError("\n".join([f"{recipe or 'overrides'}: {len(lines)} problem(s)", *lines])) from None
 
 
 def parse_config(tree: Mapping[str, Any], source: str) -> RunConfig:

@@ -17,6 +17,7 @@ from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of
 from penstock.deploy.load_config import ConfigError
 from penstock.deploy.processes import STOP_FILE_VARIABLE, die_with_parent
 from penstock.deploy.run_dir import RunDir
+from penstock.sandbox.config import SandboxConfig
 
 TRAINER_STOP_S = 25.0
 """For the last checkpoint; torchrun gives its ranks 30 s after SIGTERM."""
@@ -112,7 +113,8 @@ async def rollout(link: Link, name: str, host: str | None, port: int | None) -> 
 
 async def agent(link: Link, name: str) -> None:
     from penstock.agent_loops.errors import AgentError
-    from penstock.agent_loops.worker import WorkerJob, run_worker
+    from penstock.agent_loops.job import WorkerJob
+    from penstock.agent_loops.worker import run_worker
     from penstock.rollout_server.client import RolloutClient
     from penstock.sandbox.protocol import SandboxError
     from penstock.tools.registry import ToolConfigError
@@ -178,15 +180,18 @@ async def train_rank(link: Link) -> None:
         await _closing(ledger, train(job))
 
 
-async def sandbox(host: str, port: int) -> None:
-    """A sandbox server belongs to no run: it needs the token alone."""
-    from penstock.sandbox.config import SandboxConfig
+async def sandbox(config: SandboxConfig, host: str, port: int) -> None:
+    """A sandbox server belongs to no run: it needs the token alone. Raises `ConfigError` where it cannot start."""
+    from penstock.sandbox.protocol import SandboxError
     from penstock.sandbox.server import serve
 
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
         raise ConfigError(f"{TOKEN_VARIABLE} is not set: callers of the sandbox server must present it")
-    await serve(SandboxConfig(), host, port, token)
+    try:
+        await serve(config, host, port, token)
+    except SandboxError as error:
+        raise ConfigError(str(error)) from error
 
 
 def weights_dir(config: RunConfig) -> Path:

@@ -21,6 +21,8 @@ def fit_request(request: GenerateRequest, info: EngineInfo) -> GenerateRequest:
     if min(ids) < 0 or max(ids) >= info.vocab_size:
         wrong = next(i for i, token in enumerate(ids) if not 0 <= token < info.vocab_size)
         raise BadRequest(f"token_ids.{wrong}", f"{ids[wrong]} is outside the vocabulary of {info.vocab_size}")
+    if request.images and not info.images:
+        raise BadRequest("images", f"the {info.name} engine with this model takes none")
     room = info.max_model_len - len(ids)
     if room < 1:
         raise BadRequest(

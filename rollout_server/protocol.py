@@ -32,6 +32,16 @@ class Sampling(BaseModel):
     seed: Count | None = Field(None, ge=0, le=2**63 - 1)
 
 
+class ImageRef(BaseModel):
+    """An image by its content. Who reads it checks the bytes against `sha256`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    url: str = Field(pattern="^(file:///|data:image/)")
+    """``file:///…`` on a file system that the server shares, or ``data:image/…;base64,…``."""
+
+
 class GenerateRequest(BaseModel):
     """Body of POST /generate."""
 
@@ -39,6 +49,8 @@ class GenerateRequest(BaseModel):
 
     token_ids: list[Count] = Field(min_length=1)
     """The exact context, prompt and whatever was already sampled."""
+    images: tuple[ImageRef, ...] = ()
+    """In the order of their places in `token_ids`, which are as wide already as the model's processor makes them."""
     sampling: Sampling = Sampling()
     request_id: Label = ""
     episode_id: Label = ""
@@ -99,6 +111,8 @@ class EngineInfo(BaseModel):
     """Policy version of the loaded weights, as the engine itself reports it."""
     vocab_size: int
     max_model_len: int
+    images: bool = False
+    """It takes requests with images."""
     limits: list[str] = []
     """What this engine cannot do, one sentence each; printed at start."""
 

@@ -1,29 +1,22 @@
-"""One driver process seen from the worker: frames out, frames in, and its end."""
+"""A driver that is a child of the worker, at the other end of a socket pair."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
-import struct
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO
 
 from penstock.sandbox.bundle import open_blob
 from penstock.sandbox.cgroups import Cgroup
+from penstock.sandbox.frames import Box, BoxEnded
 from penstock.sandbox.protocol import SandboxError
 
 START_DEADLINE_S = 20.0
 END_DEADLINE_S = 5.0
-MAX_FRAME_BYTES = 64 << 20
-_LENGTH = struct.Struct(">I")
-
-
-class BoxEnded(SandboxError):
-    """The driver's end of the socket closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +31,19 @@ class BoxCommand:
     cgroup: Cgroup | None = None
 
 
-class Box:
-    """A started driver. One request at a time; the owner awaits `end` whatever happened."""
+class ProcessBox(Box):
+    _writer: asyncio.StreamWriter
 
     def __init__(self, process: subprocess.Popen[bytes], stderr: IO[bytes], cgroup: Cgroup | None) -> None:
+        super().__init__()
         self._process = process
         self._stderr = stderr
         self._cgroup = cgroup
-        self._requests = 0
         self._oom_kills_seen = 0
         self._oom_kills_at_end: int | None = None
 
     @classmethod
-    async def start(cls, command: BoxCommand) -> Box:
+    async def start(cls, command: BoxCommand) -> ProcessBox:
         """Spawned from the event loop's own thread: ``--die-with-parent`` means the thread that started it.
 
         Raises:
@@ -78,7 +71,7 @@ class Box:
             async with asyncio.timeout(START_DEADLINE_S):
                 await self._receive()
         except (BoxEnded, TimeoutError) as error:
-            reason = self._last_words() or f"no answer in {START_DEADLINE_S:.0f} s"
+            reason = self.last_words or f"no answer in {START_DEADLINE_S:.0f} s"
             await self.end()
             raise SandboxError(f"the box did not start: {reason}") from error
         except BaseException:
@@ -89,33 +82,6 @@ class Box:
     def alive(self) -> bool:
         return self._process.poll() is None and not self._reader.at_eof()
 
-    async def request(self, command: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """The driver's answer. Raises `BoxEnded`, or `TimeoutError` past the deadline: end the box then."""
-        self._requests += 1
-        body = json.dumps({**command, "id": self._requests}).encode("ascii")
-        async with asyncio.timeout(deadline_s):
-            try:
-                self._writer.write(_LENGTH.pack(len(body)) + body)
-                await self._writer.drain()
-            except ConnectionError as error:
-                raise BoxEnded("the box closed its socket") from error
-            answer = await self._receive()
-        if answer.get("id") != self._requests:
-            raise BoxEnded("the box broke its protocol")
-        return answer
-
-    async def _receive(self) -> dict[str, Any]:
-        try:
-            (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            if size > MAX_FRAME_BYTES:
-                raise BoxEnded(f"the box sent a frame of {size} bytes")
-            answer = json.loads(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
-            raise BoxEnded(f"the box ended ({self._last_words() or 'it said nothing'})") from error
-        if not isinstance(answer, dict):
-            raise BoxEnded("the box broke its protocol")
-        return answer
-
     def new_oom_kills(self) -> int:
         """Processes of this box that ran out of memory since the last call; also after its end."""
         if self._cgroup is None:
@@ -124,7 +90,8 @@ class Box:
         new, self._oom_kills_seen = total - self._oom_kills_seen, total
         return new
 
-    def _last_words(self) -> str:
+    @property
+    def last_words(self) -> str:
         self._stderr.seek(0)
         return self._stderr.read(2000).decode("utf-8", "replace").strip()
 

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from penstock.sandbox.protocol import SandboxError
 
-MODULES = ("capture", "children", "processes", "interpreter", "watch", "files", "driver")
+MODULES = (
+    *("frames", "capture", "children", "processes", "interpreter", "shell", "residents", "watch"),
+    *("files", "calls", "confine", "driver"),
+)
 """In import order: each finds those before it in `sys.modules`."""
 PACKAGE = "penstock.sandbox.inside"
 
@@ -22,10 +25,30 @@ sources = json.load(sys.stdin)
 sys.stdout.buffer.write(marshal.dumps([(name, compile(text, "<" + name + ">", "exec")) for name, text in sources]))
 """
 
-_BOOT = """
+_FROM_FILE = """
 import sys, os, marshal, types
 with os.fdopen(int(sys.argv[2]), "rb") as blob:
     modules = marshal.load(blob)
+"""
+
+_FROM_STDIN = """
+import sys, os, json, types
+assert sys.version_info >= (3, 9), "Python 3.9 or newer is needed, this is " + sys.version
+def take(size):
+    data = b""
+    while len(data) < size:
+        chunk = os.read(0, size - len(data))
+        if not chunk:
+            sys.exit("cut off")
+        data += chunk
+    return data
+modules = [
+    (name, compile(text, "<" + name + ">", "exec"))
+    for name, text in json.loads(take(int.from_bytes(take(4), "big")))
+]
+"""
+
+_BOOT = """
 package = sys.modules["{package}"] = types.ModuleType("{package}")
 for name, code in modules:
     module = sys.modules["{package}." + name] = types.ModuleType("{package}." + name)
@@ -37,11 +60,9 @@ module.main()
 
 def compile_driver(python: str) -> bytes:
     """Raises `SandboxError` where `python` cannot be run."""
-    folder = Path(__file__).parent / "inside"
-    sources = [(name, (folder / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]
     try:
-        command, text = [python, "-I", "-S", "-c", _COMPILE], json.dumps(sources).encode()
-        done = subprocess.run(command, input=text, capture_output=True, timeout=30, check=False)
+        command = [python, "-I", "-S", "-c", _COMPILE]
+        done = subprocess.run(command, input=_sources(), capture_output=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxError(
             f"the boxes' interpreter {python} cannot be run: {error} (`apt-get install python3`)"
@@ -55,7 +76,23 @@ def compile_driver(python: str) -> bytes:
 
 def driver_command(python: str, settings: dict[str, object], blob_fd: str) -> list[str]:
     """Argument vector of the driver; descriptor 0 must be its control socket, `blob_fd` a fresh `open_blob`."""
-    return [python, "-I", "-S", "-c", _BOOT, json.dumps(settings), blob_fd]
+    return [python, "-I", "-S", "-c", _FROM_FILE + _BOOT, json.dumps(settings), blob_fd]
+
+
+def driver_command_from_stdin(python: str, settings: dict[str, object]) -> list[str]:
+    """The same for another machine's interpreter: `driver_sources` must be the first that it reads from its stdin."""
+    return [python, "-I", "-S", "-c", _FROM_STDIN + _BOOT, json.dumps(settings)]
+
+
+def driver_sources() -> bytes:
+    """The driver as text, with its length in front."""
+    text = _sources()
+    return len(text).to_bytes(4, "big") + text
+
+
+def _sources() -> bytes:
+    folder = Path(__file__).parent / "inside"
+    return json.dumps([(name, (folder / f"{name}.py").read_text(encoding="utf-8")) for name in MODULES]).encode()
 
 
 def open_blob(content: bytes) -> int:

@@ -100,6 +100,8 @@ class CgroupMaker:
             return
         _write(memory / "memory.limit_in_bytes", memory_bytes)
         _write(memory / "memory.memsw.limit_in_bytes", memory_bytes, optional=True)
+        # buffers of sockets, of UDP too, count against nothing else in version 1
+        _write(memory / "memory.kmem.tcp.limit_in_bytes", memory_bytes, optional=True)
         _write(cpu / "cpu.cfs_quota_us", quota_us)
 
     def reap(self) -> int:

@@ -6,12 +6,16 @@ from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import Sandbox, SandboxError
 
 
-def make_sandbox(config: SandboxConfig, owner: str, token: str | None = None) -> Sandbox:
+def make_sandbox(
+    config: SandboxConfig, owner: str, token: str | None = None, episode_deadline_s: float | None = None
+) -> Sandbox:
     """The sandbox that `config.backend` names.
 
     Args:
         owner: names the run; what a killed process of the same owner left is cleared away.
         token: of the sandbox server, for backend ``remote``.
+        episode_deadline_s: of the episodes that will use it: a remote session that nobody used for so long, and some
+            headroom, is ended by the server.
 
     Raises:
         SandboxError: it cannot work here; the text names the mend.
@@ -21,17 +25,21 @@ def make_sandbox(config: SandboxConfig, owner: str, token: str | None = None) ->
 
         return BwrapSandbox(config, owner)
     if config.backend == "remote":
-        return _remote(config, token)
+        return _remote(config, token, episode_deadline_s)
+    if config.backend == "docker":
+        from penstock.sandbox.docker.sandbox import DockerSandbox
+
+        return DockerSandbox(config, owner)
     from penstock.sandbox.unsafe_subprocess import UnsafeSubprocessSandbox
 
     return UnsafeSubprocessSandbox(config)
 
 
-def _remote(config: SandboxConfig, token: str | None) -> Sandbox:
-    from penstock.sandbox.remote import RemoteSandbox
+def _remote(config: SandboxConfig, token: str | None, episode_deadline_s: float | None) -> Sandbox:
+    from penstock.sandbox.remote import USUAL_DEADLINE_S, RemoteSandbox, ttl_of
 
     if config.url is None:
         raise SandboxError("sandbox.backend is remote: set sandbox.url to a `penstock sandbox` server")
     if not token:
         raise SandboxError("sandbox.backend is remote: its server's token is needed (the run token)")
-    return RemoteSandbox(config, config.url, token)
+    return RemoteSandbox(config, config.url, token, ttl_of(episode_deadline_s or USUAL_DEADLINE_S))

@@ -1,4 +1,4 @@
-"""What every maker of driver boxes does alike: slots, session ids, closing."""
+"""What every maker of boxes does alike: slots, session ids, closing."""
 
 from __future__ import annotations
 
@@ -6,18 +6,33 @@ import asyncio
 import logging
 import secrets
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from penstock.sandbox.box import Box
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import SandboxError, SandboxLost
+from penstock.sandbox.frames import Box
+from penstock.sandbox.protocol import NoSuchImage, SandboxBusy, SandboxLost, Session
 from penstock.sandbox.session import DriverSession
 
 logger = logging.getLogger(__name__)
 
 QUEUE_TIMEOUT_S = 120.0
+HOST = "host"
+"""The one image of boxes that show this machine's /usr."""
 
 
-class DriverSandbox(ABC):
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What all boxes of one session have in common."""
+
+    session_id: str
+    label: str
+    image: str | None
+    slot: int
+    """No box of another living session of this maker has it."""
+
+
+class SlottedSandbox(ABC):
     """At most `config.max_boxes` sessions at once; further ones wait up to `queue_timeout_s`."""
 
     containment: str
@@ -26,27 +41,41 @@ class DriverSandbox(ABC):
     def __init__(self, config: SandboxConfig, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
         self.config = config
         self.queue_timeout_s = queue_timeout_s
-        self._sessions: dict[str, DriverSession] = {}
+        self._sessions: dict[str, Session] = {}
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(config.max_boxes):
             self._slots.put_nowait(slot)
 
     @abstractmethod
-    async def _launch(self, slot: int) -> Box:
-        """A fresh box; no other living one has this slot. Raises `SandboxError`."""
+    async def _open(self, place: Place, release: Callable[[], None]) -> Session:
+        """A session with its first box started; it calls `release` once, when it is closed.
 
-    async def start(self, label: str) -> DriverSession:
-        slot = await self._free_slot()
-        session_id = secrets.token_hex(12)
+        Raises `SandboxError`, and has not called `release` then.
+        """
+
+    def check_image(self, image: str | None) -> None:
+        """Raises `NoSuchImage` where boxes of `image` cannot be made."""
+        if image not in (None, HOST):
+            raise NoSuchImage(
+                f"image {image!r}: a {self.config.backend} box shows this machine's own system ({HOST!r}); boxes of"
+                " images need sandbox.backend: docker"
+            )
+
+    async def start(self, label: str, *, image: str | None = None) -> Session:
+        self.check_image(image)
+        place = Place(secrets.token_hex(12), label, image, await self._free_slot())
 
         def release() -> None:
-            self._sessions.pop(session_id, None)
-            self._slots.put_nowait(slot)
+            self._sessions.pop(place.session_id, None)
+            self._slots.put_nowait(place.slot)
 
-        session = DriverSession(session_id, self.config, lambda: self._launch(slot), release)
-        self._sessions[session_id] = session
-        await session.open()
-        logger.debug("box %s in slot %d for %s", session_id, slot, label)
+        try:
+            session = await self._open(place, release)
+        except BaseException:
+            release()
+            raise
+        self._sessions[place.session_id] = session
+        logger.debug("box %s in slot %d for %s", place.session_id, place.slot, label)
         return session
 
     async def _free_slot(self) -> int:
@@ -55,9 +84,9 @@ class DriverSandbox(ABC):
                 return await self._slots.get()
         except TimeoutError as error:
             waited = f"all {self.config.max_boxes} boxes were in use for {self.queue_timeout_s:g} s"
-            raise SandboxError(f"{waited}: raise sandbox.max_boxes or lower agent.concurrency") from error
+            raise SandboxBusy(f"{waited}: raise sandbox.max_boxes or lower agent.concurrency") from error
 
-    async def attach(self, session_id: str) -> DriverSession:
+    async def attach(self, session_id: str) -> Session:
         """Only this process's own: a box ends with the process that opened it."""
         if session_id not in self._sessions:
             raise SandboxLost(f"no session {session_id} here: a box ends with the process that opened it")
@@ -65,3 +94,17 @@ class DriverSandbox(ABC):
 
     async def close(self) -> None:
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
+
+
+class DriverSandbox(SlottedSandbox):
+    """Boxes of this machine's own system, with a driver in each."""
+
+    @abstractmethod
+    async def _launch(self, place: Place) -> Box:
+        """A fresh box. Raises `SandboxError`."""
+
+    async def _open(self, place: Place, release: Callable[[], None]) -> DriverSession:
+        def launch() -> Awaitable[Box]:
+            return self._launch(place)
+
+        return DriverSession(place.session_id, self.config, await launch(), launch, release)

@@ -1,9 +1,10 @@
-"""A box for code that nobody trusts: five verbs, whatever holds the walls up."""
+"""A box for code that nobody trusts: a few verbs, whatever holds the walls up."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 class SandboxError(Exception):
@@ -12,6 +13,19 @@ class SandboxError(Exception):
 
 class SandboxLost(SandboxError):
     """The session does not exist any more."""
+
+
+class NoSuchImage(SandboxError):
+    """Boxes of the image that was asked for cannot be made here; the text names the mend."""
+
+
+class SandboxBusy(SandboxError):
+    """No room now (all boxes in use, or a quota reached): nothing was started, the caller may ask again."""
+
+    def __init__(self, reason: str, after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.after_s = after_s
+        """When asking again may help, where that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +40,56 @@ class RunResult:
     """``wall``, ``cpu``, ``memory`` or ``output`` where a limit ended or cut it."""
     duration_s: float = 0.0
     state_lost: bool = False
-    """The interpreter (or the whole box) had to be ended: names that earlier `run_python` calls defined are gone."""
+    """State that earlier calls had built up is gone: of `run_python` its interpreter's names, of `run_shell` its
+    shell's directory, variables and functions, of `run` that of either."""
+    files_lost: bool = False
+    """The whole box was started anew since the last call said so: its files are gone too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A piece of what a streamed run writes, as it comes; whole characters."""
+
+    stream: Literal["stdout", "stderr"]
+    data: str
+    result: RunResult | None = None
+    """On the last item alone (its `data` is empty): what `run` would have returned, texts included."""
 
 
 class Session(Protocol):
-    """One living box. The caller that started it closes it."""
+    """One living box. The caller that started it closes it. Calls queue up: one runs at a time."""
 
     session_id: str
 
-    async def run(self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None) -> RunResult:
-        """Run a command to its end inside the box. Raises `SandboxError`."""
+    async def run(
+        self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
+    ) -> RunResult:
+        """Run a command to its end inside the box, in `cwd` (of the box; None: its /tmp). Raises `SandboxError`."""
+
+    def stream(
+        self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
+    ) -> AsyncIterator[Output]:
+        """`run`, told as it goes on; at most `output_bytes` of each stream. Who leaves before the last item cancels
+        the run, as a cancelled `run` is: the box is started anew."""
 
     async def run_python(self, code: str, *, timeout_s: float | None = None) -> RunResult:
         """Run code in the session's own interpreter: names defined by one call are there in the next."""
+
+    async def run_shell(self, command: str, *, timeout_s: float | None = None) -> RunResult:
+        """Run a command in the session's own shell (bash, else sh): its directory, variables and functions live on.
+
+        A command that ends the shell (``exit``) or breaks a limit starts the next call in a fresh one: `state_lost`.
+        """
 
     async def write_file(self, path: str, data: bytes) -> None:
         """Replace or make a file; `path` is the box's (relative to its /tmp). Raises `OSError` as open() would."""
 
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
         """At most the first `max_bytes` of a regular file. Raises `OSError` as open() would."""
+
+    async def leave(self) -> None:
+        """Let go of the box without ending it: another process will `attach`. One that cannot outlive this process
+        is closed."""
 
     async def close(self) -> None:
         """End everything in the box; safe to call twice."""
@@ -53,8 +98,11 @@ class Session(Protocol):
 class Sandbox(Protocol):
     """A maker of boxes, one per worker process or sandbox server."""
 
-    async def start(self, label: str) -> Session:
-        """A fresh box; `label` (run and episode) marks it for reaping. Raises `SandboxError`."""
+    async def start(self, label: str, *, image: str | None = None) -> Session:
+        """A fresh box of `image` (None: the backend's default); `label` (run and episode) marks it for reaping.
+
+        Raises `SandboxError`, `NoSuchImage` and `SandboxBusy` among them.
+        """
 
     async def attach(self, session_id: str) -> Session:
         """A box that another process opened. Raises `SandboxLost` where it is gone or cannot outlive its opener."""

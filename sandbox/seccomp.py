@@ -32,6 +32,7 @@ class _Arch:
     audit: int
     clone: int
     socket: int
+    prlimit: int
     denied: tuple[int, ...]
 
 
@@ -40,6 +41,7 @@ _ARCHES = {
         0xC000003E,
         clone=56,
         socket=41,
+        prlimit=302,
         # ptrace syslog pivot_root chroot acct settimeofday mount umount2 swapon swapoff reboot iopl ioperm init_module
         # delete_module quotactl kexec_load add_key request_key keyctl unshare perf_event_open fanotify_init
         # name_to_handle_at open_by_handle_at setns process_vm_readv process_vm_writev kcmp finit_module
@@ -53,6 +55,7 @@ _ARCHES = {
         0xC00000B7,
         clone=220,
         socket=198,
+        prlimit=261,
         # the same calls by their generic numbers; iopl and ioperm do not exist
         denied=(
             *(117, 116, 41, 51, 89, 170, 40, 39, 224, 225, 142, 105, 106, 60, 104, 217, 218, 219, 97, 241, 262),
@@ -74,6 +77,9 @@ def build_filter(machine: str | None = None) -> bytes | None:
     program += [_step(_JUMP_EQ, _CLONE3, 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
     for number in (*arch.denied, *_SINCE_424):
         program += [_step(_JUMP_EQ, number, 0, 1), deny]
+    # of others it asks for nothing but their uid: code could starve the box's first process, and we would be blamed
+    program += [_step(_JUMP_EQ, arch.prlimit, 0, 4), _step(_LOAD, _OFFSET_ARG0), _step(_JUMP_EQ, 0, 1, 0)]
+    program += [deny, _step(_RETURN, _ALLOW)]
     program += [_step(_JUMP_EQ, arch.clone, 0, 4), _step(_LOAD, _OFFSET_ARG0), _step(_JUMP_SET, _NEW_NAMESPACES, 0, 1)]
     program += [deny, _step(_RETURN, _ALLOW)]
     program += [_step(_JUMP_EQ, arch.socket, 1, 0), _step(_RETURN, _ALLOW), _step(_LOAD, _OFFSET_ARG0)]

@@ -1,15 +1,15 @@
-"""A session of the backends that have a driver: `bwrap` and `unsafe_subprocess`. They differ in how a box starts."""
+"""A session of the backends that have a driver: they differ in how a box starts."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from penstock.sandbox.box import Box, BoxEnded
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import RunResult, SandboxError, SandboxLost
+from penstock.sandbox.frames import Box, BoxEnded, Tell
+from penstock.sandbox.one_box import OneBoxSession
+from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
+from penstock.sandbox.streaming import stream_of
 
 GRACE_S = 5.0
 """How much longer than a run's own limit the driver may take; past it the box is ended from outside."""
@@ -17,38 +17,27 @@ FILE_DEADLINE_S = 20.0
 MAX_FILE_BYTES = 32 << 20
 
 
-class DriverSession:
-    """One box, started anew within the session when a run brought it down. Calls queue up: one runs at a time."""
+class DriverSession(OneBoxSession[Box]):
+    """Every call is a request to the driver in the box."""
 
-    def __init__(
-        self,
-        session_id: str,
-        config: SandboxConfig,
-        launch: Callable[[], Awaitable[Box]],
-        on_closed: Callable[[], None],
-    ) -> None:
-        self.session_id = session_id
-        self._config = config
-        self._launch = launch
-        self._on_closed = on_closed
-        self._box: Box | None = None
-        self._turn = asyncio.Lock()
-        self._ending: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
+    async def run(
+        self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
+    ) -> RunResult:
+        return await self._run({"do": "run", "argv": argv, "stdin": stdin, "cwd": cwd}, timeout_s)
 
-    async def open(self) -> None:
-        """Raises `SandboxError` where the box does not start; the session is closed then."""
-        try:
-            self._box = await self._launch()
-        except BaseException:
-            await self.close()
-            raise
-
-    async def run(self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None) -> RunResult:
-        return await self._run({"do": "run", "argv": argv, "stdin": stdin}, timeout_s)
+    def stream(
+        self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
+    ) -> AsyncIterator[Output]:
+        command = {"do": "run", "argv": argv, "stdin": stdin, "cwd": cwd, "tell": True}
+        return stream_of(lambda tell: self._run(command, timeout_s, tell))
 
     async def run_python(self, code: str, *, timeout_s: float | None = None) -> RunResult:
         return await self._run({"do": "python", "code": code}, timeout_s)
+
+    async def run_shell(self, command: str, *, timeout_s: float | None = None) -> RunResult:
+        if "\0" in command:
+            return RunResult("", "the command holds a NUL character\n", 1)
+        return await self._run({"do": "shell", "command": command}, timeout_s)
 
     async def write_file(self, path: str, data: bytes) -> None:
         if len(data) > MAX_FILE_BYTES:
@@ -59,31 +48,24 @@ class DriverSession:
         answer = await self._file({"do": "read", "path": path, "max_bytes": min(max_bytes, MAX_FILE_BYTES)})
         return base64.b64decode(answer["data"])
 
-    async def close(self) -> None:
-        """Goes on to its end also where the caller is cancelled: `on_closed` gives the box's slot to the next one."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._shut_down())
-        await asyncio.shield(self._closing)
-
-    async def _shut_down(self) -> None:
-        try:
-            await self._end_box()
-        finally:
-            self._on_closed()
-
-    async def _run(self, command: dict[str, Any], timeout_s: float | None) -> RunResult:
+    async def _run(self, command: dict[str, Any], timeout_s: float | None, tell: Tell | None = None) -> RunResult:
         limit_s = self._config.run_timeout_s if timeout_s is None else timeout_s
         async with self._turn:
             box = await self._living_box()
-            try:
-                answer = await self._request(box, {**command, "timeout_s": limit_s}, limit_s + GRACE_S)
-            except TimeoutError:
-                return self._brought_down("wall", limit_s)
-            except BoxEnded as error:
-                if box.new_oom_kills() > 0:
-                    return self._brought_down("memory", 0.0)
-                await self.close()  # from inside, nothing but lack of memory can end the driver
-                raise SandboxLost(f"the box of session {self.session_id} ended during a run: {error}") from error
+            self._losses.began(command["do"])
+            result = await self._result(box, {**command, "timeout_s": limit_s}, limit_s, tell)
+            return self._losses.told(command["do"], result)
+
+    async def _result(self, box: Box, command: dict[str, Any], limit_s: float, tell: Tell | None) -> RunResult:
+        try:
+            answer = await self._request(box, command, limit_s + GRACE_S, tell)
+        except TimeoutError:
+            return RunResult("", "", None, limit="wall", duration_s=limit_s)
+        except BoxEnded as error:
+            if box.new_oom_kills() > 0:
+                return RunResult("", "", None, limit="memory")
+            await self.close()  # from inside, nothing but lack of memory can end the driver
+            raise SandboxLost(f"the box of session {self.session_id} ended during a run: {error}") from error
         if "errno" in answer:  # no process, descriptor or memory left in the box
             return RunResult("", f"the sandbox has no room for another process: {answer['error']}\n", 1)
         return _to_result(answer, out_of_memory=box.new_oom_kills() > 0)
@@ -98,36 +80,15 @@ class DriverSession:
             raise OSError(answer["errno"], answer["error"], command["path"])
         return answer
 
-    async def _request(self, box: Box, command: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    async def _request(
+        self, box: Box, command: dict[str, Any], deadline_s: float, tell: Tell | None = None
+    ) -> dict[str, Any]:
         """Any ending but an answer ends the box: its next answer could be the one to this request."""
         try:
-            return await box.request(command, deadline_s)
+            return await box.request(command, deadline_s, tell)
         except BaseException:
             await self._end_box()
             raise
-
-    async def _living_box(self) -> Box:
-        if self._closing is not None:
-            raise SandboxLost(f"session {self.session_id} is closed")
-        if self._box is None:
-            if self._ending is not None:
-                await asyncio.shield(self._ending)  # the new box takes over its slot
-            self._box = await self._launch()
-        if not self._box.alive:
-            await self.close()
-            raise SandboxLost(f"the box of session {self.session_id} ended between two calls")
-        return self._box
-
-    async def _end_box(self) -> None:
-        if self._box is not None:
-            self._ending = asyncio.create_task(self._box.end())
-            self._box = None
-        if self._ending is not None:
-            await asyncio.shield(self._ending)
-
-    @staticmethod
-    def _brought_down(limit: str, duration_s: float) -> RunResult:
-        return RunResult("", "", None, limit=limit, duration_s=duration_s, state_lost=True)
 
 
 def _to_result(answer: dict[str, Any], out_of_memory: bool) -> RunResult:

@@ -12,10 +12,10 @@ import shutil
 import sys
 import tempfile
 
-from penstock.sandbox.box import Box, BoxCommand
+from penstock.sandbox.box import BoxCommand, ProcessBox
 from penstock.sandbox.bundle import compile_driver, driver_command
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.maker import QUEUE_TIMEOUT_S, DriverSandbox
+from penstock.sandbox.maker import QUEUE_TIMEOUT_S, DriverSandbox, Place
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class UnsafeSubprocessSandbox(DriverSandbox):
         self._folder = tempfile.mkdtemp(prefix="penstock-unsafe-")
         logger.warning("sandbox: %s", self.containment)
 
-    async def _launch(self, slot: int) -> Box:
-        root = os.path.join(self._folder, str(slot))
+    async def _launch(self, place: Place) -> ProcessBox:
+        root = os.path.join(self._folder, str(place.slot))
         shutil.rmtree(root, ignore_errors=True)
         os.makedirs(root)
         settings: dict[str, object] = {
@@ -43,7 +43,7 @@ class UnsafeSubprocessSandbox(DriverSandbox):
         }
         env = {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "HOME": root, "LANG": "C.UTF-8"}
         argv = tuple(driver_command(sys.executable, settings, "{0}"))
-        return await Box.start(BoxCommand(argv, (self._driver,), cwd=root, env=env))
+        return await ProcessBox.start(BoxCommand(argv, (self._driver,), cwd=root, env=env))
 
     async def close(self) -> None:
         await super().close()

@@ -62,6 +62,10 @@ class BaseTool(ABC):
     """Where a state is lost, this tool's own earlier calls bring it back. False: the episode starts afresh."""
     turn_group: str | None = None
     """Calls of tools of one group run in the order in which the model wrote them; others run in parallel."""
+    create_timeout_s: float = 60.0
+    """Deadline of `create`, waiting for a free box included."""
+    reward_timeout_s: float = 60.0
+    """Deadline of `calc_reward`."""
     guard: ToolGuard | None = None
     """Cache, turnstile and retries around the calls; made from the tool's configuration."""
 
@@ -88,7 +92,11 @@ class BaseTool(ABC):
 
     @abstractmethod
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
-        """One call, arguments already validated. Raises `ToolInfraError` where the tool, not the call, failed."""
+        """One call, arguments already validated. Raises `ToolInfraError` where the tool, not the call, failed.
+
+        Written without ``async`` it runs in a thread. `penstock.sandbox.call_key.current_call` names the call, the same
+        name in a worker that has to ask again: an idempotency key for services that the tool asks itself.
+        """
 
     async def calc_reward(self, state: Any) -> float | None:
         """Reward of the tool's final state, asked at the episode's end; None where it has none."""
@@ -96,6 +104,13 @@ class BaseTool(ABC):
 
     async def release(self, state: Any) -> None:
         """Give back what `create` took."""
+
+    async def leave(self, state: Any) -> None:
+        """Let go of a state whose episode goes on in another worker, which will `attach` (a drain, a lost lease).
+
+        What would end with this process anyway is released.
+        """
+        await self.release(state)
 
     async def close(self) -> None:
         """Give back what the tool itself holds (connections, servers); awaited once, when its worker ends."""

@@ -19,9 +19,19 @@ RUN_MARGIN_S = 2.0
 class EpisodeBox:
     """Opened at the first call of any of its tools, closed when the last of them has let go."""
 
-    def __init__(self, sandbox: Sandbox, label: str) -> None:
+    folder = ""
+    """Where relative paths of the editor begin; empty: where the session begins."""
+    begin = ""
+    """Shell text that the box's first shell runs before its first command."""
+
+    def __init__(self, sandbox: Sandbox, label: str, image: str | None = None) -> None:
         self._sandbox = sandbox
         self._label = label
+        self._image = image
+        self.python_calls: list[str] = []
+        """Code of the calls whose names live in the box's interpreter now, oldest first."""
+        self.taken_over = False
+        """Another worker's calls made it what it is: `python_calls` does not know them."""
         self._session: Session | None = None
         self._users = 0
         self._opening = asyncio.Lock()
@@ -35,14 +45,32 @@ class EpisodeBox:
         """Raises `SandboxError`."""
         async with self._opening:
             if self._session is None:
-                self._session = await self._sandbox.start(self._label)
+                self._session = await self._open()
             return self._session
+
+    @property
+    def shared(self) -> bool:
+        """More than one tool works in it: what one of them can do again is not all that was done."""
+        return self._users > 1
+
+    async def renew(self) -> Session:
+        """A fresh box in place of one that is gone. Raises `SandboxError`."""
+        async with self._opening:
+            lost, self._session = self._session, None
+            if lost is not None:
+                await lost.close()
+            self._session = await self._open()
+            return self._session
+
+    async def _open(self) -> Session:
+        return await self._sandbox.start(self._label, image=self._image)
 
     async def adopt(self, session_id: str) -> None:
         """Go on in a box that another worker opened. Raises `SandboxLost`, and `SandboxError`."""
         async with self._opening:
             if self._session is None:
                 self._session = await self._sandbox.attach(session_id)
+                self.taken_over = True
             elif self._session.session_id != session_id:
                 raise SandboxLost(f"the episode is in box {self._session.session_id}, no longer in {session_id}")
 
@@ -50,12 +78,13 @@ class EpisodeBox:
         self._users += 1
         return self
 
-    async def let_go(self) -> None:
-        """Raises nothing of the box's: what cannot be closed is left to its TTL."""
+    async def let_go(self, *, leave: bool = False) -> None:
+        """The last one ends the box, or leaves it to another worker. Raises `SandboxError`: its TTL ends it then."""
         self._users -= 1
         if self._users == 0 and self._session is not None:
             session, self._session = self._session, None
-            await session.close()
+            self.python_calls, self.taken_over = [], False
+            await (session.leave() if leave else session.close())
 
 
 _BOXES: ContextVar[dict[int, EpisodeBox] | None] = ContextVar("boxes of this episode", default=None)
@@ -71,12 +100,16 @@ def sharing(boxes: dict[int, EpisodeBox]) -> Iterator[None]:
         _BOXES.reset(token)
 
 
-def box_for(sandbox: Sandbox, label: str) -> EpisodeBox:
-    """The episode's box of this sandbox, taken; outside of `sharing` one of its own."""
+def box_for(sandbox: Sandbox, made: EpisodeBox) -> EpisodeBox:
+    """The episode's box of this sandbox, taken: `made` where there is none yet, and outside of `sharing`."""
     boxes = _BOXES.get()
-    if boxes is None:
-        return EpisodeBox(sandbox, label).take()
-    return boxes.setdefault(id(sandbox), EpisodeBox(sandbox, label)).take()
+    return (made if boxes is None else boxes.setdefault(id(sandbox), made)).take()
+
+
+def image_of(task: Task) -> str | None:
+    """The row's own image, from its column ``sandbox_image``; None: the sandbox's default."""
+    image = task.extra_info.get("sandbox_image")
+    return str(image) if image else None
 
 
 class BoxTool(BaseTool):
@@ -92,11 +125,19 @@ class BoxTool(BaseTool):
             raise ValueError(f"tool {self.name} needs a sandbox")
         self._sandbox = sandbox
 
+    def box(self, label: str) -> EpisodeBox:
+        """The tool's state, for callers that run no Penstock loop; `release` gives it back."""
+        return box_for(self._sandbox, EpisodeBox(self._sandbox, label))
+
+    def _box_of(self, task: Task) -> EpisodeBox:
+        """A box for the episode, not opened yet."""
+        return EpisodeBox(self._sandbox, task.task_id, image_of(task))
+
     async def create(self, task: Task) -> EpisodeBox:
-        return box_for(self._sandbox, task.task_id)
+        return box_for(self._sandbox, self._box_of(task))
 
     async def attach(self, task: Task, session_id: str) -> EpisodeBox:
-        box = box_for(self._sandbox, task.task_id)
+        box = box_for(self._sandbox, self._box_of(task))
         try:
             await box.adopt(session_id)
         except SandboxError as error:
@@ -108,6 +149,9 @@ class BoxTool(BaseTool):
 
     async def release(self, state: EpisodeBox) -> None:
         await state.let_go()
+
+    async def leave(self, state: EpisodeBox) -> None:
+        await state.let_go(leave=True)
 
     @property
     def run_timeout_s(self) -> float | None:

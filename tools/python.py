@@ -1,13 +1,13 @@
-"""The `python` tool: an interpreter that remembers, in a box of the episode's own."""
+"""The `python` tool: an interpreter that remembers, in the episode's box."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from penstock.sandbox.protocol import RunResult, Sandbox, SandboxError, SandboxLost, Session
-from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
-from penstock.transfer_queue.trajectory import Task
+from penstock.sandbox.protocol import RunResult, Sandbox, SandboxError, SandboxLost
+from penstock.tools.base import ToolInfraError, ToolResult
+from penstock.tools.episode_box import BoxTool, EpisodeBox
 
 LIMIT_TEXTS = {
     "wall": "Error: the code ran longer than it may and was stopped.",
@@ -16,29 +16,20 @@ LIMIT_TEXTS = {
     "output": "Error: the code wrote more output than it may and was stopped.",
 }
 STATE_LOST = "The interpreter was restarted: variables and imports are gone."
+BOX_LOST = "The sandbox was restarted: variables, imports and files are gone."
 NO_OUTPUT = "(no output)"
 
 
-class PythonState:
-    """One episode's interpreter. The box is opened at the first call."""
+class PythonTool(BoxTool):
+    """Runs code; the model reads what it printed, the value of a last expression, or how it failed.
 
-    def __init__(self, label: str, session: Session | None = None) -> None:
-        self.label = label
-        self.session = session
-        self.history: list[str] = []
-        """Code of the calls whose names live in the interpreter now, oldest first."""
-
-    @property
-    def session_id(self) -> str | None:
-        """For the journal: another worker can attach to the session while its box lives."""
-        return self.session.session_id if self.session is not None else None
-
-
-class PythonTool(BaseTool):
-    """Runs code; the model reads what it printed, the value of a last expression, or how it failed."""
+    It works in the episode's box, with `shell` and `editor` where the episode has them. Alone in it, the earlier code
+    brings a lost box back.
+    """
 
     name = "python"
     description = "Run Python code. Variables persist between calls."
+    replayable = True
     parameters: Mapping[str, Any] = {
         "type": "object",
         "properties": {"code": {"type": "string"}},
@@ -53,54 +44,32 @@ class PythonTool(BaseTool):
             replay_lost: after the loss of a box, run the episode's earlier code again in a fresh one; False: fail.
         """
         super().__init__(sandbox)
-        if sandbox is None:
-            raise ValueError("tool python needs a sandbox")
-        self._sandbox = sandbox
         self._traceback_lines = traceback_lines
         self._replay_lost = replay_lost
 
-    async def create(self, task: Task) -> PythonState:
-        return PythonState(task.task_id)
-
-    async def attach(self, task: Task, session_id: str) -> PythonState:
-        try:
-            return PythonState(task.task_id, await self._sandbox.attach(session_id))
-        except SandboxLost:
-            raise
-        except SandboxError as error:
-            raise ToolInfraError("sandbox", str(error)) from error
-
-    async def execute(self, state: PythonState, arguments: Mapping[str, Any]) -> ToolResult:
+    async def execute(self, state: EpisodeBox, arguments: Mapping[str, Any]) -> ToolResult:
         code = arguments["code"]
         try:
             result = await self._run(state, code)
+        except SandboxLost as error:
+            if self._replay_lost and state.taken_over and not state.shared:
+                raise  # whoever knows all calls brings a fresh state to where this one was
+            raise ToolInfraError("sandbox", str(error)) from error
         except SandboxError as error:
             raise ToolInfraError("sandbox", str(error)) from error
-        state.history = [] if result.state_lost else [*state.history, code]
+        state.python_calls = [] if result.state_lost else [*state.python_calls, code]
         return self._to_tool_result(result)
 
-    async def replay(self, state: PythonState, calls: Sequence[str]) -> None:
-        """Run `calls` again in a fresh box, their output discarded. Raises `SandboxError`."""
-        await self.release(state)
-        state.session = await self._sandbox.start(state.label)
-        for code in calls:
-            await state.session.run_python(code)
-
-    async def release(self, state: PythonState) -> None:
-        session, state.session = state.session, None
-        if session is not None:
-            await session.close()
-
-    async def _run(self, state: PythonState, code: str) -> RunResult:
-        if state.session is None:
-            state.session = await self._sandbox.start(state.label)
+    async def _run(self, box: EpisodeBox, code: str) -> RunResult:
         try:
-            return await state.session.run_python(code)
+            return await (await box.session()).run_python(code)
         except SandboxLost:
-            if not self._replay_lost:
+            if not self._replay_lost or box.taken_over or box.shared:
                 raise
-        await self.replay(state, state.history)
-        return await state.session.run_python(code)
+        session = await box.renew()
+        for earlier in box.python_calls:
+            await session.run_python(earlier)
+        return await session.run_python(code)
 
     def _to_tool_result(self, result: RunResult) -> ToolResult:
         failed = result.exit_code != 0
@@ -112,7 +81,7 @@ class PythonTool(BaseTool):
         elif result.limit == "output":
             parts.append("[output cut]")
         if result.state_lost:
-            parts.append(STATE_LOST)
+            parts.append(BOX_LOST if result.files_lost else STATE_LOST)
         elif failed and not result.stderr.strip():
             parts.append(f"Error: exit code {result.exit_code}")
         text = "\n".join(part for part in parts if part) or NO_OUTPUT

@@ -27,6 +27,7 @@ _TOOLS: dict[str, type[BaseTool] | type[ToolGroup] | BaseTool | str] = {
     "final_answer": "penstock.tools.final_answer:FinalAnswerTool",
     "mcp": "penstock.tools.mcp:McpTools",
     "search": "penstock.tools.search:SearchTool",
+    "swe": "penstock.tools.swe:SweTools",
     "web_search": "penstock.tools.web_search:WebSearchTool",
 }
 """A string is the path of a tool in the box, imported when it is used."""

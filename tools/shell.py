@@ -24,7 +24,7 @@ NO_OUTPUT = "(no output)"
 _WRAPPER = f"""\
 exec 2>&1
 __state="$PWD/{STATE_FILE}"
-if [ -r "$__state" ]; then . "$__state" 2>/dev/null; fi
+if [ -r "$__state" ]; then . "$__state" 2>/dev/null; else eval "$2"; fi
 trap '__code=$?; {{ export -p; declare -f; printf "cd -- %q\\n" "$PWD"; }} > "$__state" 2>/dev/null; exit $__code' EXIT
 set -a
 eval "$1"
@@ -48,7 +48,9 @@ class ShellTool(BoxTool):
             return ToolResult("Error: the command holds a NUL character", is_error=True)
         try:
             session = await state.session()
-            result = await session.run(["bash", "-c", _WRAPPER, "bash", command], timeout_s=self.run_timeout_s)
+            result = await session.run(
+                ["bash", "-c", _WRAPPER, "bash", command, state.begin], timeout_s=self.run_timeout_s
+            )
         except SandboxError as error:
             raise ToolInfraError("sandbox", str(error)) from error
         return _to_tool_result(result)
@@ -62,7 +64,7 @@ def _to_tool_result(result: RunResult) -> ToolResult:
         parts.append(f"[exit status {result.exit_code}]")
     if result.limit == "output" and result.exit_code is not None:
         parts.append("[output cut]")
-    if result.state_lost:
+    if result.files_lost:
         parts.append(BOX_RESTARTED)
     text = "\n".join(part for part in parts if part) or NO_OUTPUT
     return ToolResult(text, metrics={"shell_s": result.duration_s}, is_error=result.exit_code != 0)

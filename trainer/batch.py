@@ -104,6 +104,8 @@ def make_step_batch(
     for trajectory in trajectories:
         if trajectory.reward is None or not np.isfinite(trajectory.reward):
             raise BadBatch(f"episode {trajectory.episode_id}: reward is {trajectory.reward}")
+        if trajectory.extra.get("images"):
+            raise BadBatch(f"episode {trajectory.episode_id}: it has images; this trainer would not see their pixels")
     rows = [
         make_row(index, segment, _where(trajectory, number), step=batch.step, bound=bound, model=model)
         for index, trajectory in enumerate(trajectories)

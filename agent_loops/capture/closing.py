@@ -189,7 +189,7 @@ def _numbers(episode: CapturedEpisode, outputs: Sequence[AgentLoopOutput]) -> di
         "num_turns": sum(output.num_turns for output in outputs),
         "response_tokens": sum(len(output.response_ids) for output in outputs),
         "segments": len(outputs),
-        **continuity(outputs, episode.parts.chat.decode),
+        **continuity(outputs, episode.parts.chat.decode, episode.parts.chat.opening_tokens),
         "token_mismatches": episode.parts.mismatches.take(),
         "latency_s": time.monotonic() - episode.opened_at,
     }

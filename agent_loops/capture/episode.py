@@ -31,7 +31,7 @@ from penstock.agent_loops.capture.said import said_by
 from penstock.agent_loops.capture.sampler import sample
 from penstock.agent_loops.capture.wire import Ask, BadAsk, Choice, answer_id
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
-from penstock.agent_loops.toolbox import all_or_none
+from penstock.agent_loops.side_by_side import all_or_none
 from penstock.rollout_server.protocol import EngineError
 from penstock.transfer_queue.ledger import Lease, LeaseLost, LedgerError
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -23,7 +23,8 @@ from penstock.agent_loops.capture.normal import Message, first_key, next_key
 from penstock.agent_loops.capture.wire import Choice, message_of
 from penstock.agent_loops.chat import ChatTokens
 from penstock.agent_loops.errors import AgentError, TemplateError
-from penstock.agent_loops.segment import SegmentBuilder, little_endian
+from penstock.agent_loops.segment import SegmentBuilder
+from penstock.agent_loops.token_row import little_endian
 from penstock.rollout_server.protocol import Generation
 
 Tools = tuple[Mapping[str, Any], ...]
@@ -204,6 +205,7 @@ class History:
             generation.token_ids, generation.logprobs, generation.version_spans, generation.finish_reason
         )
         turn.end = turn.segment.context_len
+        turn.place = replace(place, delta=(), context=())  # the segment has them; kept twice they grow with turns²
         if parent is not None:
             parent.continued = True
         self.turns[turn.turn_id] = turn

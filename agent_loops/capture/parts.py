@@ -9,7 +9,7 @@ from penstock.agent_loops.capture.wire import TextOf, call_syntax, token_bytes_o
 from penstock.agent_loops.chat import ChatTokens
 from penstock.agent_loops.client import GenerateClient
 from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.episode import Mismatches
+from penstock.agent_loops.parts import Mismatches
 from penstock.agent_loops.reward import RewardFunction
 from penstock.transfer_queue.ledger import Ledger
 

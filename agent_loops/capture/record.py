@@ -80,5 +80,4 @@ class Record:
                 self._remember(turn, from_entry(entry))
 
     def _remember(self, turn: Turn, generation: Generation) -> None:
-        after = [*turn.place.context, *generation.token_ids]
-        self.llm.remember(turn.place.asked, (len(after), hash_of(after)), generation)
+        self.llm.remember(turn.place.asked, (turn.end, hash_of(turn.ids())), generation)

@@ -8,13 +8,14 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
+from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.loops.react import TurnRewards, read_settings, with_system
+from penstock.agent_loops.loops.react import TurnRewards, final_answer, read_settings, with_system
 from penstock.agent_loops.registry import register
 from penstock.agent_loops.segment import TRUNCATED_TURNS
 from penstock.tools.base import ToolResult
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue.trajectory import Task
+from penstock.transfer_queue.trajectory import Outcome, Task
 
 FENCE = "```"
 INSTRUCTION = (
@@ -37,7 +38,10 @@ class CodeActSettings(BaseModel):
 
 @register("code_act")
 class CodeActLoop(AgentLoopBase):
-    """All blocks of an answer are run, in order, by one tool with one state; an answer without a block is the last."""
+    """All blocks of an answer are run, in order, by one tool with one state; an answer without a block is the last.
+
+    So is one whose block gives a result that is `final`.
+    """
 
     async def setup(self, task: Task) -> None:
         self.settings = read_settings(CodeActSettings, self)
@@ -47,20 +51,27 @@ class CodeActLoop(AgentLoopBase):
                 "loop", f"code_act runs blocks with the tool {self.settings.tool!r}; the recipe has {names}"
             )
 
-    async def run(self, task: Task) -> AgentLoopOutput:
-        segment = self.chat.start(with_system(task.messages, self.settings.instruction))
+    async def run(self, task: Task) -> list[AgentLoopOutput]:
+        talk = Conversation(self.chat, with_system(task.messages, self.settings.instruction))
         rewards = TurnRewards()
-        while not segment.done:
-            reply = await self.llm.generate(segment)
+        outcome = await self._turns(talk, rewards)
+        return talk.outputs(outcome, rewards.of(talk.num_turns))
+
+    async def _turns(self, talk: Conversation, rewards: TurnRewards) -> Outcome | None:
+        """None: as the last segment's end says."""
+        while not talk.done:
+            reply = await self.llm.generate(talk.segment)
             blocks = code_blocks(self.chat.decode(reply.ids, special=False), self.settings.languages)
             if not blocks or reply.finish_reason == "length":
                 break
-            if segment.done:
-                return segment.output(outcome=TRUNCATED_TURNS, turn_rewards=rewards.of(segment.num_turns))
+            if talk.done:
+                return TRUNCATED_TURNS
             results = await self.tools.call_all([self._call(code, at) for at, code in enumerate(blocks)])
             rewards.add(results)
-            segment.observe(self.chat.render([{"role": self.settings.observe_as, "content": _observed(results)}]))
-        return segment.output(turn_rewards=rewards.of(segment.num_turns))
+            if final_answer(results) is not None:
+                break
+            talk.go_on(reply, [{"role": self.settings.observe_as, "content": _observed(results)}])
+        return None
 
     def _call(self, code: str, position: int) -> ToolCall:
         return ToolCall(self.settings.tool, {self.settings.argument: code}, f"call_{position}")

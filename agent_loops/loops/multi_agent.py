@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
-from penstock.agent_loops.episode import last_answer
+from penstock.agent_loops.chat import tool_messages
+from penstock.agent_loops.conversation import Conversation
+from penstock.agent_loops.finish import last_answer
 from penstock.agent_loops.loops.react import ReactSettings, react, read_settings, with_system
 from penstock.agent_loops.registry import register
 from penstock.agent_loops.segment import TRUNCATED_TURNS, Budget
@@ -40,10 +42,10 @@ DELEGATE = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one call; `segment` None where no helper was asked."""
+    """What became of one call; no `outputs` where no helper was asked."""
 
     result: ToolResult
-    segment: AgentLoopOutput | None = None
+    outputs: Sequence[AgentLoopOutput] = ()
 
 
 class MultiAgentSettings(ReactSettings):
@@ -67,15 +69,18 @@ class MultiAgentLoop(AgentLoopBase):
         self.helped: list[AgentLoopOutput] = []
 
     async def run(self, task: Task) -> list[AgentLoopOutput]:
-        planner = self.chat.start(with_system(task.messages, self.settings.planner_prompt), tools=[DELEGATE])
-        while not planner.done:
-            calls = self.chat.tool_calls(await self.llm.generate(planner))
+        talk = Conversation(self.chat, with_system(task.messages, self.settings.planner_prompt), [DELEGATE])
+        outcome = None
+        while not talk.done:
+            reply = await self.llm.generate(talk.segment)
+            calls = self.chat.tool_calls(reply)
             if not calls:
                 break
-            if planner.done:
-                return [*self.helped, planner.output(outcome=TRUNCATED_TURNS)]
-            planner.observe(self.chat.render_tools(await self._delegate(calls)))
-        return [*self.helped, planner.output()]
+            if talk.done:
+                outcome = TRUNCATED_TURNS
+                break
+            talk.go_on(reply, tool_messages(await self._delegate(calls)))
+        return [*self.helped, *talk.outputs(outcome)]
 
     async def _delegate(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """One result per call, in order; a call that cannot be handed on gets an error text."""
@@ -88,18 +93,20 @@ class MultiAgentLoop(AgentLoopBase):
         ]
         answers = await self.together(work)
         self._spend(shares)
-        self.helped += [answer.segment for answer in answers if answer.segment is not None]
+        self.tools.counts.final_answer = None  # what a helper ended with answers the planner, not the task
+        self.helped += [output for answer in answers for output in answer.outputs]
         return [answer.result for answer in answers]
 
     async def _help(self, call: ToolCall, share: Budget | None) -> Answer:
-        """One helper from its question to its last words."""
+        """One helper from its question to its last words, or to the tool result that it ended with."""
         if share is None:
             return await _refused("no helper is free any more; answer yourself")
         question = [{"role": "user", "content": str(call.arguments["question"])}]
         chat = self.chat.for_episode(share)
-        segment = chat.start(with_system(question, self.settings.helper_prompt), tools=self.tools.schemas)
-        output = await react(self, segment, self.settings)
-        return Answer(ToolResult(self.chat.decode(last_answer(output), special=False).strip()), output)
+        talk = Conversation(chat, with_system(question, self.settings.helper_prompt), self.tools.schemas)
+        ended = await react(self, talk, self.settings)
+        said = self.chat.decode(last_answer(ended.outputs[-1]), special=False).strip()
+        return Answer(ToolResult(said if ended.answer is None else ended.answer), ended.outputs)
 
     def _shares(self, wanted: int) -> list[Budget]:
         """Budgets of the helpers of one turn: equal, so that none depends on how fast another is.

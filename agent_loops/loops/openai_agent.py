@@ -24,9 +24,9 @@ from penstock.agent_loops.capture.parts import CaptureParts, text_of
 from penstock.agent_loops.capture.record import NOTED
 from penstock.agent_loops.capture.wire import TextOf
 from penstock.agent_loops.chat import ChatTokens
-from penstock.agent_loops.episode import EpisodeParts
 from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError
 from penstock.agent_loops.journal import EpisodeJournal
+from penstock.agent_loops.parts import EpisodeParts
 from penstock.transfer_queue.ledger import Lease
 from penstock.transfer_queue.trajectory import Task
 

@@ -1,6 +1,6 @@
 """Answer, call tools, read what they say, until the model calls none: the core of several loops.
 
-Budgets: turns and tokens are the segment's, seconds are `ReactSettings.max_seconds`. What ends the loop is its outcome.
+Budgets: turns and tokens are the episode's, seconds are `ReactSettings.max_seconds`. What ends the loop is its outcome.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
+from penstock.agent_loops.chat import tool_messages
+from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS, SegmentBuilder
+from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS
 from penstock.tools.base import ToolResult
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
@@ -36,7 +38,7 @@ class ReactSettings(BaseModel):
 
 @dataclass(slots=True)
 class TurnRewards:
-    """One number per turn, from `ToolResult.reward`; empty where no tool ever gave one."""
+    """One number per turn of a conversation, from `ToolResult.reward`; empty where no tool ever gave one."""
 
     values: list[float] = field(default_factory=list)
     given: bool = False
@@ -46,46 +48,68 @@ class TurnRewards:
         self.values.append(sum(result.reward or 0.0 for result in results))
 
     def of(self, turns: int) -> list[float]:
-        """For a segment of so many turns; turns without tools earned 0."""
+        """For so many turns; those without tools earned 0."""
         return [*self.values, *([0.0] * (turns - len(self.values)))] if self.given else []
 
 
-async def react(loop: AgentLoopBase, segment: SegmentBuilder, settings: ReactSettings) -> AgentLoopOutput:
-    """Run the segment to its end. Calls of one turn run in parallel.
+@dataclass(frozen=True, slots=True)
+class Reacted:
+    """How the loop ended."""
+
+    outputs: list[AgentLoopOutput]
+    answer: str | None = None
+    """Text of the tool result that was `final`; None where the model ended by itself, or was ended."""
+
+
+async def react(loop: AgentLoopBase, talk: Conversation, settings: ReactSettings) -> Reacted:
+    """Talk to the end. Calls of one turn run in parallel.
 
     Tools are not run for an answer that could not be read any more. Raises `InfraFailure`.
     """
     rewards = TurnRewards()
+    ending = _Ending()
     try:
         async with asyncio.timeout(settings.max_seconds) as deadline:
-            outcome = await _turns(loop, segment, settings, rewards)
+            ending = await _turns(loop, talk, settings, rewards)
     except TimeoutError:
         if not deadline.expired():
             raise
-        outcome = _too_late(segment, settings)
-    return segment.output(outcome=outcome, turn_rewards=rewards.of(segment.num_turns))
+        ending = _Ending(_too_late(talk, settings))
+    return Reacted(talk.outputs(ending.outcome, rewards.of(talk.num_turns)), ending.answer)
 
 
-async def _turns(
-    loop: AgentLoopBase, segment: SegmentBuilder, settings: ReactSettings, rewards: TurnRewards
-) -> Outcome | None:
-    """None: as the segment's end says."""
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    outcome: Outcome | None = None
+    """None: as the last segment's end says."""
+    answer: str | None = None
+
+
+async def _turns(loop: AgentLoopBase, talk: Conversation, settings: ReactSettings, rewards: TurnRewards) -> _Ending:
     malformed = 0
-    while not segment.done:
-        calls = loop.chat.tool_calls(await loop.llm.generate(segment))
+    while not talk.done:
+        reply = await loop.llm.generate(talk.segment)
+        calls = loop.chat.tool_calls(reply)
         if not calls:
             break
         malformed = malformed + 1 if all(call.error for call in calls) else 0
         if malformed == settings.max_malformed_turns:
-            return Outcome(OutcomeKind.POLICY_ERROR, f"{malformed} turns in a row without a readable tool call")
-        if segment.done:
-            return TRUNCATED_TURNS
+            return _Ending(
+                Outcome(OutcomeKind.POLICY_ERROR, f"{malformed} turns in a row without a readable tool call")
+            )
+        if talk.done:
+            return _Ending(TRUNCATED_TURNS)
         results = await loop.tools.call_all(_few(calls, settings.max_calls_per_turn))
         rewards.add(results)
-        if any(result.final for result in results):
-            break
-        segment.observe(loop.chat.render_tools(results))
-    return None
+        if (answer := final_answer(results)) is not None:
+            return _Ending(answer=answer)
+        talk.go_on(reply, tool_messages(results))
+    return _Ending()
+
+
+def final_answer(results: Sequence[ToolResult]) -> str | None:
+    """Text of the last result that ends the episode; None where none does."""
+    return next((result.text for result in reversed(results) if result.final), None)
 
 
 def _few(calls: Sequence[ToolCall], most: int) -> list[ToolCall]:
@@ -94,8 +118,8 @@ def _few(calls: Sequence[ToolCall], most: int) -> list[ToolCall]:
     return [*calls[:most], *(replace(call, error=refused) for call in calls[most:])]
 
 
-def _too_late(segment: SegmentBuilder, settings: ReactSettings) -> Outcome:
-    if not segment.num_turns:
+def _too_late(talk: Conversation, settings: ReactSettings) -> Outcome:
+    if not talk.num_turns:
         raise InfraFailure("rollout", f"nothing was sampled within {settings.max_seconds:g} s")
     return TRUNCATED_DEADLINE
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
 from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.loops.react import read_settings
+from penstock.agent_loops.loops.react import final_answer, read_settings
 from penstock.agent_loops.registry import register
 from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS
 from penstock.tools.base import ToolResult
@@ -45,7 +45,10 @@ class Step:
 
 @register("stepwise")
 class StepwiseLoop(AgentLoopBase):
-    """Write `memory` (or all of `prompt`) for your task. The episode ends with an answer that calls no tool."""
+    """Write `memory` (or all of `prompt`) for your task.
+
+    The episode ends with an answer that calls no tool, or with a tool result that is `final`.
+    """
 
     async def setup(self, task: Task) -> None:
         self.settings = read_settings(StepwiseSettings, self)
@@ -76,14 +79,17 @@ class StepwiseLoop(AgentLoopBase):
         return [*outputs[:-1], replace(outputs[-1], outcome=self._out_of_budget())]
 
     async def _step(self, task: Task, history: list[Step]) -> AgentLoopOutput | None:
-        """One turn; a turn that called tools joins the history. None where there is no room for one."""
+        """One turn; a turn that called tools joins the history, unless a result of them is final.
+
+        None where there is no room for one.
+        """
         segment = self.chat.start(self.prompt(task, history), tools=self.tools.schemas)
         if segment.done:
             return None
         reply = await self.llm.generate(segment)
         calls = self.chat.tool_calls(reply)
         results = await self.tools.call_all(calls) if calls else []
-        if calls:
+        if calls and final_answer(results) is None:
             history.append(Step(self.chat.decode(reply.ids, special=False).strip(), calls, results))
         return segment.output(turn_rewards=[sum(result.reward or 0.0 for result in results)])
 

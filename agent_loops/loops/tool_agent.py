@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
+from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.loops.react import ReactSettings, react, read_settings
 from penstock.agent_loops.registry import register
 from penstock.transfer_queue.trajectory import Task
@@ -12,6 +13,6 @@ from penstock.transfer_queue.trajectory import Task
 class ToolAgentLoop(AgentLoopBase):
     """Calls of one turn run in parallel; `agent.settings` are `ReactSettings`."""
 
-    async def run(self, task: Task) -> AgentLoopOutput:
-        settings = read_settings(ReactSettings, self)
-        return await react(self, self.chat.start(task.messages, tools=self.tools.schemas), settings)
+    async def run(self, task: Task) -> list[AgentLoopOutput]:
+        talk = Conversation(self.chat, task.messages, self.tools.schemas)
+        return (await react(self, talk, read_settings(ReactSettings, self))).outputs

@@ -34,7 +34,8 @@ from openai import APIError, AsyncOpenAI
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.tools.base import ToolInfraError
-from penstock.tools.python import PythonState, PythonTool
+from penstock.tools.episode_box import EpisodeBox
+from penstock.tools.python import PythonTool
 
 WAIT_S = 20.0
 """How long one `POST /episodes` may wait for work."""
@@ -83,7 +84,7 @@ async def _agent(server: httpx.AsyncClient, python: PythonTool, api: str) -> int
 
 async def _episode(server: httpx.AsyncClient, episode: dict[str, Any], python: PythonTool, api: str) -> bool:
     """One task, from its messages to its reward, which the recipe's `agent.reward` computes."""
-    state = PythonState(episode["handle"])
+    state = python.box(episode["handle"])
     try:
         async with AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"]) as client:
             model: Model = MODELS[api](episode["model"], client)
@@ -107,7 +108,7 @@ async def _episode(server: httpx.AsyncClient, episode: dict[str, Any], python: P
     return answer.is_success
 
 
-def _as_sdk_tool(python: PythonTool, state: PythonState) -> FunctionTool:
+def _as_sdk_tool(python: PythonTool, state: EpisodeBox) -> FunctionTool:
     """Penstock's sandboxed interpreter under the SDK's interface; one interpreter per episode."""
 
     async def invoke(_context: Any, arguments: str) -> str:

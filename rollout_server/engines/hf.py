@@ -18,6 +18,7 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.child import Child
 from penstock.rollout_server.engines.hf_link import Link
 from penstock.rollout_server.limits import fit_request
+from penstock.rollout_server.pictures import read_pictures
 from penstock.rollout_server.protocol import (
     Chunk,
     EngineError,
@@ -104,10 +105,13 @@ class HFEngine:
         if self.info is None or self._link is None:
             raise EngineError("the hf engine is not started")
         request = fit_request(request, self.info)
+        if request.images:  # refused here, not by a failure in the engine
+            await asyncio.to_thread(read_pictures, request.images)
+        images = [image.model_dump() for image in request.images]
         name, answer = self._link.stream()
         sampling = request.sampling.model_dump()
         try:
-            self._link.send("generate", id=name, token_ids=request.token_ids, sampling=sampling)
+            self._link.send("generate", id=name, token_ids=request.token_ids, sampling=sampling, images=images)
             while True:
                 chunk = await self._next(answer)
                 yield chunk

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from penstock.rollout_server.engines.hf_cache import (
     forget_prefixes,
     recompute_running,
 )
+from penstock.rollout_server.engines.hf_live import Live, LiveRequests
 from penstock.rollout_server.engines.hf_sampling import Record, Sampler
-from penstock.rollout_server.protocol import Chunk, FinishReason, Sampling
-from penstock.rollout_server.spans import slice_spans
+from penstock.rollout_server.protocol import Sampling
 
 logger = logging.getLogger(__name__)
 PAGE_TOKENS = 32
@@ -38,25 +37,14 @@ STEP_TOKENS = 256
 """Tokens of one forward pass: all that decode, filled up with prompts cut to fit."""
 
 
-@dataclass(slots=True)
-class Live:
-    """A request that was added and is not yet answered in full."""
-
-    record: Record
-    sent: int = 0
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-
-
-class Batcher:
+class Batcher(LiveRequests[Live]):
     """Owns the decoding thread. All methods but `swap` are for the event loop that made it."""
 
     def __init__(self, model: Any, config: RolloutConfig, seed: int, on_finish: Callable[[], None]) -> None:
+        super().__init__(on_finish)
         self.sampler = Sampler(seed)
         self.steps = 0
-        self._live: dict[str, Live] = {}
         self._pause_mode = config.pause
-        self._on_finish = on_finish
         self._manager = model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=True, eos_token_id=-1),
             continuous_batching_config=_batching_config(config, seed),
@@ -115,21 +103,6 @@ class Batcher:
         live.finish_reason = "stop" if recorded and recorded[-1] in stops else "length"
         self._on_finish()
 
-    def collect(self, *, only_ended: bool = False) -> list[tuple[str, Chunk | str]]:
-        """New tokens of every request since the last call, or why one failed; those that ended are forgotten."""
-        news: list[tuple[str, Chunk | str]] = []
-        for name, live in list(self._live.items()):
-            reason = live.finish_reason  # looked at once: a swap under way may set it meanwhile
-            if only_ended and not (reason or live.error):
-                continue
-            if live.error is not None:
-                news.append((name, live.error))
-            elif reason or len(live.record.samples) > live.sent:
-                news.append((name, _take_chunk(live, reason)))
-            if reason or live.error is not None:
-                del self._live[name]
-        return news
-
     def stop(self) -> None:
         """End the decoding thread; what is in flight is dropped."""
         self._manager.stop(block=True, timeout=10.0, hard_stop=True)
@@ -139,10 +112,6 @@ class Batcher:
         if self._manager.is_running():
             return None
         return str(self._manager.background_thread_status.fatal_error or "the decoding thread ended")
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._live)
 
     @property
     def kv_blocks_in_use(self) -> int:
@@ -192,16 +161,4 @@ def _batching_config(config: RolloutConfig, seed: int) -> ContinuousBatchingConf
         use_cuda_graph=False,
         auto_switch_to_flash=False,
         seed=seed,
-    )
-
-
-def _take_chunk(live: Live, reason: FinishReason | None) -> Chunk:
-    start, end = live.sent, len(live.record.samples)
-    live.sent = end
-    new = live.record.samples[start:end]
-    return Chunk.model_construct(
-        token_ids=[token for token, _ in new],
-        logprobs=[logprob for _, logprob in new],
-        version_spans=slice_spans(list(live.record.cuts), start, end),
-        finish_reason=reason,
     )

@@ -3,7 +3,7 @@
 The connection is an inherited socket pair: nobody else can reach the engine, and its end is the owner's death, so a
 killed sidecar leaves no engine behind. Both ways one JSON object per line:
 
-    in   {"op": "generate", "id", "token_ids", "sampling"} · {"op": "abort", "id"}
+    in   {"op": "generate", "id", "token_ids", "sampling", "images"} · {"op": "abort", "id"}
          {"op": "load", "call", "manifest"} · {"op": "ping", "call"}
     out  {"event": "ready", "info"} · {"event": "tokens", "answers": [[id, chunk], …], "errors": [[id, message], …]}
          {"event": "reply", "call", "report" | "refused"} · {"event": "reply", "call", "steps", "in_flight", …}
@@ -32,13 +32,15 @@ import transformers
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines import hf_attention
 from penstock.rollout_server.engines.hf_batch import Batcher
+from penstock.rollout_server.engines.hf_vision import VisionBatcher
 from penstock.rollout_server.engines.hf_weights import Copy, plan_copies
-from penstock.rollout_server.protocol import EngineInfo, LoadReport, Sampling, WeightsRefused
+from penstock.rollout_server.protocol import EngineInfo, ImageRef, LoadReport, Sampling, WeightsRefused
 from penstock.rollout_server.weights import WeightReader
 
 logger = logging.getLogger("penstock.hf")
 TICK_S = 0.12
 LINE_LIMIT_BYTES = 256 << 20
+UNBATCHED = "Of a vision-language model it decodes one request at a time and reuses no prefix."
 WEIGHTS_DAMAGED = 3
 """Exit status where memory did not take the weights: only a new process is safe."""
 
@@ -50,13 +52,19 @@ class HFServer:
         hf_attention.install()
         torch.set_num_threads(config.threads)
         self.config = config
+        self._sees = hasattr(transformers.AutoConfig.from_pretrained(model_path), "vision_config")
+        kind = transformers.AutoModelForImageTextToText if self._sees else transformers.AutoModelForCausalLM
         dtype = getattr(torch, config.dtype)
-        model_class = transformers.AutoModelForCausalLM
-        self.model = model_class.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").eval()
+        self.model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="sdpa").eval()
         self._finished = asyncio.Event()
         self._weights = WeightReader()
-        self.batcher = Batcher(self.model, config, seed, self._finished.set)
+        self.batcher = self._batcher(model_path, seed)
         self._loading: asyncio.Task[None] | None = None
+
+    def _batcher(self, model_path: str, seed: int) -> Batcher | VisionBatcher:
+        if self._sees:
+            return VisionBatcher(self.model, model_path, self.config, seed, self._finished.set)
+        return Batcher(self.model, self.config, seed, self._finished.set)
 
     def info(self) -> EngineInfo:
         return EngineInfo(
@@ -65,7 +73,8 @@ class HFServer:
             version=self.batcher.sampler.version,
             vocab_size=self.model.get_input_embeddings().num_embeddings,
             max_model_len=self.config.max_model_len,
-            limits=["The hf engine computes on the CPU, in one process."],
+            images=self._sees,
+            limits=["The hf engine computes on the CPU, in one process.", *([UNBATCHED] if self._sees else [])],
         )
 
     async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -83,13 +92,19 @@ class HFServer:
             message = json.loads(line)
             match message["op"]:
                 case "generate":
-                    self.batcher.add(message["id"], message["token_ids"], Sampling(**message["sampling"]))
+                    self._add(message["id"], message["token_ids"], Sampling(**message["sampling"]), message["images"])
                 case "abort":
                     self.batcher.cancel(message["id"])
                 case "load":
                     self._loading = asyncio.create_task(self._load(message["call"], message["manifest"]))
                 case "ping":
                     self._send({"event": "reply", "call": message["call"], **self._figures()})
+
+    def _add(self, name: str, token_ids: list[int], sampling: Sampling, images: list[dict[str, str]]) -> None:
+        if isinstance(self.batcher, VisionBatcher):
+            self.batcher.add(name, token_ids, sampling, [ImageRef(**image) for image in images])
+        else:
+            self.batcher.add(name, token_ids, sampling)
 
     def _figures(self) -> dict[str, Any]:
         return {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import os
+from collections.abc import Callable
 
 CHUNK_BYTES = 65536
 FLOOD_FACTOR = 16
@@ -13,27 +15,46 @@ FLOOD_FLOOR_BYTES = 8 << 20
 class Capture:
     """The first `limit_bytes` of stdout and stderr together; a quarter is kept free for stderr, where tracebacks go."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, tell: Callable[[str, str], None] | None = None) -> None:
+        """`tell(stream, text)` hears what is kept, as it comes."""
         self.limit_bytes = limit_bytes
         self.stdout = bytearray()
         self.stderr = bytearray()
         self.total_bytes = 0
+        self._tell = tell
+        self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in ("stdout", "stderr")}
 
     def read_stdout(self, fd: int) -> bool:
-        return self._read(fd, self.stdout)
+        return self._read(fd, self.stdout, "stdout")
 
     def read_stderr(self, fd: int) -> bool:
-        return self._read(fd, self.stderr)
+        return self._read(fd, self.stderr, "stderr")
 
-    def _read(self, fd: int, kept: bytearray) -> bool:
+    def _read(self, fd: int, kept: bytearray, name: str) -> bool:
         """One chunk from a non-blocking `fd`; False where there is none now or will be none any more."""
         try:
             data = os.read(fd, CHUNK_BYTES)
         except BlockingIOError:
             return False
-        self.total_bytes += len(data)
-        kept += data[: self.limit_bytes - len(kept)]
+        self.keep(kept, data, name)
         return bool(data)
+
+    def keep(self, kept: bytearray, data: bytes, name: str) -> None:
+        self.total_bytes += len(data)
+        new = data[: self.limit_bytes - len(kept)]
+        kept += new
+        self._say(name, new)
+
+    def _say(self, name: str, data: bytes, final: bool = False) -> None:
+        if self._tell is not None:
+            text = self._decoders[name].decode(data, final)
+            if text:
+                self._tell(name, text)
+
+    def finish(self) -> None:
+        """Tell the rest: halves of characters that nothing followed."""
+        for name in self._decoders:
+            self._say(name, b"", final=True)
 
     @property
     def flooded(self) -> bool:

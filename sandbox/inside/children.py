@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 PR_SET_DUMPABLE = 4
 OPEN_FILES = 256
 NICENESS = 5
+NO_CORE = 1
+"""Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
 
 
 class Child:
@@ -87,11 +89,17 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def restore_signals() -> None:
+    """Those that python ignores, for a program that is none."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def _apply_limits(limits: dict[str, Any]) -> None:
     """Hard limits: code cannot raise them again. Memory is the cgroup's matter unless `address_space` is set."""
     cpu_s = int(limits["cpu_s"])
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE, NO_CORE))
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     if limits.get("processes"):
         resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"], limits["processes"]))
@@ -108,9 +116,15 @@ def _prefer_for_oom_kill() -> None:
         file.write("1000")  # out of memory must end this process, never the driver
 
 
-def command(argv: list[str]) -> int:
-    """Body of a child that becomes `argv`; returns 126 or 127 like a shell where that fails."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+def command(argv: list[str], cwd: str | None = None) -> int:
+    """Body of a child that becomes `argv` in the folder `cwd`; returns 126 or 127 like a shell where that fails."""
+    restore_signals()
+    if cwd is not None:
+        try:
+            os.chdir(cwd)
+        except OSError as error:
+            os.write(2, f"{cwd}: {error.strerror}\n".encode("utf-8", "replace"))
+            return 126
     try:
         os.execvp(argv[0], argv)  # noqa: S606 - no shell is the point
     except OSError as error:

@@ -6,13 +6,15 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.sandbox.inside import children
 
 KILL_ROUNDS = 500
 PAUSE_S = 0.002
+THREADS = 17
+"""In /proc/PID/stat, counted from the state on."""
 
 
 class Processes:
@@ -35,18 +37,20 @@ class Processes:
         return bool(self.settings["boxed"]) and os.getpid() == 1
 
     def spawn(
-        self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = (), spared: children.Child | None = None
+        self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = (), spared: Sequence[children.Child] = ()
     ) -> children.Child:
-        """Where the box is full, what earlier code left running is ended first, `spared` last of all.
+        """Where the box is full, what earlier code left running is ended first, `spared` and theirs last of all.
 
         Raises OSError where even that makes no room.
         """
-        try:
-            child = children.spawn(body, self.settings, stdin, keep)
-        except BlockingIOError:
-            if not self.kill_all_but(spared):
-                self.kill_all()
-            child = children.spawn(body, self.settings, stdin, keep)
+        for make_room in (lambda: self.kill_all_but(spared), self.kill_all):
+            try:
+                return self._track(children.spawn(body, self.settings, stdin, keep))
+            except BlockingIOError:
+                make_room()
+        return self._track(children.spawn(body, self.settings, stdin, keep))
+
+    def _track(self, child: children.Child) -> children.Child:
         self.tracked.add(child.pid)
         return child
 
@@ -85,10 +89,10 @@ class Processes:
             time.sleep(PAUSE_S)
         self.reap()
 
-    def kill_all_but(self, spared: children.Child | None) -> bool:
-        """Every process that does not descend from `spared`; False where they fork faster than this can end them."""
+    def kill_all_but(self, spared: Sequence[children.Child]) -> bool:
+        """Every process that descends from none of `spared`; False where they fork faster than this can end them."""
         for _ in range(20):
-            strangers = strangers_to(spared.pid if spared else 0) if self.boxed else []
+            strangers = strangers_to({child.pid for child in spared}) if self.boxed else []
             if not strangers:
                 return True
             for pid in strangers:
@@ -99,23 +103,26 @@ class Processes:
         return False
 
 
-def strangers_to(spared: int) -> list[int]:
-    """Living processes of this pid namespace but pid 1, `spared` and its descendants."""
+def strangers_to(spared: set[int]) -> list[int]:
+    """Living processes of this pid namespace but pid 1, those in `spared` and their descendants."""
     parents = {pid: _parent_of(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != 1}
-    own = {spared}
+    own = set(spared)
     while more := {pid for pid, parent in parents.items() if parent in own} - own:
         own |= more
     return [pid for pid, parent in parents.items() if parent and pid not in own]
 
 
 def _parent_of(pid: int) -> int:
-    """-1 would be a valid kill target, so: 0 where the process is gone or a zombie."""
+    """-1 would be a valid kill target, so: 0 where the process is gone or a zombie.
+
+    One whose first thread ended looks like a zombie while its other threads run on.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state, parent = file.read().rpartition(b")")[2].split()[:2]
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return 0
-    return 0 if state in (b"Z", b"X") else int(parent)
+    return 0 if fields[0] in (b"Z", b"X") and int(fields[THREADS]) <= 1 else int(fields[1])
 
 
 def kill_session(pid: int) -> None:

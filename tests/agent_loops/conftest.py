@@ -13,7 +13,7 @@ import pytest
 
 from penstock.agent_loops.chat import ChatTokens
 from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.episode import EpisodeParts
+from penstock.agent_loops.parts import EpisodeParts
 from penstock.agent_loops.registry import find_loop
 from penstock.agent_loops.reward import RewardFunction
 from penstock.tools.base import BaseTool, ToolResult

@@ -6,16 +6,16 @@ read off its text (``<|…|>``, ``<｜…｜>``, ``<…_of_turn>``, ``[CAPITALS]
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from penstock.agent_loops.chat import ChatTokens
-from penstock.tools.parsers import ParsedTurn, ToolCall
+from penstock.agent_loops.template import ChatTemplate
+from penstock.tools.parsers import ParserName, ToolCall, get_parser
 
 TEMPLATES = Path(__file__).parent / "templates"
 FILES_FROM = "PENSTOCK_CHAT_TEMPLATES"
@@ -24,34 +24,6 @@ WORDS = [
     "user assistant system tool think the answer is 46",
     '{"name": "calculator", "arguments": {"expression": "1+2"}}',
 ]
-
-
-class FamilyParser:
-    """Reads the one-call replies of every template here; what the families' own parsers do is tested with them."""
-
-    FORMS = (
-        re.compile(r'"name": "(?P<name>\w+)", "(?:arguments|parameters)": (?P<arguments>\{.*?\})[,}]', re.DOTALL),
-        re.compile(r"<｜tool▁sep｜>(?P<name>\w+)\n```json\n(?P<arguments>.*?)\n```", re.DOTALL),
-        re.compile(
-            r"to=functions\.(?P<name>\w+)<\|channel\|>commentary json<\|message\|>(?P<arguments>.*?)<\|call\|>",
-            re.DOTALL,
-        ),
-    )
-    GLM = re.compile(r"<tool_call>(?P<name>\w+)\n(?P<arguments>.*?)</tool_call>", re.DOTALL)
-    ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\n<arg_value>(.*?)</arg_value>", re.DOTALL)
-
-    def parse(self, text: str) -> ParsedTurn:
-        found = next((found for form in self.FORMS if (found := form.search(text))), None)
-        if found:
-            return ParsedTurn(
-                text[: found.start()], (ToolCall(found["name"], json.loads(found["arguments"]), "call_0"),)
-            )
-        if found := self.GLM.search(text):
-            return ParsedTurn(
-                text[: found.start()],
-                (ToolCall(found["name"], dict(self.ARGUMENT.findall(found["arguments"])), "call_0"),),
-            )
-        return ParsedTurn(text)
 
 
 @dataclass(frozen=True)
@@ -63,23 +35,37 @@ class Family:
     eos: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     takes_tools: bool = True
+    parser: str = ""
+    """Empty: the first one that reads the calls of the template."""
 
     def chat(self, **kwargs: Any) -> ChatTokens:
-        return ChatTokens(tokenizer_of(self.file, self.eos), FamilyParser(), template_settings=self.settings, **kwargs)
+        tokenizer = tokenizer_of(self.file, self.eos)
+        parser = get_parser(self.parser or parser_for(ChatTemplate(tokenizer, self.settings)))
+        return ChatTokens(tokenizer, parser, template_settings=self.settings, **kwargs)
+
+
+def parser_for(template: ChatTemplate) -> str:
+    """Of those in the box; any of them for a template that writes no calls."""
+    call = ToolCall("calculator", {"probe": "1 < 2"})
+    text = template.reply_with_call([], call) or ""
+    read = {name: get_parser(name).parse(text).calls for name in get_args(ParserName)}
+    return next((name for name, calls in read.items() if [one.name for one in calls] == [call.name]), "hermes")
 
 
 FAMILIES = {
     family.name: family
     for family in (
-        Family("qwen2_5", TEMPLATES / "qwen2_5.jinja", "<|im_end|>"),
-        Family("qwen3", TEMPLATES / "qwen3.jinja", "<|im_end|>"),
-        Family("qwen3_not_thinking", TEMPLATES / "qwen3.jinja", "<|im_end|>", {"enable_thinking": False}),
-        Family("llama3", TEMPLATES / "llama3.jinja", "<|eot_id|>"),
-        Family("mistral", TEMPLATES / "mistral.jinja", "</s>"),
-        Family("gemma", TEMPLATES / "gemma.jinja", "<end_of_turn>", takes_tools=False),
-        Family("deepseek", TEMPLATES / "deepseek.jinja", "<｜end▁of▁sentence｜>"),
-        Family("glm", TEMPLATES / "glm.jinja", "<|endoftext|>"),
-        Family("gpt_oss", TEMPLATES / "gpt_oss.jinja", "<|return|>"),
+        Family("qwen2_5", TEMPLATES / "qwen2_5.jinja", "<|im_end|>", parser="hermes"),
+        Family("qwen3", TEMPLATES / "qwen3.jinja", "<|im_end|>", parser="hermes"),
+        Family(
+            "qwen3_not_thinking", TEMPLATES / "qwen3.jinja", "<|im_end|>", {"enable_thinking": False}, parser="hermes"
+        ),
+        Family("llama3", TEMPLATES / "llama3.jinja", "<|eot_id|>", parser="llama3_json"),
+        Family("mistral", TEMPLATES / "mistral.jinja", "</s>", parser="mistral"),
+        Family("gemma", TEMPLATES / "gemma.jinja", "<end_of_turn>", takes_tools=False, parser="hermes"),
+        Family("deepseek", TEMPLATES / "deepseek.jinja", "<｜end▁of▁sentence｜>", parser="deepseek"),
+        Family("glm", TEMPLATES / "glm.jinja", "<|endoftext|>", parser="glm"),
+        Family("gpt_oss", TEMPLATES / "gpt_oss.jinja", "<|return|>", parser="harmony"),
     )
 }
 

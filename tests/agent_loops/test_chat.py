@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
@@ -172,6 +173,20 @@ def test_a_model_folder_is_proven_by_its_path(tokenizer_for, tmp_path):
     assert chat_of(str(tmp_path), AgentConfig()).prove(TOOLS).conversations > 30
     with pytest.raises(TemplateError, match="no tokenizer in"):
         chat_of(str(tmp_path / "nothing"), AgentConfig())
+
+
+@pytest.mark.parametrize(("told", "further"), [([2, 0], (0,)), (2, ()), (None, ()), ([2, 10**6], ())])
+def test_stops_are_read_from_the_generation_config(tokenizer_for, tmp_path, told, further):
+    tokenizer_for("qwen2_5").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
+    assert chat_of(str(tmp_path), AgentConfig()).stop_token_ids == (2, *further)
+
+
+def test_a_generation_config_that_cannot_be_read_is_named(tokenizer_for, tmp_path):
+    tokenizer_for("qwen2_5").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "end"}')
+    with pytest.raises(TemplateError, match="eos_token_id in generation_config"):
+        chat_of(str(tmp_path), AgentConfig())
 
 
 def test_a_template_that_drops_tool_results_is_refused(chat_for):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.agent_loops.concurrency import HOLD_S, Bounds, Concurrency, WatchedClient
 from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.worker import WorkerJob, _bounds
+from penstock.agent_loops.job import WorkerJob
 from penstock.rollout_server.client import RolloutClient
 from penstock.transfer_queue.ledger import ServerInfo
 
@@ -65,8 +65,8 @@ def test_it_recovers_fully_once_the_pressure_is_gone():
 
 def test_unset_the_bound_is_what_a_server_decodes_and_as_much_waiting():
     job = WorkerJob("w", AgentConfig(), None, None, "", server_slots=64)
-    assert _bounds(job).server_requests == 128
-    assert _bounds(dataclasses.replace(job, config=AgentConfig(server_requests=0))).server_requests == 0
+    assert job.bounds.server_requests == 128
+    assert dataclasses.replace(job, config=AgentConfig(server_requests=0)).bounds.server_requests == 0
 
 
 def test_the_rollout_client_is_one_that_can_be_watched():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.agent_loops.families import FAMILIES, FILES_FROM, GIVEN, Family, FamilyParser, given_files, tokenizer_of
+from tests.agent_loops.families import FAMILIES, FILES_FROM, GIVEN, Family, given_files, tokenizer_of
 
 from penstock.agent_loops.chat import ChatTokens
 from penstock.agent_loops.errors import TemplateError
@@ -18,7 +18,7 @@ from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.segment import Budget
 from penstock.agent_loops.template import MARK
 from penstock.tools.base import ToolResult
-from penstock.tools.parsers import ToolCall
+from penstock.tools.parsers import ToolCall, get_parser
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "Adds.", "parameters": PARAMETERS}}]
@@ -103,7 +103,7 @@ def test_a_turn_costs_the_ids_of_its_delta_however_long_the_conversation_is(name
     segment = chat.start([USER])
     encoded, rendered = [], []
     encode, render = chat.encode, chat.template.render
-    monkeypatch.setattr(chat, "encode", lambda text: encoded.append(text) or encode(text))
+    monkeypatch.setattr(chat.rendering, "encode", lambda text: encoded.append(text) or encode(text))
     monkeypatch.setattr(
         chat.template, "render", lambda *args, **kwargs: rendered.append(text := render(*args, **kwargs)) or text
     )
@@ -222,7 +222,7 @@ def test_words_that_open_a_turn_are_defused_whether_they_are_marked_special_or_n
     copied = copy.deepcopy(tokenizer)
     copied.add_tokens([AddedToken("<turn>", special=False), AddedToken("<tool_call>", special=False)])
     copied.chat_template = copied.chat_template.replace("<|im_start|>", "<turn>")
-    chat = ChatTokens(copied, FamilyParser())
+    chat = ChatTokens(copied, get_parser("hermes"))
     said = chat.decode(chat.render([{"role": "user", "content": "<turn>system <tool_call> <|im_end|>"}]))
     assert said.count("<turn>") == 2
     assert "< turn>system <tool_call> < |im_end|>" in said
@@ -277,3 +277,40 @@ def test_given_templates_are_proven_or_refused_in_words(file):
 def test_template_files_are_taken_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv(FILES_FROM, f"{tmp_path / 'a.jinja'}:{tmp_path / 'b.jinja'}")
     assert given_files() == [Path(tmp_path / "a.jinja"), Path(tmp_path / "b.jinja")]
+
+
+def chat_with_stops(name: str, *words: str) -> tuple[ChatTokens, list[int]]:
+    """As for a model whose ``generation_config.json`` names these words."""
+    tokenizer = tokenizer_of(FAMILIES[name].file, FAMILIES[name].eos)
+    ids = [tokenizer.convert_tokens_to_ids(word) for word in words]
+    return FAMILIES[name].chat(stop_ids=ids), ids
+
+
+def test_stops_of_the_generation_config_stay_where_they_were_sampled_and_only_close_where_the_template_says_so():
+    chat, (middle, text_end) = chat_with_stops("llama3", "<|eom_id|>", "<|endoftext|>")
+    assert {chat.turn_end_id, middle, text_end} == set(chat.stop_token_ids)
+    delta = chat.render([USER])
+    assert chat.decode(delta).startswith("<|eot_id|><|start_header_id|>user")
+    assert after(chat, "Yes<|eom_id|>", delta).startswith("Yes<|eom_id|><|start_header_id|>user")
+    assert after(chat, "Yes<|endoftext|>", delta).startswith("Yes<|endoftext|><|eot_id|><|start_header_id|>user")
+
+
+def test_a_stop_that_opens_the_next_turn_stands_for_no_closing():
+    chat, (opening,) = chat_with_stops("qwen2_5", "<|im_start|>")
+    assert chat.stop_token_ids == (chat.turn_end_id, opening)
+    assert after(chat, "Yes<|im_start|>", chat.render([USER])).startswith("Yes<|im_start|><|im_end|>\n<|im_start|>user")
+
+
+def test_glm_has_the_stops_of_its_template_and_of_its_config_once():
+    chat, ids = chat_with_stops("glm", "<|endoftext|>", "<|user|>", "<|observation|>")
+    assert sorted(chat.stop_token_ids) == sorted(ids)
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_the_parser_in_the_box_reads_what_the_template_writes(name):
+    chat = FAMILIES[name].chat()
+    chat.start([USER], TOOLS)
+    wanted = ToolCall("calculator", {"expression": "1 < 2 ü"}, "call00000")
+    text = chat.template.reply_with_call(TOOLS, wanted)
+    (call,) = chat.tool_calls(reply_of(chat, text))
+    assert (call.name, call.arguments, call.error) == (wanted.name, wanted.arguments, None)

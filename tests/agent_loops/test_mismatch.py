@@ -33,6 +33,11 @@ def output(prompt: list[int], turns: int = 1):
     return segment.output()
 
 
+def shared_with_odd(prompt: list[int]) -> int:
+    """Leading ids of `prompt` behind START that are those of the first answer."""
+    return next(at for at, (a, b) in enumerate(zip(prompt[len(START) :], ODD, strict=False)) if a != b)
+
+
 def test_counts_of_an_episode():
     again = [*START, *CHAT.encode('{"a": 46, "b": true}\n!')]
     sub_agent = CHAT.encode("<|im_start|>user\nother<|im_end|>\n")
@@ -42,6 +47,8 @@ def test_counts_of_an_episode():
         "mismatch/retokenised": 0,
         "mismatch/retemplated": 0,
         "mismatch/rewritten": 1,
+        "repeated_tokens": len(again) + 1,
+        "refilled_tokens": len(again) + 1 - len(START) - shared_with_odd(again),
     }
     first = continuity([output(START), output(again)], CHAT.decode)
     assert first["mismatch/retokenised"] == 1

@@ -12,7 +12,8 @@ import pytest
 from penstock.agent_loops.client import FakeClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import LoadError, TemplateError
-from penstock.agent_loops.worker import WorkerJob, run_worker
+from penstock.agent_loops.job import WorkerJob
+from penstock.agent_loops.worker import run_worker
 from penstock.tools.config import ToolConfig
 
 REWARD = """

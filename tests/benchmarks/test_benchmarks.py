@@ -58,6 +58,21 @@ async def test_the_journal(measure: Measure) -> None:
     assert set(measured["figures"]) == {"turn_1", "turn_10", "turn_100"}
 
 
+async def test_the_tokens(measure: Measure) -> None:
+    pytest.importorskip("transformers")
+    short = {"PENSTOCK_BENCH_ROUNDS": "2", "PENSTOCK_BENCH_SAMPLES": "3", "PENSTOCK_BENCH_TURNS": "1,4,12"}
+    measured = await measure("tokens", **short)
+    figures, ratios = measured["figures"], measured["ratio"]
+    for side in ("splice", "turn", "rerender"):
+        assert set(figures[side]) == {"turn_1", "turn_4", "turn_12"}
+        assert figures[side]["turn_4"]["p50_us"] <= figures[side]["turn_4"]["p90_us"]
+        assert ratios[f"{side}_turn12_over_turn1"] > 0
+    # Not a figure of this machine: a dozen turns are some five thousand tokens to render, one delta to splice.
+    assert ratios["splice_over_rerender_turn12"] < ratios["splice_over_rerender_turn1"]
+    tokens = figures["context_tokens"]
+    assert tokens["turn_1"] < tokens["turn_4"] < tokens["turn_12"]
+
+
 TINY = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_MODEL": "tiny", "PENSTOCK_BENCH_DTYPE": "float32"}
 ROLLOUT = {**TINY, "PENSTOCK_BENCH_CONCURRENCY": "1,4", "PENSTOCK_BENCH_ANSWER_TOKENS": "16"}
 WEIGHTS = {**TINY, "PENSTOCK_BENCH_WEIGHTS_MB": "8", "PENSTOCK_BENCH_UPDATES": "3", "PENSTOCK_BENCH_SWAPS": "4"}
@@ -149,3 +164,25 @@ async def test_thousands_of_episodes_leave_nothing_behind(measure: Measure) -> N
     grown = figures["used_bytes"]["committed"] - figures["used_bytes"]["before"]
     assert grown < 256 << 10, "bytes per episode are left in Redis"
     assert figures["most_used_bytes"] > figures["used_bytes"]["before"] + (1 << 20)
+
+
+async def test_the_agent_worker(measure: Measure) -> None:
+    measured = await measure(
+        "agents",
+        PENSTOCK_BENCH_EPISODES_AT_ONCE="10,40",
+        PENSTOCK_BENCH_ROUNDS="1",
+        PENSTOCK_BENCH_SECONDS="1",
+        PENSTOCK_BENCH_TURNS_PER_S="100",
+    )
+    assert set(measured["ratio"]) == {"cpu_per_turn_40_over_10", "memory_per_episode_40_over_10"}
+    assert all(value > 0 for value in measured["ratio"].values())
+    figures = measured["figures"]
+    for level in (10, 40):
+        cell = figures[f"{level}_episodes"]
+        assert cell["waiting"] >= 0.9 * level
+        assert cell["turns"] > 0
+        assert cell["cpu_ms_per_turn"] > 0
+        assert cell["lag_p50_ms"] <= cell["lag_p99_ms"] <= cell["lag_most_ms"] + 0.1
+        assert cell["traced_bytes_per_episode"] > 1000
+        assert cell["context_tokens_per_episode"] > 100
+    assert "bytes_per_idle_episode" in figures

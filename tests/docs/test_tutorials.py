@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.sandbox.conftest import why_no_docker
+from tests.sandbox.swe.wordkit import make_repository, packages_with_pytest, rows_of
 
 from penstock.agent_loops.registry import find_loop
 from penstock.deploy.load_config import load_config
@@ -52,3 +56,37 @@ def test_every_command_names_what_there_is(written, monkeypatch):
     for _, _, recipe, *overrides in commands:
         config = load_config(ROOT / recipe, overrides)
         assert find_loop(config.agent.loop, folder).__module__
+
+
+@pytest.mark.docker
+def test_my_own_sandbox_image(tmp_path, monkeypatch, capsys):
+    if reason := why_no_docker():
+        pytest.skip(reason)
+    page = ROOT / "docs" / "tutorials" / "my_own_sandbox_image.md"
+    for text in [*blocks(page, "python"), *blocks(page, "dockerfile")]:
+        (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    try:
+        for commands in blocks(page, "bash"):
+            subprocess.run(["bash", "-euo", "pipefail", "-c", commands], check=True, timeout=200, capture_output=True)
+        for program, expected in zip(("try_box.py", "try_rows.py"), blocks(page, "text"), strict=True):
+            runpy.run_path(program, run_name="__main__")
+            printed = capsys.readouterr().out.splitlines()
+            assert [line for line in printed if not line.startswith("docker ")] == expected.splitlines()
+    finally:
+        subprocess.run(
+            ["docker", "rmi", "-f", "my-box:1", "my-box:nautical"], check=False, capture_output=True, timeout=60
+        )
+
+
+@pytest.mark.bwrap
+def test_the_page_on_swe_environments(tmp_path, monkeypatch, capsys):
+    (program,) = blocks(ROOT / "docs" / "swe.md", "python")
+    base = make_repository(tmp_path / "wordkit")
+    row = rows_of(tmp_path / "wordkit", base, packages_with_pytest(tmp_path / "packages"))[0]
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({**row, "repository": "wordkit", "packages": "packages"}) + "\n")
+    (tmp_path / "try_swe.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("try_swe.py", run_name="__main__")
+    passed = {"success": json.loads(row["FAIL_TO_PASS"]), "failure": []}
+    assert capsys.readouterr().out == f"wordkit-1 True {passed}\n"

@@ -1,4 +1,4 @@
-"""What a session promises to its caller, on the real backend and on the unsafe one alike."""
+"""What a session promises to its caller, on every backend."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
+from tests.sandbox.backends import BACKENDS, CONFIG, OWN_BOXES, sandbox_of
 
-from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
 
-CONFIG = SandboxConfig(max_boxes=4, output_bytes=4096)
 
-
-@pytest_asyncio.fixture(params=[pytest.param("bwrap", marks=pytest.mark.bwrap), "unsafe_subprocess"])
+@pytest_asyncio.fixture(params=BACKENDS)
 async def session(request: pytest.FixtureRequest) -> AsyncIterator[Session]:
-    sandbox = make_sandbox(CONFIG.model_copy(update={"backend": request.param}), "tests")
-    yield await sandbox.start("a test")
-    await sandbox.close()
+    async with sandbox_of(request.param) as sandbox:
+        session = await sandbox.start("a test")
+        yield session
+        await session.close()
 
 
 async def test_names_live_on_between_calls(session: Session) -> None:
@@ -54,6 +53,11 @@ async def test_a_timeout_stops_the_code_and_loses_the_state(session: Session) ->
     after = await session.run_python("x")
     assert "NameError" in after.stderr
     assert not after.state_lost
+
+
+@pytest.mark.parametrize("session", OWN_BOXES, indirect=True)
+async def test_a_limit_of_years_is_a_limit(session: Session) -> None:
+    assert (await session.run(["true"], timeout_s=1e12)).exit_code == 0
 
 
 async def test_ending_the_interpreter_is_the_codes_own_affair(session: Session) -> None:
@@ -120,6 +124,7 @@ async def test_calls_of_one_session_queue_up(session: Session) -> None:
     assert (await session.run_python("seen")).stdout == "[0, 1, 2, 3, 4]\n"
 
 
+@pytest.mark.parametrize("session", OWN_BOXES, indirect=True)
 async def test_a_cancelled_call_ends_its_box_and_the_next_one_gets_a_fresh_one(session: Session) -> None:
     await session.run_python("x = 1")
     call = asyncio.create_task(session.run_python("while True: pass", timeout_s=60.0))

@@ -43,7 +43,7 @@ async def test_the_box_is_opened_at_the_first_call_and_kept_until_release(tool: 
     assert await run(tool, state, "x = 6") == ("(no output)", False)
     session_id = state.session_id
     assert await run(tool, state, "print(x * 7)") == ("42", False)
-    assert (state.session_id, state.history) == (session_id, ["x = 6", "print(x * 7)"])
+    assert (state.session_id, state.python_calls) == (session_id, ["x = 6", "print(x * 7)"])
     await tool.release(state)
     await tool.release(state)
     assert state.session_id is None
@@ -58,7 +58,7 @@ async def test_what_the_model_reads_when_its_code_fails(tool: PythonTool) -> Non
     assert await run(tool, state, "exit(3)") == ("Error: exit code 3", True)
     text, is_error = await run(tool, state, "y = 1\nwhile True: pass")
     assert (text, is_error) == ("Error: the code ran longer than it may and was stopped.\n" + STATE_LOST, True)
-    assert state.history == []
+    assert state.python_calls == []
     await tool.release(state)
 
 
@@ -73,8 +73,7 @@ async def test_another_worker_attaches_by_session_id(tool: PythonTool) -> None:
 async def test_a_lost_box_is_replaced_and_earlier_code_run_again(tool: PythonTool) -> None:
     state = await tool.create(TASK)
     await run(tool, state, "x = 5; print('only once')")
-    assert state.session is not None
-    await state.session.close()
+    await (await state.session()).close()
     assert await run(tool, state, "x + 1") == ("6", False)
     await tool.release(state)
 
@@ -83,13 +82,12 @@ async def test_a_lost_box_without_replay_and_a_sandbox_that_fails_are_infrastruc
     tool = PythonTool(sandbox, replay_lost=False)
     state = await tool.create(TASK)
     await run(tool, state, "1")
-    assert state.session is not None
-    await state.session.close()
+    await (await state.session()).close()
     with pytest.raises(ToolInfraError, match="closed") as raised:
         await run(tool, state, "1")
     assert raised.value.component == "sandbox"
 
-    async def fail(_: str) -> None:
+    async def fail(_: str, **__: object) -> None:
         raise SandboxError("no room")
 
     sandbox.start = fail  # type: ignore[assignment,method-assign]

@@ -42,6 +42,9 @@ class Episode:
     async def shell(self, command: str) -> str:
         return (await self.tools["shell"].execute(self.states["shell"], {"command": command})).text
 
+    async def python(self, code: str) -> str:
+        return (await self.tools["python"].execute(self.states["python"], {"code": code})).text
+
     async def edit(self, command: str, path: str, **arguments: Any) -> str:
         call = {"command": command, "path": path, **arguments}
         return (await self.tools["editor"].execute(self.states["editor"], call)).text
@@ -52,7 +55,7 @@ class Episode:
 
 
 def tools_of(sandbox: Sandbox, timeout_s: float = 10.0) -> dict[str, BaseTool]:
-    return make_tools([ToolConfig(name=name, timeout_s=timeout_s) for name in ("shell", "editor")], sandbox)
+    return make_tools([ToolConfig(name=name, timeout_s=timeout_s) for name in ("shell", "editor", "python")], sandbox)
 
 
 @pytest_asyncio.fixture
@@ -94,9 +97,29 @@ async def test_shell_and_editor_share_one_box_which_the_last_one_closes(episode:
     await episode.tools["shell"].release(box)
     assert "main.py" in await episode.edit("view", "src")
     await episode.tools["editor"].release(box)
+    await episode.tools["python"].release(box)
     with pytest.raises(SandboxLost):
         await sandbox.attach(session_id)
-    box.take().take()
+    box.take().take().take()
+
+
+async def test_python_sees_what_the_others_wrote_and_they_what_it_wrote(episode: Episode) -> None:
+    await episode.edit("create", "helper.py", text="def double(n):\n    return 2 * n\n")
+    assert await episode.python("import sys; sys.path.insert(0, '.'); import helper; helper.double(21)") == "42"
+    await episode.python("x = 5; open('made.txt', 'w').write('by python'); None")
+    assert await episode.shell("cat made.txt") == "by python"
+    assert await episode.shell("cd / && sleep 0") == "(no output)"
+    assert await episode.python("x") == "5"
+    assert episode.states["python"] is episode.states["shell"]
+
+
+async def test_python_brings_no_shared_box_back_by_itself(episode: Episode) -> None:
+    """Its own code would run again without the files that the others wrote."""
+    await episode.shell("echo data > file")
+    await episode.python("x = 1")
+    await (await episode.states["python"].session()).close()
+    with pytest.raises(ToolInfraError, match="closed"):
+        await episode.python("x")
 
 
 async def test_another_worker_goes_on_in_the_box_and_can_undo(episode: Episode) -> None:

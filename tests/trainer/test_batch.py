@@ -83,6 +83,12 @@ def test_a_reward_that_is_missing_or_not_finite_is_refused() -> None:
         make_step_batch(batch, [0], [trajectory], 2, LIMITS)
 
 
+def test_an_episode_with_images_is_refused_not_trained_on_without_its_pixels() -> None:
+    trajectory = replace(make_trajectory("train/0", 0, 0), extra={"images": {"by_segment": [["a"]], "urls": {}}})
+    with pytest.raises(BadBatch, match="episode train/0#0: it has images"):
+        make_step_batch(Batch(0, [[trajectory.episode_id]]), [0], [trajectory], 2, LIMITS)
+
+
 def test_ranks_share_whole_groups_and_minibatches_stay_the_same_sets() -> None:
     batch = Batch(0, [[f"g{n}"] for n in range(5)])
     assert minibatch_bounds(5, 2) == [(0, 2), (2, 5)]

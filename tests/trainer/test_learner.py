@@ -18,7 +18,6 @@ from penstock.trainer.batch import StepBatch, make_step_batch  # noqa: E402
 from penstock.trainer.config import TrainerConfig  # noqa: E402
 from penstock.trainer.engine import FSDPEngine  # noqa: E402
 from penstock.trainer.learner import Learner  # noqa: E402
-from penstock.trainer.losses import LOSSES  # noqa: E402
 from penstock.trainer.objective import Objective, Targets  # noqa: E402
 from penstock.trainer.packing import join_rows, pack_rows, split_by_budget  # noqa: E402
 from penstock.trainer.policy import Outputs  # noqa: E402

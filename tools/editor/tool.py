@@ -45,7 +45,8 @@ class EditorTool(BoxTool):
         if not arguments["path"] or "\0" in arguments["path"]:
             return _error("path is empty or holds a NUL character")
         try:
-            return await self._do(await state.session(), command, arguments)
+            session = await state.session()
+            return await self._do(session, command, posixpath.join(state.folder, arguments["path"]), arguments)
         except EditError as error:
             return _error(str(error))
         except OSError as error:
@@ -53,8 +54,8 @@ class EditorTool(BoxTool):
         except SandboxError as error:
             raise ToolInfraError("sandbox", str(error)) from error
 
-    async def _do(self, session: Session, command: str, arguments: Mapping[str, Any]) -> ToolResult:
-        path = posixpath.normpath(arguments["path"])
+    async def _do(self, session: Session, command: str, path: str, arguments: Mapping[str, Any]) -> ToolResult:
+        path = posixpath.normpath(path)
         if command == "view":
             return await self._view(session, path, arguments.get("lines"))
         if command == "create":

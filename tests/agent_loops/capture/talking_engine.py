@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from penstock.agent_loops.chat import ChatTokens, load_tokenizer
+from penstock.agent_loops.chat import ChatTokens
+from penstock.agent_loops.loading import load_tokenizer
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.fake_engine import FakeEngine
 from penstock.rollout_server.limits import fit_request

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from penstock.agent_loops.chat import ChatTokens
 from penstock.agent_loops.client import FakeClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode
@@ -17,9 +18,9 @@ from penstock.agent_loops.episode import Episode
 @pytest.fixture
 def saying(chat_for) -> Callable[..., FakeClient]:
     """A client whose answers are ``says(text of the context)``, cut into tokens at random places."""
-    chat, dice = chat_for(), random.Random(3)
+    usual, dice = chat_for(), random.Random(3)
 
-    def make(says: Callable[[str], str], **fields: Any) -> FakeClient:
+    def make(says: Callable[[str], str], chat: ChatTokens = usual, **fields: Any) -> FakeClient:
         def reply(context: list[int]) -> list[int]:
             text = says(chat.decode(context))
             cut = dice.randrange(len(text) + 1)
@@ -34,12 +35,14 @@ def saying(chat_for) -> Callable[..., FakeClient]:
 def run_loop(ledger_of, tasks_of, parts_of):
     """(outcome, trajectory) of one episode; `ledger` given again: the next worker's lease of it."""
 
-    async def go(loop, client, tool=None, ledger=None, settings=None, **fields):
+    async def go(loop, client, tool=None, ledger=None, settings=None, chat=None, messages=None, **fields):
         ledger = ledger or ledger_of(tasks_of())
         config = {"max_turns": 12, "max_response_tokens": 6000, "max_new_tokens": 1000, "settings": settings or {}}
         parts = parts_of(ledger, client, tool, config=AgentConfig(**{**config, **fields}))
-        parts = dataclasses.replace(parts, find_loop=lambda name: loop)
-        outcome = await Episode(parts, ledger.lease(tasks_of()[0])).run()
+        parts = dataclasses.replace(parts, find_loop=lambda name: loop, chat=chat or parts.chat)
+        (task,) = tasks_of()
+        task = dataclasses.replace(task, messages=messages or task.messages)
+        outcome = await Episode(parts, ledger.lease(task)).run()
         return outcome, ledger.done.get("train/00000000")
 
     return go

@@ -1,0 +1,62 @@
+"""One line of talk with the model: a segment, or several where old thinking is dropped.
+
+keep    start ─► reply ─► go_on ─► reply ─► …                                  one segment
+strip   start ─► reply ─► go_on (thinking in it is dropped) ┄► new segment ─► reply ─► …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from penstock.agent_loops.base import AgentLoopOutput
+from penstock.agent_loops.template import Message
+from penstock.transfer_queue.trajectory import Outcome
+
+if TYPE_CHECKING:
+    from penstock.agent_loops.chat import ChatTokens
+    from penstock.agent_loops.llm import Reply
+    from penstock.agent_loops.segment import SegmentBuilder
+
+
+class Conversation:
+    """What a loop of several turns talks in. `segment` is where the next reply goes; `outputs` are handed back."""
+
+    def __init__(self, chat: ChatTokens, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Raises `TemplateError`."""
+        self._chat = chat
+        self._segments = [chat.start(messages, tools)]
+
+    @property
+    def segment(self) -> SegmentBuilder:
+        """The newest one."""
+        return self._segments[-1]
+
+    @property
+    def done(self) -> bool:
+        """No further reply fits."""
+        return self.segment.done
+
+    @property
+    def num_turns(self) -> int:
+        return sum(segment.num_turns for segment in self._segments)
+
+    def go_on(self, reply: Reply, messages: Sequence[Message]) -> None:
+        """The model reads `messages` after its `reply`. Raises `TemplateError`."""
+        after = self._chat.go_on(self.segment, reply, messages)
+        if after is not self.segment:
+            self._segments.append(after)
+
+    def outputs(self, outcome: Outcome | None = None, turn_rewards: Sequence[float] = ()) -> list[AgentLoopOutput]:
+        """Segments in which something was sampled, in order; `turn_rewards` by turn of the whole conversation.
+
+        `outcome` is the last one's; None is read off its end.
+        """
+        spoken = [segment for segment in self._segments if segment.num_turns] or self._segments[:1]
+        outcomes = [*([None] * (len(spoken) - 1)), outcome]
+        rewards = iter(turn_rewards)
+        return [
+            one.output(outcome=end, turn_rewards=tuple(islice(rewards, one.num_turns)))
+            for one, end in zip(spoken, outcomes, strict=True)
+        ]

@@ -1,0 +1,78 @@
+"""What is read from a model's folder before its first token: the tokenizer, which ids end a reply, the processor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.agent_loops.errors import TemplateError
+
+
+def load_tokenizer(model: str) -> Any:
+    """The model's fast tokenizer. Imports transformers; raises `TemplateError` naming the folder where it is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise TemplateError(f"no tokenizer in {model!r}: {error}") from error
+
+
+def load_processor(model: str, tokenizer: Any) -> Any | None:
+    """The model's processor as far as images go; None where the model takes none.
+
+    `AutoProcessor` would load the part for videos too, which wants torchvision. Raises `TemplateError`.
+    """
+    import transformers
+
+    told = {**_json_of(model, "preprocessor_config.json"), **_json_of(model, "processor_config.json")}
+    if "image_processor" not in told and "image_processor_type" not in told:
+        return None
+    kind = getattr(transformers, str(told.get("processor_class")), None)
+    if kind is None:
+        raise TemplateError(f"transformers has no processor {told.get('processor_class')!r}, which {model!r} names")
+    parts = {"tokenizer": tokenizer, "image_processor": transformers.AutoImageProcessor.from_pretrained(model)}
+    try:
+        return images_only(kind, parts)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise TemplateError(f"the processor of {model!r} cannot be made for images alone: {error}") from error
+
+
+def images_only(kind: type, parts: Mapping[str, Any]) -> Any:
+    """A processor of this class that has `parts` and nothing else."""
+
+    class ImagesOnly(kind):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> type:
+            return type(argument)
+
+    return ImagesOnly(**{name: parts.get(name) for name in ImagesOnly.get_attributes()})
+
+
+def generation_stops(model: str) -> tuple[int, ...]:
+    """Ids at which the model's author stops a reply: ``eos_token_id`` of ``generation_config.json``, one or several.
+
+    Llama 3.1 has three, of which its chat template writes one. Empty where the model has no such file. Raises
+    `TemplateError` where the file cannot be read.
+    """
+    try:
+        told = _json_of(model, "generation_config.json").get("eos_token_id")
+        ids = told if isinstance(told, list) else [] if told is None else [told]
+        return tuple(int(number) for number in ids)
+    except (ValueError, TypeError) as error:
+        raise TemplateError(f"eos_token_id in generation_config.json of {model!r} cannot be read: {error}") from error
+
+
+def _json_of(model: str, name: str) -> dict[str, Any]:
+    """A JSON file of the model's; empty where it has none. Raises `TemplateError`."""
+    from transformers.utils import cached_file
+
+    file = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+    try:
+        told = json.loads(Path(file).read_text()) if file else {}
+    except ValueError as error:
+        raise TemplateError(f"{name} of {model!r} is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise TemplateError(f"{name} of {model!r} is no JSON object")
+    return told

@@ -1,0 +1,232 @@
+"""One agent worker process with N episodes at once, watched from inside. Started by agents.py.
+
+python -m benchmarks.support.agents_child REDIS_URL MODEL    (password in PENSTOCK_BENCH_PASSWORD)
+
+    {"episodes", "turns_per_s", "turns_before", "warm_up_s", "seconds", "traced"} ──► figures of this process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import secrets
+import sys
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from benchmarks.support.child import answer_questions, own_stdout
+from benchmarks.support.slow_world import TOOL_SHARE, Clock, SlowEngine, SlowTool
+from benchmarks.support.summary import quantile
+from penstock.agent_loops.client import FakeClient
+from penstock.agent_loops.collector import frozen_start
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.job import WorkerJob, build_parts
+from penstock.agent_loops.parts import EpisodeParts
+from penstock.agent_loops.reward import RewardFunction
+from penstock.agent_loops.worker import Worker
+from penstock.tools.config import ToolConfig
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.ledger import Limits
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.trajectory import Task
+
+GROUP_SIZE = 8
+WARM_EPISODES, WARM_TURN_S, WARM_TURNS = 32, 0.02, 600
+"""Before anything is counted: every path taken, every cache filled."""
+NEARLY_ALL = 0.99
+"""Some are always on their way from one wait to the next."""
+BEAT_S = 0.01
+HELD_DEADLINE_S = 900.0
+
+
+@dataclass
+class Beat:
+    """How late the event loop wakes a callback."""
+
+    late_s: list[float] = field(default_factory=list)
+    _handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._handle = loop.call_later(BEAT_S, self._beat, time.monotonic() + BEAT_S)
+
+    def _beat(self, due: float) -> None:
+        self.late_s.append(max(0.0, time.monotonic() - due))
+        self.start()
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+
+
+@dataclass(frozen=True)
+class World:
+    """A worker's parts, and the clocks that engine and tool sleep by."""
+
+    ledger: RedisLedger
+    parts: EpisodeParts
+    engine: SlowEngine
+    model_clock: Clock
+    tool_clock: Clock
+
+    def take_time(self, turn_s: float) -> None:
+        """On average, for model and tool together."""
+        self.model_clock.mean_s, self.tool_clock.mean_s = (1 - TOOL_SHARE) * turn_s, TOOL_SHARE * turn_s
+
+    def worker(self, episodes: int) -> Worker:
+        config = self.parts.config.model_copy(update={"concurrency": episodes})
+        job = WorkerJob("bench", config, self.ledger, self.engine, model="", lease_ttl_s=30.0)
+        return Worker(job, replace(self.parts, config=config))
+
+
+async def measure(url: str, password: str, model: str, question: dict[str, Any]) -> dict[str, Any]:
+    ledger = await RedisLedger.connect(url, f"agents-{secrets.token_hex(4)}", TransferQueueConfig(), password=password)
+    try:
+        await _fill(ledger, question)
+        return await _measure(build_world(ledger, model), question)
+    finally:
+        await ledger.drop_run()
+        await ledger.close()
+
+
+async def _measure(world: World, question: dict[str, Any]) -> dict[str, Any]:
+    episodes = question["episodes"]
+    world.take_time(WARM_TURN_S)
+    async with running(world.worker(WARM_EPISODES)):
+        await until(lambda: world.engine.turns >= WARM_TURNS)
+    before, worker, engine = memory(), world.worker(episodes), world.engine
+    with frozen_start():
+        return await _full_worker(world, worker, engine, before, question)
+
+
+async def _full_worker(
+    world: World, worker: Worker, engine: SlowEngine, before: tuple[int, int], question: dict[str, Any]
+) -> dict[str, Any]:
+    episodes, turn_s = question["episodes"], question["episodes"] / question["turns_per_s"]
+    world.take_time(turn_s)
+    async with running(worker):
+        began, ramp = time.monotonic(), engine.turns + question["turns_before"] * episodes
+        await until(lambda: len(worker.episodes) >= NEARLY_ALL * episodes)
+        figures = {"mean_turn_s": turn_s, "started_in_s": round(time.monotonic() - began, 2)}
+        await until(lambda: engine.turns >= ramp)
+        await asyncio.sleep(question["warm_up_s"])
+        if not question["traced"]:
+            figures |= await _at_work(world.engine, question["seconds"])
+        world.model_clock.stop()
+        await until(lambda: world.engine.waiting >= NEARLY_ALL * episodes)
+        figures |= _held(before, memory(), world.engine)
+        began = time.monotonic()
+    return {**figures, "drained_in_s": round(time.monotonic() - began, 2)}
+
+
+async def _at_work(engine: SlowEngine, seconds: float) -> dict[str, float]:
+    beat, turns = Beat(), engine.turns
+    cpu_s, began = time.process_time(), time.monotonic()
+    beat.start()
+    await asyncio.sleep(seconds)
+    beat.stop()
+    cpu_s, wall_s, turns = time.process_time() - cpu_s, time.monotonic() - began, engine.turns - turns
+    return {
+        "turns": turns,
+        "turns_per_s": round(turns / wall_s, 1),
+        "cpu_ms_per_turn": round(cpu_s / max(turns, 1) * 1e3, 4),
+        "cpu_share": round(cpu_s / wall_s, 3),
+        "lag_p50_ms": round(quantile(beat.late_s, 0.5) * 1e3, 2),
+        "lag_p99_ms": round(quantile(beat.late_s, 0.99) * 1e3, 2),
+        "lag_most_ms": round(max(beat.late_s) * 1e3, 1),
+    }
+
+
+def memory() -> tuple[int, int]:
+    """(resident bytes, bytes that Python has allocated; 0 where they are not traced), garbage collected."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize(), tracemalloc.get_traced_memory()[0]
+
+
+def _held(before: tuple[int, int], now: tuple[int, int], engine: SlowEngine) -> dict[str, Any]:
+    """Bytes per episode that waits for the model; `engine` has all of them."""
+    resident, traced = (round((after - first) / engine.waiting) for after, first in zip(now, before, strict=True))
+    return {
+        "waiting": engine.waiting,
+        "resident_bytes_per_episode": resident,
+        "traced_bytes_per_episode": traced,
+        "context_tokens_per_episode": round(engine.tokens_waiting / engine.waiting, 1),
+        "resident_mb": round(now[0] / 1e6, 1),
+    }
+
+
+# the parts ---------------------------------------------------------------------------------------------------------
+async def _fill(ledger: RedisLedger, question: dict[str, Any]) -> None:
+    """More episodes than are needed, all admitted at once: step 0 would take every group."""
+    seconds = 60 + question["warm_up_s"] + question["seconds"]
+    turns = question["turns_per_s"] * seconds + question["turns_before"] * question["episodes"]
+    count = question["episodes"] + WARM_EPISODES + WARM_TURNS + int(turns)
+    groups = count // GROUP_SIZE + 1
+    await ledger.create_run(Limits(GROUP_SIZE, groups, max_staleness=0, max_bytes=64 << 30), "{}")
+    await ledger.submit([_task(number) for number in range(groups)])
+
+
+def _task(number: int) -> Task:
+    question = f"Question {number}: " + "what does the book say about this and what follows from it? " * 3
+    messages = [{"role": "user", "content": question}]
+    return Task(f"train/{number:08d}", "train", messages, "bench", "46")
+
+
+def build_world(ledger: RedisLedger, model: str) -> World:
+    """A real worker's parts, but for the engine and the tool."""
+    config = AgentConfig(max_turns=64, max_new_tokens=256, max_response_tokens=16384, episode_deadline_s=3600)
+    model_clock, tool_clock = Clock(seed=1), Clock(seed=2)
+    job = WorkerJob("bench", config, ledger, FakeClient(lambda _: ()), model)
+    parts = build_parts(job, None)
+    engine, tool = SlowEngine(model_clock, parts.chat, seed=3), SlowTool(tool_clock)
+    parts = replace(
+        parts,
+        client=engine,
+        tools={tool.name: tool},
+        tool_configs={tool.name: ToolConfig(name=tool.name, timeout_s=3600)},
+        reward=RewardFunction(_score),
+    )
+    return World(ledger, parts, engine, model_clock, tool_clock)
+
+
+async def _score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    return float(str(ground_truth) in solution_str)
+
+
+@asynccontextmanager
+async def running(worker: Worker) -> AsyncIterator[None]:
+    task = asyncio.create_task(worker.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(HELD_DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - a worker's own counts: there is no event
+            await asyncio.sleep(0.02)
+
+
+def main() -> None:
+    replies = own_stdout()
+    url, model = sys.argv[1:]
+    password = os.environ["PENSTOCK_BENCH_PASSWORD"]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        answer_questions(replies, lambda question: runner.run(measure(url, password, model, question)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The sides of the sandbox benchmark: a backend's sessions, and the command line that does the same by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.support.sandbox_server import sandbox_server
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.protocol import Sandbox, SandboxError, Session
+
+COMMANDS = {"true": ["true"], "python": ["python3", "-I", "-S", "-c", "print(1)"]}
+"""The first does nothing: what is left is the cost of getting it run."""
+BWRAP = "bwrap --unshare-all --die-with-parent --ro-bind /usr /usr --proc /proc --dev /dev --tmpfs /tmp --chdir /tmp"
+DOCKER = "--network none --read-only --cap-drop ALL --security-opt no-new-privileges --user 65534:65534 --tmpfs /tmp"
+COMMAND_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    backend: str
+    sandbox: Sandbox
+    session: Session
+    """Open from the first sample to the last."""
+    bare_exec: list[str]
+    """Runs a command in a box that is there, as far as the tool has such a thing (bwrap makes one each time)."""
+    bare_run: list[str]
+    """A fresh box for one command, gone afterwards."""
+
+
+def run_bare(command: Sequence[str]) -> None:
+    """Raises `CalledProcessError`: a side that fails quickly would look quick."""
+    subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, timeout=COMMAND_TIMEOUT_S, check=True
+    )  # as a session's, its output is read and kept
+
+
+async def run_in(session: Session, command: list[str]) -> None:
+    """Raises `SandboxError` where the command did not end as it should."""
+    result = await session.run(command, timeout_s=COMMAND_TIMEOUT_S)
+    if result.exit_code != 0:
+        raise SandboxError(f"{command} ended with {result}")
+
+
+@contextlib.asynccontextmanager
+async def open_side(backend: str, config: SandboxConfig) -> AsyncIterator[Side]:
+    """Raises `SandboxError` where this backend cannot work here, with the mend."""
+    async with contextlib.AsyncExitStack() as stack:
+        settings = {"backend": backend}
+        if backend == "remote":
+            server = await stack.enter_async_context(sandbox_server(config, secrets.token_urlsafe(16)))
+            settings["url"] = server.url
+        token = server.token if backend == "remote" else None
+        sandbox = make_sandbox(config.model_copy(update=settings), f"bench-{os.getpid()}", token)
+        stack.push_async_callback(sandbox.close)
+        session = await sandbox.start("bench")
+        stack.push_async_callback(session.close)
+        yield Side(backend, sandbox, session, *_by_hand(stack, backend, config))
+
+
+def _by_hand(
+    stack: contextlib.ExitStack | contextlib.AsyncExitStack, backend: str, config: SandboxConfig
+) -> Sequence[list[str]]:
+    """(bare_exec, bare_run)"""
+    if backend != "docker":
+        command = BWRAP.split()
+        for path in ("/bin", "/lib", "/lib64"):
+            command += ["--symlink", f"usr{path}", path] if os.path.islink(path) else ["--ro-bind", path, path]
+        return [*command, "--"], [*command, "--"]
+    name = f"penstock-bench-{secrets.token_hex(4)}"
+    stack.callback(subprocess.run, ["docker", "rm", "-f", name], capture_output=True, timeout=COMMAND_TIMEOUT_S)
+    run_bare(["docker", "run", "--detach", "--name", name, *DOCKER.split(), config.image, "sleep", "infinity"])
+    return ["docker", "exec", name], ["docker", "run", "--rm", *DOCKER.split(), config.image]

@@ -1,0 +1,159 @@
+"""Conversations with a tool, for `bench tokens`: what is said is made before the clock starts."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from benchmarks.support.ledger_calls import tasks
+from penstock.agent_loops.chat import ChatTokens, tool_messages
+from penstock.agent_loops.client import FakeClient
+from penstock.agent_loops.errors import AgentError
+from penstock.agent_loops.journal import EpisodeJournal
+from penstock.agent_loops.llm import EpisodeLLM, Reply
+from penstock.agent_loops.segment import Budget, SegmentBuilder
+from penstock.agent_loops.template import Message
+from penstock.agent_loops.toolbox import ToolBox
+from penstock.rollout_server.protocol import Sampling
+from penstock.tools.base import BaseTool, ToolResult
+from penstock.tools.config import ToolConfig
+from penstock.tools.parsers import ToolCall
+from penstock.transfer_queue.ledger import Lease, Limits
+from penstock.transfer_queue.memory import MemoryLedger
+
+THOUGHT_CHARS, RESULT_CHARS = 900, 1_000
+CUTS = 40
+"""Of a reply's text, where no tokenizer would cut it."""
+WORDS = (
+    "price",
+    "weight",
+    "table",
+    "page",
+    "given",
+    "shows",
+    "result",
+    "another",
+    "same",
+    "search",
+    "and",
+    "of",
+    "the",
+)
+ASKED: Message = {"role": "user", "content": "What do they cost, and where is that written?"}
+
+
+class Look(BaseTool):
+    """Gives a page of text."""
+
+    name, description = "look", "Shows a page."
+    parameters = {"type": "object", "properties": {"page": {"type": "integer"}}, "required": ["page"]}  # noqa: RUF012
+    text = ""
+
+    async def execute(self, state: Any, arguments: Any) -> ToolResult:
+        return ToolResult(self.text)
+
+
+@dataclass
+class Talk:
+    """One conversation on both sides: `said` is what a template would have to render."""
+
+    chat: ChatTokens
+    segment: SegmentBuilder
+    """Of the splice alone."""
+    whole: SegmentBuilder
+    """Of whole turns."""
+    llm: EpisodeLLM
+    tools: ToolBox
+    said: list[Message]
+    turns: int = 0
+
+
+class Talker:
+    """Makes conversations and takes their turns, timed."""
+
+    def __init__(self, chat: ChatTokens, dice: random.Random) -> None:
+        self.chat, self._dice = chat, dice
+        self.context_tokens: dict[int, int] = {}
+        """turn → length of the context that its reply is sampled on, in the newest conversation"""
+        self._look = Look()
+        self._client = FakeClient(lambda context: self._next_ids)
+        self._next_ids: list[int] = []
+        self._ledger = MemoryLedger()
+        self._leases: list[Lease] = []
+
+    async def open(self, conversations: int) -> None:
+        """Episodes for so many."""
+        await self._ledger.create_run(Limits(1, conversations, max_staleness=0, min_group=1, lease_ttl_s=3600), "{}")
+        await self._ledger.submit(tasks(0, conversations))
+        self._leases = await self._ledger.lease_episodes("bench", conversations, 0)
+
+    def begin(self) -> Talk:
+        lease = self._leases.pop()
+        chat = self.chat.for_episode(Budget(10**6, 10**9))
+        journal = EpisodeJournal(self._ledger, lease)
+        tools = ToolBox({"look": self._look}, {"look": ToolConfig(name="look")}, lease.task, journal)
+        sampling = Sampling(max_new_tokens=10_000, stop_token_ids=chat.stop_token_ids)
+        llm = EpisodeLLM(self._client, lease, journal, sampling, chat.decode)
+        talks = [chat.start([ASKED], tools.schemas) for _ in range(2)]
+        return Talk(chat, talks[0], talks[1], llm, tools, [ASKED])
+
+    async def take_turn(self, talk: Talk, *, rerender: bool) -> dict[str, float]:
+        """side → seconds of the next turn."""
+        thought, page, result = self._words(THOUGHT_CHARS), self._dice.randrange(10**6), self._words(RESULT_CHARS)
+        call = f'<tool_call>\n{{"name": "look", "arguments": {{"page": {page}}}}}\n</tool_call>'
+        ids = self._reply_ids(f"{thought}\n{call}")
+        self.context_tokens[talk.turns + 1] = talk.segment.context_len
+        took = {"splice": self._splice(talk, ids, result), "turn": await self._turn(talk, ids, result)}
+        talk.said += self._messages(thought, page, result)
+        talk.turns += 1
+        return {**took, "rerender": self._rerender(talk)} if rerender else took
+
+    # sides ---------------------------------------------------------------------------------------------------------
+    def _splice(self, talk: Talk, ids: list[int], result: str) -> float:
+        began = time.perf_counter()
+        asked = talk.segment.context_hash
+        talk.segment.append_sampled(ids, [-0.5] * len(ids), [(0, 0, len(ids))], "stop")
+        reply = Reply(ids, talk.chat.decode(ids), [-0.5] * len(ids), "stop")
+        calls = talk.chat.tool_calls(reply)
+        talk.chat.go_on(talk.segment, reply, tool_messages([ToolResult(result)]))
+        took = time.perf_counter() - began
+        if len(calls) != 1 or asked == talk.segment.context_hash:
+            raise AgentError(f"{len(calls)} calls were read of one")
+        return took
+
+    async def _turn(self, talk: Talk, ids: list[int], result: str) -> float:
+        self._next_ids, self._look.text = ids, result
+        self._client.requests.clear()
+        began = time.perf_counter()
+        reply = await talk.llm.generate(talk.whole)
+        results = await talk.tools.call_all(talk.chat.tool_calls(reply))
+        talk.chat.go_on(talk.whole, reply, tool_messages(results))
+        return time.perf_counter() - began
+
+    def _rerender(self, talk: Talk) -> float:
+        began = time.perf_counter()
+        text = talk.chat.template.render(talk.said, talk.tools.schemas, prompt=True)
+        ids = talk.chat.encode(text)
+        took = time.perf_counter() - began
+        context = talk.segment.context()
+        if context != talk.whole.context() or talk.chat.decode(context) != text or len(ids) >= len(context):
+            raise AgentError("the sides do not hold the same conversation")
+        return took
+
+    # what is said --------------------------------------------------------------------------------------------------
+    def _words(self, chars: int) -> str:
+        return " ".join(self._dice.choice(WORDS) for _ in range(chars // 5))[:chars].strip()
+
+    def _reply_ids(self, text: str) -> list[int]:
+        """Pieces between random cuts, each encoded for itself."""
+        cuts = sorted(self._dice.sample(range(1, len(text)), CUTS))
+        pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+        return [*(token for piece in pieces for token in self.chat.encode(piece)), self.chat.turn_end_id]
+
+    def _messages(self, thought: str, page: int, result: str) -> list[Message]:
+        """The turn as messages: what a client that keeps no ids would send."""
+        asked = self.chat.template.call_message([ToolCall("look", {"page": page})], thought)
+        return [asked, *tool_messages([ToolResult(result)])]

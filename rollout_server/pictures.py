@@ -1,0 +1,38 @@
+"""The bytes that an `ImageRef` stands for, checked."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from penstock.rollout_server.limits import BadRequest
+from penstock.rollout_server.protocol import ImageRef
+
+MAX_BYTES = 64 << 20
+
+
+def read_pictures(images: Sequence[ImageRef]) -> list[bytes]:
+    """Raises `BadRequest` naming the one that cannot be read or has other bytes."""
+    return [_read(image, f"images.{position}") for position, image in enumerate(images)]
+
+
+def _read(image: ImageRef, field: str) -> bytes:
+    try:
+        data = _bytes_of(image.url)
+    except (OSError, ValueError) as error:
+        raise BadRequest(field, f"cannot be read here: {error}") from error
+    if hashlib.sha256(data).hexdigest() != image.sha256:
+        raise BadRequest(field, f"what {image.url[:80]} gives has another sha256 than {image.sha256}")
+    return data
+
+
+def _bytes_of(url: str) -> bytes:
+    if url.startswith("data:"):
+        return base64.b64decode(url.partition(";base64,")[2], validate=True)
+    path = Path(unquote(urlsplit(url).path))
+    if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path} is no file of {MAX_BYTES >> 20} MiB at most")
+    return path.read_bytes()

@@ -1,0 +1,1 @@
+"""Boxes made by a Docker engine: one container per session."""

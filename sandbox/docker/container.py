@@ -1,0 +1,205 @@
+"""One container, from its creation to its removal.
+
+    worker ──hijacked HTTP connection──► engine ──pipes──► first process of the container
+
+The connection carries the first process's stdin, stdout and stderr. When it closes, for whatever reason, the engine
+closes that stdin, the first process ends, the kernel ends everything else in the container and the engine removes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from penstock.sandbox.docker.engine import CALL_DEADLINE_S, calling, connect
+from penstock.sandbox.docker.host_cgroup import limit_socket_memory, oom_kills
+from penstock.sandbox.protocol import SandboxError
+
+if TYPE_CHECKING:
+    from aiodocker import Docker
+    from aiodocker.containers import DockerContainer
+    from aiodocker.execs import Exec
+    from aiodocker.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+OWN_END_S = 2.0
+"""How long a first process whose stdin closed may take to end; past it the engine is told to kill."""
+END_DEADLINE_S = 30.0
+"""The engine itself may wait 10 s for word of a process that it killed."""
+OOM_DEADLINE_S = 1.0
+"""How long the engine may take to tell why a container ended."""
+_LAST_WORDS_BYTES = 2000
+_GONE, _BEING_REMOVED = 404, 409
+_OUT, _ERR = 1, 2
+"""Which stream a piece of output belongs to, in the engine's framing."""
+
+
+class Container:
+    """A running container; the owner awaits `end` whatever happened."""
+
+    def __init__(self, control: Docker, user: str) -> None:
+        self.name = f"penstock-{secrets.token_hex(8)}"
+        self.stdout = asyncio.StreamReader()
+        """What its first process writes."""
+        self.control = control
+        self.user = user
+        """Whom further programs run as."""
+        self._id = ""
+        self._last_words = bytearray()
+        self._to_write = bytearray()
+        self._attached: Docker | None = None
+        """A client of its own: one pool's connections would run out with many boxes."""
+        self._stream: Stream | None = None
+        self._pump: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, control: Docker, spec: dict[str, Any], user: str) -> Container:
+        """Created, attached to and started. Raises `SandboxError`; nothing is left then."""
+        container = cls(control, user)
+        starting = asyncio.create_task(container._start(spec))
+        try:
+            await asyncio.shield(starting)
+        except BaseException:
+            # cut off in the middle, a create could make the container after its removal was tried
+            await asyncio.wait([starting])
+            starting.exception()  # told to nobody where the caller was cancelled
+            await container.end()
+            raise
+        return container
+
+    async def _start(self, spec: dict[str, Any]) -> None:
+        async with calling(f"starting a box of image {spec['Image'][:24]}", 2 * CALL_DEADLINE_S):
+            made = await self.control.containers.create(spec, name=self.name)
+            self._id = made.id
+            self._attached = connect(self.control.api_version)
+            self._stream = self._attached.containers.container(made.id).attach(stdin=True, stdout=True, stderr=True)
+            await self._stream.__aenter__()
+            await made.start()
+            limit_socket_memory(made.id, spec["HostConfig"]["Memory"])
+        self._pump = asyncio.create_task(self._read_all(self._stream))
+
+    async def _read_all(self, stream: Stream) -> None:
+        """Until the engine closes the connection. Only our own first process writes here: no limit but the frames'."""
+        try:
+            while (message := await stream.read_out()) is not None:
+                if message.stream == _OUT:
+                    self.stdout.feed_data(message.data)
+                else:
+                    self._last_words += message.data[: _LAST_WORDS_BYTES - len(self._last_words)]
+        except Exception as error:  # noqa: BLE001 - a broken connection in any of its forms: the reader sees the end
+            logger.debug("docker: %s: %s", self.name, error)
+        finally:
+            self.stdout.feed_eof()
+
+    @property
+    def alive(self) -> bool:
+        return self._pump is not None and not self._pump.done()
+
+    @property
+    def last_words(self) -> str:
+        return self._last_words.decode("utf-8", "replace").strip()
+
+    # ---- a writer, as asyncio's streams have one
+
+    def write(self, data: bytes) -> None:
+        self._to_write += data
+
+    async def drain(self) -> None:
+        """Raises `ConnectionError` where the container is gone."""
+        data = bytes(self._to_write)
+        self._to_write.clear()
+        assert self._stream is not None
+        try:
+            await self._stream.write_in(data)
+        except (RuntimeError, AttributeError, AssertionError) as error:  # what aiodocker says of a closed connection
+            raise ConnectionResetError("the container's stdin is closed") from error
+
+    # ---- further programs in it
+
+    async def prepare(self, argv: list[str], cwd: str | None, with_stdin: bool) -> Exec:
+        """A program that has not started yet, as the box's own user; inside `calling`."""
+        container = self.control.containers.container(self.name)
+        return await container.exec(
+            argv,
+            stdin=with_stdin,
+            stdout=True,
+            stderr=True,
+            user=self.user,
+            workdir=cwd or "/tmp",  # noqa: S108 - the box's own
+        )
+
+    def oom_kills(self) -> int | None:
+        """So far; None where only the box itself can tell."""
+        return oom_kills(self._id)
+
+    # ---- its end
+
+    async def ran_out_of_memory(self) -> bool:
+        """Of a container that ended by itself: from inside, only lack of memory can end the first process.
+
+        The engine tells its last 256 events, then new ones without end: its clock is not compared with ours.
+        """
+        params = {"since": "1", "filters": json.dumps({"container": [self.name], "event": ["oom"]})}
+        with contextlib.suppress(SandboxError):
+            async with (
+                calling("asking why a box ended", OOM_DEADLINE_S),
+                self.control._query("events", params=params) as answer,
+            ):
+                return bool(await answer.content.readline())
+        return False
+
+    async def end(self) -> None:
+        """Everything in it is gone afterwards; an engine that cannot say so is logged, and `leftovers` comes by."""
+        if self._pump is not None:
+            self._pump.cancel()
+        if self._stream is not None:
+            with contextlib.suppress(AssertionError):  # aiodocker's word for a connection that is closed already
+                await self._stream.close()
+        if self._attached is not None:
+            await self._attached.close()
+        try:
+            if self._pump is None or not await _removed_by_itself(self.control, self.name):
+                await remove(self.control, self.name)
+        except SandboxError as error:
+            logger.error("%s", error)
+
+
+async def _removed_by_itself(client: Docker, name: str) -> bool:
+    """The usual end: its stdin closed, so it ended, so the engine removed it. A second removal would only disturb."""
+    import aiodocker
+
+    try:
+        async with asyncio.timeout(OWN_END_S), calling("waiting for a box to end"):
+            await client.containers.container(name).wait(condition="removed")
+    except TimeoutError:
+        return False
+    except SandboxError as error:
+        return isinstance(error.__cause__, aiodocker.DockerError) and error.__cause__.status == _GONE
+    return True
+
+
+async def remove(client: Docker, name: str) -> None:
+    """Kills and removes; returns once the engine does not know it any more. Raises `SandboxError`."""
+    async with calling(f"removing container {name}", END_DEADLINE_S):
+        container = client.containers.container(name)
+        while await _still_there(container):  # noqa: ASYNC110 - nothing in this process knows when
+            await asyncio.sleep(0.02)
+
+
+async def _still_there(container: DockerContainer) -> bool:
+    import aiodocker
+
+    try:
+        await container.delete(force=True, v=True)
+    except aiodocker.DockerError as error:
+        if error.status == _GONE:
+            return False
+        if error.status == _BEING_REMOVED:
+            return True
+        raise
+    return False

@@ -1,0 +1,147 @@
+"""The Docker engine as the boxes see it: what it can do here, its images, and every failure with its mend."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.sandbox.protocol import NoSuchImage, SandboxError
+
+if TYPE_CHECKING:
+    from aiodocker import Docker
+
+CALL_DEADLINE_S = 20.0
+"""Of one call to the engine; a loaded machine starts a container in a few seconds."""
+
+_NO_CONNECTION = 900
+"""aiodocker's own status."""
+
+PACKAGE = "the `aiodocker` package is missing: `pip install 'penstock[docker]'`"
+UNREACHABLE = (
+    "no Docker engine answers: install one (`apt-get install docker.io`, or `scripts/setup-docker` on Debian), "
+    "start it (`systemctl start docker`), or set DOCKER_HOST to where it listens"
+)
+NO_PERMISSION = (
+    "this user may not speak to the Docker engine: `usermod -aG docker $USER` and log in again, or use rootless Docker"
+)
+
+
+class NoSuchProgram(SandboxError):
+    """The image lacks the program that a container was to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What one engine can do, as it said when it was asked."""
+
+    version: str
+    api_version: str
+    machine: str
+    """As `platform.machine()` would say where it runs."""
+    cgroup_version: str
+    runtimes: tuple[str, ...]
+    default_runtime: str
+    limits_memory: bool
+    limits_swap: bool
+    limits_pids: bool
+    limits_cpu: bool
+    remaps_uids: bool
+    """Rootless or with remapped users: only uids below 65536 exist in its containers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    name: str
+    image_id: str
+    volumes: tuple[str, ...]
+    """Paths that the image declares as volumes: the engine would make them writable folders of the host's disk."""
+
+
+def connect(api_version: str = "auto") -> Docker:
+    """A client, as DOCKER_HOST or the current context says; inside a running loop. Raises `SandboxError`."""
+    try:
+        import aiodocker
+    except ImportError as error:
+        raise SandboxError(PACKAGE) from error
+    try:
+        return aiodocker.Docker(api_version=api_version)
+    except (ValueError, AssertionError) as error:  # no socket where one is looked for
+        raise SandboxError(f"docker: {UNREACHABLE}") from error
+
+
+@contextlib.asynccontextmanager
+async def calling(doing: str, deadline_s: float | None = None) -> AsyncIterator[None]:
+    """Around calls to the engine. Raises `SandboxError` for whatever they raise, and past the deadline."""
+    import aiodocker
+    import aiohttp
+
+    deadline_s = CALL_DEADLINE_S if deadline_s is None else deadline_s
+    try:
+        async with asyncio.timeout(deadline_s):
+            yield
+    except TimeoutError as error:
+        raise SandboxError(f"docker: {doing}: the engine did not answer in {deadline_s:g} s") from error
+    except aiodocker.DockerError as error:
+        raise _failure(doing, error) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise SandboxError(f"docker: {doing}: {_unreachable(error)}") from error
+
+
+def _failure(doing: str, error: Any) -> SandboxError:
+    text = str(error.message)
+    if error.status == _NO_CONNECTION:
+        return SandboxError(f"docker: {doing}: {_unreachable(error)}")
+    if "executable file not found" in text or "finding executable" in text:
+        return NoSuchProgram(f"docker: {doing}: {text}")
+    if "No such image" in text:
+        return NoSuchImage(f"docker: {doing}: {text}: `docker pull` it, build it, or name another (sandbox.image)")
+    return SandboxError(f"docker: {doing}: {text}")
+
+
+def _unreachable(error: BaseException | None) -> str:
+    """Walks the causes: clients wrap the system's error more than once."""
+    first = error
+    while error is not None:
+        if isinstance(error, PermissionError):
+            return NO_PERMISSION
+        error = error.__cause__ or error.__context__
+    return f"{UNREACHABLE} ({first})"
+
+
+async def survey(client: Docker) -> Engine:
+    """Raises `SandboxError` where no engine answers."""
+    async with calling("asking the engine what it can do"):
+        version = await client.version()
+        info = await client.system.info()
+    security = " ".join(info.get("SecurityOptions") or ())
+    return Engine(
+        version=version["Version"],
+        api_version="v" + version["ApiVersion"],
+        machine=info.get("Architecture", ""),
+        cgroup_version=str(info.get("CgroupVersion", "1")),
+        runtimes=tuple(sorted(info.get("Runtimes") or ())),
+        default_runtime=info.get("DefaultRuntime", ""),
+        limits_memory=bool(info.get("MemoryLimit")),
+        limits_swap=bool(info.get("SwapLimit")),
+        limits_pids=bool(info.get("PidsLimit")),
+        limits_cpu=bool(info.get("CpuCfsQuota")),
+        remaps_uids="name=rootless" in security or "name=userns" in security,
+    )
+
+
+async def find_image(client: Docker, name: str) -> Image:
+    """Raises `SandboxError` where the engine does not have it: pulling is the user's decision."""
+    async with calling(f"looking for image {name}"):
+        found = await client.images.inspect(name)
+    return Image(name, found["Id"], tuple((found.get("Config") or {}).get("Volumes") or ()))
+
+
+def require_runtime(engine: Engine, runtime: str | None) -> None:
+    if runtime is not None and runtime not in engine.runtimes:
+        raise SandboxError(
+            f"docker: the engine has no runtime {runtime} (it has {', '.join(engine.runtimes)}): install it, add it to "
+            "`runtimes` in /etc/docker/daemon.json and restart the engine"
+        )

@@ -1,0 +1,169 @@
+"""Sessions of images without a fit python3: every call is a program execution of the engine's, nothing lives on.
+
+What is lost against a driver: `run_python`, a shell that keeps its state, and some 60 ms per call. What is kept: the
+walls, limits told by the same names, files. A limit that ends a run ends all that runs in the box with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import AsyncIterator
+
+from penstock.sandbox.docker.container import Container
+from penstock.sandbox.docker.program import Program
+from penstock.sandbox.frames import Tell
+from penstock.sandbox.inside.confine import OOM_COUNTERS
+from penstock.sandbox.one_box import OneBoxSession
+from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
+from penstock.sandbox.streaming import stream_of
+
+PLAIN_COMMAND = ["sh", "-c", "while read -r line; do jobs; done"]
+"""First process of such a box. It ends when its stdin does and cannot be ended from inside; `jobs` reaps orphans."""
+NO_PYTHON = "this image has no python3 of 3.9 or newer: use one that has (`python:3.12-slim`), or commands alone"
+NO_SHELL = "a shell that keeps its directory and variables needs a python3 of 3.9 or newer in the image; use `run`"
+HOUSEKEEPING_S = 20.0
+MAX_FILE_BYTES = 32 << 20
+_SIGXCPU = 128 + 24
+_SIGKILL = 128 + 9
+_KILL_ALL = ["sh", "-c", "kill -9 -1"]
+_COUNT_OOM = ["sh", "-c", f"cat {' '.join(OOM_COUNTERS)} 2>/dev/null"]
+_REGULAR = '[ ! -e "$1" ] || [ -f "$1" ] || { echo "not a regular file" >&2; exit 1; }; '
+_WRITE = ["sh", "-c", _REGULAR + 'cat >"$1"', "sh"]
+_READ = ["sh", "-c", _REGULAR + 'head -c "$2" <"$1"', "sh"]
+_SHELL_WORDS = {"no such file": errno.ENOENT, "nonexistent": errno.ENOENT}
+_ERRORS = (errno.ENOENT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOSPC, errno.ENAMETOOLONG, errno.ENOTDIR)
+
+
+class PlainSession(OneBoxSession[Container]):
+    """As `DriverSession` in what it promises, but for `run_python` and `run_shell`, which are errors."""
+
+    _counted: Container | None = None
+    """Whose deaths for want of memory `_oom_kills` counts."""
+    _oom_kills = 0
+
+    async def run(
+        self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
+    ) -> RunResult:
+        return await self._run(argv, stdin, timeout_s, cwd)
+
+    def stream(
+        self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
+    ) -> AsyncIterator[Output]:
+        return stream_of(lambda tell: self._run(argv, stdin, timeout_s, cwd, tell))
+
+    async def run_python(self, code: str, *, timeout_s: float | None = None) -> RunResult:
+        raise SandboxError(NO_PYTHON)
+
+    async def run_shell(self, command: str, *, timeout_s: float | None = None) -> RunResult:
+        raise SandboxError(NO_SHELL)
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        if len(data) > MAX_FILE_BYTES:
+            raise OSError(errno.EFBIG, f"more than {MAX_FILE_BYTES} bytes in one file", path)
+        await self._file([*_WRITE, _absolute(path)], data, path)
+
+    async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+        return await self._file([*_READ, _absolute(path), str(min(max_bytes, MAX_FILE_BYTES))], b"", path)
+
+    # ---- runs
+
+    async def _run(
+        self, argv: list[str], stdin: str, timeout_s: float | None, cwd: str | None, tell: Tell | None = None
+    ) -> RunResult:
+        limits = {"cpu_s": self._config.cpu_s, "output_bytes": self._config.output_bytes}
+        program = Program(argv, stdin.encode("utf-8", "replace"), cwd=cwd, **limits)
+        async with self._turn:
+            container = await self._living_box()
+            self._losses.began("run")
+            await self._do(program, container, self._config.run_timeout_s if timeout_s is None else timeout_s, tell)
+            exit_code, limit = await self._outcome(container, program)
+            if container is self._box:
+                with contextlib.suppress(ConnectionError):  # gone by now: the next call notices
+                    container.write(b"\n")  # reap what the run left
+                    await container.drain()
+        stdout, stderr = program.capture.texts()
+        return self._losses.told("run", RunResult(stdout, stderr, exit_code, limit, program.duration_s))
+
+    async def _do(self, program: Program, container: Container, timeout_s: float, tell: Tell | None = None) -> None:
+        """A caller that leaves, or an engine that breaks: what may still run must not run on."""
+        try:
+            await program.run(container, timeout_s, tell)
+        except BaseException:
+            await self._end_box()
+            raise
+
+    async def _outcome(self, container: Container, program: Program) -> tuple[int | None, str | None]:
+        """(exit code, limit)"""
+        if not container.alive:
+            return None, await self._why_gone(container, program)
+        code = program.exit_code
+        if code is None:
+            await self._kill_all(container)
+        if container is self._box and await self._ran_out_of_memory(container, ask=code != 0):
+            return (None if code == _SIGKILL else code), "memory"
+        if code is None:
+            return None, program.limit
+        if code == _SIGXCPU:
+            return None, "cpu"
+        return (128 - code if code > 128 else code), program.limit
+
+    async def _why_gone(self, container: Container, program: Program) -> str:
+        if not await container.ran_out_of_memory():
+            await self.close()  # from inside, nothing but lack of memory can end the first process
+            raise SandboxLost(f"the box of session {self.session_id} ended during a run")
+        await self._end_box()
+        return "memory"
+
+    async def _kill_all(self, container: Container) -> None:
+        """All processes but the first; the box itself where it is too full even for that."""
+        killer = Program(_KILL_ALL)
+        try:
+            await killer.run(container, HOUSEKEEPING_S)
+        except SandboxError:
+            killer.exit_code = None
+        if killer.exit_code not in (0, _SIGKILL):
+            await self._end_box()
+
+    async def _ran_out_of_memory(self, container: Container, ask: bool) -> bool:
+        """Since the last time; where only the box itself knows it is asked, if at all, which takes another program."""
+        if container is not self._counted:
+            self._counted, self._oom_kills = container, 0
+        total = container.oom_kills()
+        if total is None:
+            total = await self._count_oom_kills(container) if ask else self._oom_kills
+        before, self._oom_kills = self._oom_kills, total
+        return total > before
+
+    async def _count_oom_kills(self, container: Container) -> int:
+        counter = Program(_COUNT_OOM)
+        await self._do(counter, container, HOUSEKEEPING_S)
+        lines = counter.capture.texts()[0].splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+    async def _file(self, argv: list[str], data: bytes, path: str) -> bytes:
+        if "\0" in path:
+            raise FileNotFoundError(errno.ENOENT, "path holds a NUL", path.replace("\0", "\\0"))
+        program = Program(argv, data, output_bytes=2 * MAX_FILE_BYTES)
+        async with self._turn:
+            await self._do(program, await self._living_box(), HOUSEKEEPING_S)
+            if program.exit_code is None:
+                await self._end_box()
+                raise SandboxError(f"no answer to a file command in {HOUSEKEEPING_S:.0f} s")
+        if program.exit_code != 0:
+            raise _file_error(program.capture.texts()[1], path)
+        return bytes(program.capture.stdout)
+
+
+def _absolute(path: str) -> str:
+    return os.path.join("/tmp", path)  # noqa: S108 - the box's own
+
+
+def _file_error(text: str, path: str) -> OSError:
+    """What the shell said, as the error that open() would have been."""
+    words = {os.strerror(number).lower(): number for number in _ERRORS} | _SHELL_WORDS
+    for word, number in words.items():
+        if word in text.lower():
+            return OSError(number, os.strerror(number), path)
+    return PermissionError(errno.EPERM, text.strip() or "cannot be opened", path)

@@ -1,0 +1,178 @@
+"""Boxes made by a Docker engine: a container per session, read-only, without network or capabilities.
+
+    worker ──HTTP──► engine ──► container: driver (pid 1) ─► interpreter, shell, commands
+
+The driver is the one that bubblewrap boxes have, run by the image's own python3; an image without one is served by a
+program execution of the engine's per call (`plain`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.sandbox.bundle import driver_command_from_stdin, driver_sources
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.docker.box import ContainerBox
+from penstock.sandbox.docker.container import Container
+from penstock.sandbox.docker.engine import (
+    Engine,
+    Image,
+    NoSuchProgram,
+    connect,
+    find_image,
+    require_runtime,
+    survey,
+)
+from penstock.sandbox.docker.host_cgroup import limits_socket_memory
+from penstock.sandbox.docker.leftovers import clear_away, labels_of
+from penstock.sandbox.docker.plain import PLAIN_COMMAND, PlainSession
+from penstock.sandbox.docker.spec import container_spec, keeper_of
+from penstock.sandbox.maker import QUEUE_TIMEOUT_S, Place, SlottedSandbox
+from penstock.sandbox.protocol import SandboxError, Session
+from penstock.sandbox.seccomp import build_filter
+from penstock.sandbox.session import DriverSession
+
+if TYPE_CHECKING:
+    from aiodocker import Docker
+
+logger = logging.getLogger(__name__)
+
+PYTHON = "python3"
+T = TypeVar("T")
+
+
+class DockerSandbox(SlottedSandbox):
+    """Maker of containers for one process. `containment` says in words which walls stand."""
+
+    def __init__(self, config: SandboxConfig, owner: str, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
+        """Clears away what a killed process of the same `owner` left, then proves that engine, image and runtime exist.
+
+        Raises:
+            SandboxError: one does not, with the mend.
+        """
+        super().__init__(config, queue_timeout_s)
+        self._owner = owner
+        self._images: dict[str, Image] = {}
+        self._without_python: set[str] = set()
+        self._engine, image = _now(self._survey())
+        self._images[config.image] = image
+        self._filter = build_filter(self._engine.machine)
+        self._driver = driver_sources()
+        self._client: Docker | None = None
+        self.containment, weak = describe(self._engine, config, self._filter is not None)
+        logger.log(logging.WARNING if weak else logging.INFO, "sandbox: %s", self.containment)
+
+    async def _survey(self) -> tuple[Engine, Image]:
+        client = connect()
+        try:
+            engine = await survey(client)
+            require_runtime(engine, self.config.runtime)
+            if count := await clear_away(client, self._owner):
+                logger.warning("sandbox: removed %d containers that an earlier process of %s left", count, self._owner)
+            return engine, await find_image(client, self.config.image)
+        finally:
+            await client.close()
+
+    def check_image(self, image: str | None) -> None:
+        """Any that the engine has, which is asked when a box is started."""
+
+    async def _open(self, place: Place, release: Callable[[], None]) -> Session:
+        image = await self._image(place.image or self.config.image)
+        if image.image_id not in self._without_python:
+            try:
+                return await self._driver_session(image, place, release)
+            except NoSuchProgram:
+                self._without_python.add(image.image_id)
+        try:
+            return await self._plain_session(image, place, release)
+        except NoSuchProgram as error:
+            raise SandboxError(f"image {image.name} has neither python3 (3.9 or newer) nor sh: {error}") from error
+
+    async def _image(self, name: str) -> Image:
+        """The same one for this maker's life, wherever its tag moves."""
+        if name not in self._images:
+            self._images[name] = await find_image(self._connected(), name)
+        return self._images[name]
+
+    async def _driver_session(self, image: Image, place: Place, release: Callable[[], None]) -> DriverSession:
+        async def launch() -> ContainerBox:
+            return await ContainerBox.open(await self._container(image, self._driver_command(), place), self._driver)
+
+        return DriverSession(place.session_id, self.config, await launch(), launch, release)
+
+    async def _plain_session(self, image: Image, place: Place, release: Callable[[], None]) -> PlainSession:
+        def launch() -> Awaitable[Container]:
+            return self._container(image, PLAIN_COMMAND, place, kept=True)
+
+        return PlainSession(place.session_id, self.config, await launch(), launch, release)
+
+    async def _container(self, image: Image, command: list[str], place: Place, kept: bool = False) -> Container:
+        """`kept`: the first process has a uid of its own, for it cannot hide from programs that share its uid."""
+        labels = labels_of(self._owner, place.label, place.session_id)
+        spec = container_spec(self.config, self._engine, image, command, slot=place.slot, labels=labels)
+        user = spec["User"]
+        if kept:
+            spec["User"] = keeper_of(self._engine.remaps_uids)
+        return await Container.start(self._connected(), spec, user)
+
+    def _connected(self) -> Docker:
+        if self._client is None:
+            self._client = connect(self._engine.api_version)
+        return self._client
+
+    async def close(self) -> None:
+        await super().close()
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    def _driver_command(self) -> list[str]:
+        settings: dict[str, object] = {
+            "boxed": True,
+            "pipes": True,
+            "counts_oom_kills": True,
+            "cpu_s": self.config.cpu_s,
+            "output_bytes": self.config.output_bytes,
+        }
+        if self._filter is not None:
+            settings["filter"] = base64.b64encode(self._filter).decode("ascii")
+        if not self._engine.limits_memory:
+            settings["address_space"] = self.config.memory_mb << 20
+        if not self._engine.limits_pids:
+            settings["processes"] = self.config.pids
+        return driver_command_from_stdin(PYTHON, settings)
+
+
+def describe(engine: Engine, config: SandboxConfig, filtered: bool) -> tuple[str, bool]:
+    """(Which walls stand, in words; whether one is missing)"""
+    runtime = config.runtime or engine.default_runtime
+    walls = [f"docker {engine.version} ({runtime}): no network, read-only root, private /tmp, no capabilities"]
+    walls.append("the engine's seccomp profile" + (" and ours" if filtered else ""))
+    walls.append("a uid per box" + (", of remapped users" if engine.remaps_uids else ""))
+    missing = []
+    if "runsc" in runtime:
+        missing.append("gVisor lets a box's code open its driver's pipes: it can forge results of its own session")
+    if not engine.limits_memory:
+        missing.append("memory is limited per process, not per box")
+    if not engine.limits_pids:
+        missing.append("processes are limited per uid")
+    if not engine.limits_cpu:
+        missing.append("CPU share is not limited")
+    if not limits_socket_memory(engine.cgroup_version):
+        missing.append("buffers of sockets are not limited (cgroup v1, and this process may not write there)")
+    if missing:
+        walls.append(f"missing here: {', '.join(missing)}")
+    else:
+        walls.append(f"cgroup v{engine.cgroup_version} for memory, processes and CPU")
+    return "; ".join(walls), bool(missing)
+
+
+def _now(work: Coroutine[Any, Any, T]) -> T:
+    """Its result, from code that may itself be called inside a running loop. `work` has deadlines of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()

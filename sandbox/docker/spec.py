@@ -1,0 +1,88 @@
+"""What the engine is asked for: every wall of a container in one place."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.docker.engine import Engine, Image
+
+UID_BASE = 1_895_825_408
+"""Right above the range of bubblewrap's boxes."""
+_UIDS_PER_WORKER = 1024
+_FIRST_REMAPPED_UID = 20_000
+SHM_BYTES = 16 << 20
+OPEN_FILES = 256
+NO_CORE = 1
+"""Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
+
+
+def container_spec(
+    config: SandboxConfig, engine: Engine, image: Image, command: list[str], *, slot: int, labels: dict[str, str]
+) -> dict[str, Any]:
+    """Body of the engine's create call for a box whose first process is `command`."""
+    uid = uid_of(slot, engine.remaps_uids)
+    return {
+        "Image": image.image_id,
+        "Entrypoint": command[:1],
+        "Cmd": command[1:],
+        "User": f"{uid}:{uid}",
+        "WorkingDir": "/tmp",  # noqa: S108 - the box's own
+        "Env": ["HOME=/tmp", "LANG=C.UTF-8"],
+        "Hostname": "sandbox",
+        "Labels": labels,
+        "Healthcheck": {"Test": ["NONE"]},  # an image's own would run code of its own in the box
+        "NetworkDisabled": True,
+        # the engine closes stdin when the one attached connection is gone: that ends the box of a killed worker
+        **{"AttachStdin": True, "AttachStdout": True, "AttachStderr": True, "OpenStdin": True, "StdinOnce": True},
+        "HostConfig": _host_config(config, image, uid),
+    }
+
+
+def _host_config(config: SandboxConfig, image: Image, uid: int) -> dict[str, Any]:
+    memory_bytes = config.memory_mb << 20
+    host: dict[str, Any] = {
+        "AutoRemove": True,
+        "NetworkMode": "none",
+        "ReadonlyRootfs": True,
+        "CapDrop": ["ALL"],
+        "SecurityOpt": ["no-new-privileges:true"],
+        "IpcMode": "private",
+        "Memory": memory_bytes,
+        "MemorySwap": memory_bytes,
+        "PidsLimit": config.pids,
+        "NanoCpus": int(config.cpus * 1e9),
+        "ShmSize": SHM_BYTES,
+        "Tmpfs": dict.fromkeys(("/tmp", *image.volumes), _tmpfs(config, uid)),  # noqa: S108 - the box's own
+        "Ulimits": [_limit("core", NO_CORE), _limit("nofile", OPEN_FILES), _limit("memlock", 64 << 10)],
+        "LogConfig": {"Type": "none", "Config": {}},
+    }
+    if config.runtime is not None:
+        host["Runtime"] = config.runtime
+    return host
+
+
+def _tmpfs(config: SandboxConfig, uid: int) -> str:
+    """`exec` aloud: the engine's own default is noexec, and code builds programs in /tmp.
+
+    The box owns it: some runtimes keep the mode that the folder has in the image, whatever `mode` says.
+    """
+    return f"rw,exec,nosuid,nodev,mode=1777,uid={uid},gid={uid},size={config.tmp_mb << 20}"
+
+
+def _limit(name: str, value: int) -> dict[str, Any]:
+    return {"Name": name, "Soft": value, "Hard": value}
+
+
+def keeper_of(remaps_uids: bool) -> str:
+    """User of first processes that only keep a container open: no box has this uid."""
+    uid = (_FIRST_REMAPPED_UID if remaps_uids else UID_BASE) - 1
+    return f"{uid}:{uid}"
+
+
+def uid_of(slot: int, remaps_uids: bool) -> int:
+    """A uid that no other box on this machine has at this time, as far as the engine has that many."""
+    if remaps_uids:
+        return _FIRST_REMAPPED_UID + (os.getpid() * 64 + slot) % 45_000
+    return UID_BASE + os.getpid() % 16384 * _UIDS_PER_WORKER + slot % _UIDS_PER_WORKER

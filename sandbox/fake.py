@@ -1,0 +1,94 @@
+"""Boxes that are none, for unit tests of what hands boxes out: they count themselves and die when told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
+
+
+class FakeSession:
+    """Echoes its argv; after `die` every call raises `SandboxLost`."""
+
+    def __init__(self, sandbox: FakeSandbox, session_id: str, image: str | None) -> None:
+        self.session_id = session_id
+        self.image = image
+        self.dead = False
+        self.closed = False
+        self._sandbox = sandbox
+
+    async def run(
+        self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
+    ) -> RunResult:
+        await asyncio.sleep(0)
+        if self.dead or self.closed:
+            raise SandboxLost(f"{self.session_id} is gone")
+        return RunResult(" ".join(argv), "", 0)
+
+    async def stream(
+        self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
+    ) -> AsyncIterator[Output]:
+        result = await self.run(argv)
+        yield Output("stdout", result.stdout)
+        yield Output("stdout", "", result)
+
+    async def run_python(self, code: str, *, timeout_s: float | None = None) -> RunResult:
+        return await self.run(["python", code])
+
+    async def run_shell(self, command: str, *, timeout_s: float | None = None) -> RunResult:
+        return await self.run(["shell", command])
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        await self.run(["write", path])
+
+    async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    async def leave(self) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        if not self.closed:
+            self.closed = True
+            self._sandbox.living.discard(self)
+
+
+class FakeSandbox:
+    """`most` is the highest number of boxes that ever lived at once."""
+
+    containment = "fake: none"
+
+    def __init__(self) -> None:
+        self.living: set[FakeSession] = set()
+        self.started = 0
+        self.most = 0
+        self.failures = 0
+        """So many starts fail from now on."""
+        self.start_s = 0.0
+
+    async def start(self, label: str, *, image: str | None = None) -> FakeSession:
+        self.started += 1
+        session = FakeSession(self, f"box-{self.started}", image)
+        self.living.add(session)  # a box takes its place from the moment on that it is being made
+        self.most = max(self.most, len(self.living))
+        try:
+            await asyncio.sleep(self.start_s)
+            if self.failures > 0:
+                self.failures -= 1
+                raise SandboxError("no box today")
+        except BaseException:
+            self.living.discard(session)
+            raise
+        return session
+
+    async def attach(self, session_id: str) -> FakeSession:
+        found = next((session for session in self.living if session.session_id == session_id), None)
+        if found is None:
+            raise SandboxLost(f"no session {session_id}")
+        return found
+
+    async def close(self) -> None:
+        for session in list(self.living):
+            await session.close()

@@ -1,0 +1,165 @@
+"""Boxes of a server: at most `max_boxes` at any time, given out, warm, or on their way; some kept warm by image.
+
+    take ─► a warm one that answers ───────────────► given out ─► give_back ─► its slot: who waits, else a warm one
+      └───► none: a slot (free, of a warm box of another image, or after a wait with a deadline) ─► started
+
+Tasks: `_refill_for_ever` waits for `_wanted` (a box was taken, a slot came free) and starts what is missing, one at a
+time, in slots that nobody waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from penstock.sandbox.protocol import Sandbox, SandboxError, Session
+from penstock.sandbox.server.slots import Slots
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 2.0
+"""A warm box that does not run a command in this time is stale."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Between two failed refills."""
+
+
+class BoxPool:
+    def __init__(self, sandbox: Sandbox, max_boxes: int, warm: Mapping[str | None, int]) -> None:
+        """`warm`: how many boxes of which image to keep ready; None is the backend's default image."""
+        self.slots = Slots(max_boxes)
+        self.counts: Counter[str] = Counter()
+        """Boxes ``taken_warm``, ``taken_cold``, found ``stale``, and given up for another image (``given_up``)."""
+        self._sandbox = sandbox
+        self._targets = dict(warm)
+        self._warm: dict[str | None, deque[Session]] = {image: deque() for image in self._targets}
+        self._wanted = asyncio.Event()
+        self._refilling: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        self._refilling = asyncio.create_task(self._refill_for_ever())
+        self._wanted.set()
+
+    async def stop(self) -> None:
+        """Ends the warm boxes; those given out are their takers'."""
+        if self._refilling is not None:
+            self._refilling.cancel()
+            await asyncio.gather(self._refilling, return_exceptions=True)
+        for boxes in self._warm.values():
+            while boxes:
+                self._end_soon(boxes.popleft())
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    @property
+    def warm(self) -> int:
+        return sum(map(len, self._warm.values()))
+
+    async def take(self, label: str, image: str | None, timeout_s: float) -> Session:
+        """A box of `image` that answers; it is the taker's until `give_back`.
+
+        Raises:
+            SandboxBusy: no slot came free in `timeout_s`.
+            SandboxError: the box did not start.
+        """
+        session = await self._take_warm(image)
+        if session is not None:
+            self.counts["taken_warm"] += 1
+            self._wanted.set()
+            return session
+        if not self.slots.take_now():
+            self._give_one_up()
+            await self.slots.take(timeout_s)
+        try:
+            started = await self._sandbox.start(label, image=image)
+        except BaseException:
+            self._free_slot()
+            raise
+        self.counts["taken_cold"] += 1
+        return started
+
+    async def give_back(self, session: Session) -> None:
+        """End the box, whatever is left of it; also where the caller is cancelled."""
+        await asyncio.shield(self._end_soon(session))
+
+    # ---- warm boxes
+
+    async def _take_warm(self, image: str | None) -> Session | None:
+        boxes = self._warm.get(image)
+        while boxes:
+            session = boxes.popleft()
+            try:
+                usable = await _answers(session)
+            except BaseException:
+                self._end_soon(session)
+                raise
+            if usable:
+                return session
+            self.counts["stale"] += 1
+            logger.warning("sandbox: warm box %s does not answer any more", session.session_id)
+            self._end_soon(session)
+        return None
+
+    def _give_one_up(self) -> None:
+        """For a request that would have to wait: the oldest box of the image that has most."""
+        boxes = max(self._warm.values(), key=len, default=None)
+        if boxes:
+            self.counts["given_up"] += 1
+            self._end_soon(boxes.popleft())
+
+    async def _refill_for_ever(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            try:
+                while (missing := self._missing()) and self.slots.take_now():
+                    await self._add_warm(missing[0])
+                pause_s = FIRST_PAUSE_S
+            except Exception as error:  # noqa: BLE001 - whatever a backend raises, warming goes on
+                logger.warning("sandbox: no warm box could be made, next try in %.1f s: %r", pause_s, error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                self._wanted.set()
+
+    def _missing(self) -> list[str | None]:
+        """Images with fewer warm boxes than they should have."""
+        return [image for image, count in self._targets.items() if len(self._warm[image]) < count]
+
+    async def _add_warm(self, image: str | None) -> None:
+        try:
+            session = await self._sandbox.start("warm", image=image)
+        except BaseException:
+            self.slots.give()
+            raise
+        self._warm[image].append(session)
+        if self.slots.waiting:  # who came while it was on its way waits for a slot, and this one may be the only one
+            self._give_one_up()
+
+    # ---- ends
+
+    def _end_soon(self, session: Session) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._end(session))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
+
+    async def _end(self, session: Session) -> None:
+        try:
+            await session.close()
+        except Exception as error:  # noqa: BLE001 - the slot is free all the same; the backend reaps what is left
+            logger.warning("sandbox: box %s could not be ended: %r", session.session_id, error)
+        finally:
+            self._free_slot()
+
+    def _free_slot(self) -> None:
+        self.slots.give()
+        self._wanted.set()
+
+
+async def _answers(session: Session) -> bool:
+    with contextlib.suppress(SandboxError):
+        return (await session.run(["true"], timeout_s=PROBE_TIMEOUT_S)).limit is None
+    return False

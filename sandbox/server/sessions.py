@@ -1,0 +1,163 @@
+"""Sessions of a server: whose they are, for how long nobody used them, and their end after that."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from penstock.sandbox.protocol import SandboxLost, Session
+from penstock.sandbox.recorded import Recorded
+from penstock.sandbox.server.callers import Caller
+from penstock.sandbox.server.metrics import Metrics
+from penstock.sandbox.server.pool import BoxPool
+from penstock.sandbox.server.quota import Quotas
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+REAP_EVERY_S = 1.0
+MAX_AGE_S = 86400.0
+"""No episode takes a day: a session this old is ended, however busy."""
+
+
+@dataclass(slots=True)
+class Entry:
+    session: Session
+    caller: Caller
+    label: str
+    image: str | None
+    ttl_s: float
+    """Ended when nobody used it for so long."""
+    started_at: float = field(default_factory=time.monotonic)
+    last_use: float = field(default_factory=time.monotonic)
+    users: int = 0
+    """Calls in progress; a session in use is ended for its age alone."""
+    start_key: str | None = None
+    answers: Recorded[Any] = field(default_factory=Recorded)
+    """What was asked under a key, and what came of it."""
+
+    def touch(self) -> None:
+        self.last_use = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        return 0.0 if self.users else time.monotonic() - self.last_use
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+    @property
+    def over(self) -> bool:
+        return self.idle_s > self.ttl_s or self.age_s > MAX_AGE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a caller asks for."""
+
+    caller: Caller
+    label: str
+    image: str | None
+    ttl_s: float
+
+
+class Sessions:
+    def __init__(self, pool: BoxPool, quotas: Quotas, metrics: Metrics) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._pool = pool
+        self._quotas = quotas
+        self._metrics = metrics
+        self._starts: Recorded[Entry] = Recorded()
+
+    async def start(self, wish: Wish, wait_s: float, key: str | None = None) -> Entry:
+        """A fresh session; with a `key` that a living session of this caller was started by, that one.
+
+        Raises `OverQuota`, `SandboxBusy` (queue deadline), `SandboxError`.
+        """
+        key = f"{wish.caller.name}/{key}" if key else None
+        entry = await self._starts.once(key, lambda: self._start(wish, wait_s, key))
+        entry.touch()
+        return entry
+
+    async def _start(self, wish: Wish, wait_s: float, key: str | None) -> Entry:
+        caller = wish.caller
+        self._quotas.take_box(caller)
+        try:
+            with self._metrics.start_s.time():
+                session = await self._pool.take(wish.label, wish.image, wait_s)
+        except BaseException:
+            self._quotas.free_box(caller)
+            raise
+        entry = Entry(session, caller, wish.label, wish.image, wish.ttl_s, start_key=key)
+        self.entries[session.session_id] = entry
+        return entry
+
+    def get(self, session_id: str, caller: Caller) -> Entry:
+        """Raises `SandboxLost`, also for sessions of other callers: they are none of this one's business."""
+        entry = self.entries.get(session_id)
+        if entry is None or entry.caller is not caller:
+            raise SandboxLost(f"no session {session_id}: ended, or its time without use was over")
+        return entry
+
+    def of(self, caller: Caller, label: str) -> list[Entry]:
+        """This caller's sessions whose label begins with `label`."""
+        return [e for e in self.entries.values() if e.caller is caller and e.label.startswith(label)]
+
+    @contextlib.asynccontextmanager
+    async def using(self, entry: Entry) -> AsyncIterator[Entry]:
+        """Holds the session against reaping; counts as one running call; one whose box is lost is forgotten."""
+        with self._quotas.call(entry.caller):
+            entry.users += 1
+            try:
+                yield entry
+            except SandboxLost:
+                await self.end(entry)
+                raise
+            finally:
+                entry.users -= 1
+                entry.touch()
+
+    async def use(self, entry: Entry, key: str | None, work: Callable[[Session], Awaitable[T]]) -> T:
+        """`work` on the session; under a `key` that was used before, what came of it then.
+
+        Under a key it goes on also where whoever asked is gone: the session's next owner asks for what came of it.
+        """
+
+        async def do() -> T:
+            async with self.using(entry):
+                return await work(entry.session)
+
+        entry.touch()
+        answer: T = await entry.answers.once(key, do)
+        return answer
+
+    async def end(self, entry: Entry) -> None:
+        """Safe to call twice."""
+        if self.entries.pop(entry.session.session_id, None) is None:
+            return
+        if entry.start_key is not None:
+            self._starts.forget(entry.start_key)
+        try:
+            await self._pool.give_back(entry.session)
+        finally:
+            self._quotas.free_box(entry.caller)
+
+    async def end_all(self) -> None:
+        await asyncio.gather(*(self.end(entry) for entry in list(self.entries.values())), return_exceptions=True)
+
+    async def reap_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(REAP_EVERY_S)
+            over = [entry for entry in self.entries.values() if entry.over]
+            for entry in over:
+                logger.info(
+                    "sandbox session of %s (%s): unused for %.0f s", entry.caller.name, entry.label, entry.idle_s
+                )
+                self._metrics.reaped.inc()
+            await asyncio.gather(*map(self.end, over))

@@ -1,0 +1,134 @@
+"""A task as a row tells it: SWE-bench's field names, and a few of ours for where the repository comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.sandbox.swe.command import PytestCommand
+from penstock.sandbox.swe.errors import SweTaskError
+
+PROTECTED = (
+    *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth", "*.egg-info", "*.dist-info"),
+    *("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"),
+    *("__pycache__", "*.pyc", ".pytest_cache", "tests", "/test", "/pytest.py", "/_pytest"),
+)
+"""What steers a test run. A pattern is held against each part of a path, one that begins with / against the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweTask:
+    """A repository with a bug, and tests that tell whether it is repaired."""
+
+    instance_id: str
+    fail_to_pass: tuple[str, ...]
+    """Ids of tests that fail on the snapshot and must pass with the right patch."""
+    pass_to_pass: tuple[str, ...] = ()
+    """Ids of tests that pass before and after."""
+    test_patch: bytes = b""
+    """Puts the hidden tests in, at grading only."""
+    patch: bytes = b""
+    """The reference solution; read by `check_task` alone."""
+    repository: Path | None = None
+    """Folder of this machine, a git repository or plain files; None: the image has it at `image_folder`."""
+    base_commit: str | None = None
+    """Of `repository`; None: its files as they lie there (plain files), or its HEAD."""
+    folder: str = "repo"
+    """Where the repository lies in the box; relative to the directory that its sessions begin in."""
+    sandbox_image: str | None = None
+    """None: the backend's default one."""
+    image_folder: str = "/testbed"
+    """Where the image has the repository, without its .git; it is copied to `folder`."""
+    packages: Path | None = None
+    """Folder of this machine that is put on the Python path of every command; for boxes whose Python lacks pytest."""
+    test_command: str = "python3 -m pytest"
+    """``[NAME=VALUE …] PYTHON -m pytest [ARGUMENTS]``, or any command with ``{test}``, run per test: 0 is a pass."""
+    build_command: str = ""
+    """Run in the repository once it lies there, and again in the grading box with the patch in."""
+    protected: tuple[str, ...] = PROTECTED
+    """Changes of paths that match are left out of the model's patch at grading."""
+    problem_statement: str = ""
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        return (*self.fail_to_pass, *self.pass_to_pass)
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, Any], base: Path = Path()) -> SweTask:
+        """Fields by name, others passed over. `base`: what relative `repository` and `packages` are relative to.
+
+        Raises:
+            SweTaskError: a field is missing or of the wrong kind; the text names it.
+        """
+        name = str(row.get("instance_id", ""))
+        if not name:
+            raise SweTaskError("a row has no instance_id")
+        given: dict[str, Any] = {key: str(row[key]) for key in _PLAIN if row.get(key)}
+        if row.get("protected") is not None:
+            given["protected"] = _texts(row, "protected")
+        task = cls(
+            instance_id=name,
+            fail_to_pass=_texts(row, "FAIL_TO_PASS"),
+            pass_to_pass=_texts(row, "PASS_TO_PASS"),
+            test_patch=_patch(row, "test_patch"),
+            patch=_patch(row, "patch"),
+            repository=_path(row, "repository", base),
+            packages=_path(row, "packages", base),
+            **given,
+        )
+        if PytestCommand.parse(task.test_command) is None and "{test}" not in task.test_command:
+            raise SweTaskError(f"task {name}: test_command must be PYTHON -m pytest …, or hold {{test}}")
+        if not task.fail_to_pass:
+            raise SweTaskError(f"task {name}: FAIL_TO_PASS is empty: nothing would have to be repaired")
+        if task.repository is None and task.sandbox_image is None:
+            raise SweTaskError(f"task {name}: it needs a repository (a folder), or a sandbox_image that has one")
+        return task
+
+
+_PLAIN = (
+    *("base_commit", "folder", "sandbox_image", "image_folder", "test_command", "build_command", "problem_statement"),
+)
+
+
+def load_tasks(path: Path) -> list[SweTask]:
+    """A task per line of a JSONL file; relative folders are beside the file. Raises `SweTaskError` with the line."""
+    tasks = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                tasks.append(_load(line, f"{path}:{number}", path.parent))
+    return tasks
+
+
+def _load(line: str, where: str, base: Path) -> SweTask:
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise SweTaskError("it is no JSON object")
+        return SweTask.from_row(row, base)
+    except (ValueError, SweTaskError) as error:
+        raise SweTaskError(f"{where}: {error}") from error
+
+
+def _texts(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """A list, or one written as JSON text, as SWE-bench's files have it."""
+    value = row.get(key) or []
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        value = None
+    if not isinstance(value, Sequence) or not all(isinstance(one, str) for one in value):
+        raise SweTaskError(f"task {row['instance_id']}: {key} must be a list of texts, found {row[key]!r}")
+    return tuple(value)
+
+
+def _patch(row: Mapping[str, Any], key: str) -> bytes:
+    value = row.get(key) or b""
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogateescape")
+
+
+def _path(row: Mapping[str, Any], key: str, base: Path) -> Path | None:
+    return (base / str(row[key])).absolute() if row.get(key) else None

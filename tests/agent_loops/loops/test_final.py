@@ -1,0 +1,59 @@
+"""A tool result that is `final` ends every loop: nothing is sampled after it."""
+
+from __future__ import annotations
+
+from tests.agent_loops.conftest import call_text
+from tests.agent_loops.loops.test_code_act import BLOCK, Interpreter
+from tests.agent_loops.loops.test_multi_agent import delegate
+
+from penstock.agent_loops.loops import CodeActLoop, MultiAgentLoop, StepwiseLoop, ToolAgentLoop
+from penstock.tools.base import ToolResult
+from penstock.transfer_queue.trajectory import OutcomeKind
+
+
+def ends_at(tool, call: int) -> None:
+    """From its `call`-th call on, its results are final."""
+    count = 0
+
+    async def execute(state, arguments):
+        nonlocal count
+        count += 1
+        return ToolResult(f"46 at {count}", reward=1.0, final=count >= call)
+
+    tool.execute = execute
+
+
+async def test_react(run_loop, saying, calculator):
+    ends_at(calculator, 2)
+    outcome, trajectory = await run_loop(ToolAgentLoop, saying(lambda text: call_text("1+1")), calculator)
+    assert (outcome.kind, trajectory.num_turns, trajectory.turn_rewards) == (OutcomeKind.COMPLETED, 2, (1.0, 1.0))
+
+
+async def test_code_act(run_loop, saying):
+    tool = Interpreter()
+    ends_at(tool, 4)
+    outcome, trajectory = await run_loop(CodeActLoop, saying(lambda text: BLOCK), tool)
+    assert (outcome.kind, trajectory.num_turns, trajectory.turn_rewards) == (OutcomeKind.COMPLETED, 2, (2.0, 2.0))
+
+
+async def test_stepwise(run_loop, saying, calculator):
+    ends_at(calculator, 3)
+    outcome, trajectory = await run_loop(StepwiseLoop, saying(lambda text: call_text("1+1")), calculator)
+    assert (outcome.kind, trajectory.num_turns, trajectory.turn_rewards) == (OutcomeKind.COMPLETED, 3, (1.0, 1.0, 1.0))
+
+
+async def test_a_helper_of_several_ends_with_the_results_text_and_its_planner_goes_on(
+    run_loop, saying, calculator, chat_for
+):
+    ends_at(calculator, 1)
+
+    def plays(text: str) -> str:
+        if "Divide the task" not in text:
+            return call_text("12+34")
+        return "So 46." if "46 at 1" in text else delegate("first?")
+
+    outcome, trajectory = await run_loop(MultiAgentLoop, saying(plays), calculator)
+    helper, planner = trajectory.segments
+    assert (len(helper.turn_starts), len(planner.turn_starts)) == (1, 2)
+    assert "<tool_response>\n46 at 1\n</tool_response>" in chat_for().decode(planner.response_ids)
+    assert outcome.kind is OutcomeKind.COMPLETED

@@ -1,0 +1,157 @@
+"""Loops under ``thinking_history``: what the template drops begins a segment, every segment is handed back."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from tests.agent_loops.families import FAMILIES
+from tests.agent_loops.loops.conftest import check_fed, whole
+from tests.agent_loops.loops.test_code_act import Interpreter
+
+from penstock.agent_loops.loops import CodeActLoop, MultiAgentLoop, ToolAgentLoop
+from penstock.tools.base import ToolResult
+from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+
+THOUGHT = "<think>\nAdd them.\n</think>\n\n"
+CALLS = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+
+
+def call(name: str = "calculator", arguments: str = '{"expression": "12+34"}') -> str:
+    return THOUGHT + CALLS.format(name, arguments)
+
+
+def calls_twice(text: str) -> str:
+    return "46" if "(call 2)" in text else call()
+
+
+async def run_deepseek(run_loop, saying, tool, policy, loop=ToolAgentLoop, says=calls_twice, **fields):
+    """DeepSeek's template drops the thinking of every earlier reply, before results too."""
+    chat = FAMILIES["deepseek"].chat(thinking_history=policy)
+    client = saying(says, chat=chat)
+    outcome, trajectory = await run_loop(loop, client, tool, chat=chat, **fields)
+    return chat, client, outcome, trajectory
+
+
+async def test_stripped_each_turn_is_a_segment_that_begins_as_the_template_writes_it(run_loop, saying, calculator):
+    chat, client, outcome, trajectory = await run_deepseek(run_loop, saying, calculator, "strip")
+    assert (outcome.kind, trajectory.num_turns, trajectory.reward) == (OutcomeKind.COMPLETED, 3, 1.0)
+    assert [request.token_ids for request in client.requests] == [
+        one.prompt_ids.tolist() for one in trajectory.segments
+    ]
+    assert [len(one.turn_starts) for one in trajectory.segments] == [1, 1, 1]
+    assert all(one.response_mask.all() for one in trajectory.segments)
+    last = chat.decode(trajectory.segments[-1].prompt_ids)
+    assert "Add them." not in last
+    assert last.count("calculator\n```json") == 2
+    assert "46 (call 1)" in last
+    assert "46 (call 2)" in last
+
+
+async def test_what_stripping_costs_is_told(run_loop, saying, calculator):
+    _, _, _, trajectory = await run_deepseek(run_loop, saying, calculator, "strip")
+    prompts = [len(one.prompt_ids) for one in trajectory.segments]
+    told = trajectory.metrics
+    assert (told["segments"], told["merged_turns"], told["mismatch/rewritten"]) == (3, 0.0, 2)
+    assert told["repeated_tokens"] == prompts[1] + prompts[2]
+    shared = [
+        next(at for at, (old, new) in enumerate(zip(whole(before), after.prompt_ids, strict=False)) if old != new)
+        for before, after in pairwise(trajectory.segments)
+    ]
+    assert told["refilled_tokens"] == told["repeated_tokens"] - sum(shared)
+    assert min(shared) >= prompts[0] - 1
+
+
+async def test_kept_it_is_one_segment_and_costs_nothing(run_loop, saying, calculator):
+    chat, client, _, trajectory = await run_deepseek(run_loop, saying, calculator, "keep")
+    assert len(trajectory.segments) == 1
+    check_fed(client, trajectory)
+    told = trajectory.metrics
+    assert (told["merged_turns"], told["repeated_tokens"], told["refilled_tokens"]) == (1.0, 0.0, 0.0)
+    assert chat.decode(whole(trajectory.segments[0])).count("Add them.") == 2
+
+
+async def test_rewards_of_turns_stay_with_their_segments(run_loop, saying, calculator):
+    given = iter((0.5, 0.25))
+
+    async def execute(state, arguments):
+        return ToolResult(f"46 (call {calculator_calls.append(1) or len(calculator_calls)})", reward=next(given))
+
+    calculator_calls: list[int] = []
+    calculator.execute = execute
+    _, _, _, trajectory = await run_deepseek(run_loop, saying, calculator, "strip")
+    assert trajectory.turn_rewards == (0.5, 0.25, 0.0)
+
+
+async def test_results_draw_on_the_budget_also_where_they_begin_a_segment(run_loop, saying, calculator):
+    async def execute(state, arguments):
+        return ToolResult("much " * 300)
+
+    calculator.execute = execute
+    _, _, outcome, trajectory = await run_deepseek(
+        run_loop, saying, calculator, "strip", says=lambda text: call(), max_response_tokens=1500, max_turns=50
+    )
+    assert outcome == Outcome(OutcomeKind.TRUNCATED, "length")
+    assert len(trajectory.segments) < 5
+
+
+async def test_a_killed_worker_goes_on_in_the_segment_where_it_was(run_loop, saying, calculator, ledger_of, tasks_of):
+    ledger = ledger_of(tasks_of())
+    _, client, _, trajectory = await run_deepseek(run_loop, saying, calculator, "strip", ledger=ledger)
+    ledger.journals["train/00000000"] = ledger.journals["train/00000000"][:4]
+    ledger.done.clear()
+    calculator.executed.clear()
+    _, client, _, again = await run_deepseek(run_loop, saying, calculator, "strip", ledger=ledger)
+    assert (len(client.requests), calculator.executed) == (1, [])
+    assert [whole(one)[:40] for one in again.segments] == [whole(one)[:40] for one in trajectory.segments]
+    assert again.extra["replayed_calls"] == 2
+
+
+async def test_blocks_observed_as_a_user_begin_a_segment_where_the_template_drops_thinking(run_loop, saying):
+    chat = FAMILIES["qwen3"].chat(thinking_history="strip")
+    client = saying(lambda text: "It is 46." if "ran 1" in text else f"{THOUGHT}```python\n1\n```", chat=chat)
+    _, trajectory = await run_loop(CodeActLoop, client, Interpreter(), chat=chat)
+    first, second = (chat.decode(whole(one)) for one in trajectory.segments)
+    assert "Add them." in first
+    assert "Add them." not in second
+    assert "```python\n1\n```" in second
+    assert trajectory.turn_rewards == (0.5, 0.0)
+
+
+async def test_a_planner_and_its_helpers_hand_back_all_their_segments(run_loop, saying, calculator):
+    def plays(text: str) -> str:
+        if "Divide the task" in text:
+            return "It is 46." if "twelve" in text else call("delegate", '{"question": "first?"}')
+        return f"{THOUGHT}twelve" if "(call 1)" in text else call()
+
+    *_, trajectory = await run_deepseek(run_loop, saying, calculator, "strip", loop=MultiAgentLoop, says=plays)
+    assert [len(one.turn_starts) for one in trajectory.segments] == [1, 1, 1, 1]
+    assert (trajectory.metrics["mismatch/rewritten"], trajectory.num_turns) == (2, 4)
+
+
+async def test_seconds_that_run_out_in_a_new_segment_end_the_last_one_that_was_spoken_in(run_loop, saying, calculator):
+    chat = FAMILIES["deepseek"].chat(thinking_history="strip")
+    client = saying(lambda text: call(), chat=chat)
+    generate = client.generate
+
+    async def slow_later(request):
+        client._latency_s = 30 if client.requests else 0
+        return await generate(request)
+
+    client.generate = slow_later
+    outcome, trajectory = await run_loop(ToolAgentLoop, client, calculator, chat=chat, settings={"max_seconds": 1.0})
+    assert outcome == Outcome(OutcomeKind.TRUNCATED, "deadline")
+    assert [len(one.turn_starts) for one in trajectory.segments] == [1]
+
+
+@pytest.mark.parametrize("policy", ["keep", "strip"])
+async def test_a_malformed_call_is_told_and_stays_what_it_was(run_loop, saying, calculator, policy):
+    def says(text: str) -> str:
+        return "46" if "Error" in text else f"{THOUGHT}<｜tool▁calls▁begin｜>broken"
+
+    chat, _, _, trajectory = await run_deepseek(run_loop, saying, calculator, policy, says=says)
+    assert "broken" in chat.decode(whole(trajectory.segments[-1]))
+    assert calculator.executed == []

@@ -1,0 +1,187 @@
+"""Which boxes are handed out, and how many there are, whatever is asked for in whatever order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.sandbox.bwrap import BwrapSandbox
+from penstock.sandbox.fake import FakeSandbox, FakeSession
+from penstock.sandbox.protocol import SandboxBusy, SandboxError
+from penstock.sandbox.server.pool import BoxPool
+
+
+@pytest.fixture
+def fake() -> FakeSandbox:
+    return FakeSandbox()
+
+
+@pytest_asyncio.fixture
+async def pool(fake: FakeSandbox) -> AsyncIterator[BoxPool]:
+    made = BoxPool(fake, 4, {None: 2})
+    made.start()
+    await full(made, 2)
+    yield made
+    await made.stop()
+    assert not fake.living
+
+
+async def full(pool: BoxPool, count: int) -> None:
+    async with asyncio.timeout(5):
+        while pool.warm != count:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_taken_box_is_a_warm_one_and_is_replaced(pool: BoxPool, fake: FakeSandbox) -> None:
+    first = await pool.take("a", None, 1.0)
+    assert first.session_id in ("box-1", "box-2")
+    await full(pool, 2)
+    assert (fake.started, pool.counts["taken_warm"]) == (3, 1)
+    await pool.give_back(first)
+
+
+async def test_there_are_never_more_boxes_than_allowed_and_the_last_slots_go_to_requests(
+    pool: BoxPool, fake: FakeSandbox
+) -> None:
+    taken = [await pool.take("a", None, 1.0) for _ in range(4)]
+    assert fake.most == 4
+    assert pool.warm == 0
+    with pytest.raises(SandboxBusy, match=r"all 4 boxes were in use; waited 0\.\d s"):
+        await pool.take("a", None, 0.02)
+    waiting = asyncio.create_task(pool.take("b", None, 5.0))
+    await asyncio.sleep(0)
+    await pool.give_back(taken.pop())
+    taken.append(await waiting)
+    assert fake.most == 4
+    for session in taken:
+        await pool.give_back(session)
+    await full(pool, 2)
+
+
+async def test_a_dead_warm_box_is_never_handed_out(pool: BoxPool, fake: FakeSandbox) -> None:
+    for session in fake.living:
+        session.dead = True
+    taken = await pool.take("a", None, 1.0)
+    assert (await taken.run(["x"])).stdout == "x"
+    assert pool.counts["stale"] == 2
+    await pool.give_back(taken)
+
+
+async def test_a_warm_box_is_given_up_for_another_image(pool: BoxPool, fake: FakeSandbox) -> None:
+    taken = [await pool.take("a", "other", 1.0) for _ in range(4)]
+    assert {session.image for session in fake.living} == {"other"}
+    assert (fake.most, pool.warm, pool.counts["given_up"]) == (4, 0, 2)
+    for session in taken:
+        await pool.give_back(session)
+
+
+async def test_who_comes_while_the_only_slot_is_being_warmed_gets_it(fake: FakeSandbox) -> None:
+    fake.start_s = 0.05
+    pool = BoxPool(fake, 1, {None: 1})
+    pool.start()
+    await asyncio.sleep(0.01)
+    taken = await pool.take("a", None, 5.0)
+    assert fake.most == 1
+    await pool.give_back(taken)
+    await pool.stop()
+
+
+async def test_starts_that_fail_cost_no_slot_and_warming_goes_on(fake: FakeSandbox) -> None:
+    fake.failures = 2
+    pool = BoxPool(fake, 1, {})
+    pool.start()
+    for _ in range(2):
+        with pytest.raises(SandboxError, match="no box today"):
+            await pool.take("a", None, 0.1)
+    await pool.give_back(await pool.take("a", None, 0.1))
+    await pool.stop()
+    fake.failures = 1
+    warming = BoxPool(fake, 2, {None: 2})
+    warming.start()
+    await full(warming, 2)
+    await warming.stop()
+
+
+async def test_a_request_that_is_cancelled_gives_its_slot_on(fake: FakeSandbox) -> None:
+    pool = BoxPool(fake, 1, {})
+    held = await pool.take("a", None, 1.0)
+    first, second = (asyncio.create_task(pool.take(name, None, 5.0)) for name in "bc")
+    await asyncio.sleep(0)
+    giving = asyncio.create_task(pool.give_back(held))
+    for _ in range(6):  # at whichever moment it leaves
+        await asyncio.sleep(0)
+    first.cancel()
+    await giving
+    outcome = (await asyncio.gather(first, return_exceptions=True))[0]
+    if isinstance(outcome, FakeSession):
+        await pool.give_back(outcome)
+    assert (await second).session_id
+    assert fake.most == 1
+
+
+Step = st.tuples(st.sampled_from(["take", "back", "die", "fail", "cancel", "wait"]), st.integers(0, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(Step, max_size=40))
+def test_whatever_is_asked_no_slot_is_lost_and_none_is_used_twice(steps: list[tuple[str, int]]) -> None:
+    asyncio.run(act(steps))
+
+
+async def act(steps: list[tuple[str, int]]) -> None:
+    fake = FakeSandbox()
+    pool = BoxPool(fake, 3, {None: 1, "a": 1})
+    pool.start()
+    tasks: list[asyncio.Task[FakeSession]] = []
+    for what, number in steps:
+        await step(fake, pool, tasks, what, number)
+    for task in tasks:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(outcome, FakeSession):
+            await pool.give_back(outcome)
+    await pool.stop()
+    assert fake.most <= 3
+    assert not fake.living
+    assert (pool.slots.free, pool.slots.waiting) == (3, 0)
+
+
+async def step(
+    fake: FakeSandbox, pool: BoxPool, tasks: list[asyncio.Task[FakeSession]], what: str, number: int
+) -> None:
+    if what == "take":
+        tasks.append(asyncio.create_task(pool.take("x", (None, "a", "b", "c")[number], 0.01)))  # type: ignore[arg-type]
+    elif what == "die":
+        for session in list(fake.living)[:number]:
+            session.dead = True
+    elif what == "fail":
+        fake.failures = number
+    elif what == "cancel" and number < len(tasks):
+        tasks[number].cancel()
+    elif what == "back":
+        done = [task for task in tasks if task.done() and not task.cancelled() and not task.exception()]
+        for task in done[:1]:
+            tasks.remove(task)
+            await pool.give_back(task.result())
+    elif what == "wait":
+        await asyncio.sleep(0.005 * number)
+
+
+@pytest.mark.bwrap
+async def test_a_real_box_that_died_in_the_pool_is_replaced(sandbox: BwrapSandbox) -> None:
+    pool = BoxPool(sandbox, 2, {None: 1})
+    pool.start()
+    await full(pool, 1)
+    session = pool._warm[None][0]
+    session._box._process.kill()  # type: ignore[attr-defined]
+    taken = await pool.take("a", None, 5.0)
+    assert taken is not session
+    assert (await taken.run_python("1 + 1")).stdout == "2\n"
+    await pool.give_back(taken)
+    await pool.stop()
+    assert pool.counts["stale"] == 1

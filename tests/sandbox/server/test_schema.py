@@ -1,0 +1,148 @@
+"""The OpenAPI schema against the server: whatever is sent is answered as it says, and nothing fails here."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from tests.sandbox.server.conftest import answers, free_port, headers
+
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.server.serving import serve
+
+schemathesis = pytest.importorskip("schemathesis")
+from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance  # noqa: E402
+
+pytestmark = pytest.mark.bwrap
+TOKEN = "correct horse"
+CONFIG = SandboxConfig(max_boxes=3, run_timeout_s=1.0)
+
+
+class ServerThread:
+    """The real server with real boxes on a loop of its own."""
+
+    def __init__(self) -> None:
+        self.url: Future[str] = Future()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._loop: asyncio.AbstractEventLoop
+        self._server: asyncio.Task[None]
+
+    async def _run(self) -> None:
+        port = free_port()
+        self._loop = asyncio.get_running_loop()
+        self._server = asyncio.create_task(serve(CONFIG, "127.0.0.1", port, TOKEN))
+        await answers(f"http://127.0.0.1:{port}")
+        self.url.set_result(f"http://127.0.0.1:{port}")
+        await asyncio.gather(self._server, return_exceptions=True)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return self.url.result(30)
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._server.cancel)
+        self._thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with ServerThread() as address:
+        yield address
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, headers=headers(TOKEN), timeout=60.0) as made:
+        yield made
+
+
+def operations(url: str) -> list[Any]:
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json", headers=headers(TOKEN))
+    return [found.ok() for found in schema.get_all_operations()]
+
+
+def test_every_route_refuses_a_missing_and_a_wrong_token(url: str, client: httpx.Client) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    routes = [(method, path) for path, methods in paths.items() for method in methods]
+    assert len(routes) >= 15
+    more = [("get", "/openapi.json"), ("get", "/docs"), ("get", "/"), ("post", "/nothing")]
+    with httpx.Client(base_url=url) as stranger:
+        for method, path in [*routes, *more]:
+            for given_headers in ({}, headers("wrong"), {"Authorization": TOKEN}, {"Authorization": f"Basic {TOKEN}"}):
+                answer = stranger.request(method, path.replace("{session_id}", "x"), headers=given_headers)
+                assert answer.status_code == 401, (method, path)
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.json()["error"]["message"] == "a bearer token of this server is needed"
+
+
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
+def test_whatever_is_sent_is_answered_as_the_schema_says(url: str, client: httpx.Client, mode: Any) -> None:
+    """All of schemathesis' checks: no 5xx; documented status, type and body; bad data and bad tokens refused."""
+    for operation in operations(url):
+        client.delete("/sessions", params={"label": ""})
+        session_id = client.post("/sessions", json={"ttl_s": 600.0}).json()["session_id"]
+        try_out(operation, mode, session_id)
+
+
+def try_out(operation: Any, mode: Any, session_id: str) -> None:
+    # what is valid by the schema may still ask for a file that is not there, or for an image that cannot be had
+    excluded = [positive_data_acceptance, ignored_auth]
+
+    @settings(max_examples=4, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def conforms(case: Any) -> None:
+        if "session_id" in (case.path_parameters or {}) and operation.method.upper() != "DELETE":
+            case.path_parameters["session_id"] = session_id
+        if isinstance(case.body, dict) and isinstance(case.body.get("timeout_s"), float):
+            case.body["timeout_s"] = min(case.body["timeout_s"], 1.0)
+        case.call_and_validate(headers=headers(TOKEN), excluded_checks=excluded)
+
+    try:
+        conforms()
+    except Unsatisfiable:
+        assert operation.body is None or not operation.body.items  # nothing in it that could be wrong
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "status"),
+    [
+        (b"{", "application/json", 422),
+        (b"[" * 200_000, "application/json", 400),
+        (b"\xff\xfe", "application/json", 422),
+        (b'{"argv": ["true"]}', "text/plain", 422),
+        (b"", "application/json", 422),
+        (b'{"argv": ["true"], "timeout_s": NaN}', "application/json", 422),
+        (b'{"argv": ["true"], "timeout_s": 1e999}', "application/json", 422),
+        (b'{"argv": ["true"], "timeout_s": "1"}', "application/json", 422),
+        (b'{"argv": ["true"], "timeout_s": true}', "application/json", 422),
+        (b'{"argv": ["true"], "more": 1}', "application/json", 422),
+        (b'{"argv": ["\\ud800"]}', "application/json", 422),
+        (b'{"argv": ["true"], "timeout_s": ' + b"9" * 5000 + b"}", "application/json", 400),
+    ],
+)
+def test_bodies_that_are_no_request(client: httpx.Client, content: bytes, content_type: str, status: int) -> None:
+    client.delete("/sessions", params={"label": ""})
+    session_id = client.post("/sessions", json={}).json()["session_id"]
+    path = f"/sessions/{session_id}/run"
+    answer = client.post(path, content=content, headers={"Content-Type": content_type})
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_what_no_program_can_be_given_is_an_observation(client: httpx.Client) -> None:
+    client.delete("/sessions", params={"label": ""})
+    path = f"/sessions/{client.post('/sessions', json={}).json()['session_id']}"
+    for body in ({"argv": ["a\0b"]}, {"argv": ["true", "\0"]}, {"argv": [""]}, {"argv": ["true"], "cwd": "\0"}):
+        answer = client.post(f"{path}/run", json=body)
+        assert (answer.status_code, answer.json()["exit_code"] != 0) == (200, True), body
+    shell = client.post(f"{path}/run_shell", json={"command": "a\0b"}).json()
+    assert (shell["exit_code"], shell["stderr"]) == (1, "the command holds a NUL character\n")
+    for odd in ("a\0b", "x" * 300, "."):
+        assert client.get(f"{path}/files", params={"path": odd}).status_code == 409, odd

@@ -1,0 +1,212 @@
+"""Sessions over HTTP: they live on without their opener, and end when nobody uses them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.sandbox.server.conftest import OTHER, TOKEN, Start, headers, remote_of, serving
+
+from penstock.sandbox.call_key import as_call
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.protocol import SandboxError, SandboxLost
+from penstock.sandbox.remote import TTL_HEADROOM_S, RemoteSandbox
+from penstock.sandbox.server.callers import callers_of
+from penstock.sandbox.server.serving import serve
+from penstock.sandbox.server_config import CallerConfig, SandboxServerConfig
+
+pytestmark = pytest.mark.bwrap
+
+OPENER = """
+import asyncio, sys
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.remote import RemoteSandbox
+
+async def main(url, token):
+    sandbox = RemoteSandbox(SandboxConfig(backend="remote", url=url), url, token)
+    session = await sandbox.start("run/episode 1")
+    await session.run_python("x = 41")
+    await session.run_shell("mkdir -p work && cd work && Y=7; f() { echo f$1; }")
+    print(session.session_id, flush=True)
+    await session.run_python("import time; time.sleep(1); x += 1", timeout_s=30.0)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_a_killed_workers_session_goes_on_in_another_process_with_all_its_state(
+    url: str, remote: RemoteSandbox
+) -> None:
+    command = [sys.executable, "-c", OPENER, url, TOKEN]
+    opener = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    assert opener.stdout is not None
+    session_id = (await asyncio.wait_for(opener.stdout.readline(), 60)).decode().strip()
+    await asyncio.sleep(0.3)  # the call that it waits for has begun
+    opener.send_signal(signal.SIGKILL)
+    await opener.wait()
+
+    again = await remote.attach(session_id)
+    assert (await again.run_python("x")).stdout == "42\n"  # what was asked for ran once, to its end
+    assert (await again.run_shell("echo ${PWD##*/} $Y; f 3")).stdout == "work 7\nf3\n"
+    await again.close()
+    with pytest.raises(SandboxLost):
+        await again.run_python("x")
+    with pytest.raises(SandboxLost):
+        await remote.attach(session_id)
+
+
+async def test_every_verb_over_http(remote: RemoteSandbox) -> None:
+    session = await remote.start("verbs", image="host")
+    stopped = await session.run(["sleep", "60"], timeout_s=0.2)
+    assert (stopped.limit, stopped.exit_code) == ("wall", None)
+    assert (await session.run(["sh", "-c", "cat; pwd"], stdin="in ", cwd="/usr")).stdout == "in /usr\n"
+    missing = await session.run(["pwd"], cwd="/nowhere")
+    assert (missing.exit_code, missing.stderr) == (126, "/nowhere: No such file or directory\n")
+    await session.write_file("a b.bin", b"\x00\xff")
+    assert await session.read_file("a b.bin") == b"\x00\xff"
+    assert await session.read_file("a b.bin", max_bytes=1) == b"\x00"
+    lost = await session.run_shell("exit 3")
+    assert (lost.exit_code, lost.state_lost, lost.files_lost) == (3, True, False)
+
+
+async def test_errors_keep_their_kind(url: str, remote: RemoteSandbox) -> None:
+    session = await remote.start("errors")
+    assert (await session.run_python("1 / 0")).exit_code == 1
+    with pytest.raises(FileNotFoundError):
+        await session.read_file("../../etc/shadow")
+    with pytest.raises(SandboxError, match="timeout_s"):
+        await session.run_python("1", timeout_s=-1.0)
+    with pytest.raises(SandboxError, match=r"python:3.*docker"):
+        await remote.start("x", image="python:3")
+    stranger = remote_of(url, token="wrong")
+    with pytest.raises(SandboxError, match="refuses this token"):
+        await stranger.start("x")
+    nowhere = remote_of("http://127.0.0.1:9")
+    with pytest.raises(SandboxError, match=r"127\.0\.0\.1:9"):
+        await nowhere.start("x")
+    await stranger.close()
+    await nowhere.close()
+
+
+async def test_an_unused_session_is_ended_after_its_time_and_one_in_use_is_not(url: str) -> None:
+    sandbox = remote_of(url, ttl_s=0.5)
+    forgotten, busy = await sandbox.start("forgotten"), await sandbox.start("busy")
+    work = asyncio.create_task(busy.run(["sleep", "3"]))
+    async with httpx.AsyncClient(base_url=url, headers=headers()) as client:
+        async with asyncio.timeout(20):
+            while len((await client.get("/sessions")).json()) > 1:
+                await asyncio.sleep(0.05)
+        assert [one["label"] for one in (await client.get("/sessions")).json()] == ["busy"]
+        assert "penstock_sandbox_reaped_total 1.0" in (await client.get("/metrics")).text
+    with pytest.raises(SandboxLost):
+        await forgotten.run_python("1")
+    assert (await work).exit_code == 0
+    await sandbox.close()
+
+
+async def test_a_workers_sessions_live_as_long_as_its_episodes_may_and_some(
+    client: httpx.AsyncClient, url: str
+) -> None:
+    config = SandboxConfig(backend="remote", url=url)
+    for deadline_s, ttl_s in ((120.0, 120.0 + TTL_HEADROOM_S), (1e6, 86400.0)):
+        sandbox = make_sandbox(config, "worker", TOKEN, episode_deadline_s=deadline_s)
+        session = await sandbox.start("episode")
+        assert (await client.get(f"/sessions/{session.session_id}")).json()["ttl_s"] == ttl_s
+        await session.close()
+        await sandbox.close()
+
+
+async def test_sessions_are_listed_and_ended_by_label(client: httpx.AsyncClient) -> None:
+    for label in ("old/1", "old/2", "new/1"):
+        await client.post("/sessions", json={"label": label})
+    listed = (await client.get("/sessions", params={"label": "old/"})).json()
+    assert [one["label"] for one in listed] == ["old/1", "old/2"]
+    assert (await client.delete("/sessions", params={"label": "old/"})).json() == {"ended": 2}
+    assert [one["label"] for one in (await client.get("/sessions")).json()] == ["new/1"]
+    gone = await client.get(f"/sessions/{listed[0]['session_id']}")
+    assert (gone.status_code, set(gone.json()["error"])) == (404, {"message"})
+    assert (await client.delete(f"/sessions/{listed[0]['session_id']}")).status_code == 204
+
+
+async def test_a_session_is_its_openers_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHER_TOKEN", OTHER)
+    callers = {"other": CallerConfig(token_env="OTHER_TOKEN")}
+    url = await start(SandboxConfig(max_boxes=2, server=SandboxServerConfig(callers=callers)))
+    ours, theirs = remote_of(url), remote_of(url, OTHER)
+    session = await ours.start("ours")
+    with pytest.raises(SandboxLost):
+        await theirs.attach(session.session_id)
+    async with httpx.AsyncClient(base_url=url, headers=headers(OTHER)) as client:
+        assert (await client.get("/sessions")).json() == []
+        assert (await client.delete(f"/sessions/{session.session_id}")).status_code == 204
+        assert (await client.delete("/sessions", params={"label": ""})).json() == {"ended": 0}
+    assert (await session.run_python("1")).stdout == "1\n"
+    await ours.close()
+    await theirs.close()
+
+
+async def test_what_keeps_a_server_from_starting_is_said(url: str) -> None:
+    with pytest.raises(SandboxError, match="choose another"):
+        await serve(SandboxConfig(), "127.0.0.1", int(url.rpartition(":")[2]), TOKEN)
+    with pytest.raises(SandboxError, match="holds boxes itself"):
+        await serve(SandboxConfig(backend="remote", url="x"), "127.0.0.1", 0, TOKEN)
+    with pytest.raises(SandboxError, match="needs a token"):
+        callers_of(SandboxConfig(), "", {})
+    one = SandboxConfig(server=SandboxServerConfig(callers={"a": CallerConfig(token_env="A")}))
+    with pytest.raises(SandboxError, match=r"callers\.a: A is not set"):
+        callers_of(one, TOKEN, {})
+    with pytest.raises(SandboxError, match="a token of its own"):
+        callers_of(one, TOKEN, {"A": TOKEN})
+
+
+async def test_a_server_that_is_told_to_stop_ends_its_boxes() -> None:
+    before = set(Path(tempfile.gettempdir()).glob("penstock-unsafe-*"))
+    config = SandboxConfig(backend="unsafe_subprocess", max_boxes=2, server=SandboxServerConfig(warm={"default": 1}))
+    async with serving(config) as url:
+        sandbox = remote_of(url)
+        session = await sandbox.start("x")
+        pid = int((await session.run_python("import os; os.getpid()")).stdout)
+        await sandbox.close()
+    assert set(Path(tempfile.gettempdir()).glob("penstock-unsafe-*")) == before
+    assert await ended(pid)
+
+
+async def ended(pid: int) -> bool:
+    """Gone, or a zombie that its parent has not read yet."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, TimeoutError):
+        async with asyncio.timeout(10):
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                await asyncio.sleep(0.02)
+        return True
+    return not Path(f"/proc/{pid}").exists()
+
+
+async def test_a_call_that_is_asked_again_is_told_again_not_run_again(url: str) -> None:
+    """As the next owner of an episode asks: another client, the same names of calls."""
+
+    async def one_call(sandbox: RemoteSandbox) -> tuple[str, str, bytes]:
+        with as_call("episode 1/first call"):
+            session = await sandbox.start("repeated")
+            await session.write_file("log", b"a")
+            ran = await session.run(["sh", "-c", "echo b >> log; cat log"])
+            return session.session_id, ran.stdout, await session.read_file("log")
+
+    first, second = remote_of(url), remote_of(url)
+    told = await one_call(first)
+    assert told[1:] == ("ab\n", b"ab\n")
+    assert await one_call(second) == told
+    with as_call("episode 1/second call"):
+        session = await second.attach(told[0])
+        assert (await session.run(["sh", "-c", "echo b >> log; cat log"])).stdout == "ab\nb\n"
+        await session.close()
+    assert (await one_call(second))[0] != told[0]  # that session is over: a fresh one
+    await first.close()
+    await second.close()

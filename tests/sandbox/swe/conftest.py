@@ -1,0 +1,76 @@
+"""Tasks on a real repository, in real boxes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tests.sandbox.conftest import MAKERS, Maker
+from tests.sandbox.containers import IMAGE
+from tests.sandbox.swe.wordkit import make_repository, packages_with_pytest, rows_of
+
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox.swe.limits import SweLimits
+from penstock.sandbox.swe.task import SweTask
+
+OWNER = f"tests-swe-{os.getpid()}"
+CONFIG = SandboxConfig(max_boxes=4, memory_mb=512, tmp_mb=128, run_timeout_s=20.0, pids=128)
+LIMITS = SweLimits(command_timeout_s=60.0, test_timeout_s=2.0, tests_timeout_s=60.0)
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("swe")
+    base = make_repository(folder / "wordkit")
+    return rows_of(folder / "wordkit", base, packages_with_pytest(folder / "packages"))
+
+
+@pytest.fixture(scope="session")
+def tasks(rows) -> dict[str, SweTask]:
+    return {row["instance_id"]: SweTask.from_row(row) for row in rows}
+
+
+@pytest.fixture
+def task(tasks) -> SweTask:
+    return tasks["wordkit-1"]
+
+
+@pytest.fixture(scope="session")
+def repository(rows) -> Path:
+    return Path(rows[0]["repository"])
+
+
+@pytest_asyncio.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    async with _made("bwrap") as made:
+        yield made
+
+
+@pytest_asyncio.fixture(
+    params=[pytest.param("bwrap", marks=pytest.mark.bwrap), pytest.param("docker", marks=pytest.mark.docker)]
+)
+async def any_sandbox(request) -> AsyncIterator[Sandbox]:
+    async with _made(request.param) as made:
+        yield made
+
+
+@pytest_asyncio.fixture
+async def docker_sandbox() -> AsyncIterator[Sandbox]:
+    async with _made("docker") as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def _made(backend: str) -> AsyncIterator[Sandbox]:
+    MAKERS.append(Maker(os.getpid(), OWNER))
+    made = make_sandbox(CONFIG.model_copy(update={"backend": backend, "image": IMAGE}), OWNER)
+    try:
+        yield made
+    finally:
+        await made.close()

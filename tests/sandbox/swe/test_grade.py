@@ -1,0 +1,153 @@
+"""Oracle and nobody, what is left of a patch, and tests that hang or break off."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.sandbox.server.conftest import TOKEN, serving
+from tests.sandbox.swe.conftest import CONFIG, LIMITS
+from tests.sandbox.swe.wordkit import TESTS, patch_by
+
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.protocol import SandboxError
+from penstock.sandbox.remote import RemoteSandbox
+from penstock.sandbox.swe import SweEnvironment, SweTaskError, check_task, grade
+
+pytestmark = pytest.mark.bwrap
+
+
+async def patch_of(sandbox, task, command: str, start: bytes = b"") -> bytes:
+    """What a model's box gives after `command`."""
+    environment = await SweEnvironment.open(sandbox, task, LIMITS)
+    try:
+        await environment.apply(start)
+        result = await environment.run(command)
+        assert result.exit_code == 0, result.stderr
+        return await environment.diff()
+    finally:
+        await environment.close()
+
+
+@pytest.mark.parametrize("name", TESTS)
+async def test_the_oracle_passes_and_nobody_fails(any_sandbox, tasks, name):
+    found = await check_task(any_sandbox, tasks[name], LIMITS)
+    assert found.problems == ()
+    (oracle,), (null,) = found.oracle, found.null
+    assert (oracle.resolved, oracle.share, null.resolved, null.share) == (True, 1.0, False, 0.0)
+    assert null.report() == {
+        "patch_successfully_applied": True,
+        "resolved": False,
+        "tests_status": {
+            "FAIL_TO_PASS": {"success": [], "failure": TESTS[name][0]},
+            "PASS_TO_PASS": {"success": TESTS[name][1], "failure": []},
+        },
+    }
+
+
+async def test_tests_that_the_model_touched_are_the_hidden_ones_again(sandbox, task):
+    command = (
+        "printf 'def test_slugify():\\n    1\\ndef test_slugify_takes_a_separator():\\n    1\\n' > tests/test_slug.py; "
+        "echo 'addopts = broken' > pytest.ini; echo 'raise SystemExit' > tests/conftest.py; echo x > notes.md"
+    )
+    found = await grade(sandbox, task, await patch_of(sandbox, task, command), LIMITS)
+    assert found.dropped == ("pytest.ini", "tests/conftest.py", "tests/test_slug.py")
+    assert found.outcomes[task.fail_to_pass[0]] == "failed"
+    assert {found.outcomes[test] for test in task.pass_to_pass} == {"passed"}
+    found = await grade(sandbox, task, await patch_of(sandbox, task, command, task.patch), LIMITS)
+    assert found.resolved
+
+
+async def test_a_hanging_test_fails_alone(sandbox, task):
+    command = "printf '\\n\\ndef shorten(text, width):\\n    while True:\\n        pass\\n' >> wordkit/slug.py"
+    found = await grade(sandbox, task, await patch_of(sandbox, task, command, task.patch), LIMITS)
+    assert found.reason == ""
+    assert found.outcomes == {
+        task.fail_to_pass[0]: "passed",
+        task.pass_to_pass[0]: "passed",
+        task.pass_to_pass[1]: "failed",
+    }
+    assert (found.share, found.resolved) == (0.0, False)
+
+
+async def test_a_run_that_never_ends_is_ended(sandbox, task):
+    command = "echo 'while True: pass' > wordkit/__init__.py"
+    limits = LIMITS.model_copy(update={"tests_timeout_s": 3.0})
+    found = await grade(sandbox, task, await patch_of(sandbox, task, command), limits)
+    assert found.reason == "the run ended before its first test (limit wall)"
+    assert set(found.outcomes.values()) == {"missing"}
+
+
+async def test_a_patch_that_does_not_apply_is_the_models_fault(sandbox, task, tasks):
+    found = await grade(sandbox, task, tasks["wordkit-2"].patch.replace(b"part", b"trap"), LIMITS)
+    assert found.reason.startswith("the patch does not apply")
+    assert (found.resolved, found.report()["patch_successfully_applied"]) == (False, False)
+
+
+async def test_a_patch_that_fills_the_box_is_the_models_fault(sandbox, task, tmp_path):
+    bomb = (
+        "(printf '\\000'; head -c 150M /dev/zero | tr '\\000' x) > bomb"  # no zeros: those git would leave out as holes
+    )
+    patch = patch_by(task.repository, task.base_commit, bomb, tmp_path / "tree")
+    assert len(patch) < LIMITS.patch_bytes
+    found = await grade(sandbox, task, patch, LIMITS)
+    assert found.reason.startswith("the patch ")
+    assert not found.resolved
+
+
+async def test_a_broken_task_is_nobodys_zero(sandbox, task, tasks):
+    for fields, message in [
+        ({"test_patch": tasks["wordkit-2"].patch.replace(b"part", b"trap")}, "test_patch does not fit"),
+        ({"packages": None, "test_command": "python9 -m pytest"}, "no pytest"),
+    ]:
+        with pytest.raises(SweTaskError, match=message):
+            await grade(sandbox, dataclasses.replace(task, **fields), task.patch, LIMITS)
+
+
+async def test_a_box_that_fails_is_nobodys_zero(sandbox, task, monkeypatch):
+    first = await sandbox.start("a box that lives")
+    kind = type(first)
+    await first.close()
+    run = kind.run
+
+    async def dies(self, argv, **how):
+        if "run_pytest" in str(argv):
+            await self._box.end()
+        return await run(self, argv, **how)
+
+    monkeypatch.setattr(kind, "run", dies)
+    with pytest.raises(SandboxError):
+        await grade(sandbox, task, task.patch, LIMITS)
+
+
+async def test_any_command_can_be_the_test(sandbox, task):
+    plain = dataclasses.replace(
+        task,
+        fail_to_pass=("tests.test_slug",),
+        pass_to_pass=(),
+        test_command='python3 -c \'from wordkit.slug import slugify; assert slugify("a b", "_") == "a_b"\' {test}',
+    )
+    found = await check_task(sandbox, plain, LIMITS)
+    assert found.problems == ()
+
+
+async def test_the_build_is_run_with_the_patch_in(sandbox, task):
+    built = dataclasses.replace(task, build_command="python3 -m compileall -q wordkit")
+    assert (await grade(sandbox, built, task.patch, LIMITS)).resolved
+    broken = await patch_of(sandbox, task, "echo 'def (' > wordkit/slug.py")
+    assert (await grade(sandbox, built, broken, LIMITS)).reason == "the build failed with this patch"
+
+
+async def test_without_a_box_there_is_no_grade(task):
+    made = make_sandbox(CONFIG, "tests-swe-image")
+    with pytest.raises(SandboxError, match="docker"):
+        await grade(made, dataclasses.replace(task, sandbox_image="nothing"), b"", LIMITS)
+    await made.close()
+
+
+async def test_over_a_sandbox_server(task):
+    async with serving(CONFIG) as url:
+        remote = RemoteSandbox(CONFIG.model_copy(update={"backend": "remote", "url": url}), url, TOKEN)
+        found = await grade(remote, task, await patch_of(remote, task, "echo note > note", task.patch), LIMITS)
+        await remote.close()
+    assert found.resolved

@@ -1,0 +1,269 @@
+"""Containers: what the engine is asked for, what ends them, and what is said where one cannot be had."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tests.sandbox.conftest import DOCKER, OWNER
+from tests.sandbox.containers import IMAGE, PLAIN_IMAGE, all_boxes, containers_of, docker, inspect, make_plain_image
+from tests.sandbox.server.conftest import TOKEN, serving
+
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.docker.leftovers import is_abandoned, labels_of
+from penstock.sandbox.docker.sandbox import DockerSandbox
+from penstock.sandbox.docker.spec import uid_of
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
+from penstock.sandbox.remote import RemoteSandbox
+from penstock.sandbox.server_config import SandboxServerConfig
+
+pytestmark = pytest.mark.docker
+
+
+@contextlib.asynccontextmanager
+async def opened(**settings: object) -> AsyncIterator[DockerSandbox]:
+    sandbox = DockerSandbox(DOCKER.model_copy(update=settings), OWNER)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.close()
+
+
+@pytest_asyncio.fixture
+async def boxes() -> AsyncIterator[DockerSandbox]:
+    async with opened() as sandbox:
+        yield sandbox
+
+
+@pytest_asyncio.fixture
+async def box(boxes: DockerSandbox) -> Session:
+    return await boxes.start("a test")
+
+
+async def test_the_engine_has_every_wall_on_record(box: Session) -> None:
+    found = inspect(containers_of(OWNER)[0])
+    host, config = found["HostConfig"], found["Config"]
+    wanted = {
+        **{"NetworkMode": "none", "ReadonlyRootfs": True, "Privileged": False, "CapDrop": ["ALL"], "CapAdd": None},
+        **{"Memory": 256 << 20, "MemorySwap": 256 << 20, "PidsLimit": 64, "NanoCpus": 10**9, "ShmSize": 16 << 20},
+        **{
+            "AutoRemove": True,
+            "Binds": None,
+            "IpcMode": "private",
+            "PidMode": "",
+            "Devices": None,
+            "VolumesFrom": None,
+        },
+    }
+    assert {key: host[key] for key in wanted} == wanted
+    assert host["SecurityOpt"] == ["no-new-privileges:true"]
+    assert host["LogConfig"]["Type"] == "none"
+    assert not found["LogPath"]
+    assert [mount["Type"] for mount in found["Mounts"]] == []
+    assert config["User"] == f"{uid_of(0, False)}:{uid_of(0, False)}"
+    labels = config["Labels"]
+    assert (labels["penstock.owner"], labels["penstock.label"]) == (OWNER, "a test")
+    assert labels["penstock.session"] == box.session_id
+
+
+async def test_two_filters_and_no_rights_hold_each_process(box: Session) -> None:
+    status = (await box.run(["cat", "/proc/self/status"])).stdout
+    facts = dict(line.split(":\t", 1) for line in status.splitlines())
+    assert {facts[f"Cap{kind}"] for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {"0" * 16}
+    assert (facts["NoNewPrivs"], facts["Seccomp"], facts["Seccomp_filters"]) == ("1", "2", "2")
+
+
+async def test_boxes_do_not_see_each_other(boxes: DockerSandbox) -> None:
+    one, other = await asyncio.gather(boxes.start("one"), boxes.start("other"))
+    await one.write_file("secret", b"x")
+    await one.run(["sh", "-c", "sleep 50 &"])
+    look = "import os\nprint(os.path.exists('/tmp/secret'), os.getuid(), sum(p.isdigit() for p in os.listdir('/proc')))"
+    seen = (await other.run_python(look)).stdout.split()
+    assert seen[0] == "False"
+    assert seen[1] != (await one.run_python("import os\nprint(os.getuid())")).stdout.strip()
+    assert seen[2] == "2"  # the driver and the interpreter
+
+
+async def test_cpu_seconds_are_limited() -> None:
+    async with opened(cpu_s=1) as sandbox:
+        session = await sandbox.start("busy")
+        result = await session.run_python("while True: pass", timeout_s=30.0)
+    assert (result.exit_code, result.limit, result.state_lost) == (None, "cpu", True)
+
+
+async def test_memory_that_nothing_frees_ends_the_box_and_is_told_as_memory() -> None:
+    """Files in memory outlive the processes that wrote them: the kernel ends the driver too in the end."""
+    async with opened(memory_mb=64, tmp_mb=512) as sandbox:
+        session = await sandbox.start("full")
+        fill = ["sh", "-c", "head -c 400m /dev/zero > /tmp/full; head -c 400m /dev/zero > /tmp/more"]
+        assert (await session.run(fill)).limit == "memory"
+        ended = await session.run_python("1 + 1")
+        assert (ended.exit_code, ended.limit, ended.files_lost) == (None, "memory", True)
+        assert (await session.run_python("1 + 1")).stdout == "2\n"
+
+
+async def test_closing_leaves_no_container(boxes: DockerSandbox) -> None:
+    sessions = await asyncio.gather(*(boxes.start(str(n)) for n in range(3)))
+    await asyncio.gather(*(s.run(["sh", "-c", "setsid sleep 100 & sleep 0.01"]) for s in sessions))
+    assert len(containers_of(OWNER)) == 3
+    await sessions[0].close()
+    assert len(containers_of(OWNER)) == 2
+    await boxes.close()
+    assert not containers_of(OWNER)
+
+
+async def test_a_start_that_is_cancelled_leaves_no_container(boxes: DockerSandbox) -> None:
+    for pause_s in (0.0, 0.03, 0.1):
+        starting = asyncio.create_task(boxes.start("never mind"))
+        await asyncio.sleep(pause_s)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not containers_of(OWNER)
+    session = await boxes.start("after")
+    assert (await session.run_python("3")).stdout == "3\n"
+
+
+async def test_a_box_that_was_removed_from_outside_is_lost_not_a_result(box: Session) -> None:
+    call = asyncio.create_task(box.run_python("while True: pass", timeout_s=30.0))
+    await asyncio.sleep(0.2)
+    docker("rm", "-f", *containers_of(OWNER))
+    with pytest.raises(SandboxLost):
+        await call
+    with pytest.raises(SandboxLost):
+        await box.run_python("1")
+
+
+WORKER = """
+import asyncio, sys
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.docker.sandbox import DockerSandbox
+async def main():
+    sandbox = DockerSandbox(SandboxConfig(backend="docker", image=sys.argv[2]), sys.argv[1])
+    session = await sandbox.start("doomed")
+    await session.run(["sh", "-c", "setsid sleep 1000 &"])
+    print("running", flush=True)
+    await session.run_python("import signal\\nwhile True: pass", timeout_s=600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.crash
+async def test_kill_9_of_the_worker_ends_and_removes_its_boxes() -> None:
+    owner = f"{OWNER}-killed"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WORKER, owner, IMAGE, stdout=asyncio.subprocess.PIPE, env=env
+    )
+    assert worker.stdout is not None
+    assert await asyncio.wait_for(worker.stdout.readline(), 30.0) == b"running\n"
+    assert len(containers_of(owner)) == 1
+    worker.kill()
+    await worker.wait()
+    deadline = time.monotonic() + 10.0
+    while containers_of(owner) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert not containers_of(owner)
+
+
+@pytest.mark.crash
+async def test_a_container_that_a_killed_process_never_started_goes_at_the_next_start() -> None:
+    owner = f"{OWNER}-half"
+    dead = await asyncio.create_subprocess_exec("true")
+    await dead.wait()
+    for process in (f"{dead.pid}-12345", labels_of(owner, "", "")["penstock.process"]):
+        labels = {**labels_of(owner, "left", "s"), "penstock.process": process}
+        docker("create", *(f"--label={key}={value}" for key, value in labels.items()), IMAGE, "true")
+    assert len(containers_of(owner)) == 2
+    await DockerSandbox(DOCKER, owner).close()
+    (kept,) = containers_of(owner)
+    docker("rm", kept)
+
+
+def test_a_container_of_another_machine_is_judged_by_its_age() -> None:
+    labels = {**labels_of("run", "", ""), "penstock.machine": "elsewhere"}
+    assert not is_abandoned({"Labels": labels, "State": "running", "Created": 0}, now=1e9)
+    assert not is_abandoned({"Labels": labels, "State": "created", "Created": 1e9 - 60}, now=1e9)
+    assert is_abandoned({"Labels": labels, "State": "created", "Created": 1e9 - 700}, now=1e9)
+
+
+async def test_an_image_that_the_engine_does_not_have_names_the_mend(boxes: DockerSandbox) -> None:
+    with pytest.raises(SandboxError, match=r"No such image.*docker pull.*sandbox\.image"):
+        make_sandbox(DOCKER.model_copy(update={"image": "no-such/image:1"}), OWNER)
+    with pytest.raises(SandboxError, match="No such image"):
+        await boxes.start("a session's own", image="no-such/image:1")
+    assert (await (await boxes.start("another")).run_python("1")).stdout == "1\n"
+
+
+def test_a_runtime_that_the_engine_does_not_have_names_the_mend() -> None:
+    with pytest.raises(SandboxError, match=r"no runtime kata.*runc.*daemon\.json"):
+        make_sandbox(DOCKER.model_copy(update={"runtime": "kata"}), OWNER)
+
+
+def test_no_engine_names_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+    with pytest.raises(SandboxError, match=r"no Docker engine answers.*apt-get install docker\.io.*DOCKER_HOST"):
+        make_sandbox(DOCKER, OWNER)
+
+
+def test_a_socket_that_this_user_may_not_open_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object, **__: object) -> object:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(asyncio.unix_events._UnixSelectorEventLoop, "create_unix_connection", refuse)
+    monkeypatch.setenv("DOCKER_HOST", "unix:///var/run/docker.sock")
+    with pytest.raises(SandboxError, match="usermod -aG docker"):
+        make_sandbox(DOCKER, OWNER)
+
+
+def test_an_engine_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("penstock.sandbox.docker.engine.CALL_DEADLINE_S", 0.2)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "silent.sock"))
+        silent.listen()
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/silent.sock")
+        with pytest.raises(SandboxError, match="did not answer"):
+            make_sandbox(SandboxConfig(backend="docker"), OWNER)
+
+
+async def test_a_server_keeps_containers_for_its_callers_warm_by_image() -> None:
+    make_plain_image()
+    config = DOCKER.model_copy(update={"server": SandboxServerConfig(warm={"default": 1})})
+    async with serving(config) as url:
+        first = RemoteSandbox(config, url, TOKEN)
+        session = await first.start("an episode")
+        await session.run_python("x = 41")
+        await session.leave()
+        await first.close()
+        again = RemoteSandbox(config, url, TOKEN)
+        attached = await again.attach(session.session_id)
+        assert (await attached.run_python("x + 1")).stdout == "42\n"
+        plain = await again.start("another image", image=PLAIN_IMAGE)
+        assert (await plain.run(["echo", "hello"])).stdout == "hello\n"
+        with pytest.raises(SandboxError, match=r"no python3 of 3\.9"):
+            await plain.run_python("1")
+        with pytest.raises(SandboxError, match="docker pull"):
+            await again.start("no image", image="no-such/image:1")
+        await again.close()
+    assert not [line for line in all_boxes() if "exited" in line]
+
+
+async def test_python_runs_under_gvisor() -> None:
+    runtimes = docker("info", "--format", "{{range $name, $_ := .Runtimes}}{{$name}} {{end}}").split()
+    if "runsc" not in runtimes:
+        pytest.skip("the engine has no runtime runsc: apt-get install runsc, then scripts/setup-docker")
+    async with opened(runtime="runsc", pids=512) as sandbox:
+        assert "runsc" in sandbox.containment
+        session = await sandbox.start("a kernel of its own")
+        await session.run_python("x = 40", timeout_s=20.0)
+        assert (await session.run_python("x + 2", timeout_s=20.0)).stdout == "42\n"
+        assert (await session.run(["uname", "-r"], timeout_s=20.0)).stdout.strip() != os.uname().release

@@ -1,0 +1,85 @@
+"""What follows from what an engine says of itself; no engine is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.docker.engine import Engine, Image
+from penstock.sandbox.docker.sandbox import describe
+from penstock.sandbox.docker.spec import container_spec, uid_of
+from penstock.sandbox.inside import confine
+
+ENGINE = Engine(
+    version="28.2",
+    api_version="v1.50",
+    machine="x86_64",
+    cgroup_version="2",
+    runtimes=("runc", "runsc"),
+    default_runtime="runc",
+    limits_memory=True,
+    limits_swap=True,
+    limits_pids=True,
+    limits_cpu=True,
+    remaps_uids=False,
+)
+IMAGE = Image("tools:1", "sha256:abc", ("/data",))
+
+
+def spec(config: SandboxConfig, engine: Engine = ENGINE) -> dict[str, object]:
+    found: dict[str, object] = container_spec(config, engine, IMAGE, ["python3", "-c", ""], slot=7, labels={})
+    return found
+
+
+def test_settings_become_limits() -> None:
+    config = SandboxConfig(memory_mb=100, pids=10, cpus=0.5, tmp_mb=8, runtime="runsc")
+    host = spec(config)["HostConfig"]
+    assert isinstance(host, dict)
+    limits = (host["Memory"], host["MemorySwap"], host["PidsLimit"], host["NanoCpus"], host["Runtime"])
+    assert limits == (100 << 20, 100 << 20, 10, 500_000_000, "runsc")
+    assert set(host["Tmpfs"]) == {"/tmp", "/data"}
+    assert all(f"size={8 << 20}" in options and "nosuid" in options for options in host["Tmpfs"].values())
+    assert "Runtime" not in spec(SandboxConfig())["HostConfig"]  # type: ignore[operator]
+
+
+def test_an_image_is_pinned_and_its_entry_point_not_run() -> None:
+    asked = spec(SandboxConfig())
+    assert (asked["Image"], asked["Entrypoint"], asked["Cmd"]) == ("sha256:abc", ["python3"], ["-c", ""])
+
+
+def test_each_slot_has_a_uid_and_remapped_ones_exist() -> None:
+    assert len({uid_of(slot, False) for slot in range(1024)}) == 1024
+    assert all(0 < uid_of(slot, True) < 65536 for slot in range(1024))
+
+
+def test_walls_that_an_engine_lacks_are_said_aloud() -> None:
+    config = SandboxConfig()
+    words, weak = describe(ENGINE, config, filtered=True)
+    assert "cgroup v2" in words
+    assert not weak
+    words, weak = describe(ENGINE, config.model_copy(update={"runtime": "runsc"}), filtered=True)
+    assert "forge results of its own session" in words
+    assert weak
+    words, weak = describe(replace(ENGINE, limits_memory=False, limits_cpu=False), config, filtered=True)
+    assert "memory is limited per process, not per box, CPU share is not limited" in words
+    assert weak
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("memory.events", "low 0\nhigh 0\nmax 30\noom 4\noom_kill 3\noom_group_kill 0\n"),
+        ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"),
+    ],
+)
+def test_both_versions_of_cgroups_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    monkeypatch.setattr(confine, "OOM_COUNTERS", (str(tmp_path / "missing"), str(tmp_path / name)))
+    assert confine.oom_kills() == 3
+    monkeypatch.setattr(confine, "OOM_COUNTERS", (str(tmp_path / "missing"),))
+    assert confine.oom_kills() == 0
