@@ -4,7 +4,8 @@
         about.json               written last: loss, gradient norm, settings, episodes by rank, checksums of the files
         rank_00.safetensors      what rank 0 trained: `I.FIELD` of pack I, `targets.FIELD`
         episodes_00.jsonl        its episodes for people, as in trajectories/
-        model/                   the policy's weights before the update, a Hugging Face folder
+        model/                   the policy's weights before the update, a Hugging Face folder; under LoRA the weights
+                                 beside its matrices, and these in model/adapter
 
 Nothing is pickled. `penstock train replay FOLDER` computes it again, see `replay`.
 """
@@ -23,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.trainer.batch import StepBatch
-from penstock.trainer.checkpoint import save_final_model
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.durable import fingerprint, fingerprints, sync, sync_tree
 from penstock.trainer.engine import FSDPEngine
+from penstock.trainer.export import save_adapter, save_final_model
 from penstock.trainer.objective import Targets
 from penstock.trainer.packing import Pack
 from penstock.trainer.ranks import Ranks
@@ -34,6 +35,7 @@ from penstock.trainer.readable import readable_trajectory
 from penstock.trainer.sharded import Update
 
 ABOUT = "about.json"
+ADAPTER = "adapter"
 FORMAT = 1
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -95,7 +97,7 @@ class BadBatches:
         if not ranks.from_first(self._begin(temporary) if ranks.first else None):
             return None
         problems = ranks.gather(self._write_share(temporary, batch, share))
-        episodes = ranks.gather(list(share.episodes))
+        episodes = ranks.data.gather(list(share.episodes))
         if ranks.first and not any(problems):
             about = self._about(config, batch, place, update) | {"episodes": episodes}
             problems.append(_attempt(lambda: _seal(temporary, final, about)))
@@ -120,12 +122,19 @@ class BadBatches:
         """The weights are gathered by all ranks before any file is written, so a full disk stops no collective."""
 
         def write() -> None:
-            save_file(_tensors(share), folder / f"rank_{self._ranks.rank:02d}.safetensors")
+            number = self._ranks.data.rank
+            save_file(_tensors(share), folder / f"rank_{number:02d}.safetensors")
             lines = [json.dumps(readable_trajectory(one, None, None)) for one in batch.trajectories]
-            (folder / f"episodes_{self._ranks.rank:02d}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+            (folder / f"episodes_{number:02d}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
-        problem = _attempt(lambda: save_final_model(self._engine, self._ranks, self._model, folder / "model"))
-        return problem or _attempt(write)
+        problem = _attempt(lambda: self._write_model(folder / "model"))
+        # Ranks that share a copy of the model hold the same rows.
+        return problem or (_attempt(write) if self._ranks.leads else "")
+
+    def _write_model(self, folder: Path) -> None:
+        save_final_model(self._engine, self._ranks, self._model, folder, with_adapter=False)
+        if self._engine.adapter_settings is not None:
+            save_adapter(self._engine, self._ranks, folder / ADAPTER)
 
     def _about(self, config: TrainerConfig, batch: StepBatch, place: Place, update: Update) -> dict[str, Any]:
         return {

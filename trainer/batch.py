@@ -36,6 +36,8 @@ class ModelLimits:
     context: int
     """Longest row, in tokens."""
     vocab: int
+    width: int = 1024
+    """Of its hidden states: from how long a row on attention costs as much as all else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,35 @@ class StepBatch:
         return np.array([t.reward for t in self.trajectories], dtype=np.float64)
 
 
-def share_of(batch: Batch, rank: int, world: int, minibatches: int) -> list[int]:
-    """The groups of `batch` that `rank` trains: whole groups, dealt in turn inside each minibatch.
+def share_of(
+    batch: Batch, rank: int, world: int, minibatches: int, costs: Sequence[float] | None = None
+) -> list[int]:
+    """The groups of `batch` that `rank` trains: whole groups, dealt inside each minibatch.
 
-    Dealing inside minibatches keeps every minibatch the same set of groups on any number of ranks.
+    Dealing inside minibatches keeps every minibatch the same set of groups on any number of ranks. `costs`: by group,
+    the same on all ranks; each group, the dearest first, goes to the rank that has the least so far (Graham 1969,
+    "Bounds on Multiprocessing Timing Anomalies", section on LPT). None: in turn.
     """
-    bounds = minibatch_bounds(len(batch.groups), minibatches)
-    return [group for start, end in bounds for group in range(start + rank, end, world)]
+    given = [1.0] * len(batch.groups) if costs is None else costs
+    shares = [_dealt(range(start, end), given, world) for start, end in minibatch_bounds(len(batch.groups), minibatches)]
+    return [group for share in shares for group in share[rank]]
+
+
+def _dealt(groups: Sequence[int], costs: Sequence[float], world: int) -> list[list[int]]:
+    """By rank, in rising order. Equal costs are dealt in turn."""
+    shares: list[list[int]] = [[] for _ in range(world)]
+    spent = [0.0] * world
+    for group in sorted(groups, key=lambda g: (-costs[g], g)):
+        rank = min(range(world), key=lambda r: (spent[r], r))
+        shares[rank].append(group)
+        spent[rank] += costs[group]
+    return [sorted(share) for share in shares]
+
+
+def row_cost(tokens: int, width: int) -> float:
+    """Of a forward and backward over one row, in tokens of a very short row: matrices cost 24·width² per token and
+    layer, attention to half of the row 2·tokens·width·2 (multiply and add)."""
+    return tokens * (1 + tokens / (12 * width))
 
 
 def minibatch_bounds(groups: int, minibatches: int) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from penstock.trainer.durable import fingerprint, fingerprints, sync, sync_tree
 from penstock.trainer.engine import FSDPEngine
@@ -152,40 +152,27 @@ def load(engine: FSDPEngine, ranks: Ranks, found: Found) -> None:
         torch.set_rng_state(state[f"rng_{ranks.rank}"])
 
 
-def save_final_model(engine: FSDPEngine, ranks: Ranks, source: str, folder: Path) -> None:
-    """A Hugging Face folder with the tokenizer of `source`; written beside and renamed. A collective."""
-    weights = dict(engine.weights(torch.float32))
-    if not ranks.first:
-        return
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    engine.policy.model.save_pretrained(temporary, state_dict=weights)
-    _save_tokenizer(source, temporary)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
-
-
-def _save_tokenizer(source: str, folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    try:
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    except (OSError, ValueError) as error:
-        logger.warning("final model without tokenizer: %s has none (%s)", source, error)
-
-
 def _model_state(engine: FSDPEngine) -> dict[str, Any]:
     model, optimizer = get_state_dict(engine.policy, engine.optimizer)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    state: dict[str, Any] = {"model": _learned(engine, model), "optimizer": optimizer}
     state["kl_coefficient"] = torch.tensor(engine.kl_coefficient, dtype=torch.float64)
     if engine.critic is not None:
         state["critic"], state["critic_optimizer"] = get_state_dict(engine.critic.module, engine.critic.optimizer)
     return state
 
 
+def _learned(engine: FSDPEngine, model: dict[str, Any]) -> dict[str, Any]:
+    """Under LoRA its matrices alone: all else is in the run's model folder."""
+    if engine.adapter_settings is None:
+        return model
+    learning = {name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in model.items() if name in learning}
+
+
 def _restore(engine: FSDPEngine, state: dict[str, Any]) -> None:
     model, moments = state["model"], state["optimizer"]
-    set_state_dict(engine.policy, engine.optimizer, model_state_dict=model, optim_state_dict=moments)
+    options = StateDictOptions(strict=engine.adapter_settings is None)
+    set_state_dict(engine.policy, engine.optimizer, model_state_dict=model, optim_state_dict=moments, options=options)
     engine.kl_coefficient = float(state["kl_coefficient"])
     if engine.critic is not None:
         model, moments = state["critic"], state["critic_optimizer"]

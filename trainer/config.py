@@ -69,6 +69,18 @@ class ParallelConfig(BaseModel):
         return self.tensor * self.context
 
 
+class LoraConfig(BaseModel):
+    """Low-rank matrices learn in place of the model's own; versions and checkpoints then have only them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(0, ge=0, description="Rank of the matrices; 0: no LoRA, the whole model learns.")
+    alpha: float = Field(16.0, gt=0, description="Their product counts alpha / rank times.")
+    targets: str | tuple[str, ...] = Field(
+        "all-linear", description="Names of the modules that get them, or all-linear: all matrices but the head."
+    )
+
+
 class TrainerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -122,6 +134,18 @@ class TrainerConfig(BaseModel):
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Arithmetic; master weights stay float32.")
+    lora: LoraConfig = LoraConfig()
+    recompute: bool = Field(
+        False, description="Each layer's activations are computed again in the backward, not kept: less memory, slower."
+    )
+    offload: bool = Field(
+        False, description="On GPUs: weights, gradients and moments wait in the host's memory, AdamW runs there."
+    )
+    compile: bool = Field(False, description="Layers are compiled by torch; the first steps take minutes.")
+    liger: bool = Field(False, description="On GPUs: Liger's fused kernels for norms, rotary embedding and MLP.")
+    peak_tflops: float | None = Field(
+        None, gt=0, description="Peak of one rank's device in TFLOP/s, for mfu; None: as known GPUs have in bfloat16."
+    )
     micro_batch_tokens: int = Field(2048, gt=0, description="Token budget of one packed forward and backward.")
     checkpoint_every: int = Field(10, gt=0, description="Steps between checkpoints (and ledger commits).")
     keep_checkpoints: int = Field(2, gt=0, description="Newest checkpoints kept.")

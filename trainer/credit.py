@@ -17,6 +17,7 @@ from penstock.trainer.batch import BadBatch, StepBatch
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.greedy import greedy_baselines
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.tally import exact_sum
 from penstock.trainer.shaping import overlong_penalties
 from penstock.transfer_queue.trajectory import Segment, Trajectory
 
@@ -60,9 +61,9 @@ def whitened(advantages: Advantages, trained: Tensor, ranks: Ranks) -> Advantage
         return advantages
     values = advantages.tokens[trained]
     number = max(ranks.sum(len(values)), 1.0)
-    mean = ranks.sum(float(values.sum())) / number
+    mean = exact_sum(values, ranks) / number
     # Two passes: a difference of large sums would lose the variance of nearly equal advantages.
-    variance = ranks.sum(float((values - mean).square().sum())) / max(number - 1, 1.0)
+    variance = exact_sum((values - mean).square(), ranks) / max(number - 1, 1.0)
     return replace(advantages, tokens=(advantages.tokens - mean) / (variance + WHITEN_EPSILON) ** 0.5)
 
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
-from penstock.trainer.attention import use_packed_attention
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.context import Context, whole
 from penstock.trainer.packing import Pack
-from penstock.trainer.policy import model_inputs
+from penstock.trainer.policy import load_model, model_inputs
 
 
 class Critic(nn.Module):
@@ -41,11 +40,9 @@ class Critic(nn.Module):
         return self.context.join(values, part.counts) if self.context else values
 
 
-def load_critic(model: str) -> Critic:
-    """float32 master weights, the body's from `model`, without dropout."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    loaded.eval()
-    use_packed_attention(loaded)
+def load_critic(model: str, config: TrainerConfig) -> Critic:
+    """float32 master weights, the body's from `model`, without dropout. The whole critic learns, also beside LoRA."""
+    loaded = load_model(model, liger=config.liger)
     return Critic(loaded.base_model, loaded.config.get_text_config().hidden_size)
 
 

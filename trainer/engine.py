@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from penstock.trainer.advantages import ADVANTAGES
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.critic import load_critic
+from penstock.trainer.flops import Flops
+from penstock.trainer.lora import merged, named_weights, whole
 from penstock.trainer.packing import Pack
 from penstock.trainer.policy import Outputs, Policy, load_policy
 from penstock.trainer.ranks import Ranks
@@ -59,7 +60,15 @@ class Engine(Protocol):
         """The same for the critic."""
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor on the host, a copy) on rank 0; nothing on the others."""
+        """(Hugging Face name, full tensor on the host, a copy) on rank 0; nothing on the others. What LoRA learned is
+        in them."""
+
+    @property
+    def adapter_settings(self) -> dict[str, Any] | None:
+        """As peft's ``LoraConfig.to_dict()``; None where the whole model learns."""
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Like `weights`, of the adapter alone, float32, under peft's names."""
 
 
 class FSDPEngine:
@@ -68,15 +77,16 @@ class FSDPEngine:
     def __init__(self, model: str, config: TrainerConfig, ranks: Ranks, temperature: float = 1.0) -> None:
         self.config = config
         self._ranks = ranks
-        self.policy: Policy = load_policy(model, temperature, with_entropy=config.entropy_bonus != 0)
-        self._actor = Learning(self.policy, config, ranks)
+        self.policy: Policy = load_policy(model, temperature, config)
         self.limits = _model_limits(self.policy)
+        self.flops = Flops.of(self.policy.model, learns_all=self.policy.adapter is None)
+        self._actor = Learning(self.policy, config, ranks)
         self.reference: Sharded | None = None
-        if config.kl.needs_reference:
+        if config.kl.needs_reference and self.policy.adapter is None:
             self.reference = Sharded(load_policy(model, temperature), config, ranks).freeze()
         self.critic: Learning | None = None
         if "values" in needs_of(ADVANTAGES.get(config.advantage)):
-            self.critic = Learning(load_critic(model), config, ranks)
+            self.critic = Learning(load_critic(model, config), config, ranks)
         self.kl_coefficient = config.kl.in_reward
 
     @property
@@ -91,6 +101,9 @@ class FSDPEngine:
         return [outputs.logprobs.cpu() for outputs in self._actor.score(packs)]
 
     def score_reference(self, packs: Sequence[Pack]) -> list[Tensor]:
+        if self.policy.adapter is not None:
+            with self.policy.adapter.off():
+                return self.score(packs)
         assert self.reference is not None
         return [outputs.logprobs.cpu() for outputs in self.reference.score(packs)]
 
@@ -105,20 +118,24 @@ class FSDPEngine:
         assert self.critic is not None
         return self.critic.update(packs, loss, divisor, self.config.critic.lr)
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._named_tensors():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def weights(self, dtype: torch.dtype, *, with_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):
+            full = merged(tensor, change if with_adapter else None)
             if self._ranks.first:
                 yield name, full.detach().to("cpu", dtype if full.is_floating_point() else None, copy=True)
 
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """A tied embedding comes once, under its first name, as in the model's own safetensors."""
-        model = self.policy.model
-        yield from model.named_parameters()
-        persistent = model.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+    @property
+    def adapter_settings(self) -> dict[str, Any] | None:
+        return self.policy.adapter.settings if self.policy.adapter else None
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.policy.adapter is not None
+        for name, tensor in self.policy.adapter.tensors():
+            full = whole(tensor)
+            if self._ranks.first:
+                yield name, full.detach().to("cpu", torch.float32, copy=True)
 
 
 def _model_limits(policy: Policy) -> ModelLimits:
     config = policy.model.config.get_text_config()
-    return ModelLimits(context=config.max_position_embeddings, vocab=config.vocab_size)
+    return ModelLimits(config.max_position_embeddings, config.vocab_size, config.hidden_size)

@@ -18,6 +18,7 @@ from penstock.trainer.tally import Tally, Totals
 MEANS = ("kl_k3",)
 COUNTS = (
     "tokens",
+    "tokens_squared",
     "tokens_sampled",
     "tokens_trained",
     "tokens_masked",
@@ -53,6 +54,7 @@ def tally_batch(tally: Tally, batch: StepBatch, advantages: Tensor) -> None:
 def _tally_tokens(tally: Tally, batch: StepBatch) -> None:
     for row in batch.rows:
         tally.count("tokens", len(row.ids))
+        tally.count("tokens_squared", len(row.ids) ** 2)
         tally.count("tokens_sampled", len(row.targets))
         tally.count("tokens_trained", int(row.mask.sum()))
         tally.count("tokens_masked", int((~row.mask).sum()))

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from penstock.rollout_server.engines.checkpoint import find_model
 from penstock.rollout_server.protocol import WeightsRefused
 from penstock.rollout_server.weights import FileServer, Rounds, WeightPublisher
 from penstock.rollout_server.weights.chain import SERVED, Link, links_of
@@ -32,8 +33,9 @@ class Outlet:
             await self._server.start()
         job = self._job
         url = self._server.url if self._server else None
+        model = find_model(job.model) if job.config.lora.rank else None
         self._writer = WeightPublisher(
-            job.weights_dir, job.transport, keep=2, full_every=job.weights_full_every, base_url=url
+            job.weights_dir, job.transport, keep=2, full_every=job.weights_full_every, base_url=url, model=model
         )
 
     async def close(self) -> None:
@@ -44,6 +46,13 @@ class Outlet:
         """The manifest of `version`. Blocks while it is written. Raises `NoSpace`."""
         assert self._writer is not None, "open comes first"
         return self._writer.write(version, weights)
+
+    def write_adapter(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], settings: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The same for a version that is an adapter of the model. Raises `NoSpace`, `BadAdapter`, `WeightsRefused`."""
+        assert self._writer is not None, "open comes first"
+        return self._writer.write_adapter(version, tensors, settings)
 
     @property
     def makes_rounds(self) -> bool:

@@ -15,12 +15,13 @@ from torch import Tensor
 from penstock.trainer.algorithm import GREEDY_MEMBER, needs_of_advantage
 from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import BadBatch, StepBatch, refuse_together
-from penstock.trainer.checkpoint import save_final_model
+from penstock.trainer.export import save_adapter, save_final_model
 from penstock.trainer.credit import means_by_episode
 from penstock.trainer.data import Stream, load_rows
 from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.evaluate import Evaluator
 from penstock.trainer.feeder import Feeder
+from penstock.trainer.flops import peak_tflops
 from penstock.trainer.job import BadJob, TrainJob
 from penstock.trainer.learner import Learner
 from penstock.trainer.publish import Publisher
@@ -67,19 +68,21 @@ class Parts:
             in_torch = TorchThread(job.config.threads)
             stack.callback(in_torch.close)
             # Longer than a batch may take: one rank may hold its batch while another still waits for it.
-            ranks = await in_torch(Ranks.open, job.config.batch_timeout_s + 120)
+            parallel = job.config.parallel
+            timeout_s = job.config.batch_timeout_s + 120
+            ranks = await in_torch(Ranks.open, timeout_s, context=parallel.context, tensor=parallel.tensor)
             stack.push_async_callback(_close_ranks, in_torch, ranks)
             feeder, recorder, evaluator = await asyncio.to_thread(_first_rank_parts, job) if ranks.first else [None] * 3
             engine = await in_torch(FSDPEngine, job.model, job.config, ranks, job.temperature)
             publisher = Publisher(job, engine, ranks, in_torch)
             saver = Saver(job, engine, ranks, in_torch)
-            spiller = Spiller(job, publisher, ranks.first)
+            spiller = Spiller(job, publisher, ranks.first, leads=ranks.leads)
             source = BatchSource(
                 job,
                 feeder,
                 engine.limits,
-                ranks.rank,
-                ranks.world,
+                ranks.data.rank,
+                ranks.data.world,
                 remind=publisher.remind if ranks.first else None,
             )
             for part in (saver, publisher, spiller, evaluator, source):
@@ -89,7 +92,7 @@ class Parts:
                 stack.callback(recorder.close)
             folder = job.run_dir / "bad_batches"
             bad_batches = BadBatches(folder, job.config.bad_batch_dumps, job.model, engine, ranks)
-            learner = Learner(job.config, engine, ranks, bad_batches)
+            learner = Learner(job.config, engine, ranks.data, bad_batches)
             leaving = (publisher, saver, spiller)
             parts = cls(job, in_torch, ranks, engine, learner, *leaving, source, recorder, evaluator, feeder, 0, 0.0)
             await parts._resume()
@@ -121,8 +124,16 @@ class Parts:
             "publish_s": self.publisher.last_s,
             "tokens_per_s": metrics["tokens"] / busy_s,
         }
+        times |= self._speed(metrics, busy_s)
         by_episode = means_by_episode(advantages, batch)
         await asyncio.to_thread(self.recorder.step, batch, {**metrics, **times}, by_episode)
+
+    def _speed(self, metrics: Mapping[str, Any], busy_s: float) -> dict[str, float]:
+        """Arithmetic of the update, per second and rank, and as a share of the peak where that is known."""
+        trained = metrics["tokens"], metrics["tokens_sampled"], metrics["tokens_squared"]
+        tflops = self.engine.flops.of_update(*trained) / busy_s / self.ranks.world / 1e12
+        peak = peak_tflops(self.job.config.peak_tflops, self.ranks.device, self.job.config.dtype)
+        return {"tflops_per_s": tflops, **({"mfu": tflops / peak} if peak else {})}
 
     async def save(self) -> None:
         await self.spiller.settle()
@@ -141,6 +152,8 @@ class Parts:
             return
         folder = self.job.run_dir / "final_model"
         await self.in_torch(save_final_model, self.engine, self.ranks, self.job.model, folder)
+        if self.engine.adapter_settings is not None:
+            await self.in_torch(save_adapter, self.engine, self.ranks, self.job.run_dir / "final_adapter")
         if self.evaluator is not None:
             await self.evaluator.finish(self.step, self.job.eval_timeout_s)
 

@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.liger import apply_liger_kernel
 
 from penstock.trainer.attention import PROBE, row_bounds_arguments, use_packed_attention
+from penstock.trainer.config import TrainerConfig
 from penstock.trainer.context import Context, Part, whole
 from penstock.trainer.logprobs import Head, token_logprobs
+from penstock.trainer.lora import Adapter
 from penstock.trainer.packing import Pack
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.with_entropy = with_entropy
+        self.adapter: Adapter | None = None
         self.context: Context | None = None
         """Set where other ranks have a part of each pack's tokens."""
         self.head = _head_of(model, temperature)
@@ -64,7 +68,7 @@ class Policy(nn.Module):
     def _of_part(self, part: Part) -> tuple[Tensor, Tensor | None]:
         inputs = model_inputs(part, self.context)
         if self.head is None:
-            logits = self.model(**inputs, logits_to_keep=part.predictors).logits[0]
+            logits = self.model(**inputs).logits[0][part.predictors]
             entropy = entropies(logits, self.temperature) if self.with_entropy else None
             return target_logprobs(logits, part.targets, self.temperature), entropy
         hidden = self.model.base_model(**inputs).last_hidden_state[0][part.predictors]
@@ -92,14 +96,29 @@ def entropies(logits: Tensor, temperature: float) -> Tensor:
     return scaled.logsumexp(-1) - (scaled.softmax(-1) * scaled).sum(-1)
 
 
-def load_policy(model: str, temperature: float, *, with_entropy: bool = False) -> Policy:
-    """float32 master weights. No dropout in training either: the engine that sampled had none."""
+def load_policy(model: str, temperature: float, config: TrainerConfig | None = None) -> Policy:
+    """float32 master weights. No dropout in training either: the engine that sampled had none.
+
+    `config`: with what the algorithm and trainer.lora ask for; None: the model as it is, for a reference.
+    """
+    loaded = load_model(model, liger=config is not None and config.liger)
+    policy = Policy(loaded, temperature, with_entropy=config is not None and config.entropy_bonus != 0)
+    if config is not None and config.lora.rank:
+        policy.adapter = Adapter(loaded, config.lora)
+    implementation = loaded.config._attn_implementation
+    logger.info("%s: attention %s, head %s", model, implementation, "in tiles" if policy.chunked else "whole")
+    return policy
+
+
+def load_model(model: str, *, liger: bool = False) -> PreTrainedModel:
+    """In float32, on the host, with an attention that keeps packed rows apart."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded.eval()
-    attention = use_packed_attention(loaded)
-    policy = Policy(loaded, temperature, with_entropy=with_entropy)
-    logger.info("%s: attention %s, head %s", model, attention, "in tiles" if policy.chunked else "whole")
-    return policy
+    use_packed_attention(loaded)
+    if liger:
+        # Its kernels run on GPUs only: after the trial of attention, which is on the host.
+        apply_liger_kernel(loaded, {"fused_linear_cross_entropy": False, "cross_entropy": False})
+    return loaded
 
 
 def _local_head(head: nn.Module, settings: Head) -> tuple[Tensor, Tensor | None, Head]:

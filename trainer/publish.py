@@ -74,7 +74,7 @@ class Publisher:
         renew = version == self.published and await self._in_torch(self._ranks.from_first, await self._is_gone())
         if version <= self.published and not renew:
             return
-        weights = await self._in_torch(lambda: list(self._engine.weights(self._dtype)))
+        weights = await self._in_torch(self._copied)
         self.published = max(version, self.published)
         if self._outlet is not None:
             self._task = asyncio.create_task(self._write(version, weights, renew), name=f"publish version {version}")
@@ -126,7 +126,11 @@ class Publisher:
     async def _write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
         assert self._outlet is not None
         began = time.monotonic()
-        manifest = await asyncio.to_thread(self._outlet.write, version, _taken(weights))
+        settings = self._engine.adapter_settings
+        if settings is None:
+            manifest = await asyncio.to_thread(self._outlet.write, version, _taken(weights))
+        else:
+            manifest = await asyncio.to_thread(self._outlet.write_adapter, version, _taken(weights), settings)
         announcement = Announcement(version, self._outlet.with_round(manifest, await self._ready(self._outlet)))
         if renew:
             logger.warning("the weights of version %d were gone; written again to %s", version, self._outlet.directory)
@@ -138,6 +142,12 @@ class Publisher:
         async with self._changed:
             self._out = max(self._out, version)
             self._changed.notify_all()
+
+    def _copied(self) -> list[tuple[str, Tensor]]:
+        """The weights as they are now; under LoRA the adapter's alone, in float32: servers round once, when they add it
+        to the model's own."""
+        found = self._engine.weights(self._dtype) if self._engine.adapter_settings is None else self._engine.adapter_weights()
+        return list(found)
 
     async def _ready(self, outlet: Outlet) -> int:
         """Servers that would take part in a round; 0 where there are no rounds."""

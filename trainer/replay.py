@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.trainer.bad_batch import Dump, Share, read_dump
+from penstock.trainer.bad_batch import ADAPTER, Dump, Share, read_dump
 from penstock.trainer.objective import Objective
 from penstock.trainer.packing import Pack
 from penstock.trainer.policy import Outputs, load_policy
@@ -62,7 +62,9 @@ def same(given: float, recorded: float) -> bool:
 
 
 def _replay(dump: Dump, ranks: Ranks) -> Replayed:
-    policy = load_policy(str(dump.model), dump.temperature, with_entropy=dump.config.entropy_bonus != 0)
+    policy = load_policy(str(dump.model), dump.temperature, dump.config)
+    if policy.adapter is not None:
+        policy.adapter.load(dump.model / ADAPTER)
     learning = Learning(policy, dump.config, ranks)
     finder = Finder()
     finder.look("weight", learning.module.named_parameters())

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.context import Context
@@ -39,7 +39,6 @@ class Sharded:
     def __init__(self, module: nn.Module, config: TrainerConfig, ranks: Ranks) -> None:
         self.module = _shard(module, config, ranks)
         self._ranks = ranks
-        self._shards = ranks.world // ranks.tensor_size
 
     @torch.no_grad()
     def score(self, packs: Sequence[Pack]) -> list[Any]:
@@ -63,7 +62,7 @@ class Learning(Sharded):
         super().__init__(module, config, ranks)
         self._max_grad_norm = config.max_grad_norm
         self.optimizer = torch.optim.AdamW(
-            self.module.parameters(),
+            [one for one in self.module.parameters() if one.requires_grad],
             lr=config.lr,
             betas=config.betas,
             eps=config.eps,
@@ -82,7 +81,7 @@ class Learning(Sharded):
             moved = pack.to(self._ranks.device)
             total = loss(moved, self.module(moved))
             # FSDP2 averages gradients over the shards' ranks; `divisor` counts all ranks, so the sum is wanted.
-            (total * (self._shards / divisor)).backward()
+            (total * (self._ranks.shards / divisor)).backward()
             summed += total.detach()
         return self._ranks.data.sum(float(summed)) / divisor
 
@@ -101,23 +100,44 @@ class Learning(Sharded):
 
 
 def _shard(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> nn.Module:
-    mesh = init_device_mesh(
-        ranks.device.type, (ranks.world // ranks.tensor_size, ranks.tensor_size), mesh_dim_names=("shards", "tensor")
-    )
-    precision = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
-    )
-    shards = mesh["shards"]
-    arguments: dict[str, Any] = {"mesh": shards, "mp_policy": precision, "reshard_after_forward": shards.size() > 1}
-    module.to(ranks.device)
+    """In place, in this order: split over the tensor group, computed again in the backward, compiled, sharded."""
+    shards = ranks.mesh["shards"] if ranks.tensor_size > 1 else ranks.mesh
+    if not config.offload:
+        module.to(ranks.device)
     if ranks.tensor_size > 1:
-        split_over(module, mesh["tensor"])
+        split_over(module, ranks.mesh["tensor"])
     if ranks.context is not None:
+        assert ranks.context.group is not None
         module.context = Context(ranks.context.group, ranks.context.rank, ranks.context.world)
+    arguments = {"mesh": shards, "reshard_after_forward": shards.size() > 1, **_policies(config, ranks)}
     for block in _blocks(module):
+        _prepare(block, config)
         fully_shard(block, **arguments)
     fully_shard(module, **arguments)
     return module
+
+
+def _policies(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
+    low = torch.bfloat16 if config.dtype == "bfloat16" else None
+    policies: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)}
+    if config.offload:
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+    return policies
+
+
+def _prepare(block: nn.Module, config: TrainerConfig) -> None:
+    """The block's `forward` alone is wrapped: FSDP's hooks stay outside, and no parameter gets another name."""
+    if config.compile:
+        block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
+    if config.recompute:
+        block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return wrapped
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

@@ -12,8 +12,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from penstock.trainer.algorithm import needs_of_advantage
-from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, share_of
+from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_cost, share_of
 from penstock.trainer.feeder import Feeder
 from penstock.trainer.greedy import without_greedy
 from penstock.trainer.job import TrainJob
@@ -83,12 +86,25 @@ class BatchSource:
 
     async def _fetch(self, step: int) -> StepBatch:
         batch = await self._lease(step)
-        share = share_of(batch, self._rank, self._world, self._job.config.minibatches)
+        costs = await self._costs(batch) if self._world > 1 else None
+        share = share_of(batch, self._rank, self._world, self._job.config.minibatches, costs)
         ids = [episode for group in share for episode in batch.groups[group]]
         trajectories = await self._job.ledger.read(ids)
         bound = self._job.limits.max_staleness
         made = await asyncio.to_thread(make_step_batch, batch, share, trajectories, bound, self._model)
         return without_greedy(made) if "greedy" in needs_of_advantage(self._job.config) else made
+
+    async def _costs(self, batch: Batch) -> list[float]:
+        """By group; every rank asks the ledger for the same, and decides alike. Response lengths only: those of prompts
+        differ little, and to know them their ids would have to be moved."""
+        ids = [episode for group in batch.groups for episode in group]
+        found = await self._job.ledger.get(ids, ["version_spans"])
+        costs = {one.episode_id: sum(self._cost(segment["version_spans"]) for segment in one.segments) for one in found}
+        return [sum(costs[episode] for episode in group) for group in batch.groups]
+
+    def _cost(self, spans: NDArray[np.int32]) -> float:
+        """Of a segment, from its [S, 3] spans (version, start, end)."""
+        return row_cost(int(spans[:, 2].max(initial=0)), self._model.width)
 
     async def _lease(self, step: int) -> Batch:
         pause_s, reminded_at = FIRST_PAUSE_S, time.monotonic()

@@ -16,8 +16,8 @@ from penstock.trainer.ranks import Ranks, merge_by_name
 class Tally:
     """Collects values by name on one rank; `reduce` adds up the ranks.
 
-    Values are kept until the end and summed by `math.fsum`, which rounds once: the same values give the same bits in
-    any order and any split.
+    Values are kept until the end and summed exactly, rounded once over all ranks: the same values give the same bits in
+    any order and any split over packs and ranks.
     """
 
     def __init__(self) -> None:
@@ -56,16 +56,35 @@ class Totals:
 
     def mean(self, name: str) -> float:
         """0.0 where no value came."""
-        total = _fsum([part[0] for part in self._sums.get(name, [])])
+        total = _fsum([piece for part in self._sums.get(name, []) for piece in part[0]])
         return total / max(1, self.number(name))
 
     def max(self, name: str) -> float:
         return max((part[2] for part in self._sums.get(name, []) if part[1]), default=0.0)
 
 
-def _summary(values: NDArray[np.float64]) -> tuple[float, int, float]:
-    """(sum, number, largest)"""
-    return _fsum(values.tolist()), len(values), float(values.max(initial=-math.inf)) if len(values) else 0.0
+def exact_sum(values: ArrayLike, ranks: Ranks) -> float:
+    """Of the values of all ranks, rounded once. A collective."""
+    mine = exact_parts(np.atleast_1d(np.asarray(values, dtype=np.float64)).tolist())
+    return _fsum([piece for parts in ranks.gather(mine) for piece in parts])
+
+
+def exact_parts(values: Sequence[float]) -> list[float]:
+    """A few numbers whose sum is exactly that of `values`: the rounded sum, then what rounding left (Shewchuk 1997,
+    "Adaptive Precision Floating-Point Arithmetic", an expansion). What is not finite stays so, alone."""
+    parts: list[float] = []
+    while True:
+        rest = _fsum([*values, *(-part for part in parts)])
+        if not math.isfinite(rest):
+            return [rest]
+        if rest == 0.0:
+            return parts
+        parts.append(rest)
+
+
+def _summary(values: NDArray[np.float64]) -> tuple[list[float], int, float]:
+    """(exact parts of the sum, number, largest)"""
+    return exact_parts(values.tolist()), len(values), float(values.max(initial=-math.inf)) if len(values) else 0.0
 
 
 def _fsum(values: Sequence[float]) -> float:

@@ -1,0 +1,136 @@
+"""LoRA: the model stays as it is, low-rank matrices beside some of its own learn.
+
+    W' = W + s·B·A      A [r, in], B [out, r]; s = alpha / r; B starts at 0: before training W' = W
+
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1. Only A and B have
+gradients and moments, only they are in checkpoints and in published versions; the reference policy is the same model with
+s = 0, so it needs no weights of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from penstock.trainer.config import LoraConfig
+
+NAME = "default"
+"""peft's name for the one adapter of a model; part of its parameters' names."""
+SEED = 0
+"""Of A's first values: equal on all ranks, which each keep a part of it."""
+
+
+class LowRank(NamedTuple):
+    """The two matrices of one W, as they lie on this rank, and what their product is multiplied by."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+class Adapter:
+    """The low-rank matrices in a model. Where weights are sharded, what gives tensors out is a collective."""
+
+    def __init__(self, model: PreTrainedModel, config: LoraConfig) -> None:
+        """Puts them into `model`, in place. Raises `ValueError` where no module has one of the target names, and
+        `ImportError` where peft is not installed."""
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
+
+        targets: Any = config.targets if isinstance(config.targets, str) else list(config.targets)
+        self._settings = PeftConfig(
+            r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(SEED)
+            inject_adapter_in_model(self._settings, model, NAME)
+        model.requires_grad_(False)
+        self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
+        for layer in self._layers.values():
+            for side in (layer.lora_A, layer.lora_B):
+                side[NAME].requires_grad_(True)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As peft's ``LoraConfig.to_dict()``, for `WeightPublisher.write_adapter`."""
+        found: dict[str, Any] = self._settings.to_dict()
+        return found
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(peft's name, the tensor as it lies on this rank)"""
+        for name, layer in self._layers.items():
+            for side in ("lora_A", "lora_B"):
+                yield f"base_model.model.{name}.{side}.weight", getattr(layer, side)[NAME].weight
+
+    def of(self, name: str) -> LowRank | None:
+        """What is added to the parameter of this name (as the model with the adapter has it)."""
+        layer = self._layers.get(name.removesuffix(".base_layer.weight")) if name.endswith(".base_layer.weight") else None
+        return LowRank(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME]) if layer else None
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model as it was before training."""
+        scales = [layer.scaling[NAME] for layer in self._layers.values()]
+        for layer in self._layers.values():
+            layer.scaling[NAME] = 0.0
+        try:
+            yield
+        finally:
+            for layer, scale in zip(self._layers.values(), scales, strict=True):
+                layer.scaling[NAME] = scale
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Take the matrices of a peft folder. Before the model is sharded. Raises `OSError`, `KeyError`."""
+        from safetensors.torch import load_file
+
+        saved = load_file(folder / "adapter_model.safetensors")
+        for name, tensor in self.tensors():
+            tensor.copy_(saved[name])
+
+    def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        """A peft folder of `tensors`, whole and on the host."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._settings.save_pretrained(str(folder))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+
+
+def named_weights(model: nn.Module, adapter: Adapter | None) -> Iterator[tuple[str, Tensor, LowRank | None]]:
+    """(Hugging Face name, tensor as it lies on this rank, what is to be added to it), without the adapter's own.
+
+    A tied embedding comes once, under its first name, as in the model's own safetensors.
+    """
+    for name, parameter in model.named_parameters():
+        if not _is_adapters(name):
+            yield name.replace(".base_layer.", "."), parameter, adapter.of(name) if adapter else None
+    persistent = model.state_dict().keys()
+    yield from ((name, buffer, None) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A collective where `tensor` is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def merged(tensor: Tensor, change: LowRank | None) -> Tensor:
+    """W' in W's own dtype, whole. A collective where they are sharded."""
+    full = whole(tensor)
+    if change is None:
+        return full
+    product = whole(change.b).float() @ whole(change.a).float()
+    return torch.add(full.float(), product, alpha=change.scale).to(full.dtype)
+
+
+def _is_adapters(name: str) -> bool:
+    return f".lora_A.{NAME}." in name or f".lora_B.{NAME}." in name
