@@ -10,6 +10,7 @@ import typer
 
 from penstock.deploy.commands import data, queue
 from penstock.deploy.commands.bench import bench
+from penstock.deploy.commands.export import export
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.reward_server import reward_server
 from penstock.deploy.commands.search_server import search_server
@@ -96,6 +97,7 @@ def train(context: typer.Context, ledger: LedgerUrl = None, run: RunName = None)
 
 
 train_app.command()(replay)
+train_app.command()(export)
 
 
 @app.command(hidden=True)

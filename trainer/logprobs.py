@@ -76,8 +76,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, targets, head, with_entropy = given
         found = [_sums(hidden[rows], weight, bias, targets[rows], head) for rows in _row_tiles(hidden, weight, head)]
-        empty = hidden.new_zeros(0, dtype=torch.float32)
-        target, log_sum, mean = (torch.cat([empty, *parts]) for parts in zip(*found, strict=True)) if found else [empty] * 3
+        nothing = hidden.new_zeros(0, dtype=torch.float32)
+        target, log_sum, mean = (torch.cat(parts) for parts in zip(*(found or [(nothing,) * 3]), strict=True))
         entropy = log_sum - mean
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum, entropy)
         ctx.head, ctx.with_entropy = head, with_entropy

@@ -13,11 +13,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from penstock.trainer import attention
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.context import Context
 from penstock.trainer.packing import Pack, empty_pack
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.tensor_parallel import split_over
+from penstock.trainer.tensor_parallel import CannotSplit, split_over
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,25 @@ def _shard(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     if ranks.tensor_size > 1:
         split_over(module, ranks.mesh["tensor"])
     if ranks.context is not None:
-        assert ranks.context.group is not None
-        module.context = Context(ranks.context.group, ranks.context.rank, ranks.context.world)
+        module.context = _context(module.model, ranks.context, ranks.tensor_size)
     arguments = {"mesh": shards, "reshard_after_forward": shards.size() > 1, **_policies(config, ranks)}
     for block in _blocks(module):
         _prepare(block, config)
         fully_shard(block, **arguments)
     fully_shard(module, **arguments)
     return module
+
+
+def _context(model: Any, ranks: Ranks, tensor_size: int) -> Context:
+    """Raises `CannotSplit` for a model whose attention is not ours (it would see this rank's tokens only), or has too
+    few heads."""
+    used, heads = model.config._attn_implementation, model.config.get_text_config().num_attention_heads // tensor_size
+    if used != attention.NAME:
+        raise CannotSplit(f"{type(model).__name__} runs with attention {used}; set trainer.parallel.context to 1")
+    if heads % ranks.world:
+        raise CannotSplit(f"{heads} heads per tensor rank, which trainer.parallel.context={ranks.world} does not divide")
+    assert ranks.group is not None
+    return Context(ranks.group, ranks.rank, ranks.world)
 
 
 def _policies(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:

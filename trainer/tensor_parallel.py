@@ -90,7 +90,7 @@ def _style(name: str | None) -> ParallelStyle:
 
 def plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
     """Module name → style, of every matrix that is split over `size` ranks. Raises `CannotSplit`."""
-    given = getattr(model, "_tp_plan", None) or {}
+    given = model.tp_plan
     if not given:
         raise CannotSplit(f"{type(model).__name__} has no plan for tensor parallelism; set trainer.parallel.tensor to 1")
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in given.items()}

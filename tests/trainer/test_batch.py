@@ -95,3 +95,24 @@ def test_ranks_share_whole_groups_and_minibatches_stay_the_same_sets() -> None:
     shares = [share_of(batch, rank, 2, 2) for rank in range(2)]
     assert shares == [[0, 2, 4], [1, 3]]
     assert sorted(shares[0] + shares[1]) == list(range(5))
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=24), st.integers(1, 5), st.integers(1, 4))
+def test_groups_are_dealt_by_cost_each_once_and_evenly(costs: list[int], world: int, minibatches: int) -> None:
+    """Longest first: no rank is ahead of another by more than one group of its own."""
+    minibatches = min(minibatches, len(costs))
+    batch = Batch(0, [[f"{n}"] for n in range(len(costs))])
+    shares = [share_of(batch, rank, world, minibatches, costs) for rank in range(world)]
+    assert sorted(group for share in shares for group in share) == list(range(len(costs)))
+    for start, end in minibatch_bounds(len(costs), minibatches):
+        mine = [[g for g in share if start <= g < end] for share in shares]
+        spent = [sum(costs[g] for g in groups) for groups in mine]
+        for groups, total in zip(mine, spent, strict=True):
+            if groups:
+                assert total - min(costs[g] for g in groups) <= min(spent)
+
+
+def test_equal_costs_are_dealt_in_turn() -> None:
+    batch = Batch(0, [[f"{n}"] for n in range(7)])
+    assert [share_of(batch, rank, 3, 1) for rank in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert share_of(batch, 0, 2, 1, [9, 1, 1, 1, 1, 1, 4]) == [0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.tiny_model import save_tiny_model  # noqa: E402
 from trainer_support import make_segment  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from penstock.trainer import attention, policy  # noqa: E402
+from penstock.trainer import attention, logprobs, policy  # noqa: E402
 from penstock.trainer.batch import ModelLimits, Row, make_row  # noqa: E402
 from penstock.trainer.packing import join_rows  # noqa: E402
 
@@ -50,17 +51,18 @@ def test_packed_equals_one_by_one(tiny_model: str, temperature: float) -> None:
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
-def test_chunks_change_neither_logprobs_nor_gradients(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_change_neither_logprobs_nor_gradients(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = policy.load_policy(tiny_model, 1.0)
     pack = join_rows(rows(4))
     results = []
-    for elements in (1 << 24, 7 * 64):
-        monkeypatch.setattr(policy, "CHUNK_ELEMENTS", elements)
+    for columns, elements in ((4096, 1 << 20), (11, 77)):
+        monkeypatch.setattr(logprobs, "VOCAB_TILE", columns)
+        monkeypatch.setattr(logprobs, "CPU_TILE_ELEMENTS", elements)
         loaded.zero_grad()
-        logprobs = loaded(pack).logprobs
-        logprobs.sum().backward()
-        results.append((logprobs.detach(), loaded.model.model.embed_tokens.weight.grad.clone()))
-    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-6, rtol=0)
+        found = loaded(pack).logprobs
+        found.sum().backward()
+        results.append((found.detach(), loaded.model.model.embed_tokens.weight.grad.clone()))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=0)
     torch.testing.assert_close(results[0][1], results[1][1], atol=1e-5, rtol=1e-5)
 
 
@@ -76,15 +78,36 @@ def test_a_row_is_blind_to_its_neighbours(tiny_model: str) -> None:
     assert torch.equal(before[-len(third.targets) :], after[-len(third.targets) :])
 
 
-def test_a_model_with_capped_logits_and_a_sliding_window_is_exact_too(tmp_path: Path) -> None:
-    changes = {"intermediate_size": 48, "sliding_window": 16, "initializer_range": 0.3}
-    save_tiny_model(tmp_path, "Gemma2", **changes, final_logit_softcapping=2.0, attn_logit_softcapping=None)
-    loaded = policy.load_policy(str(tmp_path), 1.0)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Gemma2", {"intermediate_size": 48, "sliding_window": 16, "final_logit_softcapping": 2.0}),
+        ("Cohere", {"logit_scale": 0.25, "num_key_value_heads": 4}),
+        ("Granite", {"logits_scaling": 3.0}),
+    ],
+)
+def test_heads_that_cap_or_scale_their_logits_are_exact_in_tiles(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    if kind == "Gemma2":
+        changes = {**changes, "attn_logit_softcapping": None}
+    save_tiny_model(tmp_path, kind, **{"initializer_range": 0.3, **changes})
+    assert_exact(tmp_path, in_tiles=True)
+
+
+def test_a_head_that_is_not_understood_is_called_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model(tmp_path, "Granite", logits_scaling=3.0)
+    monkeypatch.setattr(policy, "_head_settings", lambda model: logprobs.Head())
+    assert_exact(tmp_path, in_tiles=False)
+
+
+def assert_exact(model: Path, *, in_tiles: bool) -> None:
+    loaded = policy.load_policy(str(model), 1.0)
     given = rows(4)
-    assert not loaded.chunked
+    assert loaded.chunked == in_tiles
     with torch.no_grad():
         packed = loaded(join_rows(given)).logprobs
-    alone = torch.cat([plain_logprobs(str(tmp_path), row) for row in given])
+    alone = torch.cat([plain_logprobs(str(model), row) for row in given])
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 

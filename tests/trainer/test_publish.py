@@ -57,6 +57,8 @@ class VersionLedger:
 class OneTensor:
     """An engine whose step changes its weights in place."""
 
+    adapter_settings = None
+
     def __init__(self) -> None:
         self.value = torch.zeros(1000)
 

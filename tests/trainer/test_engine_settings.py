@@ -1,0 +1,93 @@
+"""Memory and speed settings change memory and speed: the numbers stay those of the plain engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.tiny_model import save_tiny_model  # noqa: E402
+from trainer_support import one_pack, peak_bytes  # noqa: E402
+
+from penstock.trainer import sharded  # noqa: E402
+from penstock.trainer.config import TrainerConfig  # noqa: E402
+from penstock.trainer.engine import FSDPEngine  # noqa: E402
+from penstock.trainer.flops import Flops, peak_tflops  # noqa: E402
+from penstock.trainer.policy import load_policy  # noqa: E402
+from penstock.trainer.ranks import Ranks  # noqa: E402
+from penstock.trainer.sharded import Update  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def trained(model: str, ranks: Ranks, **settings: Any) -> tuple[FSDPEngine, list[Update]]:
+    """Three updates towards higher logprobs of two rows."""
+    engine, pack = FSDPEngine(model, TrainerConfig(lr=1e-2, eps=1e-4, **settings), ranks), one_pack(60, vocab=64)
+    loss = lambda pack, outputs: -outputs.logprobs.sum()  # noqa: E731
+    return engine, [engine.update([pack], loss, 52.0, step) for step in range(3)]
+
+
+@pytest.mark.parametrize("setting", ["recompute", "offload", pytest.param("compile", marks=pytest.mark.slow)])
+def test_a_setting_changes_no_number(setting: str, tiny_model: str, ranks: Ranks) -> None:
+    plain, expected = trained(tiny_model, ranks)
+    engine, found = trained(tiny_model, ranks, **{setting: True})
+    for one, other in zip(found, expected, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+    given = dict(plain.weights(torch.float32))
+    assert given.keys() == dict(engine.weights(torch.float32)).keys()
+    for name, tensor in engine.weights(torch.float32):
+        torch.testing.assert_close(tensor, given[name], atol=2e-5, rtol=0, msg=name)
+
+
+def test_bfloat16_has_masters_and_moments_in_float32(tiny_model: str, ranks: Ranks) -> None:
+    _, expected = trained(tiny_model, ranks)
+    engine, found = trained(tiny_model, ranks, dtype="bfloat16")
+    assert {p.dtype for p in engine.policy.parameters()} == {torch.float32}
+    assert {s["exp_avg"].dtype for s in engine.optimizer.state.values()} == {torch.float32}
+    assert found[0].loss != expected[0].loss, "it did compute in bfloat16"
+    for one, other in zip(found, expected, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=0.02)
+    assert found[2].loss < found[0].loss
+
+
+def test_a_small_change_is_not_lost_in_bfloat16(tiny_model: str, ranks: Ranks) -> None:
+    """An update far below bfloat16's spacing is in the published float32 weights."""
+    config = TrainerConfig(lr=1e-6, dtype="bfloat16")
+    engine, pack = FSDPEngine(tiny_model, config, ranks), one_pack(60, vocab=64)
+    before = dict(engine.weights(torch.float32))
+    engine.update([pack], lambda pack, outputs: -outputs.logprobs.sum(), 52.0, 0)
+    name = "model.layers.0.mlp.up_proj.weight"
+    change = (dict(engine.weights(torch.float32))[name] - before[name]).abs()
+    assert 0 < float(change.max()) < 1e-5
+    assert float((change > 0).float().mean()) > 0.9
+
+
+def test_recomputed_activations_need_less_memory(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 6, "max_position_embeddings": 2048}
+    model, pack = save_tiny_model(tmp_path, **sizes), one_pack(1024, vocab=64)
+    peaks = []
+    for recompute in (False, True):
+        policy = load_policy(model, 1.0)
+        for block in sharded._blocks(policy):
+            sharded._prepare(block, TrainerConfig(recompute=recompute))
+        peaks.append(peak_bytes(lambda policy=policy: policy(pack).logprobs.sum().backward(), policy))
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_flops_by_hand(tmp_path: Path) -> None:
+    """Hidden 32, 2 layers: q 32·32, k and v 32·16 each, o 32·32, three of 32·64; the head 64·32."""
+    model = load_policy(save_tiny_model(tmp_path), 1.0).model
+    found = Flops.of(model, learns_all=True)
+    body = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64)
+    assert (found.body, found.head, found.attention) == (body, 64 * 32, 2 * 4 * 8)
+    assert found.of_update(10, 4, 10 * 10) == 3 * 2 * (body * 10 + 64 * 32 * 4 + 64 * 100)
+    assert Flops.of(model, learns_all=False).of_update(10, 4, 100) == pytest.approx(found.of_update(10, 4, 100) * 2 / 3)
+
+
+def test_an_unknown_device_has_no_peak_unless_it_is_told() -> None:
+    assert peak_tflops(None, torch.device("cpu"), "bfloat16") is None
+    assert peak_tflops(1.5, torch.device("cpu"), "float32") == 1.5

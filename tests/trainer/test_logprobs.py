@@ -1,0 +1,118 @@
+"""Logprobs in tiles: the plain formula's values and gradients, and a small part of the model's own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trainer_support import peak_bytes  # noqa: E402
+
+from penstock.trainer import logprobs  # noqa: E402
+from penstock.trainer.logprobs import Head, token_logprobs  # noqa: E402
+
+pytestmark = pytest.mark.torch
+TOKENS, WIDTH, VOCAB = 13, 8, 30
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows and seven columns: neither divides what is there."""
+    monkeypatch.setattr(logprobs, "VOCAB_TILE", 7)
+    monkeypatch.setattr(logprobs, "CPU_TILE_ELEMENTS", 21)
+
+
+def inputs(dtype: Any = None, bias: bool = False) -> tuple[Any, Any, Any, Any]:
+    torch.manual_seed(0)
+    made = [torch.randn(TOKENS, WIDTH), torch.randn(VOCAB, WIDTH), torch.randn(VOCAB) if bias else None]
+    hidden, weight, offset = (None if one is None else one.to(dtype).requires_grad_() for one in made)
+    return hidden, weight, offset, torch.randint(0, VOCAB, (TOKENS,))
+
+
+def plain(hidden: Any, weight: Any, bias: Any, targets: Any, head: Head) -> tuple[Any, Any]:
+    """All logits at once."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).float() * head.scale
+    if head.softcap:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    logs = (logits / head.temperature).log_softmax(-1)
+    return logs.gather(-1, targets[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
+
+
+def gradients(compute: Callable[..., Any], given: tuple[Any, ...], factors: tuple[Any, Any]) -> list[Any]:
+    found, entropy = compute(*given)
+    total = (found * factors[0]).sum() + (entropy * factors[1]).sum()
+    return list(torch.autograd.grad(total, [one for one in given[:3] if one is not None]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_values_and_gradients_are_those_of_all_logits(softcap: float | None, bias: bool) -> None:
+    given = inputs(torch.float64, bias)
+    hidden, weight, offset, targets = (None if one is None else one for one in given)
+    head = Head(temperature=0.7, scale=1.3, softcap=softcap)
+    found = token_logprobs(hidden, weight, offset, targets, head, with_entropy=True)
+    for mine, expected in zip(found, plain(*given, head), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=1e-5)
+    factors = (torch.randn(TOKENS), torch.randn(TOKENS))
+    mine = gradients(lambda *g: token_logprobs(*g, head, with_entropy=True), given, factors)
+    expected = gradients(lambda *g: plain(*g, head), given, factors)
+    for one, other in zip(mine, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision_adds_up_in_float32() -> None:
+    given, head = inputs(torch.bfloat16), Head()
+    factors = (torch.ones(TOKENS), torch.zeros(TOKENS))
+    mine = gradients(lambda *g: token_logprobs(*g, head, with_entropy=True), given, factors)
+    expected = gradients(lambda *g: plain(*g, head), given, factors)
+    for one, other in zip(mine, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one.float(), other.float(), atol=5e-2, rtol=5e-2)
+
+
+def test_a_frozen_head_has_no_gradient_and_no_token_is_no_error() -> None:
+    hidden, weight, _, targets = inputs()
+    token_logprobs(hidden, weight.detach(), None, targets, Head())[0].sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+    none, entropy = token_logprobs(hidden[:0], weight, None, targets[:0], Head())
+    none.sum().backward()
+    assert none.shape == (0,)
+    assert entropy is None
+    assert not weight.grad.any()
+
+
+def test_logits_of_both_infinities_spoil_their_token_alone() -> None:
+    hidden, weight, _, targets = inputs()
+    with torch.no_grad():
+        hidden[4] = float("nan")
+    found, _ = token_logprobs(hidden, weight, None, targets, Head())
+    assert found.isnan().nonzero().flatten().tolist() == [4]
+
+
+def test_peak_memory_is_near_that_of_the_body_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The bound of the promise: 1.2 times what the model's own activations take, with a vocabulary of 32 k."""
+    from tests.tiny_model import save_tiny_model
+    from trainer_support import one_pack
+
+    from penstock.trainer.policy import load_policy, model_inputs, whole
+
+    monkeypatch.undo()
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 32_768}
+    model = save_tiny_model(tmp_path, max_position_embeddings=2048, head_dim=32, **sizes)
+    policy, pack = load_policy(model, 1.0), one_pack(tokens=1536, vocab=sizes["vocab_size"])
+
+    def body() -> None:
+        hidden = policy.model.base_model(**model_inputs(whole(pack), None)).last_hidden_state
+        hidden.sum().backward()
+
+    def everything() -> None:
+        policy(pack).logprobs.sum().backward()
+
+    ratio = peak_bytes(everything, policy) / peak_bytes(body, policy)
+    all_logits = len(pack.targets) * sizes["vocab_size"] * 4 / peak_bytes(body, policy)
+    assert ratio <= 1.2, f"{ratio:.3f}; one copy of all logits would be {all_logits:.2f}"
+    assert all_logits > 0.5, "the measurement would not see logits that are materialised"

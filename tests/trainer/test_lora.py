@@ -1,0 +1,142 @@
+"""LoRA: the adapter alone learns, is saved and published; everything else is the run's model, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft")
+
+from safetensors.torch import load_file  # noqa: E402
+from test_bad_batch import Run, again, broken  # noqa: E402, F401
+from test_checkpoint import save, train_one  # noqa: E402
+from trainer_support import make_job, one_pack  # noqa: E402
+
+from penstock.rollout_server.weights import Merger, read_verified  # noqa: E402
+from penstock.trainer.checkpoint import CheckpointStore, load  # noqa: E402
+from penstock.trainer.config import TrainerConfig  # noqa: E402
+from penstock.trainer.engine import FSDPEngine  # noqa: E402
+from penstock.trainer.loop import train  # noqa: E402
+from penstock.trainer.ranks import Ranks  # noqa: E402
+
+pytestmark = pytest.mark.torch
+LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
+CONFIG = TrainerConfig(lr=1e-2, lora=LORA, kl={"in_loss": 0.01})
+MATRICES = 2 * 7
+"""Of two layers: q, k, v, o, gate, up, down."""
+
+
+def folder_weights(model: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(Path(model) / "model.safetensors")
+    return found
+
+
+def changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> set[str]:
+    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+
+
+def test_before_training_it_is_the_model_and_only_matrices_learn(tiny_model: str, ranks: Ranks) -> None:
+    engine = FSDPEngine(tiny_model, CONFIG, ranks)
+    before = dict(engine.weights(torch.float32))
+    given = folder_weights(tiny_model)
+    assert before.keys() == given.keys()
+    assert not changed(given, before)
+    after = train_one(engine, ranks, 0)
+    names = changed(given, after)
+    assert len(names) == MATRICES
+    assert all(name.endswith("_proj.weight") for name in names)
+    assert len(engine.optimizer.state) == 2 * MATRICES, "no moments of anything else"
+    assert not changed(given, dict(engine.weights(torch.float32, with_adapter=False)))
+
+
+def test_the_reference_is_the_model_without_its_adapter(tiny_model: str, ranks: Ranks) -> None:
+    engine, pack = FSDPEngine(tiny_model, CONFIG, ranks), one_pack(tokens=60, vocab=64)
+    (before,) = engine.score([pack])
+    train_one(engine, ranks, 0)
+    assert engine.reference is None, "no second copy of the weights"
+    (reference,) = engine.score_reference([pack])
+    (after,) = engine.score([pack])
+    assert torch.equal(reference, before)
+    assert not torch.equal(after, before)
+
+
+def test_peft_says_of_the_saved_adapter_what_the_engine_says(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from penstock.trainer.export import save_adapter, save_final_model
+
+    engine = FSDPEngine(tiny_model, CONFIG, ranks)
+    train_one(engine, ranks, 0)
+    save_adapter(engine, ranks, tmp_path / "adapter")
+    save_final_model(engine, ranks, tiny_model, tmp_path / "whole")
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    pack = one_pack(tokens=30, vocab=64)
+    (found,) = engine.score([pack])
+    both = PeftModel.from_pretrained(base, tmp_path / "adapter"), AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    for model in both:
+        with torch.no_grad():
+            rows = [model(input_ids=row[None]).logits[0].log_softmax(-1) for row in pack.ids.split(15)]
+        expected = torch.cat(rows)[pack.predictors, pack.targets]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+async def test_a_run_publishes_adapters_alone_that_merge_to_its_weights(tmp_path: Path, tiny_model: str) -> None:
+    job = make_job(tmp_path, tiny_model, {"lora": LORA, "steps": 4})
+    await train(job)
+    published = {a.version: a.manifest for a in job.ledger.announced}
+    assert sorted(published) == [1, 2, 3, 4]
+    for manifest in published.values():
+        assert {entry["name"].split(".")[-2] for entry in manifest["tensors"]} == {"lora_A", "lora_B"}
+        assert len(manifest["tensors"]) == 2 * MATRICES
+        assert manifest["adapter"]["config"]["r"] == 4
+    final = load_file(job.run_dir / "final_model" / "model.safetensors")
+    merger = Merger(Path(tiny_model), tmp_path / "merged", "float32")
+    whole = read_verified(merger.merge(published[4]))
+    for name, tensor in final.items():
+        torch.testing.assert_close(whole[name], tensor, atol=1e-6, rtol=0, msg=name)
+    adapter = load_file(job.run_dir / "final_adapter" / "adapter_model.safetensors")
+    assert adapter.keys() == {entry["name"] for entry in published[4]["tensors"]}
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_the_next_step_is_bitwise_the_same(
+    tmp_path: Path, tiny_model: str, ranks: Ranks
+) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    store = CheckpointStore(tmp_path, keep=2)
+    store.open()
+    engine = FSDPEngine(tiny_model, CONFIG, ranks)
+    train_one(engine, ranks, 0)
+    path = save(engine, ranks, store, 1)
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    assert {name.split(".")[-3] for name in saved if name.startswith("model.")} == {"lora_A", "lora_B"}
+    expected = train_one(engine, ranks, 1)
+    other, found = FSDPEngine(tiny_model, CONFIG, ranks), store.newest()
+    assert found is not None
+    load(other, ranks, found)
+    assert not changed(expected, train_one(other, ranks, 1))
+
+
+def test_a_bad_batch_is_replayed_with_its_adapter(
+    tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any
+) -> None:
+    """A good step first: with a new adapter the importance weights, and with them the finite loss, would be others."""
+    bad: list[bool] = []
+
+    def spoil(batch: Any, per_token: torch.Tensor) -> torch.Tensor:
+        return per_token + (batch.logprobs - batch.logprobs.detach()).abs().sqrt() if bad else per_token
+
+    run = Run(tmp_path, tiny_model, ranks, lora=LORA, loss=broken(spoil))
+    assert run.step(run.batch(step=0))["updates"] == 1
+    bad.append(True)
+    assert run.step(run.batch(step=1))["updates_skipped"] == 1
+    (dump,) = run.dumps()
+    result = again(run.folder / dump, ranks)
+    assert result.reproduced
+    assert result.loss == pytest.approx(result.dump.loss, rel=1e-6)
+    assert ".lora_" in result.causes[0]

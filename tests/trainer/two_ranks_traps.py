@@ -1,0 +1,156 @@
+"""What is silently wrong over gloo when done in the obvious way, on each of two ranks: two_ranks_traps.py FOLDER MODEL.
+
+Every check compares with one process that has everything; a rank writes the names of those that failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from trainer_support import one_pack
+from transformers import AutoModelForCausalLM
+
+from penstock.trainer.attention import packed_attention
+from penstock.trainer.context import Context, _Exchange
+from penstock.trainer.logprobs import Head, token_logprobs
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.tensor_parallel import plan_of, split_over
+
+
+class Permuted(torch.autograd.Function):
+    """The identity; its gradient is dense with permuted strides, as that of attention is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def an_exchange_takes_a_permuted_gradient(context: Context) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    everything, factors = torch.randn(2, 2, 3, 4, 5), torch.randn(2, 2, 3, 4, 5)
+    mine = everything[context.rank].clone().requires_grad_()
+    received = _Exchange.apply(mine, context.group)
+    (Permuted.apply(received) * factors[context.rank]).sum().backward()
+    # Piece c of rank r lands on rank c as its piece r.
+    return [(received, everything[:, context.rank]), (mine.grad, factors[:, context.rank])]
+
+
+def attention_over_shared_tokens(context: Context, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
+    """Rows that end inside a rank's part; keys and values of fewer heads than there are ranks are repeated."""
+    torch.manual_seed(2)
+    bounds, length = torch.tensor([0, 3, 11, 16], dtype=torch.int32), 8
+    heads = (4, kv_heads, kv_heads)
+    given = [torch.randn(1, n, 16, 6) for n in heads]
+    factors = torch.randn(1, 16, 4, 6)
+    own = slice(context.rank * length, (context.rank + 1) * length)
+    whole = [x.clone().requires_grad_() for x in given]
+    parts = [x[:, :, own].clone().requires_grad_() for x in given]
+    module = torch.nn.Identity()
+    expected, _ = packed_attention(module, *whole, None, cu_seq_lens_q=bounds)
+    (expected * factors).sum().backward()
+    found, _ = packed_attention(module, *parts, None, cu_seq_lens_q=bounds, context=context)
+    (found * factors[:, own]).sum().backward()
+    pairs = [(part.grad, one.grad[:, :, own]) for part, one in zip(parts, whole, strict=True)]
+    return [(found, expected[:, own]), *pairs]
+
+
+def a_joined_result_has_each_ranks_own_gradient(context: Context) -> list[tuple[Tensor, Tensor]]:
+    counts = (3, 5)
+    values, factors = torch.arange(8.0), torch.arange(8.0) + 1
+    own = slice(0, 3) if context.rank == 0 else slice(3, 8)
+    mine = values[own].clone().requires_grad_()
+    joined = context.join(mine, counts)
+    (joined * factors).sum().backward()
+    return [(joined, values), (mine.grad, factors[own])]
+
+
+def parts_of_a_pack(context: Context) -> list[tuple[Tensor, Tensor]]:
+    """A number of tokens that two ranks do not share evenly: the last part is filled up with a row of its own."""
+    whole = one_pack(tokens=30, vocab=64)
+    pack = replace(whole, ids=whole.ids[:-1], positions=whole.positions[:-1], row_bounds=torch.tensor([0, 15, 29]))
+    part = context.part(pack)
+    own = slice(context.rank * 15, context.rank * 15 + 15)
+    filled = torch.cat([pack.ids, torch.zeros(1, dtype=torch.int64)])
+    return [
+        (part.ids, filled[own]),
+        (part.row_bounds, torch.tensor([0, 15, 29, 30])),
+        (context.join(part.targets.float(), part.counts), pack.targets.float()),
+        (part.targets, whole.ids[part.predictors + own.start + 1]),
+    ]
+
+
+def a_head_in_two_parts(group: dist.ProcessGroup, rank: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(3)
+    hidden, weight, targets = torch.randn(7, 6), torch.randn(20, 6), torch.randint(0, 20, (7,))
+    factors, own = torch.randn(2, 7), slice(rank * 10, rank * 10 + 10)
+    results = []
+    for rows, head in ((slice(0, 20), Head(0.8)), (own, Head(0.8, first=own.start, group=group))):
+        h, w = hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()
+        logprobs, entropy = token_logprobs(h, w, None, targets, head, with_entropy=True)
+        assert entropy is not None
+        (logprobs * factors[0] + entropy * factors[1]).sum().backward()
+        results.append([logprobs, entropy, h.grad, w.grad])
+    (*expected, of_weight), found = results
+    return list(zip(found, [*expected, of_weight[own]], strict=True))
+
+
+def a_model_in_two_parts(model: str) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of every weight; q_norm and k_norm see one rank's heads, and are in the plan."""
+
+    class Owner(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    one, two = Owner(), Owner()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    norms = [style for name, style in plan_of(two.model, 2).items() if name.endswith(("q_norm", "k_norm"))]
+    assert norms == ["replicated_with_grad_allreduce"] * 4
+    split_over(two, mesh)
+    assert two.model.lm_head.weight is two.model.model.embed_tokens.weight, "tied before, tied after"
+    ids = one_pack(tokens=30, vocab=64).ids[None]
+    for owner in (one, two):
+        owner.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    expected = dict(one.named_parameters())
+    return [(p.grad.full_tensor(), expected[name].grad) for name, p in two.named_parameters()]
+
+
+def main(folder: Path, model: str) -> None:
+    ranks = Ranks.open(60.0, context=2)
+    assert ranks.context is not None
+    assert ranks.context.group is not None
+    context = Context(ranks.context.group, ranks.context.rank, 2)
+    checks: dict[str, Callable[[], list[tuple[Tensor, Tensor]]]] = {
+        "exchange": lambda: an_exchange_takes_a_permuted_gradient(context),
+        "attention": lambda: attention_over_shared_tokens(context, 2),
+        "attention with one head of keys": lambda: attention_over_shared_tokens(context, 1),
+        "join": lambda: a_joined_result_has_each_ranks_own_gradient(context),
+        "parts": lambda: parts_of_a_pack(context),
+        "head": lambda: a_head_in_two_parts(context.group, context.rank),
+        "model": lambda: a_model_in_two_parts(model),
+    }
+    lines = []
+    for name, check in checks.items():
+        # Every check's collectives are done before any of its results is looked at: ranks stay in step.
+        pairs = check()
+        errors = [float((found.detach() - expected.detach()).abs().max()) for found, expected in pairs]
+        lines.append(f"{name}: {max(errors):.1e} {'ok' if max(errors) < 1e-5 else 'WRONG'}")
+    (folder / f"checked_{ranks.rank}").write_text("\n".join(lines))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), sys.argv[2])
