@@ -83,9 +83,7 @@ class StepBatch:
         return np.array([t.reward for t in self.trajectories], dtype=np.float64)
 
 
-def share_of(
-    batch: Batch, rank: int, world: int, minibatches: int, costs: Sequence[float] | None = None
-) -> list[int]:
+def share_of(batch: Batch, rank: int, world: int, minibatches: int, costs: Sequence[float] | None = None) -> list[int]:
     """The groups of `batch` that `rank` trains: whole groups, dealt inside each minibatch.
 
     Dealing inside minibatches keeps every minibatch the same set of groups on any number of ranks. `costs`: by group,
@@ -93,7 +91,9 @@ def share_of(
     "Bounds on Multiprocessing Timing Anomalies", section on LPT). None: in turn.
     """
     given = [1.0] * len(batch.groups) if costs is None else costs
-    shares = [_dealt(range(start, end), given, world) for start, end in minibatch_bounds(len(batch.groups), minibatches)]
+    shares = [
+        _dealt(range(start, end), given, world) for start, end in minibatch_bounds(len(batch.groups), minibatches)
+    ]
     return [group for share in shares for group in share[rank]]
 
 
@@ -102,7 +102,7 @@ def _dealt(groups: Sequence[int], costs: Sequence[float], world: int) -> list[li
     shares: list[list[int]] = [[] for _ in range(world)]
     spent = [0.0] * world
     for group in sorted(groups, key=lambda g: (-costs[g], g)):
-        rank = min(range(world), key=lambda r: (spent[r], r))
+        rank = min(range(world), key=lambda r: (spent[r], len(shares[r]), r))
         shares[rank].append(group)
         spent[rank] += costs[group]
     return [sorted(share) for share in shares]

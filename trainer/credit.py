@@ -17,8 +17,8 @@ from penstock.trainer.batch import BadBatch, StepBatch
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.greedy import greedy_baselines
 from penstock.trainer.ranks import Ranks
-from penstock.trainer.tally import exact_sum
 from penstock.trainer.shaping import overlong_penalties
+from penstock.trainer.tally import exact_sum
 from penstock.transfer_queue.trajectory import Segment, Trajectory
 
 WHITEN_EPSILON = 1e-8

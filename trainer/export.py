@@ -20,9 +20,7 @@ TIMEOUT_S = 60.0
 logger = logging.getLogger(__name__)
 
 
-def save_final_model(
-    engine: FSDPEngine, ranks: Ranks, source: str, folder: Path, *, with_adapter: bool = True
-) -> None:
+def save_final_model(engine: FSDPEngine, ranks: Ranks, source: str, folder: Path, *, with_adapter: bool = True) -> None:
     """A Hugging Face folder with the tokenizer of `source`; written beside and renamed. A collective.
 
     What LoRA learned is added to the weights, unless not `with_adapter`.

@@ -72,7 +72,9 @@ class Adapter:
 
     def of(self, name: str) -> LowRank | None:
         """What is added to the parameter of this name (as the model with the adapter has it)."""
-        layer = self._layers.get(name.removesuffix(".base_layer.weight")) if name.endswith(".base_layer.weight") else None
+        layer = (
+            self._layers.get(name.removesuffix(".base_layer.weight")) if name.endswith(".base_layer.weight") else None
+        )
         return LowRank(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME]) if layer else None
 
     @contextmanager

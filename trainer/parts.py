@@ -15,11 +15,11 @@ from torch import Tensor
 from penstock.trainer.algorithm import GREEDY_MEMBER, needs_of_advantage
 from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import BadBatch, StepBatch, refuse_together
-from penstock.trainer.export import save_adapter, save_final_model
 from penstock.trainer.credit import means_by_episode
 from penstock.trainer.data import Stream, load_rows
 from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.evaluate import Evaluator
+from penstock.trainer.export import save_adapter, save_final_model
 from penstock.trainer.feeder import Feeder
 from penstock.trainer.flops import peak_tflops
 from penstock.trainer.job import BadJob, TrainJob

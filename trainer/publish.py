@@ -146,7 +146,11 @@ class Publisher:
     def _copied(self) -> list[tuple[str, Tensor]]:
         """The weights as they are now; under LoRA the adapter's alone, in float32: servers round once, when they add it
         to the model's own."""
-        found = self._engine.weights(self._dtype) if self._engine.adapter_settings is None else self._engine.adapter_weights()
+        found = (
+            self._engine.weights(self._dtype)
+            if self._engine.adapter_settings is None
+            else self._engine.adapter_weights()
+        )
         return list(found)
 
     async def _ready(self, outlet: Outlet) -> int:

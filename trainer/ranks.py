@@ -35,8 +35,8 @@ class Ranks:
         self.background = background
         """A group of its own for checkpoint writing: its collectives must not mix with those of the steps."""
         self.data = self
-        """The ranks that hold other rows than this one: one of each copy of the model. Sums over tokens and episodes are
-        over these; the others of a copy hold the same rows."""
+        """The ranks that hold other rows than this one: one of each copy of the model. Sums over tokens and episodes
+        are over these; the others of a copy hold the same rows."""
         self.context: Ranks | None = None
         """The ranks that share out the tokens of this one's packs; None: it has its packs alone."""
         self.tensor_size = 1
@@ -102,7 +102,8 @@ class Ranks:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks each weight, or each part of a split one, is sharded; gradients are averaged over them."""
+        """Over how many ranks each weight, or each part of a split one, is sharded; gradients are averaged over
+        them."""
         return self.world // self.tensor_size
 
     def close(self) -> None:

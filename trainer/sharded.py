@@ -124,7 +124,9 @@ def _context(model: Any, ranks: Ranks, tensor_size: int) -> Context:
     if used != attention.NAME:
         raise CannotSplit(f"{type(model).__name__} runs with attention {used}; set trainer.parallel.context to 1")
     if heads % ranks.world:
-        raise CannotSplit(f"{heads} heads per tensor rank, which trainer.parallel.context={ranks.world} does not divide")
+        raise CannotSplit(
+            f"{heads} heads per tensor rank, which trainer.parallel.context={ranks.world} does not divide"
+        )
     assert ranks.group is not None
     return Context(ranks.group, ranks.rank, ranks.world)
 

@@ -1,9 +1,9 @@
 """Tensor parallelism: a layer's matrices are shared out over ranks by the plan that the model itself has.
 
-transformers' plan names the matrices (`colwise`, `rowwise`, …); here they become DTensors by torch's `parallelize_module`.
-Every other parameter becomes a DTensor too, whole on every rank of the group: gradients then have one mesh, which clipping
-and the optimizer need. A norm between two split matrices (Qwen3's `q_norm`) sees this rank's heads only, so its gradient
-is a part of the sum; left out of the plan it runs and is wrong by more than half, without an error.
+transformers' plan names the matrices (`colwise`, `rowwise`, …); here they become DTensors by `parallelize_module`. Every
+other parameter becomes a DTensor too, whole on every rank of the group: gradients then have one mesh, which clipping and
+the optimizer need. A norm between two split matrices (Qwen3's `q_norm`) sees this rank's heads only, so its gradient is
+a part of the sum; left out of the plan it runs and is wrong by more than half, without an error.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
     """Module name → style, of every matrix that is split over `size` ranks. Raises `CannotSplit`."""
     given = model.tp_plan
     if not given:
-        raise CannotSplit(f"{type(model).__name__} has no plan for tensor parallelism; set trainer.parallel.tensor to 1")
+        raise CannotSplit(
+            f"{type(model).__name__} has no plan for tensor parallelism; set trainer.parallel.tensor to 1"
+        )
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in given.items()}
     names = [name for name, _ in model.named_modules()]
     plan = {name: style for name in names for pattern, style in patterns.items() if pattern.fullmatch(name)}

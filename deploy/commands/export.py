@@ -39,5 +39,7 @@ def _checkpoint(folder: Path, step: int | None) -> Path:
     wanted = [path for path in found if step is None or path.name == f"step_{step:08d}"]
     if not wanted:
         there = ", ".join(path.name for path in found) or "none"
-        raise FileNotFoundError(f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {there}")
+        raise FileNotFoundError(
+            f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {there}"
+        )
     return wanted[-1]

@@ -77,7 +77,10 @@ def test_peft_says_of_the_saved_adapter_what_the_engine_says(tmp_path: Path, tin
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     pack = one_pack(tokens=30, vocab=64)
     (found,) = engine.score([pack])
-    both = PeftModel.from_pretrained(base, tmp_path / "adapter"), AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    both = (
+        PeftModel.from_pretrained(base, tmp_path / "adapter"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "whole"),
+    )
     for model in both:
         with torch.no_grad():
             rows = [model(input_ids=row[None]).logits[0].log_softmax(-1) for row in pack.ids.split(15)]
@@ -122,9 +125,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_the_next_step_is_bitwise_the_s
     assert not changed(expected, train_one(other, ranks, 1))
 
 
-def test_a_bad_batch_is_replayed_with_its_adapter(
-    tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any
-) -> None:
+def test_a_bad_batch_is_replayed_with_its_adapter(tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any) -> None:
     """A good step first: with a new adapter the importance weights, and with them the finite loss, would be others."""
     bad: list[bool] = []
 

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
-from tests.tiny_model import save_tiny_model  # noqa: E402
 from test_ranks import torchrun  # noqa: E402
+from tests.tiny_model import save_tiny_model  # noqa: E402
 from trainer_support import make_job  # noqa: E402
 
 from penstock.trainer.job import BadJob, check_job  # noqa: E402
