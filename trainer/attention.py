@@ -52,7 +52,7 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     if context is not None:
         query, key, value = (context.to_heads(part) for part in _even_heads(query, key, value, context.size))
     attend = _by_kernel if query.is_cuda and query.dtype in HALF and varlen_attn else _row_by_row
-    joined = attend(query, key, value, cu_seq_lens_q, scaling, sliding_window)
+    joined = attend(query, key, value, cu_seq_lens_q, scaling=scaling, window=sliding_window)
     if context is not None:
         joined = context.to_tokens(joined)
     return joined.transpose(1, 2).contiguous(), None
@@ -67,7 +67,7 @@ def _even_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[T
 
 
 def _by_kernel(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *, scaling: float | None, window: int | None
 ) -> Tensor:
     """All [1, heads, L, D]; the kernel wants [L, heads, D]."""
     assert varlen_attn is not None
@@ -80,7 +80,7 @@ def _by_kernel(
 
 
 def _row_by_row(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *, scaling: float | None, window: int | None
 ) -> Tensor:
     lengths = bounds.diff().tolist()
     rows = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)

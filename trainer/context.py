@@ -2,15 +2,16 @@
 
     rank c has tokens c·L/C … (c + 1)·L/C of the pack, whatever row they are of; positions and bounds go with them
 
-Attention alone looks beyond a rank's tokens. Before it an all-to-all turns "all heads of my tokens" into "all tokens of my
-heads", so that the attention over whole rows runs unchanged, and after it another turns that back (Jacobs et al. 2023,
-"DeepSpeed Ulysses", arXiv:2309.14509). What a rank says of its sampled tokens is joined: every rank of the group goes on
-with all N values and the same loss, and its backward takes its own tokens' gradients.
+Attention alone looks beyond a rank's tokens. Before it an all-to-all turns "all heads of my tokens" into "all tokens of
+my heads", so that the attention over whole rows runs unchanged, and after it another turns that back (Jacobs et al.
+2023, "DeepSpeed Ulysses", arXiv:2309.14509). What a rank says of its sampled tokens is joined: every rank of the group
+goes on with all N values and the same loss, and its backward takes its own tokens' gradients.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Context:
         edges = torch.arange(self.size + 1, device=pack.predictors.device) * length
         cuts = torch.searchsorted(pack.predictors, edges).tolist()
         mine = slice(cuts[self.rank], cuts[self.rank + 1])
-        counts = tuple(end - begin for begin, end in zip(cuts[:-1], cuts[1:], strict=True))
+        counts = tuple(end - begin for begin, end in pairwise(cuts))
         own = slice(start, start + length)
         return Part(ids[own], positions[own], bounds, pack.predictors[mine] - start, pack.targets[mine], counts)
 

@@ -3,8 +3,8 @@
     W' = W + s·B·A      A [r, in], B [out, r]; s = alpha / r; B starts at 0: before training W' = W
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1. Only A and B have
-gradients and moments, only they are in checkpoints and in published versions; the reference policy is the same model with
-s = 0, so it needs no weights of its own.
+gradients and moments, only they are in checkpoints and in published versions; the reference policy is the same model
+with s = 0, so it needs no weights of its own.
 """
 
 from __future__ import annotations

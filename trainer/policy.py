@@ -3,8 +3,8 @@
     logprob_n = log softmax(logits(position before n) / temperature)[id_n]
     entropy_n = −Σ_v p_v · log p_v        of the same distribution, where it is asked for
 
-Only positions that predict a sampled token go through the output head, whose logits exist a tile at a time (`logprobs`).
-float32 throughout, whatever the model computes in.
+Only positions that predict a sampled token go through the output head, whose logits exist a tile at a time
+(`logprobs`). float32 throughout, whatever the model computes in.
 """
 
 from __future__ import annotations

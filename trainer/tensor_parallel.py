@@ -1,9 +1,9 @@
 """Tensor parallelism: a layer's matrices are shared out over ranks by the plan that the model itself has.
 
-transformers' plan names the matrices (`colwise`, `rowwise`, …); here they become DTensors by `parallelize_module`. Every
-other parameter becomes a DTensor too, whole on every rank of the group: gradients then have one mesh, which clipping and
-the optimizer need. A norm between two split matrices (Qwen3's `q_norm`) sees this rank's heads only, so its gradient is
-a part of the sum; left out of the plan it runs and is wrong by more than half, without an error.
+transformers' plan names the matrices (`colwise`, `rowwise`, …); here they become DTensors by `parallelize_module`.
+Every other parameter becomes a DTensor too, whole on every rank of the group: gradients then have one mesh, which
+clipping and the optimizer need. A norm between two split matrices (Qwen3's `q_norm`) sees this rank's heads only, so
+its gradient is a part of the sum; left out of the plan it runs and is wrong by more than half, without an error.
 """
 
 from __future__ import annotations

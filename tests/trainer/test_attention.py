@@ -24,7 +24,7 @@ def test_the_kernel_gives_what_rows_alone_give(kv_heads: int, window: int | None
     results = []
     for attend in (_by_kernel, _row_by_row):
         inputs = [one.clone().requires_grad_() for one in given]
-        found = attend(*inputs, bounds, 0.125, window)
+        found = attend(*inputs, bounds, scaling=0.125, window=window)
         (found.float() * factors).sum().backward()
         results.append([found, *(one.grad for one in inputs)])
     for mine, expected in zip(*results, strict=True):

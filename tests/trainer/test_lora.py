@@ -11,8 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
+import test_bad_batch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from test_bad_batch import Run, again, broken  # noqa: E402, F401
+from test_bad_batch import Run, again  # noqa: E402
 from test_checkpoint import save, train_one  # noqa: E402
 from trainer_support import make_job, one_pack  # noqa: E402
 
@@ -123,6 +124,9 @@ def test_a_checkpoint_holds_the_adapter_alone_and_the_next_step_is_bitwise_the_s
     assert found is not None
     load(other, ranks, found)
     assert not changed(expected, train_one(other, ranks, 1))
+
+
+broken = test_bad_batch.broken
 
 
 def test_a_bad_batch_is_replayed_with_its_adapter(tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any) -> None:
