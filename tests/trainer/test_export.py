@@ -1,0 +1,68 @@
+"""A checkpoint as a Hugging Face folder, by the command; the folder as the start of another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+from trainer_support import make_job, one_pack  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+
+from penstock.deploy.cli import app  # noqa: E402
+from penstock.deploy.config import RunConfig  # noqa: E402
+from penstock.deploy.load_config import dump_config  # noqa: E402
+from penstock.trainer.config import TrainerConfig  # noqa: E402
+from penstock.trainer.engine import FSDPEngine  # noqa: E402
+from penstock.trainer.loop import train  # noqa: E402
+from penstock.trainer.ranks import Ranks  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}], ids=["whole model", "lora"])
+async def test_a_checkpoint_becomes_a_folder_that_a_run_starts_from(
+    settings: dict[str, Any], tmp_path: Path, tiny_model: str
+) -> None:
+    job = make_job(tmp_path, tiny_model, {"steps": 4, **settings})
+    await train(job)
+    config = RunConfig(model=tiny_model, data={"train": job.train_data}, trainer=job.config)
+    (job.run_dir / "config.yaml").write_text(dump_config(config))
+    newest, older = tmp_path / "newest", tmp_path / "older"
+    for arguments in ([str(newest)], [str(older), "--step", "2"]):
+        done = CliRunner().invoke(app, ["train", "export", str(job.run_dir), *arguments])
+        assert done.exit_code == 0, done.output
+    final = load_file(job.run_dir / "final_model" / "model.safetensors")
+    exported = load_file(newest / "model.safetensors")
+    assert exported.keys() == final.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in final.items())
+    before = load_file(older / "model.safetensors")
+    assert any(not torch.equal(before[name], tensor) for name, tensor in final.items())
+    assert AutoTokenizer.from_pretrained(newest).vocab_size == 64
+    assert logprobs(newest) == logprobs(job.run_dir / "final_model")
+
+
+def logprobs(model: Path) -> list[float]:
+    ranks = Ranks.open(timeout_s=30)
+    try:
+        (found,) = FSDPEngine(str(model), TrainerConfig(), ranks).score([one_pack(60, vocab=64)])
+    finally:
+        ranks.close()
+    return [float(one) for one in found]
+
+
+def test_a_step_that_is_not_there_is_said(tmp_path: Path, tiny_model: str) -> None:
+    config = RunConfig(model=tiny_model, data={"train": "rows.jsonl"})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
+    done = CliRunner().invoke(app, ["train", "export", str(tmp_path), str(tmp_path / "out"), "--step", "4"])
+    assert done.exit_code == 2
+    assert "has no checkpoint of step 4; there: step_00000002" in done.output
+    done = CliRunner().invoke(app, ["train", "export", str(tmp_path), str(tmp_path / "out")])
+    assert done.exit_code == 2, "a folder that is no whole checkpoint"
+    assert "complete" in done.output
