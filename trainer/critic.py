@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.context import Context, whole
 from penstock.trainer.packing import Pack
-from penstock.trainer.policy import load_model, model_inputs
+from penstock.trainer.policy import load_model, model_inputs, use_liger
 
 
 class Critic(nn.Module):
@@ -42,7 +42,9 @@ class Critic(nn.Module):
 
 def load_critic(model: str, config: TrainerConfig) -> Critic:
     """float32 master weights, the body's from `model`, without dropout. The whole critic learns, also beside LoRA."""
-    loaded = load_model(model, liger=config.liger)
+    loaded = load_model(model)
+    if config.liger:
+        use_liger(loaded)
     return Critic(loaded.base_model, loaded.config.get_text_config().hidden_size)
 
 

@@ -48,14 +48,16 @@ class Head:
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """hidden [n, H], weight [v, H], bias [v] → z [n, v], float32"""
         raw = torch.nn.functional.linear(hidden, weight, bias).float()
-        raw = raw.mul_(self.scale)
+        if self.scale != 1.0:
+            raw.mul_(self.scale)
         if self.softcap is not None:
-            raw = raw.div_(self.softcap).tanh_().mul_(self.softcap)
-        return raw.div_(self.temperature)
+            raw.div_(self.softcap).tanh_().mul_(self.softcap)
+        return raw if self.temperature == 1.0 else raw.div_(self.temperature)
 
     def slope_(self, gradient: Tensor, z: Tensor) -> Tensor:
         """∂L/∂z → ∂L/∂(h·W + b), in place; `z` is used up."""
-        gradient.mul_(self.scale / self.temperature)
+        if self.scale != self.temperature:
+            gradient.mul_(self.scale / self.temperature)
         if self.softcap is not None:
             gradient.mul_(z.mul_(self.temperature / self.softcap).square_().neg_().add_(1))
         return gradient
@@ -75,7 +77,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         hidden, weight, bias, targets, head, with_entropy = given
-        found = [_sums(hidden[rows], weight, bias, targets[rows], head) for rows in _row_tiles(hidden, weight, head)]
+        tiles = _row_tiles(hidden, weight, head)
+        found = [_sums(hidden[rows], weight, bias, targets[rows], head, mean=with_entropy) for rows in tiles]
         nothing = hidden.new_zeros(0, dtype=torch.float32)
         target, log_sum, mean = (torch.cat(parts) for parts in zip(*(found or [(nothing,) * 3]), strict=True))
         entropy = log_sum - mean
@@ -95,9 +98,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _sums(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, *, mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[n] each: z of the target, log Σ exp z, Σ p·z."""
+    """[n] each: z of the target, log Σ exp z, and Σ p·z where `mean` asks for it."""
     top = hidden.new_full((len(hidden),), -math.inf, dtype=torch.float32)
     total, weighted, target = (torch.zeros_like(top) for _ in range(3))
     for columns in _column_tiles(weight):
@@ -108,7 +111,8 @@ def _sums(
         shrink = (top - higher).exp()
         share = (z - higher[:, None]).exp_()
         total = total * shrink + share.sum(-1)
-        weighted = weighted * shrink + share.mul_(z).sum(-1)
+        if mean:
+            weighted = weighted * shrink + share.mul_(z).sum(-1)
         top = higher
     if head.group is not None:
         top, total, weighted, target = _over_group(top, total, weighted, target, head.group)

@@ -101,27 +101,33 @@ def load_policy(model: str, temperature: float, config: TrainerConfig | None = N
 
     `config`: with what the algorithm and trainer.lora ask for; None: the model as it is, for a reference.
     """
-    loaded = load_model(model, liger=config is not None and config.liger)
+    loaded = load_model(model)
     policy = Policy(loaded, temperature, with_entropy=config is not None and config.entropy_bonus != 0)
     if config is not None and config.lora.rank:
         policy.adapter = Adapter(loaded, config.lora)
+    if config is not None and config.liger:
+        use_liger(loaded)
     implementation = loaded.config._attn_implementation
     logger.info("%s: attention %s, head %s", model, implementation, "in tiles" if policy.chunked else "whole")
     return policy
 
 
-def load_model(model: str, *, liger: bool = False) -> PreTrainedModel:
+def load_model(model: str) -> PreTrainedModel:
     """In float32, on the host, with an attention that keeps packed rows apart."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded.eval()
     use_packed_attention(loaded)
-    if liger:
-        # Its kernels run on GPUs only: after the trial of attention, which is on the host.
-        apply_liger_kernel(loaded, {"fused_linear_cross_entropy": False, "cross_entropy": False})
     return loaded
 
 
-def _local_head(head: nn.Module, settings: Head) -> tuple[Tensor, Tensor | None, Head]:
+def use_liger(model: PreTrainedModel) -> None:
+    """In place, after everything that is tried on the host: its kernels run on GPUs only."""
+    if not torch.cuda.is_available():
+        raise ValueError("trainer.liger needs a GPU, and torch sees none: set it to false")
+    apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})
+
+
+def _local_head(head: Any, settings: Head) -> tuple[Tensor, Tensor | None, Head]:
     """(weight, bias, settings) of the rows that this rank has."""
     weight, bias = head.weight, getattr(head, "bias", None)
     if not isinstance(weight, DTensor):

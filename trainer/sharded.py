@@ -100,8 +100,8 @@ class Learning(Sharded):
         return Update(grad_norm, lr, skipped=not finite, loss=loss)
 
 
-def _shard(module: nn.Module, config: TrainerConfig, ranks: Ranks) -> nn.Module:
-    """In place, in this order: split over the tensor group, computed again in the backward, compiled, sharded."""
+def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
+    """In place, in this order: split over the tensor group, compiled, computed again in the backward, sharded."""
     shards = ranks.mesh["shards"] if ranks.tensor_size > 1 else ranks.mesh
     if not config.offload:
         module.to(ranks.device)
@@ -139,12 +139,12 @@ def _policies(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:
     return policies
 
 
-def _prepare(block: nn.Module, config: TrainerConfig) -> None:
+def _prepare(block: Any, config: TrainerConfig) -> None:
     """The block's `forward` alone is wrapped: FSDP's hooks stay outside, and no parameter gets another name."""
     if config.compile:
-        block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, dynamic=True)
     if config.recompute:
-        block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward)
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +154,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _blocks(module: nn.Module) -> list[nn.Module]:
+def _blocks(module: Any) -> list[nn.Module]:
     """The decoder layers: the modules that the model itself says must not be split."""
     names = set(getattr(module.model, "_no_split_modules", None) or ())
     return [part for part in module.modules() if type(part).__name__ in names]

@@ -64,7 +64,7 @@ LORA: Mapping[str, Mapping[str, str]] = {
 """Of a matrix with an adapter, the parts that are split; the other side of the adapter stays whole."""
 
 
-def split_over(owner: nn.Module, mesh: DeviceMesh) -> None:
+def split_over(owner: Any, mesh: DeviceMesh) -> None:
     """The model `owner.model`, and whole what else `owner` has. In place. Raises `CannotSplit`."""
     model = owner.model
     plan = {f"model.{name}": style for name, style in plan_of(model, mesh.size()).items()}
