@@ -27,7 +27,7 @@ from penstock.trainer.objective import Objective, Targets
 from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.sharded import Update
-from penstock.trainer.tally import Tally
+from penstock.trainer.tally import Tally, exact_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Learner:
             assert pack.reference is not None
             kl[pack.token] = ESTIMATORS[self._config.kl.estimator](pack.proximal - pack.reference)
         episodes = max(self._ranks.sum(len(batch.trajectories)), 1.0)
-        return -self._engine.kl_coefficient * kl, self._ranks.sum(float(kl.double().sum())) / episodes
+        return -self._engine.kl_coefficient * kl, exact_sum(kl, self._ranks) / episodes
 
     def _steer(self, batch: StepBatch, scored: Scored, tally: Tally) -> None:
         if not self._config.kl.in_reward:

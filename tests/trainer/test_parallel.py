@@ -23,6 +23,7 @@ pytestmark = pytest.mark.torch
 CRITIC = {"advantage": "gae", "critic": {"lr": 1e-2}, "entropy_bonus": 0.01, "kl": {"in_loss": 0.01}}
 LORA = {"lora": {"rank": 4}, "kl": {"in_loss": 0.01}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "FSDP": (4, {}, {}),
     "FSDP x TP": (4, {"tensor": 2}, {}),
     "FSDP x CP, everything": (4, {"context": 2}, CRITIC),
     "CP x TP, everything": (4, {"context": 2, "tensor": 2}, CRITIC),
@@ -73,6 +74,9 @@ def test_a_layout_gives_one_process_results(
     ranks, parallel, config = LAYOUTS[layout]
     run(tmp_path, tiny_model, {"config": {**config, "parallel": parallel}, "steps": 2}, ranks)
     assert_same(alone[str(config)], tmp_path, 2)
+    if not parallel:
+        first = [metrics(folder, 2)[0]["loss"] for folder in (alone[str(config)], tmp_path)]
+        assert first[0] == first[1], "to the bit: other rows on other ranks, in other packs"
 
 
 def test_another_layout_goes_on_where_a_checkpoint_stands(
