@@ -2,7 +2,7 @@
 
     bad_batches/step_000012_0/   (step, minibatch)
         about.json               written last: loss, gradient norm, settings, episodes by rank, checksums of the files
-        rank_00.safetensors      what rank 0 trained: `I.FIELD` of pack I, `targets.FIELD`
+        rank_00.safetensors      what rank 0 (of several ranks per model: replica 0) trained: `I.FIELD` of pack I, `targets.FIELD`
         episodes_00.jsonl        its episodes for people, as in trajectories/
         model/                   the policy's weights before the update, a Hugging Face folder
 
@@ -26,7 +26,7 @@ from penstock.trainer.batch import StepBatch
 from penstock.trainer.checkpoint import save_final_model
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.durable import fingerprint, fingerprints, sync, sync_tree
-from penstock.trainer.engine import FSDPEngine
+from penstock.trainer.engine import Engine
 from penstock.trainer.objective import Targets
 from penstock.trainer.packing import Pack
 from penstock.trainer.ranks import Ranks
@@ -78,7 +78,7 @@ class Dump:
 class BadBatches:
     """The folder of a run, written by all ranks together. `keep` dumps at most: each holds all weights."""
 
-    def __init__(self, folder: Path, keep: int, model: str, engine: FSDPEngine, ranks: Ranks) -> None:
+    def __init__(self, folder: Path, keep: int, model: str, engine: Engine, ranks: Ranks) -> None:
         """`model`: whose tokenizer goes into the dump."""
         self._folder = folder
         self._keep = keep
@@ -95,7 +95,7 @@ class BadBatches:
         if not ranks.from_first(self._begin(temporary) if ranks.first else None):
             return None
         problems = ranks.gather(self._write_share(temporary, batch, share))
-        episodes = ranks.gather(list(share.episodes))
+        episodes = ranks.gather_replicas(list(share.episodes))
         if ranks.first and not any(problems):
             about = self._about(config, batch, place, update) | {"episodes": episodes}
             problems.append(_attempt(lambda: _seal(temporary, final, about)))
@@ -120,9 +120,11 @@ class BadBatches:
         """The weights are gathered by all ranks before any file is written, so a full disk stops no collective."""
 
         def write() -> None:
-            save_file(_tensors(share), folder / f"rank_{self._ranks.rank:02d}.safetensors")
+            if not self._ranks.speaks:
+                return
+            save_file(_tensors(share), folder / f"rank_{self._ranks.replica:02d}.safetensors")
             lines = [json.dumps(readable_trajectory(one, None, None)) for one in batch.trajectories]
-            (folder / f"episodes_{self._ranks.rank:02d}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+            (folder / f"episodes_{self._ranks.replica:02d}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
         problem = _attempt(lambda: save_final_model(self._engine, self._ranks, self._model, folder / "model"))
         return problem or _attempt(write)
@@ -135,7 +137,7 @@ class BadBatches:
             "divisor": place.divisor,
             "loss": str(update.loss),  # JSON has no NaN
             "grad_norm": str(update.grad_norm),
-            "temperature": self._engine.policy.temperature,
+            "temperature": self._engine.temperature,
             "config": config.model_dump(mode="json"),
         }
 

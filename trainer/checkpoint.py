@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,10 +24,12 @@ import xxhash
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from penstock.trainer.durable import fingerprint, fingerprints, sync, sync_tree
-from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recent import Groups
 from penstock.transfer_queue.trajectory import DataCursor
+
+if TYPE_CHECKING:
+    from penstock.trainer.engine import Engine, FSDPEngine
 
 COMPLETE = "complete"
 
@@ -152,14 +154,14 @@ def load(engine: FSDPEngine, ranks: Ranks, found: Found) -> None:
         torch.set_rng_state(state[f"rng_{ranks.rank}"])
 
 
-def save_final_model(engine: FSDPEngine, ranks: Ranks, source: str, folder: Path) -> None:
+def save_final_model(engine: Engine, ranks: Ranks, source: str, folder: Path) -> None:
     """A Hugging Face folder with the tokenizer of `source`; written beside and renamed. A collective."""
-    weights = dict(engine.weights(torch.float32))
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    if ranks.first:
+        shutil.rmtree(temporary, ignore_errors=True)
+    engine.save_model(temporary)
     if not ranks.first:
         return
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    engine.policy.model.save_pretrained(temporary, state_dict=weights)
     _save_tokenizer(source, temporary)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)

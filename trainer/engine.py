@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.trainer.advantages import ADVANTAGES
 from penstock.trainer.batch import ModelLimits
+from penstock.trainer.checkpoint import Found, begin_save, load
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.critic import load_critic
 from penstock.trainer.packing import Pack
@@ -34,9 +37,14 @@ class ValueLoss(Protocol):
 
 
 class Engine(Protocol):
-    """What the loop needs of a training backend. Every method is a collective over the ranks."""
+    """What the loop needs of a training backend. Every method is a collective over the ranks.
+
+    Ranks of one replica are given the same packs and return the same numbers.
+    """
 
     limits: ModelLimits
+    temperature: float
+    """Logprobs are those of logits / temperature."""
     kl_coefficient: float
     """Of trainer.kl.in_reward, as it was steered to; a checkpoint keeps it."""
 
@@ -61,12 +69,24 @@ class Engine(Protocol):
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the host, a copy) on rank 0; nothing on the others."""
 
+    def begin_save(self, path: Path) -> Future[Any]:
+        """Copy weights and moments, and write them into the folder `path` in a thread. The future is done when all
+        ranks wrote."""
+
+    def load(self, found: Found) -> None:
+        """Restore what `begin_save` wrote, also with another number of ranks. Raises `ValueError` where the checkpoint
+        is another engine's."""
+
+    def save_model(self, folder: Path) -> None:
+        """Write a Hugging Face folder without tokenizer; rank 0 does."""
+
 
 class FSDPEngine:
     """Any `AutoModelForCausalLM`. One rank by default; more give the same numbers, up to rounding."""
 
     def __init__(self, model: str, config: TrainerConfig, ranks: Ranks, temperature: float = 1.0) -> None:
         self.config = config
+        self.temperature = temperature
         self._ranks = ranks
         self.policy: Policy = load_policy(model, temperature, with_entropy=config.entropy_bonus != 0)
         self._actor = Learning(self.policy, config, ranks)
@@ -110,6 +130,17 @@ class FSDPEngine:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._ranks.first:
                 yield name, full.detach().to("cpu", dtype if full.is_floating_point() else None, copy=True)
+
+    def begin_save(self, path: Path) -> Future[Any]:
+        return begin_save(self, self._ranks, path)
+
+    def load(self, found: Found) -> None:
+        load(self, self._ranks, found)
+
+    def save_model(self, folder: Path) -> None:
+        weights = dict(self.weights(torch.float32))
+        if self._ranks.first:
+            self.policy.model.save_pretrained(folder, state_dict=weights)
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """A tied embedding comes once, under its first name, as in the model's own safetensors."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from penstock.trainer.algorithm import BadJob, check_algorithm
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.engines import check_engine
 from penstock.transfer_queue.ledger import Ledger, Limits
 
 
@@ -67,10 +68,13 @@ def check_job(job: TrainJob) -> None:
             f"trainer.minibatches is {config.minibatches}, groups_per_step only {job.limits.groups_per_step}: "
             "every minibatch needs a group"
         )
-    if config.ranks > job.limits.groups_per_step:
+    check_engine(config)
+    per_replica = config.parallel.layout.ranks_per_replica
+    if config.ranks > job.limits.groups_per_step * per_replica:
+        copies = f" ({config.ranks // per_replica} copies of the model)" if per_replica > 1 else ""
         raise BadJob(
-            f"trainer.ranks is {config.ranks}, groups_per_step only {job.limits.groups_per_step}: ranks train whole "
-            "groups, and some would never have one. Raise groups_per_step or lower trainer.ranks"
+            f"trainer.ranks is {config.ranks}{copies}, groups_per_step only {job.limits.groups_per_step}: ranks train "
+            "whole groups, and some would never have one. Raise groups_per_step or lower trainer.ranks"
         )
     if job.transport in ("http", "collective") and not job.token:
         raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")

@@ -18,7 +18,8 @@ from penstock.trainer.batch import BadBatch, StepBatch, refuse_together
 from penstock.trainer.checkpoint import save_final_model
 from penstock.trainer.credit import means_by_episode
 from penstock.trainer.data import Stream, load_rows
-from penstock.trainer.engine import FSDPEngine
+from penstock.trainer.engine import Engine
+from penstock.trainer.engines import ENGINES
 from penstock.trainer.evaluate import Evaluator
 from penstock.trainer.feeder import Feeder
 from penstock.trainer.job import BadJob, TrainJob
@@ -46,7 +47,7 @@ class Parts:
     job: TrainJob
     in_torch: TorchThread
     ranks: Ranks
-    engine: FSDPEngine
+    engine: Engine
     learner: Learner
     publisher: Publisher
     saver: Saver
@@ -67,19 +68,19 @@ class Parts:
             in_torch = TorchThread(job.config.threads)
             stack.callback(in_torch.close)
             # Longer than a batch may take: one rank may hold its batch while another still waits for it.
-            ranks = await in_torch(Ranks.open, job.config.batch_timeout_s + 120)
+            ranks = await in_torch(Ranks.open, job.config.batch_timeout_s + 120, job.config.parallel.layout)
             stack.push_async_callback(_close_ranks, in_torch, ranks)
             feeder, recorder, evaluator = await asyncio.to_thread(_first_rank_parts, job) if ranks.first else [None] * 3
-            engine = await in_torch(FSDPEngine, job.model, job.config, ranks, job.temperature)
+            engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
             publisher = Publisher(job, engine, ranks, in_torch)
             saver = Saver(job, engine, ranks, in_torch)
-            spiller = Spiller(job, publisher, ranks.first)
+            spiller = Spiller(job, publisher, ranks.first, ranks.speaks)
             source = BatchSource(
                 job,
                 feeder,
                 engine.limits,
-                ranks.rank,
-                ranks.world,
+                ranks.replica,
+                ranks.replicas,
                 remind=publisher.remind if ranks.first else None,
             )
             for part in (saver, publisher, spiller, evaluator, source):

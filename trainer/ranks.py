@@ -16,13 +16,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.trainer.layout import Layout
+
 
 class Ranks:
-    """Owns the process group: `open` makes it, `close` ends it."""
+    """Owns the process group: `open` makes it, `close` ends it.
 
-    def __init__(self, device: torch.device, background: dist.ProcessGroup | None) -> None:
+    Ranks of one replica (`Layout`) have the same episodes. `sum` and the `gather_…` of replicas count each replica once,
+    the others are over all ranks.
+    """
+
+    def __init__(self, device: torch.device, background: dist.ProcessGroup | None, layout: Layout = Layout()) -> None:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
+        place = layout.place(self.rank, self.world)
+        self.replica = place.replica
+        """Which share of a batch is this rank's, of `replicas`."""
+        self.replicas = place.replicas
+        self.speaks = place.speaks
+        """What this rank says counts for its replica."""
+        self._speakers = layout.speakers(self.world)
         self.device = device
         self.background = background
         """A group of its own for checkpoint writing: its collectives must not mix with those of the steps."""
@@ -32,7 +45,7 @@ class Ranks:
         return self.rank == 0
 
     @classmethod
-    def open(cls, timeout_s: float) -> Ranks:
+    def open(cls, timeout_s: float, layout: Layout = Layout()) -> Ranks:
         """gloo for CPUs, nccl for GPUs; under torchrun its ranks, otherwise a group of this process alone."""
         cuda = torch.cuda.is_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -46,14 +59,15 @@ class Ranks:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
-        return cls(device, dist.new_group(backend="gloo", timeout=timeout))
+        return cls(device, dist.new_group(backend="gloo", timeout=timeout), layout)
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def sum(self, value: float) -> float:
-        return self._reduce(value, dist.ReduceOp.SUM)
+        """Over replicas."""
+        return self._reduce(value if self.speaks else 0.0, dist.ReduceOp.SUM)
 
     def max(self, value: float) -> float:
         return self._reduce(value, dist.ReduceOp.MAX)
@@ -73,8 +87,13 @@ class Ranks:
         dist.all_gather(received, padded)
         return [json.loads(bytes(part.tolist())) for part in received]
 
+    def gather_replicas(self, value: Any) -> list[Any]:
+        """JSON data of every replica, by replica."""
+        everything = self.gather(value if self.speaks else None)
+        return [everything[rank] for rank in self._speakers]
+
     def gather_numbers(self, mine: Tensor) -> list[Tensor]:
-        """[K, M] of every rank, by rank: the same K and dtype, another M."""
+        """[K, M] of every replica, by replica: the same K and dtype, another M."""
         if self.world == 1:
             return [mine]
         sizes = self.gather(mine.shape[1])
@@ -82,7 +101,7 @@ class Ranks:
         padded[:, : mine.shape[1]] = mine
         received = [torch.empty_like(padded) for _ in range(self.world)]
         dist.all_gather(received, padded)
-        return [part[:, :size] for part, size in zip(received, sizes, strict=True)]
+        return [received[rank][:, : sizes[rank]] for rank in self._speakers]
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's JSON data on every rank."""

@@ -22,11 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class Spiller:
-    """Every rank has one and spills its own share. Without `TrainJob.spill` every method is a no-op."""
+    """Every rank has one; the one that speaks for a replica spills its share. Without `TrainJob.spill` every method is
+    a no-op."""
 
-    def __init__(self, job: TrainJob, publisher: Publisher, first: bool) -> None:
+    def __init__(self, job: TrainJob, publisher: Publisher, first: bool, speaks: bool = True) -> None:
         self._ledger = job.ledger
-        self._enabled = job.spill
+        self._enabled = job.spill and speaks
         self._publisher = publisher
         self._first = first
         self._task: asyncio.Task[None] | None = None
