@@ -22,8 +22,8 @@ from penstock.trainer.layout import Layout
 class Ranks:
     """Owns the process group: `open` makes it, `close` ends it.
 
-    Ranks of one replica (`Layout`) have the same episodes. `sum` and the `gather_…` of replicas count each replica once,
-    the others are over all ranks.
+    Ranks of one replica (`Layout`) have the same episodes. `sum`, `gather_replicas` and `gather_numbers` count each
+    replica once, the others are over all ranks.
     """
 
     def __init__(self, device: torch.device, background: dist.ProcessGroup | None, layout: Layout = Layout()) -> None:

@@ -17,7 +17,7 @@ from penstock.trainer.engine import PackLoss, ValueLoss
 from penstock.trainer.engines.megatron.bridge import ModelBridge
 from penstock.trainer.engines.megatron.learning import Optimizer
 from penstock.trainer.engines.megatron.parallel import open_groups
-from penstock.trainer.engines.megatron.settings import check_machine, has_transformer_engine
+from penstock.trainer.engines.megatron.settings import check_machine, has_transformer_engine, takes_packed_rows
 from penstock.trainer.engines.megatron.stages import Reading, Stages
 from penstock.trainer.engines.megatron.state import State
 from penstock.trainer.packing import Pack
@@ -41,7 +41,7 @@ class MegatronEngine:
         self._ranks = ranks
         self._bridge = ModelBridge(model, config, transformer_engine=has_transformer_engine())
         self._bridge.config.finalize_model_grads_func = _reduce_gradients
-        reading = Reading(config.parallel, has_transformer_engine(), temperature)
+        reading = Reading(config.parallel, takes_packed_rows(config), temperature)
         self._policy = Stages(self._bridge.build(trained=True), reading, ranks)
         self._reference = None
         if config.kl.needs_reference:

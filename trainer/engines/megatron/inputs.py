@@ -2,7 +2,8 @@
 
 Two layouts:
 
-    rectangle   every row on a line of its own, filled up on the right to the longest      any layers
+    rectangle   every row on a line of its own, filled up on the right to the longest, and that to a multiple of
+                `align`                                                                      any layers
     packed      rows end to end, each filled up to a multiple of `align`; with C context ranks each row is cut into
                 2C equal pieces, of which rank c has pieces c and 2C − 1 − c, so that under causal attention all ranks
                 have the same work (megatron-core's order)                                  Transformer Engine
@@ -49,9 +50,9 @@ class Cut:
     """Tokens of this rank, filling included"""
 
 
-def rectangle(pack: Pack) -> Inputs:
+def rectangle(pack: Pack, align: int) -> Inputs:
     lengths = pack.row_bounds.diff().long()
-    rows, longest = len(lengths), int(lengths.max())
+    rows, longest = len(lengths), -(-int(lengths.max()) // align) * align
     line = torch.repeat_interleave(torch.arange(rows, device=lengths.device), lengths)
     ids = torch.zeros(rows, longest, dtype=torch.long, device=lengths.device)
     ids[line, pack.positions] = pack.ids

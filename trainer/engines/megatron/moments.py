@@ -1,4 +1,4 @@
-"""float32 masters and Adam's moments of a distributed optimizer, as whole tensors of the parameters that they belong to.
+"""float32 masters and Adam's moments of a distributed optimizer, as whole tensors of their parameters.
 
 The optimizer spreads each parameter's state over the data-parallel ranks as a range of its flattened elements. Here the
 ranges are put together, so that what converts weights converts the state too. Reads and writes megatron-core 0.16's

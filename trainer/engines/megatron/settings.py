@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 from penstock.trainer.algorithm import BadJob, needs_of_advantage
@@ -32,10 +35,11 @@ def check_machine(config: TrainerConfig) -> None:
     if missing:
         raise BadJob(f"trainer.engine megatron: {' and '.join(missing)} not installed in this Python; {MEND}")
     require_gpu()
-    if not has_transformer_engine() and config.parallel.context > 1:
+    if config.parallel.context > 1 and not takes_packed_rows(config):
+        reason = f"trainer.dtype is {config.dtype}" if has_transformer_engine() else "that is not installed in this Python"
         raise BadJob(
-            "trainer.parallel.context cuts packed rows, which only Transformer Engine's attention takes, and "
-            f"transformer_engine is not installed: it needs an NVIDIA GPU; there {MEND}"
+            "trainer.parallel.context cuts packed rows, which only Transformer Engine's attention takes, in bfloat16 on "
+            f"NVIDIA GPUs, and {reason}; {MEND}"
         )
 
 
@@ -45,13 +49,30 @@ def require_gpu() -> None:
 
     if not torch.cuda.is_available():
         raise BadJob(
-            "trainer.engine megatron computes on NVIDIA GPUs, and torch sees none here; trainer.engine fsdp computes on "
-            "CPUs too"
+            "trainer.engine megatron computes on NVIDIA GPUs, and torch sees none here; trainer.engine fsdp computes "
+            "on CPUs too"
         )
 
 
 def has_transformer_engine() -> bool:
     return _is_installed("transformer_engine")
+
+
+def takes_packed_rows(config: TrainerConfig) -> bool:
+    """Else rows are filled up to the longest of their pack."""
+    return has_transformer_engine() and config.dtype == "bfloat16"
+
+
+def find_python(configured: str | None) -> str:
+    """The Python that the ranks run in: `configured`, else .venv-megatron in this folder or one above it, else this
+    one. Raises `BadJob`."""
+    if configured is not None:
+        if not os.access(configured, os.X_OK):
+            raise BadJob(f"trainer.megatron.python: {configured} cannot be run; {MEND}")
+        return configured
+    here = Path.cwd()
+    candidates = [folder / ".venv-megatron/bin/python" for folder in (here, *here.parents)]
+    return next((str(path) for path in candidates if os.access(path, os.X_OK)), sys.executable)
 
 
 def check_model(hf_config: Any, parallel: ParallelConfig, model: str) -> None:

@@ -33,13 +33,14 @@ class Reading:
     temperature: float
 
     def layout(self, pack: Pack) -> Inputs:
+        # Under sequence parallelism tensor ranks share out the tokens between the matrices.
+        align, contexts = self.parallel.tensor, self.parallel.context
         if not self.packed:
-            return rectangle(pack)
+            return rectangle(pack, align)
         from megatron.core import parallel_state
 
-        contexts = self.parallel.context
-        align = self.parallel.tensor * (2 * contexts if contexts > 1 else 1)
-        return packed(pack, align, contexts, parallel_state.get_context_parallel_rank())
+        pieces = 2 * contexts if contexts > 1 else 1
+        return packed(pack, align * pieces, contexts, parallel_state.get_context_parallel_rank())
 
 
 class Stages:
