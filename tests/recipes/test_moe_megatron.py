@@ -5,11 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-from penstock.deploy.load_config import load_config
-from penstock.trainer.algorithm import check_algorithm
-from penstock.trainer.engines import check_engine
-from penstock.trainer.engines.megatron.settings import check_model
+import pytest
 
+pytest.importorskip("torch")
+
+from penstock.deploy.load_config import load_config  # noqa: E402
+from penstock.trainer.algorithm import check_algorithm  # noqa: E402
+from penstock.trainer.engines import check_engine  # noqa: E402
+from penstock.trainer.engines.megatron.settings import check_model  # noqa: E402
+
+pytestmark = pytest.mark.torch
 RECIPE = Path(__file__).parents[2] / "recipes/moe_megatron.yaml"
 
 # config.json of Qwen/Qwen3-30B-A3B

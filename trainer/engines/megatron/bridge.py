@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from penstock.trainer.algorithm import BadJob
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engines.megatron.layers import use_local_layers
-from penstock.trainer.engines.megatron.settings import check_model
+from penstock.trainer.engines.megatron.settings import MEND, check_model
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -40,6 +41,11 @@ class ModelBridge:
         self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self._bridge = _open(self.hf_config, self._dtype, model)
         if not transformer_engine:
+            if self.config.num_moe_experts and config.parallel.tensor > 1:
+                raise BadJob(
+                    f"{model} has experts, and without Transformer Engine trainer.parallel.tensor is 1: split them with "
+                    f"trainer.parallel.expert; {MEND}"
+                )
             use_local_layers(self._bridge)
         # No dropout: the engine that sampled had none. Gradients are summed: the loss is divided by what counts all ranks.
         exact = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "calculate_per_token_loss": True}
@@ -64,6 +70,13 @@ class ModelBridge:
         self._bridge.dtype = None
         return models
 
+    def save_settings(self, folder: Path) -> None:
+        """What a Hugging Face folder has beside weights and tokenizer."""
+        self.hf_config.save_pretrained(folder)
+        generation = self.folder / "generation_config.json"
+        if generation.is_file():
+            shutil.copyfile(generation, folder / generation.name)
+
     @torch.no_grad()
     def load(self, models: list[nn.Module], folder: Path) -> None:
         """Weights from a Hugging Face folder with safetensors. A collective."""
@@ -83,16 +96,31 @@ class ModelBridge:
 
 
 @contextmanager
-def standing_in(values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Every parameter's data is another tensor of its shape meanwhile: what converts weights converts these."""
-    held = {parameter: parameter.data for parameter in values}
+def standing_in(models: list[nn.Module], values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """The models have other tensors for parameters meanwhile, of the same shapes: what converts weights converts these.
+
+    The parameters themselves stay untouched. Data of another dtype would make torch forget the hooks by which megatron
+    collects their gradients.
+    """
+    stand_ins = {parameter: _stand_in(parameter, value) for parameter, value in values.items()}
+    modules = [module for model in models for module in model.modules()]
+    places = [(module._parameters, name) for module in modules for name in module._parameters]
+    held = [(owner, name, owner[name]) for owner, name in places if owner[name] in stand_ins]
     try:
-        for parameter, value in values.items():
-            parameter.data = value
+        for owner, name, parameter in held:
+            assert parameter is not None
+            owner[name] = stand_ins[parameter]
         yield
     finally:
-        for parameter, data in held.items():
-            parameter.data = data
+        for owner, name, parameter in held:
+            owner[name] = parameter
+
+
+def _stand_in(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """With what megatron notes on a parameter: along which dimension it is split, whether it is an expert's."""
+    made = nn.Parameter(value, requires_grad=False)
+    vars(made).update(vars(parameter))
+    return made
 
 
 def _open(hf_config: Any, dtype: torch.dtype, model: str) -> Any:

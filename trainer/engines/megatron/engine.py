@@ -91,7 +91,7 @@ class MegatronEngine:
         if self._ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
             save_torch_state_dict({name: one.contiguous() for name, one in weights.items()}, folder)
-            self._bridge.hf_config.save_pretrained(folder)
+            self._bridge.save_settings(folder)
 
 
 def _reduce_gradients(models: list[Any], num_tokens: Any = None, **groups: Any) -> None:

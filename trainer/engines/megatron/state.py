@@ -89,7 +89,8 @@ class State:
 
     def _share(self, key: str) -> Share:
         share = Share()
-        with standing_in(whole_states(self._optimizer.megatron, self._parameters, key)):
+        values = whole_states(self._optimizer.megatron, self._parameters, key)
+        with standing_in(self._models, values):
             for number, (name, tensor) in enumerate(self._bridge.export(self._models)):
                 writer = number % self._ranks.world
                 share.files[name] = f"rank_{writer:02d}.safetensors"
@@ -99,7 +100,7 @@ class State:
 
     def _load(self, key: str, folder: Path) -> None:
         values = {one: torch.empty_like(one, dtype=torch.float32) for one in self._parameters}
-        with standing_in(values):
+        with standing_in(self._models, values):
             self._bridge.load(self._models, folder)
         set_states(self._optimizer.megatron, values, key)
         if key == MASTER:
@@ -126,7 +127,7 @@ class State:
         save_file(share.tensors, folder / f"rank_{self._ranks.rank:02d}.safetensors", metadata={"format": "pt"})
         if self._ranks.first:
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": share.files}, indent=1))
-            self._bridge.hf_config.save_pretrained(folder)
+            self._bridge.save_settings(folder)
 
 
 def _read_about(path: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Event(Stream):
 
 
 class OnTheCpu(TorchFunctionMode):
-    """`device="cuda"` of factory functions means the CPU."""
+    """`device="cuda"` of factory functions means the CPU. It holds in the thread that enters it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -104,9 +104,21 @@ def _use_cpu_random_state() -> None:
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
 
 
+def _enter_in_every_torch_thread() -> None:
+    """The trainer's torch thread begins with `torch.set_num_threads`, which is a setting of the thread too."""
+    original = torch.set_num_threads
+
+    def set_num_threads(threads: int) -> None:
+        original(threads)
+        OnTheCpu().__enter__()
+
+    torch.set_num_threads = set_num_threads
+
+
 def install() -> None:
     _answer_for_cuda()
     OnTheCpu().__enter__()
+    _enter_in_every_torch_thread()
     _name_types_as_on_gpus()
     _use_cpu_random_state()
     _repair_experts_without_transformer_engine()

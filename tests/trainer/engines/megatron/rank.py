@@ -53,11 +53,13 @@ def first_steps(folder: Path, model: str, settings: dict[str, Any]) -> None:
         for step in range(FIRST_STEPS):
             train_one(engine, ranks, step)
         store = CheckpointStore(folder / "checkpoints", keep=2)
-        engine.begin_save(store.unfinished(FIRST_STEPS)).result(timeout=60)
+        keep(folder / "saved.safetensors", engine, ranks)
+        writing = engine.begin_save(store.unfinished(FIRST_STEPS))
+        # The checkpoint has the state at the call, whatever comes after.
+        train_one(engine, ranks, FIRST_STEPS)
+        writing.result(timeout=60)
         if ranks.first:
             store.seal(FIRST_STEPS, DataCursor(), ranks.world, {})
-        # The checkpoint has the weights at the call, whatever comes after.
-        train_one(engine, ranks, FIRST_STEPS)
         keep(folder / "straight.safetensors", engine, ranks)
 
     with_engine(model, settings, steps)

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
-from penstock.trainer.algorithm import BadJob
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.engines import check_engine
-from penstock.trainer.engines.megatron import settings
-from penstock.trainer.registry import UnknownName
+torch = pytest.importorskip("torch")
+
+from penstock.trainer.algorithm import BadJob  # noqa: E402
+from penstock.trainer.config import TrainerConfig  # noqa: E402
+from penstock.trainer.engines import check_engine  # noqa: E402
+from penstock.trainer.engines.megatron import settings  # noqa: E402
+from penstock.trainer.registry import UnknownName  # noqa: E402
+
+pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize(
@@ -39,9 +43,7 @@ def test_a_machine_without_megatron_is_told_how_to_get_it(monkeypatch: pytest.Mo
         settings.check_machine(TrainerConfig(engine="megatron"))
 
 
-@pytest.mark.torch
 def test_a_machine_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
     monkeypatch.setattr(settings, "_is_installed", lambda module: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BadJob, match="computes on NVIDIA GPUs, and torch sees none here"):
