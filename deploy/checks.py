@@ -58,7 +58,7 @@ def check_algorithm(config: RunConfig) -> Check | None:
     return Check("trainer.advantage", True, found)
 
 
-def check_engine(config: RunConfig) -> Check | None:
+def check_training_engine(config: RunConfig) -> Check | None:
     if importlib.util.find_spec("torch") is None:
         return None
     from penstock.trainer.engines import check_engine
@@ -274,7 +274,7 @@ def check_ports(config: RunConfig) -> Check | None:
 CHECKS: tuple[Callable[[RunConfig], Check | None], ...] = (
     check_correction,
     check_algorithm,
-    check_engine,
+    check_training_engine,
     check_lengths,
     check_sampling,
     check_capacity,
