@@ -43,7 +43,7 @@ class MegatronEngine:
         self._bridge.config.finalize_model_grads_func = _reduce_gradients
         reading = Reading(config.parallel, takes_packed_rows(config), temperature)
         self._policy = Stages(self._bridge.build(trained=True), reading, ranks)
-        self._reference = None
+        self._reference: Stages | None = None
         if config.kl.needs_reference:
             self._reference = Stages(self._bridge.build(trained=False), reading, ranks)
         self._optimizer = Optimizer(self._policy.models, config)
@@ -87,10 +87,13 @@ class MegatronEngine:
     def save_model(self, folder: Path) -> None:
         from huggingface_hub import save_torch_state_dict
 
-        weights = dict(self.weights(torch.float32))
+        weights: dict[str, Tensor] = {}
+        for name, tensor in self._state.export():
+            if self._ranks.first:
+                weights[name] = tensor.detach().to("cpu", copy=True).contiguous()
         if self._ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
-            save_torch_state_dict({name: one.contiguous() for name, one in weights.items()}, folder)
+            save_torch_state_dict(weights, folder)
             self._bridge.save_settings(folder)
 
 

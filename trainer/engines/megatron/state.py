@@ -15,7 +15,7 @@ expert or data-parallel ranks reads them. Nothing is pickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,15 +87,19 @@ class State:
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for model in self._models for parameter in model.parameters()]
 
-    def _share(self, key: str) -> Share:
-        share = Share()
+    def export(self, key: str = MASTER) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full float32 tensor) of the masters or a moment, on all ranks. To be read to its end."""
         values = whole_states(self._optimizer.megatron, self._parameters, key)
         with standing_in(self._models, values):
-            for number, (name, tensor) in enumerate(self._bridge.export(self._models)):
-                writer = number % self._ranks.world
-                share.files[name] = f"rank_{writer:02d}.safetensors"
-                if writer == self._ranks.rank:
-                    share.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            yield from self._bridge.export(self._models)
+
+    def _share(self, key: str) -> Share:
+        share = Share()
+        for number, (name, tensor) in enumerate(self.export(key)):
+            writer = number % self._ranks.world
+            share.files[name] = f"rank_{writer:02d}.safetensors"
+            if writer == self._ranks.rank:
+                share.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
         return share
 
     def _load(self, key: str, folder: Path) -> None:
