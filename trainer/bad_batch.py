@@ -2,7 +2,7 @@
 
     bad_batches/step_000012_0/   (step, minibatch)
         about.json               written last: loss, gradient norm, settings, episodes by rank, checksums of the files
-        rank_00.safetensors      what rank 0 (of several ranks per model: replica 0) trained: `I.FIELD` of pack I, `targets.FIELD`
+        rank_00.safetensors      what rank 0 trained: `I.FIELD` of pack I, `targets.FIELD`
         episodes_00.jsonl        its episodes for people, as in trajectories/
         model/                   the policy's weights before the update, a Hugging Face folder
 
@@ -95,7 +95,7 @@ class BadBatches:
         if not ranks.from_first(self._begin(temporary) if ranks.first else None):
             return None
         problems = ranks.gather(self._write_share(temporary, batch, share))
-        episodes = ranks.gather_replicas(list(share.episodes))
+        episodes = ranks.data.gather(list(share.episodes))
         if ranks.first and not any(problems):
             about = self._about(config, batch, place, update) | {"episodes": episodes}
             problems.append(_attempt(lambda: _seal(temporary, final, about)))
@@ -120,14 +120,14 @@ class BadBatches:
         """The weights are gathered by all ranks before any file is written, so a full disk stops no collective."""
 
         def write() -> None:
-            if not self._ranks.speaks:
-                return
-            save_file(_tensors(share), folder / f"rank_{self._ranks.replica:02d}.safetensors")
+            number = self._ranks.data.rank
+            save_file(_tensors(share), folder / f"rank_{number:02d}.safetensors")
             lines = [json.dumps(readable_trajectory(one, None, None)) for one in batch.trajectories]
-            (folder / f"episodes_{self._ranks.replica:02d}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+            (folder / f"episodes_{number:02d}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
         problem = _attempt(lambda: save_final_model(self._engine, self._ranks, self._model, folder / "model"))
-        return problem or _attempt(write)
+        # Ranks that share a copy of the model hold the same rows.
+        return problem or (_attempt(write) if self._ranks.leads else "")
 
     def _about(self, config: TrainerConfig, batch: StepBatch, place: Place, update: Update) -> dict[str, Any]:
         return {

@@ -81,13 +81,13 @@ class StepBatch:
         return np.array([t.reward for t in self.trajectories], dtype=np.float64)
 
 
-def share_of(batch: Batch, replica: int, replicas: int, minibatches: int) -> list[int]:
-    """The groups of `batch` that `replica` trains: whole groups, dealt in turn inside each minibatch.
+def share_of(batch: Batch, rank: int, world: int, minibatches: int) -> list[int]:
+    """The groups of `batch` that `rank` trains: whole groups, dealt in turn inside each minibatch.
 
-    Dealing inside minibatches keeps every minibatch the same set of groups on any number of replicas.
+    Dealing inside minibatches keeps every minibatch the same set of groups on any number of ranks.
     """
     bounds = minibatch_bounds(len(batch.groups), minibatches)
-    return [group for start, end in bounds for group in range(start + replica, end, replicas)]
+    return [group for start, end in bounds for group in range(start + rank, end, world)]
 
 
 def minibatch_bounds(groups: int, minibatches: int) -> list[tuple[int, int]]:

@@ -40,6 +40,6 @@ def choose_tokens(
     given = {**options_of(loss), **config.loss_options}
     settings = {name: given[name] for name in options_of(choose)}
     chosen = choose(covariances(everything[0], everything[1]), generator, **settings)
-    start = sum(part.shape[1] for part in parts[: ranks.replica])
+    start = sum(part.shape[1] for part in parts[: ranks.rank])
     mine[mine.clone()] = chosen[start : start + int(mine.sum())]
     return mine

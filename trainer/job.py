@@ -69,7 +69,7 @@ def check_job(job: TrainJob) -> None:
             "every minibatch needs a group"
         )
     check_engine(config)
-    per_replica = config.parallel.layout.ranks_per_replica
+    per_replica = config.parallel.layout.ranks
     if config.ranks > job.limits.groups_per_step * per_replica:
         copies = f" ({config.ranks // per_replica} copies of the model)" if per_replica > 1 else ""
         raise BadJob(

@@ -1,10 +1,9 @@
 """Where a rank stands when one copy of the model spans several ranks.
 
-    rank = tensor + T · (context + C · (replica + R · stage))         megatron-core's order, "tp-cp-dp-pp"
+    rank = ((stage · R + replica) · C + context) · T + tensor         megatron-core's order, "tp-cp-dp-pp"
 
-A replica is one whole copy of the model on T · C · P ranks, all of which are given the same episodes; R replicas share
-out a batch. One rank of each speaks for it: what is added up over ranks counts once. It is of the last stage, where
-logprobs and loss are.
+A replica is one whole copy of the model on T · C · P ranks, all of which hold the same episodes; R replicas share out a
+batch.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ class Place:
     replica: int
     """Which copy of the model the rank belongs to, from 0."""
     replicas: int
+    leads: bool
+    """First of its replica: does once what concerns its rows."""
     speaks: bool
-    """This rank's numbers count for its replica."""
+    """Its numbers count for its replica: it is of the last stage, where logprobs and loss are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +34,18 @@ class Layout:
     """P: groups of layers on ranks of their own."""
 
     @property
-    def ranks_per_replica(self) -> int:
+    def ranks(self) -> int:
+        """That hold the same rows."""
         return self.tensor * self.context * self.stages
 
     def place(self, rank: int, world: int) -> Place:
         """Raises `ValueError` where `world` ranks are no whole number of replicas."""
-        replicas, rest = divmod(world, self.ranks_per_replica)
+        replicas, rest = divmod(world, self.ranks)
         if rest or not replicas:
-            raise ValueError(f"{world} ranks are no whole number of replicas of {self.ranks_per_replica} ranks")
-        among, higher = rank % (self.tensor * self.context), rank // (self.tensor * self.context)
+            raise ValueError(f"{world} ranks are no whole number of replicas of {self.ranks} ranks")
+        higher, among = divmod(rank, self.tensor * self.context)
         stage, replica = divmod(higher, replicas)
-        return Place(replica, replicas, speaks=among == 0 and stage == self.stages - 1)
+        return Place(replica, replicas, leads=not among and not stage, speaks=not among and stage == self.stages - 1)
 
     def speakers(self, world: int) -> list[int]:
         """[R] the rank that speaks for each replica."""

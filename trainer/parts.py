@@ -74,13 +74,13 @@ class Parts:
             engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
             publisher = Publisher(job, engine, ranks, in_torch)
             saver = Saver(job, engine, ranks, in_torch)
-            spiller = Spiller(job, publisher, ranks.first, ranks.speaks)
+            spiller = Spiller(job, publisher, ranks.first, leads=ranks.leads)
             source = BatchSource(
                 job,
                 feeder,
                 engine.limits,
-                ranks.replica,
-                ranks.replicas,
+                ranks.data.rank,
+                ranks.data.world,
                 remind=publisher.remind if ranks.first else None,
             )
             for part in (saver, publisher, spiller, evaluator, source):
@@ -90,7 +90,7 @@ class Parts:
                 stack.callback(recorder.close)
             folder = job.run_dir / "bad_batches"
             bad_batches = BadBatches(folder, job.config.bad_batch_dumps, job.model, engine, ranks)
-            learner = Learner(job.config, engine, ranks, bad_batches)
+            learner = Learner(job.config, engine, ranks.data, bad_batches)
             leaving = (publisher, saver, spiller)
             parts = cls(job, in_torch, ranks, engine, learner, *leaving, source, recorder, evaluator, feeder, 0, 0.0)
             await parts._resume()

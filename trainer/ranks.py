@@ -20,25 +20,21 @@ from penstock.trainer.layout import Layout
 
 
 class Ranks:
-    """Owns the process group: `open` makes it, `close` ends it.
+    """Owns the process group: `open` makes it, `close` ends it."""
 
-    Ranks of one replica (`Layout`) have the same episodes. `sum`, `gather_replicas` and `gather_numbers` count each
-    replica once, the others are over all ranks.
-    """
-
-    def __init__(self, device: torch.device, background: dist.ProcessGroup | None, layout: Layout = Layout()) -> None:
+    def __init__(
+        self, device: torch.device, background: dist.ProcessGroup | None, layout: Layout = Layout()
+    ) -> None:
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
-        place = layout.place(self.rank, self.world)
-        self.replica = place.replica
-        """Which share of a batch is this rank's, of `replicas`."""
-        self.replicas = place.replicas
-        self.speaks = place.speaks
-        """What this rank says counts for its replica."""
-        self._speakers = layout.speakers(self.world)
         self.device = device
         self.background = background
         """A group of its own for checkpoint writing: its collectives must not mix with those of the steps."""
+        place = layout.place(self.rank, self.world)
+        self.leads = place.leads
+        """First of its copy of the model: does once what concerns the copy's rows."""
+        self.data: Ranks = self if layout.ranks == 1 else Replicas(self, layout)
+        """The copies of the model, each as one rank: sums over tokens and episodes are over these."""
 
     @property
     def first(self) -> bool:
@@ -66,8 +62,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def sum(self, value: float) -> float:
-        """Over replicas."""
-        return self._reduce(value if self.speaks else 0.0, dist.ReduceOp.SUM)
+        return self._reduce(value, dist.ReduceOp.SUM)
 
     def max(self, value: float) -> float:
         return self._reduce(value, dist.ReduceOp.MAX)
@@ -87,13 +82,8 @@ class Ranks:
         dist.all_gather(received, padded)
         return [json.loads(bytes(part.tolist())) for part in received]
 
-    def gather_replicas(self, value: Any) -> list[Any]:
-        """JSON data of every replica, by replica."""
-        everything = self.gather(value if self.speaks else None)
-        return [everything[rank] for rank in self._speakers]
-
     def gather_numbers(self, mine: Tensor) -> list[Tensor]:
-        """[K, M] of every replica, by replica: the same K and dtype, another M."""
+        """[K, M] of every rank, by rank: the same K and dtype, another M."""
         if self.world == 1:
             return [mine]
         sizes = self.gather(mine.shape[1])
@@ -101,7 +91,7 @@ class Ranks:
         padded[:, : mine.shape[1]] = mine
         received = [torch.empty_like(padded) for _ in range(self.world)]
         dist.all_gather(received, padded)
-        return [received[rank][:, : sizes[rank]] for rank in self._speakers]
+        return [part[:, :size] for part, size in zip(received, sizes, strict=True)]
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's JSON data on every rank."""
@@ -113,6 +103,42 @@ class Ranks:
         tensor = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(tensor, operation)
         return float(tensor)
+
+
+class Replicas(Ranks):
+    """Copies of a model that spans several ranks, each copy as one rank: `rank` of `world`.
+
+    All processes call, and all hear the same; of each copy, what one of them says counts. A copy's last stage has
+    numbers that the others lack.
+    """
+
+    def __init__(self, everyone: Ranks, layout: Layout) -> None:
+        place = layout.place(everyone.rank, everyone.world)
+        self.rank = place.replica
+        self.world = place.replicas
+        self.device = everyone.device
+        self.background = everyone.background
+        self.leads = place.leads
+        self.data = self
+        self._everyone = everyone
+        self._speaks = place.speaks
+        self._speakers = layout.speakers(everyone.world)
+
+    def sum(self, value: float) -> float:
+        return self._everyone.sum(value if self._speaks else 0.0)
+
+    def max(self, value: float) -> float:
+        return self._everyone.max(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """JSON data of every copy, by copy."""
+        everything = self._everyone.gather(value)
+        return [everything[rank] for rank in self._speakers]
+
+    def gather_numbers(self, mine: Tensor) -> list[Tensor]:
+        """[K, M] of every copy, by copy: the same K and dtype, another M."""
+        everything = self._everyone.gather_numbers(mine)
+        return [everything[rank] for rank in self._speakers]
 
 
 def merge_by_name(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -1,6 +1,6 @@
 """Batches for the loop: step s + 1 is leased and read while step s trains.
 
-    prefetch(s) ──► task: feed ─► lease_batch(s) ⟲ until there ─► read this replica's share ─► check ──► take(s)
+    prefetch(s) ──► task: feed ─► lease_batch(s) ⟲ until there ─► read this rank's share ─► check ──► take(s)
 
 The task waits for the ledger, polling with a growing pause. Its deadline counts only while the loop itself waits in
 `take`: a batch that cannot be there before the step under way is published is not late.
@@ -29,18 +29,15 @@ class BatchTimeout(RuntimeError):
 
 
 class BatchSource:
-    """Owns the prefetching task; `close` ends it. `feeder` is None on all ranks but the first.
-
-    Takes share `replica` of `replicas`.
-    """
+    """Owns the prefetching task; `close` ends it. `feeder` is None on all ranks but the first."""
 
     def __init__(
         self,
         job: TrainJob,
         feeder: Feeder | None,
         model: ModelLimits,
-        replica: int,
-        replicas: int,
+        rank: int,
+        world: int,
         *,
         remind: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
@@ -48,9 +45,9 @@ class BatchSource:
         self._job = job
         self._feeder = feeder
         self._model = model
-        self._replica = replica
+        self._rank = rank
         self._remind = remind
-        self._replicas = replicas
+        self._world = world
         self._task: asyncio.Task[StepBatch] | None = None
         self._step = -1
         self._waiting_since: float | None = None
@@ -86,7 +83,7 @@ class BatchSource:
 
     async def _fetch(self, step: int) -> StepBatch:
         batch = await self._lease(step)
-        share = share_of(batch, self._replica, self._replicas, self._job.config.minibatches)
+        share = share_of(batch, self._rank, self._world, self._job.config.minibatches)
         ids = [episode for group in share for episode in batch.groups[group]]
         trajectories = await self._job.ledger.read(ids)
         bound = self._job.limits.max_staleness

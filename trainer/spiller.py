@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class Spiller:
-    """Every rank has one; the one that speaks for a replica spills its share. Without `TrainJob.spill` every method is
-    a no-op."""
+    """Every rank has one and spills its own share. Without `TrainJob.spill` every method is a no-op."""
 
-    def __init__(self, job: TrainJob, publisher: Publisher, first: bool, speaks: bool = True) -> None:
+    def __init__(self, job: TrainJob, publisher: Publisher, first: bool, *, leads: bool = True) -> None:
+        """`leads`: of the ranks that hold the same rows, one spills them."""
         self._ledger = job.ledger
-        self._enabled = job.spill and speaks
+        self._enabled = job.spill and leads
         self._publisher = publisher
         self._first = first
         self._task: asyncio.Task[None] | None = None

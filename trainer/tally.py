@@ -14,7 +14,7 @@ from penstock.trainer.ranks import Ranks, merge_by_name
 
 
 class Tally:
-    """Collects values by name on one rank; `reduce` adds up the replicas.
+    """Collects values by name on one rank; `reduce` adds up the ranks.
 
     Values are kept until the end and summed by `math.fsum`, which rounds once: the same values give the same bits in
     any order and any split.
@@ -35,12 +35,12 @@ class Tally:
     def reduce(self, ranks: Ranks) -> Totals:
         """A collective."""
         sums = {name: _summary(np.concatenate(parts)) for name, parts in self._values.items()}
-        gathered = ranks.gather_replicas({"sums": sums, "counts": dict(self._counts)})
+        gathered = ranks.gather({"sums": sums, "counts": dict(self._counts)})
         return Totals(gathered)
 
 
 class Totals:
-    """The tallies of all replicas, added up."""
+    """The tallies of all ranks, added up."""
 
     def __init__(self, parts: Sequence[dict[str, Any]]) -> None:
         self._sums = merge_by_name([part["sums"] for part in parts])

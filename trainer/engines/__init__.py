@@ -27,9 +27,9 @@ def check_engine(config: TrainerConfig) -> None:
     """Raises `UnknownName`, or `BadJob` for settings that the engine cannot serve."""
     check = getattr(ENGINES.get(config.engine), "check", None)
     layout = config.parallel.layout
-    if config.ranks % layout.ranks_per_replica:
+    if config.ranks % layout.ranks:
         raise BadJob(
-            f"trainer.ranks is {config.ranks}; one copy of the model takes {layout.ranks_per_replica} (parallel.tensor "
+            f"trainer.ranks is {config.ranks}; one copy of the model takes {layout.ranks} (parallel.tensor "
             f"{layout.tensor} · context {layout.context} · pipeline {layout.stages}): ranks must be a multiple of that"
         )
     if check is not None:

@@ -64,8 +64,8 @@ class Stages:
         losses = self._run(
             packs, lambda pack, outputs: loss(pack, outputs) / divisor, backward=True, with_entropy=with_entropy
         )
-        # The last stage has them; it speaks for the replica.
-        return self._ranks.sum(sum(float(one) for one in losses))
+        # The last stage has them; it speaks for its copy of the model.
+        return self._ranks.data.sum(sum(float(one) for one in losses))
 
     def _run(
         self,

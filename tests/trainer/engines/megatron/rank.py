@@ -91,9 +91,9 @@ def with_engine(model: str, settings: dict[str, Any], use: Callable[[MegatronEng
 def train_one(engine: MegatronEngine, ranks: Ranks, step: int) -> None:
     groups = [[make_trajectory(f"train/{step}/{g}", m, step) for m in range(4)] for g in range(2)]
     ids = Batch(step, [[one.episode_id for one in group] for group in groups])
-    share = share_of(ids, ranks.replica, ranks.replicas, 1)
+    share = share_of(ids, ranks.data.rank, ranks.data.world, 1)
     batch = make_step_batch(ids, share, [one for g in share for one in groups[g]], 0, engine.limits)
-    learner = Learner(engine.config, engine, ranks)
+    learner = Learner(engine.config, engine, ranks.data)
     scored = learner.score(batch)
     learner.update(batch, scored, learner.advantages(batch, scored))
 
