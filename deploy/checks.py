@@ -58,6 +58,20 @@ def check_algorithm(config: RunConfig) -> Check | None:
     return Check("trainer.advantage", True, found)
 
 
+def check_training_engine(config: RunConfig) -> Check | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
+    from penstock.trainer.engines import check_engine
+
+    trainer = config.trainer
+    found = f"{trainer.engine}, {trainer.ranks} ranks"
+    try:
+        check_engine(trainer)
+    except ValueError as error:
+        return Check("trainer.engine", False, found, str(error))
+    return Check("trainer.engine", True, found)
+
+
 def check_lengths(config: RunConfig) -> Check:
     room = config.rollout.max_model_len - config.agent.max_response_tokens
     return Check(
@@ -260,6 +274,7 @@ def check_ports(config: RunConfig) -> Check | None:
 CHECKS: tuple[Callable[[RunConfig], Check | None], ...] = (
     check_correction,
     check_algorithm,
+    check_training_engine,
     check_lengths,
     check_sampling,
     check_capacity,

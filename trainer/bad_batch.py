@@ -26,8 +26,8 @@ from torch import Tensor
 from penstock.trainer.batch import StepBatch
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.durable import fingerprint, fingerprints, sync, sync_tree
-from penstock.trainer.engine import FSDPEngine
-from penstock.trainer.export import save_adapter, save_final_model
+from penstock.trainer.engine import Engine
+from penstock.trainer.export import save_final_model
 from penstock.trainer.objective import Targets
 from penstock.trainer.packing import Pack
 from penstock.trainer.ranks import Ranks
@@ -80,7 +80,7 @@ class Dump:
 class BadBatches:
     """The folder of a run, written by all ranks together. `keep` dumps at most: each holds all weights."""
 
-    def __init__(self, folder: Path, keep: int, model: str, engine: FSDPEngine, ranks: Ranks) -> None:
+    def __init__(self, folder: Path, keep: int, model: str, engine: Engine, ranks: Ranks) -> None:
         """`model`: whose tokenizer goes into the dump."""
         self._folder = folder
         self._keep = keep
@@ -134,7 +134,7 @@ class BadBatches:
     def _write_model(self, folder: Path) -> None:
         save_final_model(self._engine, self._ranks, self._model, folder, with_adapter=False)
         if self._engine.adapter_settings is not None:
-            save_adapter(self._engine, self._ranks, folder / ADAPTER)
+            self._engine.save_adapter(folder / ADAPTER)
 
     def _about(self, config: TrainerConfig, batch: StepBatch, place: Place, update: Update) -> dict[str, Any]:
         return {
@@ -144,7 +144,7 @@ class BadBatches:
             "divisor": place.divisor,
             "loss": str(update.loss),  # JSON has no NaN
             "grad_norm": str(update.grad_norm),
-            "temperature": self._engine.policy.temperature,
+            "temperature": self._engine.temperature,
             "config": config.model_dump(mode="json"),
         }
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,10 +24,12 @@ import xxhash
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from penstock.trainer.durable import fingerprint, fingerprints, sync, sync_tree
-from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recent import Groups
 from penstock.transfer_queue.trajectory import DataCursor
+
+if TYPE_CHECKING:
+    from penstock.trainer.engine import FSDPEngine
 
 COMPLETE = "complete"
 

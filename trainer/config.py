@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from penstock.trainer.layout import Layout
+
 
 class KLConfig(BaseModel):
     """The pull towards the reference policy: the run's model before training."""
@@ -56,17 +58,32 @@ class OverlongConfig(BaseModel):
 
 
 class ParallelConfig(BaseModel):
-    """How ranks share one copy of the model; the rest of them hold further copies' rows (data parallelism)."""
+    """How one copy of the model is split over ranks; `trainer.ranks` holds as many copies as fit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    tensor: int = Field(1, gt=0, description="Ranks that share out each matrix; within one machine.")
-    context: int = Field(1, gt=0, description="Ranks that share out the tokens of each pack, for very long rows.")
+    tensor: int = Field(1, gt=0, description="Ranks that share each matrix; within one machine.")
+    pipeline: int = Field(1, gt=0, description="Groups of layers on ranks of their own (megatron).")
+    context: int = Field(1, gt=0, description="Ranks that share the tokens of each row, for very long rows.")
+    expert: int = Field(1, gt=0, description="Ranks that share out a mixture's experts, among all copies (megatron).")
 
     @property
-    def ranks(self) -> int:
-        """That hold the same rows."""
-        return self.tensor * self.context
+    def layout(self) -> Layout:
+        return Layout(self.tensor, self.context, self.pipeline)
+
+
+class MegatronConfig(BaseModel):
+    """Only where trainer.engine is megatron."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    python: str | None = Field(
+        None,
+        description="Python of the environment that holds megatron-core; None looks for .venv-megatron, then this one.",
+    )
+    recompute: Literal["none", "attention", "layers"] = Field(
+        "none", description="What the backward computes again instead of keeping it."
+    )
 
 
 class LoraConfig(BaseModel):
@@ -84,6 +101,9 @@ class LoraConfig(BaseModel):
 class TrainerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    engine: str = Field("fsdp", description="Registered training engine: fsdp or megatron.")
+    parallel: ParallelConfig = ParallelConfig()
+    megatron: MegatronConfig = MegatronConfig()
     steps: int = Field(40, gt=0, description="Optimizer steps (published versions) of the run.")
     ranks: int = Field(1, gt=0, description="Trainer processes, started by torchrun on one machine.")
     threads: int = Field(1, gt=0, description="CPU threads per trainer process.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from penstock.trainer.advantages import ADVANTAGES
 from penstock.trainer.batch import ModelLimits
+from penstock.trainer.checkpoint import Found, begin_save, load
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.critic import load_critic
 from penstock.trainer.flops import Flops
@@ -35,9 +38,16 @@ class ValueLoss(Protocol):
 
 
 class Engine(Protocol):
-    """What the loop needs of a training backend. Every method is a collective over the ranks."""
+    """What the loop needs of a training backend. Every method is a collective over the ranks.
+
+    Ranks of one replica are given the same packs and return the same numbers.
+    """
 
     limits: ModelLimits
+    temperature: float
+    """Logprobs are those of logits / temperature."""
+    flops: Flops | None
+    """Of its model; None where nobody counts them."""
     kl_coefficient: float
     """Of trainer.kl.in_reward, as it was steered to; a checkpoint keeps it."""
 
@@ -70,12 +80,28 @@ class Engine(Protocol):
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Like `weights`, of the adapter alone, float32, under peft's names."""
 
+    def begin_save(self, path: Path) -> Future[Any]:
+        """Copy weights and moments, and write them into the folder `path` in a thread. The future is done when all
+        ranks wrote."""
+
+    def load(self, found: Found) -> None:
+        """Restore what `begin_save` wrote, also with another number of ranks. Raises `ValueError` where the checkpoint
+        is another engine's."""
+
+    def save_model(self, folder: Path, *, with_adapter: bool = True) -> None:
+        """Write a Hugging Face folder without tokenizer; rank 0 does. What LoRA learned is added to the weights, unless
+        not `with_adapter`."""
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write what LoRA learned as a folder that peft loads; rank 0 does."""
+
 
 class FSDPEngine:
     """Any `AutoModelForCausalLM`. One rank by default; more give the same numbers, up to rounding."""
 
     def __init__(self, model: str, config: TrainerConfig, ranks: Ranks, temperature: float = 1.0) -> None:
         self.config = config
+        self.temperature = temperature
         self._ranks = ranks
         self.policy: Policy = load_policy(model, temperature, config)
         self.limits = _model_limits(self.policy)
@@ -134,6 +160,22 @@ class FSDPEngine:
             full = whole(tensor)
             if self._ranks.first:
                 yield name, full.detach().to("cpu", torch.float32, copy=True)
+
+    def begin_save(self, path: Path) -> Future[Any]:
+        return begin_save(self, self._ranks, path)
+
+    def load(self, found: Found) -> None:
+        load(self, self._ranks, found)
+
+    def save_model(self, folder: Path, *, with_adapter: bool = True) -> None:
+        weights = dict(self.weights(torch.float32, with_adapter=with_adapter))
+        if self._ranks.first:
+            self.policy.model.save_pretrained(folder, state_dict=weights)
+
+    def save_adapter(self, folder: Path) -> None:
+        tensors = dict(self.adapter_weights())
+        if self._ranks.first and self.policy.adapter is not None:
+            self.policy.adapter.save(folder, tensors)
 
 
 def _model_limits(policy: Policy) -> ModelLimits:

@@ -9,10 +9,8 @@ import logging
 import shutil
 from pathlib import Path
 
-import torch
-
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.engine import FSDPEngine
+from penstock.trainer.engine import Engine, FSDPEngine
 from penstock.trainer.ranks import Ranks
 
 TIMEOUT_S = 60.0
@@ -20,42 +18,40 @@ TIMEOUT_S = 60.0
 logger = logging.getLogger(__name__)
 
 
-def save_final_model(engine: FSDPEngine, ranks: Ranks, source: str, folder: Path, *, with_adapter: bool = True) -> None:
+def save_final_model(engine: Engine, ranks: Ranks, source: str, folder: Path, *, with_adapter: bool = True) -> None:
     """A Hugging Face folder with the tokenizer of `source`; written beside and renamed. A collective.
 
     What LoRA learned is added to the weights, unless not `with_adapter`.
     """
-    weights = dict(engine.weights(torch.float32, with_adapter=with_adapter))
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    if ranks.first:
+        shutil.rmtree(temporary, ignore_errors=True)
+    engine.save_model(temporary, with_adapter=with_adapter)
     if not ranks.first:
         return
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    engine.policy.model.save_pretrained(temporary, state_dict=weights)
     _save_tokenizer(source, temporary)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
 
 
-def save_adapter(engine: FSDPEngine, ranks: Ranks, folder: Path) -> None:
-    """What LoRA learned as a folder that peft loads. A collective."""
-    tensors = dict(engine.adapter_weights())
-    if ranks.first and engine.policy.adapter is not None:
-        engine.policy.adapter.save(folder, tensors)
-
-
 def export_checkpoint(checkpoint: Path, model: str, config: TrainerConfig, folder: Path) -> int:
     """`checkpoint` of a run that started from `model` as a Hugging Face folder, in one process, whatever number of
-    ranks wrote it. Returns its step. Raises `OSError`, `ValueError` where the checkpoint is not whole."""
-    from penstock.trainer.checkpoint import load, read_marker
+    ranks wrote it. Returns its step. Raises `OSError`, `ValueError` where the checkpoint is not whole, or another
+    engine's."""
+    from penstock.trainer.checkpoint import read_marker
 
+    if config.engine != "fsdp":
+        raise ValueError(f"the run's engine is {config.engine}: only checkpoints of the engine fsdp are read here")
+    # What concerns speed and memory alone may ask for a machine that this is not.
+    config = config.model_copy(update={"liger": False, "compile": False, "offload": False})
     found = read_marker(checkpoint)
     ranks = Ranks.open(TIMEOUT_S)
     try:
         engine = FSDPEngine(model, config, ranks)
-        load(engine, ranks, found)
+        engine.load(found)
         save_final_model(engine, ranks, model, folder)
         if engine.adapter_settings is not None:
-            save_adapter(engine, ranks, folder / "adapter")
+            engine.save_adapter(folder / "adapter")
     finally:
         ranks.close()
     return found.step

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from penstock.trainer.algorithm import BadJob, check_algorithm
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.engines import check_engine
 from penstock.transfer_queue.ledger import Ledger, Limits
 
 
@@ -68,32 +68,15 @@ def check_job(job: TrainJob) -> None:
             f"trainer.minibatches is {config.minibatches}, groups_per_step only {job.limits.groups_per_step}: "
             "every minibatch needs a group"
         )
-    _check_ranks(config, job.limits.groups_per_step)
-    _check_engine(config)
+    check_engine(config)
+    per_replica = config.parallel.layout.ranks
+    if config.ranks > job.limits.groups_per_step * per_replica:
+        copies = f" ({config.ranks // per_replica} copies of the model)" if per_replica > 1 else ""
+        raise BadJob(
+            f"trainer.ranks is {config.ranks}{copies}, groups_per_step only {job.limits.groups_per_step}: ranks train "
+            "whole groups, and some would never have one. Raise groups_per_step or lower trainer.ranks"
+        )
     if job.transport in ("http", "collective") and not job.token:
         raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")
     if job.temperature <= 0:
         raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")
-
-
-def _check_ranks(config: TrainerConfig, groups_per_step: int) -> None:
-    parallel = config.parallel
-    if config.ranks % parallel.ranks:
-        raise BadJob(
-            f"trainer.ranks is {config.ranks}, which trainer.parallel.tensor={parallel.tensor} times "
-            f"trainer.parallel.context={parallel.context} does not divide"
-        )
-    if config.ranks // parallel.ranks > groups_per_step:
-        raise BadJob(
-            f"trainer.ranks is {config.ranks}, groups_per_step only {groups_per_step}: ranks train whole "
-            "groups, and some would never have one. Raise groups_per_step or lower trainer.ranks"
-        )
-
-
-def _check_engine(config: TrainerConfig) -> None:
-    if config.compile and config.parallel.tensor > 1:
-        raise BadJob("trainer.compile does not go with trainer.parallel.tensor: set one of them")
-    if config.lora.rank and find_spec("peft") is None:
-        raise BadJob("trainer.lora needs the package peft: pip install penstock[lora]")
-    if config.liger and find_spec("liger_kernel") is None:
-        raise BadJob("trainer.liger needs the package liger-kernel: pip install liger-kernel")

@@ -17,9 +17,10 @@ from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import BadBatch, StepBatch, refuse_together
 from penstock.trainer.credit import means_by_episode
 from penstock.trainer.data import Stream, load_rows
-from penstock.trainer.engine import FSDPEngine
+from penstock.trainer.engine import Engine
+from penstock.trainer.engines import ENGINES
 from penstock.trainer.evaluate import Evaluator
-from penstock.trainer.export import save_adapter, save_final_model
+from penstock.trainer.export import save_final_model
 from penstock.trainer.feeder import Feeder
 from penstock.trainer.flops import peak_tflops
 from penstock.trainer.job import BadJob, TrainJob
@@ -47,7 +48,7 @@ class Parts:
     job: TrainJob
     in_torch: TorchThread
     ranks: Ranks
-    engine: FSDPEngine
+    engine: Engine
     learner: Learner
     publisher: Publisher
     saver: Saver
@@ -68,12 +69,10 @@ class Parts:
             in_torch = TorchThread(job.config.threads)
             stack.callback(in_torch.close)
             # Longer than a batch may take: one rank may hold its batch while another still waits for it.
-            parallel = job.config.parallel
-            timeout_s = job.config.batch_timeout_s + 120
-            ranks = await in_torch(Ranks.open, timeout_s, context=parallel.context, tensor=parallel.tensor)
+            ranks = await in_torch(Ranks.open, job.config.batch_timeout_s + 120, job.config.parallel.layout)
             stack.push_async_callback(_close_ranks, in_torch, ranks)
             feeder, recorder, evaluator = await asyncio.to_thread(_first_rank_parts, job) if ranks.first else [None] * 3
-            engine = await in_torch(FSDPEngine, job.model, job.config, ranks, job.temperature)
+            engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
             publisher = Publisher(job, engine, ranks, in_torch)
             saver = Saver(job, engine, ranks, in_torch)
             spiller = Spiller(job, publisher, ranks.first, leads=ranks.leads)
@@ -130,6 +129,8 @@ class Parts:
 
     def _speed(self, metrics: Mapping[str, Any], busy_s: float) -> dict[str, float]:
         """Arithmetic of the update, per second and rank, and as a share of the peak where that is known."""
+        if self.engine.flops is None:
+            return {}
         trained = metrics["tokens"], metrics["tokens_sampled"], metrics["tokens_squared"]
         tflops = self.engine.flops.of_update(*trained) / busy_s / self.ranks.world / 1e12
         peak = peak_tflops(self.job.config.peak_tflops, self.ranks.device, self.job.config.dtype)
@@ -153,7 +154,7 @@ class Parts:
         folder = self.job.run_dir / "final_model"
         await self.in_torch(save_final_model, self.engine, self.ranks, self.job.model, folder)
         if self.engine.adapter_settings is not None:
-            await self.in_torch(save_adapter, self.engine, self.ranks, self.job.run_dir / "final_adapter")
+            await self.in_torch(self.engine.save_adapter, self.job.run_dir / "final_adapter")
         if self.evaluator is not None:
             await self.evaluator.finish(self.step, self.job.eval_timeout_s)
 

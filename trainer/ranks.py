@@ -1,7 +1,5 @@
 """The trainer's processes as one group: who am I, and the few collectives that the loop needs.
 
-    rank = (data · C + context) · T + tensor        C · T neighbours hold one copy of the model together
-
 Every method is a collective: all ranks call it, in the same order, from the thread that does the torch work.
 Data travels as numbers and JSON, never pickled.
 """
@@ -18,45 +16,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.trainer.layout import Layout
+from penstock.trainer.mesh import Mesh
 
 
 class Ranks:
     """Owns the process group: `open` makes it, `close` ends it."""
 
     def __init__(
-        self, device: torch.device, background: dist.ProcessGroup | None, group: dist.ProcessGroup | None = None
+        self,
+        device: torch.device,
+        background: dist.ProcessGroup | None,
+        layout: Layout = Layout(),
+        timeout: timedelta = timedelta(minutes=10),
     ) -> None:
-        """`group`: a part of the processes; None: all."""
-        self.rank = dist.get_rank(group)
-        self.world = dist.get_world_size(group)
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self.layout = layout
+        self.timeout = timeout
+        """After which a collective that not all ranks have come to ends with an error."""
         self.device = device
-        self.group = group
         self.background = background
         """A group of its own for checkpoint writing: its collectives must not mix with those of the steps."""
-        self.data = self
-        """The ranks that hold other rows than this one: one of each copy of the model. Sums over tokens and episodes
-        are over these; the others of a copy hold the same rows."""
-        self.context: Ranks | None = None
-        """The ranks that share out the tokens of this one's packs; None: it has its packs alone."""
-        self.tensor_size = 1
-        """Ranks that share out each matrix."""
+        place = layout.place(self.rank, self.world)
+        self.leads = place.leads
+        """First of its copy of the model: does once what concerns the copy's rows."""
+        self.data: Ranks = self if layout.ranks == 1 else Replicas(self, layout)
+        """The copies of the model, each as one rank: sums over tokens and episodes are over these."""
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
-    @property
-    def leads(self) -> bool:
-        """First of its copy of the model: does once what concerns the copy's rows."""
-        return self.rank % (self.world // self.data.world) == 0
-
     @classmethod
-    def open(cls, timeout_s: float, *, context: int = 1, tensor: int = 1) -> Ranks:
-        """gloo for CPUs, nccl for GPUs; under torchrun its ranks, otherwise a group of this process alone.
-
-        `context` and `tensor`: how many share a copy of the model; their product divides the number of ranks.
-        """
+    def open(cls, timeout_s: float, layout: Layout = Layout()) -> Ranks:
+        """gloo for CPUs, nccl for GPUs; under torchrun its ranks, otherwise a group of this process alone."""
         cuda = torch.cuda.is_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         timeout = timedelta(seconds=timeout_s)
@@ -69,42 +64,12 @@ class Ranks:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)
-        ranks = cls(device, dist.new_group(backend="gloo", timeout=timeout))
-        ranks._divide(context, tensor, backend, timeout)
-        return ranks
-
-    def _divide(self, context: int, tensor: int, backend: str, timeout: timedelta) -> None:
-        copy = context * tensor
-        if self.world % copy:
-            raise ValueError(f"{self.world} ranks cannot hold copies of {context} x {tensor} (context x tensor) ranks")
-        self.tensor_size = tensor
-        copies = range(self.world // copy)
-
-        def part(members: list[list[int]]) -> Ranks:
-            """Of these disjoint lists of ranks, which all give alike, the group of the one that this rank is in."""
-            group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout, backend=backend)
-            return Ranks(self.device, None, group)
-
-        if copy > 1:
-            self.data = part([[data * copy + place for data in copies] for place in range(copy)])
-        if context > 1:
-            places = [(data, t) for data in copies for t in range(tensor)]
-            self.context = part([[(data * context + c) * tensor + t for c in range(context)] for data, t in places])
+        return cls(device, dist.new_group(backend="gloo", timeout=timeout), layout, timeout)
 
     @cached_property
-    def mesh(self) -> DeviceMesh:
-        """[shards, tensor] where matrices are split, else [shards]: over what weights lie. The first use is a
-        collective."""
-        if self.tensor_size == 1:
-            return init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("shards",))
-        sizes = (self.shards, self.tensor_size)
-        return init_device_mesh(self.device.type, sizes, mesh_dim_names=("shards", "tensor"))
-
-    @property
-    def shards(self) -> int:
-        """Over how many ranks each weight, or each part of a split one, is sharded; gradients are averaged over
-        them."""
-        return self.world // self.tensor_size
+    def mesh(self) -> Mesh:
+        """Of the engine `fsdp`. The first use is a collective."""
+        return Mesh(self.layout, self.device.type, self.timeout)
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -128,7 +93,7 @@ class Ranks:
         padded = torch.full((longest,), ord(" "), dtype=torch.uint8)
         padded[: len(encoded)] = encoded
         received = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(received, padded, group=self.group)
+        dist.all_gather(received, padded)
         return [json.loads(bytes(part.tolist())) for part in received]
 
     def gather_numbers(self, mine: Tensor) -> list[Tensor]:
@@ -139,7 +104,7 @@ class Ranks:
         padded = torch.zeros(mine.shape[0], max(sizes), dtype=mine.dtype)
         padded[:, : mine.shape[1]] = mine
         received = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(received, padded, group=self.group)
+        dist.all_gather(received, padded)
         return [part[:, :size] for part, size in zip(received, sizes, strict=True)]
 
     def from_first(self, value: Any) -> Any:
@@ -150,8 +115,44 @@ class Ranks:
         if self.world == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(tensor, operation, group=self.group)
+        dist.all_reduce(tensor, operation)
         return float(tensor)
+
+
+class Replicas(Ranks):
+    """Copies of a model that spans several ranks, each copy as one rank: `rank` of `world`.
+
+    All processes call, and all hear the same; of each copy, what one of them says counts. A copy's last stage has
+    numbers that the others lack.
+    """
+
+    def __init__(self, everyone: Ranks, layout: Layout) -> None:
+        place = layout.place(everyone.rank, everyone.world)
+        self.rank = place.replica
+        self.world = place.replicas
+        self.device = everyone.device
+        self.background = everyone.background
+        self.leads = place.leads
+        self.data = self
+        self._everyone = everyone
+        self._speaks = place.speaks
+        self._speakers = layout.speakers(everyone.world)
+
+    def sum(self, value: float) -> float:
+        return self._everyone.sum(value if self._speaks else 0.0)
+
+    def max(self, value: float) -> float:
+        return self._everyone.max(value)
+
+    def gather(self, value: Any) -> list[Any]:
+        """JSON data of every copy, by copy."""
+        everything = self._everyone.gather(value)
+        return [everything[rank] for rank in self._speakers]
+
+    def gather_numbers(self, mine: Tensor) -> list[Tensor]:
+        """[K, M] of every copy, by copy: the same K and dtype, another M."""
+        everything = self._everyone.gather_numbers(mine)
+        return [everything[rank] for rank in self._speakers]
 
 
 def merge_by_name(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:

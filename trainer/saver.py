@@ -11,8 +11,8 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.trainer.checkpoint import CheckpointStore, Found, begin_save, load
-from penstock.trainer.engine import FSDPEngine
+from penstock.trainer.checkpoint import CheckpointStore, Found
+from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks import Ranks
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Saver:
     """Every rank has one; rank 0's seals and commits."""
 
-    def __init__(self, job: TrainJob, engine: FSDPEngine, ranks: Ranks, in_torch: TorchThread) -> None:
+    def __init__(self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread) -> None:
         self._ledger = job.ledger
         self._engine = engine
         self._ranks = ranks
@@ -50,7 +50,7 @@ class Saver:
         if found is None:
             return 0
         checkpoint = Found(self._store.folder / found["name"], found["step"], DataCursor(), found["ranks"])
-        await self._in_torch(load, self._engine, self._ranks, checkpoint)
+        await self._in_torch(self._engine.load, checkpoint)
         self._saved = checkpoint.step
         logger.info("restored %s: step %d", checkpoint.path, checkpoint.step)
         return max(checkpoint.step, committed)
@@ -65,7 +65,7 @@ class Saver:
             return
         await self.settle()
         self._saved = step
-        future = await self._in_torch(begin_save, self._engine, self._ranks, self._store.unfinished(step))
+        future = await self._in_torch(self._engine.begin_save, self._store.unfinished(step))
         found = Found(self._store.unfinished(step), step, data_cursor, self._ranks.world, self._recent.below(step))
         self._task = asyncio.create_task(self._finish(found, future, publisher), name=f"save {step}")
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.trainer import attention
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.context import Context
+from penstock.trainer.layout import Layout
 from penstock.trainer.packing import Pack, empty_pack
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.tensor_parallel import CannotSplit, split_over
@@ -82,7 +82,7 @@ class Learning(Sharded):
             moved = pack.to(self._ranks.device)
             total = loss(moved, self.module(moved))
             # FSDP2 averages gradients over the shards' ranks; `divisor` counts all ranks, so the sum is wanted.
-            (total * (self._ranks.shards / divisor)).backward()
+            (total * (self._ranks.mesh.size / divisor)).backward()
             summed += total.detach()
         return self._ranks.data.sum(float(summed)) / divisor
 
@@ -102,14 +102,15 @@ class Learning(Sharded):
 
 def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     """In place, in this order: split over the tensor group, compiled, computed again in the backward, sharded."""
-    shards = ranks.mesh["shards"] if ranks.tensor_size > 1 else ranks.mesh
+    mesh = ranks.mesh
     if not config.offload:
         module.to(ranks.device)
-    if ranks.tensor_size > 1:
-        split_over(module, ranks.mesh["tensor"])
-    if ranks.context is not None:
-        module.context = _context(module.model, ranks.context, ranks.tensor_size)
-    arguments = {"mesh": shards, "reshard_after_forward": shards.size() > 1, **_policies(config, ranks)}
+    if mesh.tensor is not None:
+        split_over(module, mesh.tensor)
+    if mesh.context is not None:
+        _check_context(module.model, ranks.layout)
+        module.context = mesh.context
+    arguments = {"mesh": mesh.shards, "reshard_after_forward": mesh.size > 1, **_policies(config, ranks)}
     for block in _blocks(module):
         _prepare(block, config)
         fully_shard(block, **arguments)
@@ -117,18 +118,17 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     return module
 
 
-def _context(model: Any, ranks: Ranks, tensor_size: int) -> Context:
+def _check_context(model: Any, layout: Layout) -> None:
     """Raises `CannotSplit` for a model whose attention is not ours (it would see this rank's tokens only), or has too
     few heads."""
-    used, heads = model.config._attn_implementation, model.config.get_text_config().num_attention_heads // tensor_size
+    used, heads = model.config._attn_implementation, model.config.get_text_config().num_attention_heads
     if used != attention.NAME:
         raise CannotSplit(f"{type(model).__name__} runs with attention {used}; set trainer.parallel.context to 1")
-    if heads % ranks.world:
+    if heads // layout.tensor % layout.context:
         raise CannotSplit(
-            f"{heads} heads per tensor rank, which trainer.parallel.context={ranks.world} does not divide"
+            f"the model's {heads} heads over trainer.parallel.tensor={layout.tensor} ranks are no multiple of "
+            f"trainer.parallel.context={layout.context}"
         )
-    assert ranks.group is not None
-    return Context(ranks.group, ranks.rank, ranks.world)
 
 
 def _policies(config: TrainerConfig, ranks: Ranks) -> dict[str, Any]:

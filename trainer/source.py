@@ -75,7 +75,7 @@ class BatchSource:
             self.last_wait_s, self._waiting_since = time.monotonic() - self._waiting_since, None
         if stop.is_set():
             return None
-        if self._rank == 0:
+        if self._feeder is not None:
             await self._job.ledger.add_wait("trainer", "batch", self.last_wait_s)
         return self._task.result()
 

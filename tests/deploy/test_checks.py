@@ -39,6 +39,11 @@ def test_one_member_is_no_group_for_grpo() -> None:
     assert "2 or more" in failures("group_size=1")["trainer.advantage"].mend
 
 
+def test_ranks_that_are_no_whole_copies_of_the_model() -> None:
+    found = failures("trainer.engine=megatron", "trainer.ranks=3", "trainer.parallel.tensor=2")
+    assert "must be a multiple" in found["trainer.engine"].mend
+
+
 def test_a_response_that_leaves_no_room_for_a_prompt() -> None:
     assert "raise rollout.max_model_len" in failures("agent.max_response_tokens=256")["rollout.max_model_len"].mend
 

@@ -69,12 +69,10 @@ def test_peft_says_of_the_saved_adapter_what_the_engine_says(tmp_path: Path, tin
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from penstock.trainer.export import save_adapter, save_final_model
-
     engine = FSDPEngine(tiny_model, CONFIG, ranks)
     train_one(engine, ranks, 0)
-    save_adapter(engine, ranks, tmp_path / "adapter")
-    save_final_model(engine, ranks, tiny_model, tmp_path / "whole")
+    engine.save_adapter(tmp_path / "adapter")
+    engine.save_model(tmp_path / "whole")
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     pack = one_pack(tokens=30, vocab=64)
     (found,) = engine.score([pack])

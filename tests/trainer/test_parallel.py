@@ -116,7 +116,8 @@ def test_what_cannot_be_split_is_refused_by_name(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ranks": 3, "parallel": {"tensor": 2}}, r"trainer\.ranks is 3, which trainer\.parallel\.tensor=2"),
+        ({"ranks": 3, "parallel": {"tensor": 2}}, r"trainer\.ranks is 3; one copy of the model takes 2"),
+        ({"ranks": 2, "parallel": {"pipeline": 2}}, r"fsdp has no trainer\.parallel\.pipeline"),
         ({"ranks": 12, "parallel": {"tensor": 2, "context": 2}}, "groups_per_step only 2"),
         ({"ranks": 2, "parallel": {"tensor": 2}, "compile": True}, r"trainer\.compile does not go with"),
     ],

@@ -160,6 +160,8 @@ async def test_ranks_that_would_never_have_a_group_are_refused(tmp_path: Path, t
 def test_collectives_of_one(ranks: Ranks) -> None:
     assert (ranks.rank, ranks.world, ranks.first) == (0, 1, True)
     assert ranks.gather({"a": 1.5}) == [{"a": 1.5}]
+    assert ranks.data is ranks
+    assert ranks.leads
     assert ranks.from_first([1, None]) == [1, None]
     assert ranks.any(True)
     assert not ranks.any(False)

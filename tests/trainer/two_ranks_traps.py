@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.trainer.attention import packed_attention
 from penstock.trainer.context import Context, _Exchange
+from penstock.trainer.layout import Layout
 from penstock.trainer.logprobs import Head, token_logprobs
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.tensor_parallel import plan_of, split_over
@@ -128,10 +129,9 @@ def a_model_in_two_parts(model: str) -> list[tuple[Tensor, Tensor]]:
 
 
 def main(folder: Path, model: str) -> None:
-    ranks = Ranks.open(60.0, context=2)
-    assert ranks.context is not None
-    assert ranks.context.group is not None
-    context = Context(ranks.context.group, ranks.context.rank, 2)
+    ranks = Ranks.open(60.0, Layout(context=2))
+    context = ranks.mesh.context
+    assert context is not None
     checks: dict[str, Callable[[], list[tuple[Tensor, Tensor]]]] = {
         "exchange": lambda: an_exchange_takes_a_permuted_gradient(context),
         "attention": lambda: attention_over_shared_tokens(context, 2),

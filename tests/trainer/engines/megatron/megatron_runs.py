@@ -1,0 +1,62 @@
+"""Runs of the engine megatron in processes of their own: layouts, models, and what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.tiny_model import save_tiny_model
+
+from penstock.trainer.engines.megatron.settings import find_python
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[3]
+PYTHON = os.environ.get("PENSTOCK_MEGATRON_PYTHON") or find_python(None)
+FIND = "import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ('megatron', 'mbridge', 'torch'))))"
+INSTALLED = not subprocess.run([PYTHON, "-c", FIND], capture_output=True, check=False).returncode
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "1": {"ranks": 1},
+    "dp2": {"ranks": 2},
+    "tp2": {"ranks": 2, "parallel": {"tensor": 2}},
+    "pp2": {"ranks": 2, "parallel": {"pipeline": 2}},
+    "cp2": {"ranks": 2, "parallel": {"context": 2}},
+    "ep2": {"ranks": 2, "parallel": {"expert": 2}},
+    "tp2 pp2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2}},
+    "tp2 cp2": {"ranks": 4, "parallel": {"tensor": 2, "context": 2}},
+}
+
+
+def on_ranks(case: str, folder: Path, model: str, settings: dict[str, Any], *, cpu: bool = True) -> None:
+    """One of the cases of rank.py under torchrun."""
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings['ranks']}"]
+    program = [str(HERE / "rank.py"), case, str(folder), model, json.dumps({"engine": "megatron", **settings})]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    if cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(
+        [*command, *program], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def with_distinct_norms(folder: Path, kind: str, **changes: Any) -> str:
+    """A tiny model whose norms differ, so that none can take another's place unseen."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model = save_tiny_model(folder, kind, tokenizer=True, **changes)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    norms = {
+        name: 1 + 0.2 * torch.randn(one.shape, generator=generator) for name, one in tensors.items() if "norm" in name
+    }
+    save_file({**tensors, **norms}, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]

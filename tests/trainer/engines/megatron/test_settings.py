@@ -1,0 +1,85 @@
+"""What the engine refuses, before anything is loaded and on the wrong machine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from penstock.trainer.algorithm import BadJob  # noqa: E402
+from penstock.trainer.config import TrainerConfig  # noqa: E402
+from penstock.trainer.engines import check_engine  # noqa: E402
+from penstock.trainer.engines.megatron import settings  # noqa: E402
+from penstock.trainer.registry import UnknownName  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantage": "gae"}, "advantage=gae needs a critic"),
+        ({"ranks": 3, "parallel": {"tensor": 2}}, "ranks is 3; one copy of the model takes 2"),
+        ({"ranks": 4, "parallel": {"pipeline": 2, "expert": 4}}, "expert is 4, which does not divide the 2 ranks"),
+        ({"ranks": 2, "engine": "fsdp", "parallel": {"pipeline": 2}}, "fsdp has no trainer.parallel.pipeline"),
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadJob, match=message):
+        check_engine(TrainerConfig(**{"engine": "megatron", **changes}))
+
+
+def test_an_unknown_engine_is_named() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'megatron'"):
+        check_engine(TrainerConfig(engine="megatrn"))
+
+
+def test_a_machine_without_megatron_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_is_installed", lambda module: False)
+    with pytest.raises(
+        BadJob, match=r"megatron\.core and mbridge not installed in this Python; scripts/setup-megatron"
+    ):
+        settings.check_machine(TrainerConfig(engine="megatron"))
+
+
+def test_a_machine_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "_is_installed", lambda module: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BadJob, match="computes on NVIDIA GPUs, and torch sees none here"):
+        settings.check_machine(TrainerConfig(engine="megatron"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reason"), [("bfloat16", "that is not installed in this Python"), ("float32", "dtype is float32")]
+)
+def test_context_parallelism_without_its_kernels_is_refused(
+    dtype: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {"megatron.core", "mbridge"} | ({"transformer_engine"} if dtype == "float32" else set())
+    monkeypatch.setattr(settings, "_is_installed", lambda module: module in installed)
+    monkeypatch.setattr(settings, "require_gpu", lambda: None)
+    config = TrainerConfig(engine="megatron", dtype=dtype, ranks=2, parallel={"context": 2})
+    with pytest.raises(BadJob, match=reason):
+        settings.check_machine(config)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"tensor": 4}, "num_key_value_heads 2, which trainer.parallel.tensor 4 does not divide"),
+        ({"pipeline": 4}, "num_hidden_layers 6, which trainer.parallel.pipeline 4 does not divide"),
+        ({"expert": 2}, "num_experts None, which trainer.parallel.expert 2 does not divide"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused(parallel: dict[str, int], message: str) -> None:
+    shape = SimpleNamespace(num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2, vocab_size=64)
+    with pytest.raises(BadJob, match=message):
+        settings.check_model(shape, TrainerConfig(parallel=parallel).parallel, "models/tiny")
+
+
+def test_a_named_python_that_cannot_run_is_refused() -> None:
+    with pytest.raises(BadJob, match=r"trainer\.megatron\.python: /nowhere/python cannot be run"):
+        settings.find_python("/nowhere/python")

@@ -1,0 +1,36 @@
+"""Training engines by name: who computes logprobs, gradients and updates. `trainer.engine` chooses one.
+
+An engine is a function (job, ranks) → `engine.Engine` in a file or folder of its own here, registered with a `check`
+that refuses settings it cannot serve before anything is loaded. Importing it loads neither torch nor its libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from penstock.trainer.algorithm import BadJob
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.registry import Registry
+
+if TYPE_CHECKING:
+    from penstock.trainer.engine import Engine
+    from penstock.trainer.job import TrainJob
+    from penstock.trainer.ranks import Ranks
+
+OpenEngine = Callable[["TrainJob", "Ranks"], "Engine"]
+
+ENGINES: Registry[OpenEngine] = Registry("engine", __name__)
+
+
+def check_engine(config: TrainerConfig) -> None:
+    """Raises `UnknownName`, or `BadJob` for settings that the engine cannot serve."""
+    check = getattr(ENGINES.get(config.engine), "check", None)
+    layout = config.parallel.layout
+    if config.ranks % layout.ranks:
+        raise BadJob(
+            f"trainer.ranks is {config.ranks}; one copy of the model takes {layout.ranks} (parallel.tensor "
+            f"{layout.tensor} · context {layout.context} · pipeline {layout.stages}): ranks must be a multiple of that"
+        )
+    if check is not None:
+        check(config)

@@ -1,0 +1,35 @@
+"""Engine `fsdp`: torch's FSDP2, any `AutoModelForCausalLM`, on CPUs and GPUs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from penstock.trainer.algorithm import BadJob
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.engines import ENGINES
+
+if TYPE_CHECKING:
+    from penstock.trainer.engine import Engine
+    from penstock.trainer.job import TrainJob
+    from penstock.trainer.ranks import Ranks
+
+
+def check(config: TrainerConfig) -> None:
+    """Raises `BadJob` for a split that only another engine makes, and for packages that are not here."""
+    for name in ("pipeline", "expert"):
+        if getattr(config.parallel, name) > 1:
+            raise BadJob(f"trainer.engine fsdp has no trainer.parallel.{name}; trainer.engine megatron has")
+    if config.compile and config.parallel.tensor > 1:
+        raise BadJob("trainer.compile does not go with trainer.parallel.tensor: set one of them")
+    if config.lora.rank and find_spec("peft") is None:
+        raise BadJob("trainer.lora needs the package peft: pip install penstock[lora]")
+    if config.liger and find_spec("liger_kernel") is None:
+        raise BadJob("trainer.liger needs the package liger-kernel: pip install liger-kernel")
+
+
+@ENGINES.register("fsdp", check=check)
+def open_fsdp(job: TrainJob, ranks: Ranks) -> Engine:
+    from penstock.trainer.engine import FSDPEngine
+
+    return FSDPEngine(job.model, job.config, ranks, job.temperature)

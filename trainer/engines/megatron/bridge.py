@@ -1,0 +1,166 @@
+"""Models and weights through mbridge: what is Hugging Face's and what is megatron-core's."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.trainer.algorithm import BadJob
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.engines.megatron.layers import use_local_layers
+from penstock.trainer.engines.megatron.settings import MEND, check_model
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "attention": {"recompute_granularity": "selective"},
+    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+DATA_PARALLEL = {
+    "use_distributed_optimizer": True,
+    "grad_reduce_in_fp32": True,
+    # Without overlap gradients are reduced once, in finalize_model_grads, so no pack needs to know whether it is last.
+    "overlap_grad_reduce": False,
+}
+
+
+class ModelBridge:
+    """One model of a run, as many instances of it as `build` is called. megatron's groups must exist."""
+
+    def __init__(self, model: str, config: TrainerConfig, *, transformer_engine: bool) -> None:
+        """Raises `BadJob` for a model that mbridge does not know, or that cannot be split so."""
+        self.folder = _folder_of(model)
+        self.hf_config = _read_config(self.folder)
+        check_model(self.hf_config, config.parallel, model)
+        self._dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self._bridge = _open(self.hf_config, self._dtype, model)
+        if not transformer_engine:
+            if self.config.num_moe_experts and config.parallel.tensor > 1:
+                raise BadJob(
+                    f"{model} has experts, and without Transformer Engine trainer.parallel.tensor is 1: split them with "
+                    f"trainer.parallel.expert; {MEND}"
+                )
+            use_local_layers(self._bridge)
+        # No dropout: the engine that sampled had none. Gradients are summed: the loss is divided by what counts all ranks.
+        exact = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "calculate_per_token_loss": True}
+        self._bridge.set_extra_args(**exact, **RECOMPUTE[config.megatron.recompute])
+
+    @property
+    def config(self) -> Any:
+        """megatron's `TransformerConfig`, which all models of this bridge share."""
+        return self._bridge.config
+
+    def build(self, *, trained: bool) -> list[nn.Module]:
+        """This rank's part of the model, with weights; wrapped for data parallelism where it is trained."""
+        models = self._bridge.get_model(
+            wrap_with_ddp=trained,
+            bf16=self._dtype == torch.bfloat16,
+            use_cpu_initialization=self.config.use_cpu_initialization,
+            data_parallel_random_init=False,
+            ddp_config=dict(DATA_PARALLEL),
+        )
+        self.load(models, self.folder)
+        # From here on values keep the dtype that they are given: masters and moments are float32 in a bfloat16 model.
+        self._bridge.dtype = None
+        return models
+
+    def save_settings(self, folder: Path) -> None:
+        """What a Hugging Face folder has beside weights and tokenizer."""
+        self.hf_config.save_pretrained(folder)
+        generation = self.folder / "generation_config.json"
+        if generation.is_file():
+            shutil.copyfile(generation, folder / generation.name)
+
+    @torch.no_grad()
+    def load(self, models: list[nn.Module], folder: Path) -> None:
+        """Weights from a Hugging Face folder with safetensors. A collective."""
+        self._bridge.load_weights(models, str(folder))
+
+    @torch.no_grad()
+    def export(self, models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) on all ranks, in the same order. A collective for every tensor.
+
+        A tied embedding comes once: with several stages the last one has a copy of it.
+        """
+        seen: set[str] = set()
+        for name, tensor in self._bridge.export_weights(models):
+            if name not in seen:
+                seen.add(name)
+                yield name, tensor
+
+
+@contextmanager
+def standing_in(models: list[nn.Module], values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """The models have other tensors for parameters meanwhile, of the same shapes: what converts weights converts these.
+
+    The parameters themselves stay untouched. Data of another dtype would make torch forget the hooks by which megatron
+    collects their gradients.
+    """
+    stand_ins = {parameter: _stand_in(parameter, value) for parameter, value in values.items()}
+    modules = [module for model in models for module in model.modules()]
+    places = [(module._parameters, name) for module in modules for name in module._parameters]
+    held = [(owner, name, owner[name]) for owner, name in places if owner[name] in stand_ins]
+    try:
+        for owner, name, parameter in held:
+            assert parameter is not None
+            owner[name] = stand_ins[parameter]
+        yield
+    finally:
+        for owner, name, parameter in held:
+            owner[name] = parameter
+
+
+def _stand_in(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """With what megatron notes on a parameter: along which dimension it is split, whether it is an expert's."""
+    made = nn.Parameter(value, requires_grad=False)
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _open(hf_config: Any, dtype: torch.dtype, model: str) -> Any:
+    from mbridge import AutoBridge
+
+    try:
+        bridge = AutoBridge.from_config(hf_config, dtype=dtype)
+    except ValueError as error:
+        known = ", ".join(sorted(AutoBridge.list_supported_models()))
+        raise BadJob(
+            f"{model} is of type {hf_config.model_type}, which mbridge does not convert; trainer.engine megatron knows "
+            f"{known}"
+        ) from error
+    # mbridge writes a tied model's head into a table of the class, where the next model would find it.
+    tied = getattr(hf_config, "tie_word_embeddings", False)
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    bridge._DIRECT_MAPPING = {**bridge._DIRECT_MAPPING, "output_layer.weight": head}
+    return bridge
+
+
+def _read_config(folder: Path) -> Any:
+    """With `rope_theta` where mbridge looks for it: transformers 5 keeps it in `rope_parameters`. Raises `BadJob` for
+    scaled rotary embeddings, which mbridge does not find in transformers 5 and would leave out."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default":
+        raise BadJob(
+            f"{folder} scales its rotary embedding ({rope['rope_type']}), which trainer.engine megatron does not take "
+            "over; trainer.engine fsdp does"
+        )
+    if not hasattr(config, "rope_theta") and "rope_theta" in rope:
+        config.rope_theta = rope["rope_theta"]
+    return config
+
+
+def _folder_of(model: str) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))

@@ -1,0 +1,106 @@
+"""A pack as megatron's GPTModel takes it, and where in its logits the sampled tokens are predicted.
+
+Two layouts:
+
+    rectangle   every row on a line of its own, filled up on the right to the longest, and that to a multiple of
+                `align`                                                                      any layers
+    packed      rows end to end, each filled up to a multiple of `align`; with C context ranks each row is cut into
+                2C equal pieces, of which rank c has pieces c and 2C − 1 − c, so that under causal attention all ranks
+                have the same work (megatron-core's order)                                  Transformer Engine
+
+What fills up comes after its row's tokens, and attention looks back only: no token of a row sees it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.trainer.packing import Pack
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """M of the pack's N sampled tokens are predicted on this rank."""
+
+    arguments: dict[str, Any]
+    """Of `GPTModel.forward`"""
+    own: Tensor
+    """[M] which of the pack's sampled tokens"""
+    line: Tensor
+    """[M] first index of the logits [B, S, V / T] that predict them"""
+    column: Tensor
+    """[M] second index"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A packed layout over context ranks, seen from one of them. L = tokens of the pack."""
+
+    bounds: Tensor
+    """[R + 1] int32, rows with what fills them up, in the whole pack"""
+    mine: Tensor
+    """[L] bool, this rank has the token"""
+    place: Tensor
+    """[L] where among this rank's tokens; meaningless where it is not `mine`"""
+    length: int
+    """Tokens of this rank, filling included"""
+
+
+def rectangle(pack: Pack, align: int) -> Inputs:
+    lengths = pack.row_bounds.diff().long()
+    rows, longest = len(lengths), -(-int(lengths.max()) // align) * align
+    line = torch.repeat_interleave(torch.arange(rows, device=lengths.device), lengths)
+    ids = torch.zeros(rows, longest, dtype=torch.long, device=lengths.device)
+    ids[line, pack.positions] = pack.ids
+    columns = torch.arange(longest, device=lengths.device)
+    arguments = {
+        "input_ids": ids,
+        "position_ids": columns.expand(rows, -1),
+        # True is hidden.
+        "attention_mask": (columns[:, None] < columns)[None, None],
+    }
+    own = torch.arange(len(pack.targets), device=lengths.device)
+    return Inputs(arguments, own, line[pack.predictors], pack.positions[pack.predictors])
+
+
+def packed(pack: Pack, align: int, contexts: int, context: int) -> Inputs:
+    """On context rank `context` of `contexts`; `align` is a multiple of 2 · contexts where there are several."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cut = cut_rows(pack, align, contexts, context)
+    ids, positions = (torch.zeros(cut.length, dtype=torch.long, device=pack.ids.device) for _ in range(2))
+    ids[cut.place[cut.mine]] = pack.ids[cut.mine]
+    positions[cut.place[cut.mine]] = pack.positions[cut.mine]
+    longest = int(cut.bounds.diff().max())
+    bounds = {
+        name: cut.bounds for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    }
+    sizes = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    arguments = {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "attention_mask": None,
+        "packed_seq_params": PackedSeqParams(qkv_format="thd", **bounds, **sizes),
+    }
+    own = cut.mine[pack.predictors].nonzero().flatten()
+    return Inputs(arguments, own, torch.zeros_like(own), cut.place[pack.predictors[own]])
+
+
+def cut_rows(pack: Pack, align: int, contexts: int, context: int) -> Cut:
+    """See `packed`."""
+    lengths = pack.row_bounds.diff().long()
+    filled = (lengths + align - 1) // align * align
+    bounds = torch.cat([filled.new_zeros(1), filled.cumsum(0)])
+    line = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    if contexts == 1:
+        mine = torch.ones_like(pack.ids, dtype=torch.bool)
+        return Cut(bounds.int(), mine, bounds[line] + pack.positions, int(bounds[-1]))
+    piece_length = (filled // (2 * contexts))[line]
+    piece, offset = pack.positions // piece_length, pack.positions % piece_length
+    first, second = piece == context, piece == 2 * contexts - 1 - context
+    place = bounds[line] // contexts + torch.where(second, piece_length, 0) + offset
+    return Cut(bounds.int(), first | second, place, int(bounds[-1]) // contexts)

@@ -1,0 +1,106 @@
+"""What the engine cannot serve, said before anything is loaded, and what it cannot serve on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock.trainer.algorithm import BadJob, needs_of_advantage
+from penstock.trainer.config import ParallelConfig, TrainerConfig
+
+MEND = "scripts/setup-megatron makes the environment; trainer.megatron.python may name another one"
+
+
+def check(config: TrainerConfig) -> None:
+    """Raises `BadJob`."""
+    if "values" in needs_of_advantage(config):
+        raise BadJob(
+            f"trainer.advantage={config.advantage} needs a critic, and trainer.engine megatron has none: take an "
+            "estimator without one, or trainer.engine fsdp"
+        )
+    per_stage = config.ranks // config.parallel.pipeline
+    if per_stage % config.parallel.expert:
+        raise BadJob(
+            f"trainer.parallel.expert is {config.parallel.expert}, which does not divide the {per_stage} ranks of a "
+            "pipeline stage"
+        )
+
+
+def check_machine(config: TrainerConfig) -> None:
+    """Raises `BadJob` where this machine, or this Python environment, cannot run the engine as it is set."""
+    missing = [name for name in ("megatron.core", "mbridge") if not _is_installed(name)]
+    if missing:
+        raise BadJob(f"trainer.engine megatron: {' and '.join(missing)} not installed in this Python; {MEND}")
+    require_gpu()
+    if config.parallel.context > 1 and not takes_packed_rows(config):
+        reason = (
+            f"trainer.dtype is {config.dtype}" if has_transformer_engine() else "that is not installed in this Python"
+        )
+        raise BadJob(
+            "trainer.parallel.context cuts packed rows, which only Transformer Engine's attention takes, in bfloat16 on "
+            f"NVIDIA GPUs, and {reason}; {MEND}"
+        )
+
+
+def require_gpu() -> None:
+    """megatron-core asks CUDA for devices, streams and random states throughout. Raises `BadJob`."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BadJob(
+            "trainer.engine megatron computes on NVIDIA GPUs, and torch sees none here; trainer.engine fsdp computes "
+            "on CPUs too"
+        )
+
+
+def has_transformer_engine() -> bool:
+    return _is_installed("transformer_engine")
+
+
+def takes_packed_rows(config: TrainerConfig) -> bool:
+    """Else rows are filled up to the longest of their pack."""
+    return has_transformer_engine() and config.dtype == "bfloat16"
+
+
+def find_python(configured: str | None) -> str:
+    """The Python that the ranks run in: `configured`, else .venv-megatron in this folder or one above it, else this
+    one. Raises `BadJob`."""
+    if configured is not None:
+        if not os.access(configured, os.X_OK):
+            raise BadJob(f"trainer.megatron.python: {configured} cannot be run; {MEND}")
+        return configured
+    here = Path.cwd()
+    candidates = [folder / ".venv-megatron/bin/python" for folder in (here, *here.parents)]
+    return next((str(path) for path in candidates if os.access(path, os.X_OK)), sys.executable)
+
+
+def check_model(hf_config: Any, parallel: ParallelConfig, model: str) -> None:
+    """Raises `BadJob` where the model cannot be split so."""
+    divided = {
+        "num_hidden_layers": parallel.pipeline,
+        "num_attention_heads": parallel.tensor,
+        "num_key_value_heads": parallel.tensor,
+        "vocab_size": parallel.tensor,
+        _name_of_experts(hf_config): parallel.expert,
+    }
+    for name, by in divided.items():
+        size = getattr(hf_config, name, None)
+        if by > 1 and (size is None or size % by):
+            setting = "pipeline" if name == "num_hidden_layers" else "expert" if "experts" in name else "tensor"
+            raise BadJob(f"{model} has {name} {size}, which trainer.parallel.{setting} {by} does not divide")
+
+
+def _name_of_experts(hf_config: Any) -> str:
+    """Model families call their number of experts by three names."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((name for name in names if hasattr(hf_config, name)), names[0])
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,127 @@
+"""Packs through a model in stages, in megatron's own schedules (one stage: one after the other; several: 1F1B).
+
+Only the last stage sees logits. What is measured there is sent to the other stages, so that all ranks of a replica have
+the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.trainer.config import ParallelConfig
+from penstock.trainer.engines.megatron.inputs import Inputs, packed, rectangle
+from penstock.trainer.engines.megatron.logprobs import outputs_of
+from penstock.trainer.packing import Pack, empty_pack
+from penstock.trainer.policy import Outputs
+from penstock.trainer.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How packs are laid out and logits read."""
+
+    parallel: ParallelConfig
+    packed: bool
+    """Rows end to end, see `inputs`; else in a rectangle."""
+    temperature: float
+
+    def layout(self, pack: Pack) -> Inputs:
+        # Under sequence parallelism tensor ranks share out the tokens between the matrices.
+        align, contexts = self.parallel.tensor, self.parallel.context
+        if not self.packed:
+            return rectangle(pack, align)
+        from megatron.core import parallel_state
+
+        pieces = 2 * contexts if contexts > 1 else 1
+        return packed(pack, align * pieces, contexts, parallel_state.get_context_parallel_rank())
+
+
+class Stages:
+    """This rank's part of a model. Every method is a collective over all ranks."""
+
+    def __init__(self, models: list[nn.Module], reading: Reading, ranks: Ranks) -> None:
+        self.models = models
+        self._reading = reading
+        self._ranks = ranks
+
+    @torch.no_grad()
+    def score(self, packs: Sequence[Pack]) -> list[Tensor]:
+        """Logprobs [N] of each pack, on the host."""
+        found = self._run(packs, lambda pack, outputs: outputs.logprobs, backward=False, with_entropy=False)
+        return self._from_last_stage([len(pack.targets) for pack in packs], found[: len(packs)])
+
+    def accumulate(
+        self, packs: Sequence[Pack], loss: Callable[[Pack, Outputs], Tensor], divisor: float, *, with_entropy: bool
+    ) -> float:
+        """Gradients of sum(loss) / `divisor` over all packs of all replicas; returns that sum."""
+        losses = self._run(
+            packs, lambda pack, outputs: loss(pack, outputs) / divisor, backward=True, with_entropy=with_entropy
+        )
+        # The last stage has them; it speaks for its copy of the model.
+        return self._ranks.data.sum(sum(float(one) for one in losses))
+
+    def _run(
+        self,
+        packs: Sequence[Pack],
+        consume: Callable[[Pack, Outputs], Tensor],
+        *,
+        backward: bool,
+        with_entropy: bool,
+    ) -> list[Any]:
+        """What `consume` made of each pack, without gradient; empty on all stages but the last."""
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        given = self._in_step(packs)
+        if not given:
+            return []
+
+        def last(pack: Pack, inputs: Inputs, logits: Tensor, non_loss_data: bool = False) -> Any:
+            outputs = outputs_of(logits, inputs, pack, self._reading.temperature, with_entropy=with_entropy)
+            made = consume(pack, outputs)
+            if non_loss_data:
+                return made
+            # (loss, number of tokens, what to keep): gradients are not divided by the number, the loss has its divisor.
+            return made, torch.zeros((), dtype=torch.int, device=made.device), made.detach()
+
+        def forward(turn: Iterator[Pack], model: nn.Module) -> tuple[Tensor, Any]:
+            pack = next(turn).to(self._ranks.device)
+            inputs = self._reading.layout(pack)
+            return model(**inputs.arguments), partial(last, pack, inputs)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(given),
+            model=self.models,
+            num_microbatches=len(given),
+            seq_length=1,  # not looked at: shapes vary and travel with the tensors
+            micro_batch_size=1,
+            forward_only=not backward,
+            collect_non_loss_data=not backward,
+        )
+
+    def _in_step(self, packs: Sequence[Pack]) -> list[Pack]:
+        """As many packs in every replica: experts are shared out among replicas."""
+        count = int(self._ranks.max(len(packs)))
+        return [*packs, *(empty_pack() for _ in range(count - len(packs)))]
+
+    def _from_last_stage(self, sizes: Sequence[int], found: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors [sizes[i]] of the last stage, on the host of every stage."""
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if not sum(sizes):
+            return [torch.zeros(0) for _ in sizes]
+        if group.size() == 1:
+            return [one.cpu() for one in found]
+        numbers = torch.empty(sum(sizes), dtype=torch.float32, device=self._ranks.device)
+        if parallel_state.is_pipeline_last_stage():
+            numbers = torch.cat(list(found))
+        dist.broadcast(numbers, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return list(numbers.cpu().split(list(sizes)))

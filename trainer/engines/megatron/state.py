@@ -1,0 +1,141 @@
+"""Checkpoints of the engine: weights and moments by Hugging Face's names, whatever the layout that wrote them.
+
+    step_00000010/
+        megatron.json                    updates taken, KL coefficient
+        weights/                         a Hugging Face folder of float32 masters
+        exp_avg/  exp_avg_sq/            the same of Adam's moments; not before the first update
+            rank_03.safetensors          every world-th tensor: each rank writes its share
+            model.safetensors.index.json, config.json
+        rng_00.safetensors               random state of each rank
+
+The moments of a parameter have its shape, so they are converted as weights are: another number of tensor, pipeline,
+expert or data-parallel ranks reads them. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from penstock.trainer.checkpoint import Found
+from penstock.trainer.engines.megatron.bridge import ModelBridge, standing_in
+from penstock.trainer.engines.megatron.learning import Optimizer
+from penstock.trainer.engines.megatron.moments import MASTER, MOMENTS, make_moments, set_states, whole_states
+from penstock.trainer.ranks import Ranks
+
+ABOUT = "megatron.json"
+FOLDERS = {MASTER: "weights", **{name: name for name in MOMENTS}}
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank writes of one folder."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    """Every tensor's file, the other ranks' too."""
+
+
+class State:
+    """Everything of a run that is in the engine's tensors. Every method is a collective."""
+
+    def __init__(self, models: list[nn.Module], bridge: ModelBridge, optimizer: Optimizer, ranks: Ranks) -> None:
+        self._models = models
+        self._bridge = bridge
+        self._optimizer = optimizer
+        self._ranks = ranks
+
+    def begin_save(self, path: Path, kl_coefficient: float) -> Future[None]:
+        """Copy, then write in a thread; the future is done when all ranks wrote, and raises `OSError` on all of them
+        where one could not."""
+        shares = {FOLDERS[key]: self._share(key) for key in self._keys()}
+        about = {"updates": self._optimizer.updates, "kl_coefficient": kl_coefficient}
+        random = torch.get_rng_state()
+        pool = ThreadPoolExecutor(1, "checkpoint")
+        try:
+            return pool.submit(self._write, path, shares, about, random)
+        finally:
+            pool.shutdown(wait=False)
+
+    def load(self, found: Found) -> float:
+        """The KL coefficient. Raises `ValueError` where another engine wrote the checkpoint."""
+        about = _read_about(found.path)
+        self._optimizer.updates = int(about["updates"])
+        if self._optimizer.updates:
+            make_moments(self._optimizer.megatron, self._optimizer.updates)
+        for key in self._keys():
+            self._load(key, found.path / FOLDERS[key])
+        if self._ranks.rank < found.ranks:
+            torch.set_rng_state(load_file(found.path / f"rng_{self._ranks.rank:02d}.safetensors")["cpu"])
+        self._optimizer.clear()
+        return float(about["kl_coefficient"])
+
+    def _keys(self) -> Sequence[str]:
+        return (MASTER, *MOMENTS) if self._optimizer.updates else (MASTER,)
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for model in self._models for parameter in model.parameters()]
+
+    def export(self, key: str = MASTER) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full float32 tensor) of the masters or a moment, on all ranks. To be read to its end."""
+        values = whole_states(self._optimizer.megatron, self._parameters, key)
+        with standing_in(self._models, values):
+            yield from self._bridge.export(self._models)
+
+    def _share(self, key: str) -> Share:
+        share = Share()
+        for number, (name, tensor) in enumerate(self.export(key)):
+            writer = number % self._ranks.world
+            share.files[name] = f"rank_{writer:02d}.safetensors"
+            if writer == self._ranks.rank:
+                share.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        return share
+
+    def _load(self, key: str, folder: Path) -> None:
+        values = {one: torch.empty_like(one, dtype=torch.float32) for one in self._parameters}
+        with standing_in(self._models, values):
+            self._bridge.load(self._models, folder)
+        set_states(self._optimizer.megatron, values, key)
+        if key == MASTER:
+            for parameter, value in values.items():
+                parameter.data.copy_(value)
+
+    def _write(self, path: Path, shares: dict[str, Share], about: dict[str, Any], random: Tensor) -> None:
+        problem: OSError | None = None
+        try:
+            for name, share in shares.items():
+                self._write_share(path / name, share)
+            save_file({"cpu": random}, path / f"rng_{self._ranks.rank:02d}.safetensors")
+            if self._ranks.first:
+                (path / ABOUT).write_text(json.dumps(about))
+        except OSError as error:
+            problem = error
+        failed = torch.tensor(float(problem is not None))
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._ranks.background)
+        if failed:
+            raise problem or OSError("another rank could not write its share of the checkpoint")
+
+    def _write_share(self, folder: Path, share: Share) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(share.tensors, folder / f"rank_{self._ranks.rank:02d}.safetensors", metadata={"format": "pt"})
+        if self._ranks.first:
+            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": share.files}, indent=1))
+            self._bridge.save_settings(folder)
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    if not (path / ABOUT).is_file():
+        raise ValueError(f"{path} was not written by trainer.engine megatron: go on with the engine that wrote it")
+    about: dict[str, Any] = json.loads((path / ABOUT).read_text())
+    return about
