@@ -107,7 +107,6 @@ class TrainerConfig(BaseModel):
     steps: int = Field(40, gt=0, description="Optimizer steps (published versions) of the run.")
     ranks: int = Field(1, gt=0, description="Trainer processes, started by torchrun on one machine.")
     threads: int = Field(1, gt=0, description="CPU threads per trainer process.")
-    parallel: ParallelConfig = ParallelConfig()
     advantage: str = Field("grpo", description="Registered advantage estimator.")
     advantage_options: dict[str, Any] = Field(
         default_factory=dict, description="Settings of the estimator; docs/algorithms.md lists them."

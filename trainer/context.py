@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.trainer.packing import Pack
+if TYPE_CHECKING:
+    from penstock.trainer.packing import Pack
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ def check(config: TrainerConfig) -> None:
             f"trainer.advantage={config.advantage} needs a critic, and trainer.engine megatron has none: take an "
             "estimator without one, or trainer.engine fsdp"
         )
+    if config.lora.rank:
+        raise BadJob("trainer.lora.rank is set, and trainer.engine megatron has no LoRA: take trainer.engine fsdp")
     per_stage = config.ranks // config.parallel.pipeline
     if per_stage % config.parallel.expert:
         raise BadJob(
