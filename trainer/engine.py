@@ -46,10 +46,12 @@ class Engine(Protocol):
     limits: ModelLimits
     temperature: float
     """Logprobs are those of logits / temperature."""
-    flops: Flops | None
-    """Of its model; None where nobody counts them."""
     kl_coefficient: float
     """Of trainer.kl.in_reward, as it was steered to; a checkpoint keeps it."""
+
+    @property
+    def flops(self) -> Flops | None:
+        """Of its model; None where nobody counts them."""
 
     @property
     def has_critic(self) -> bool: ...

@@ -160,10 +160,12 @@ class _Backward:
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self._for_hidden is not None and self._head.group is not None:
             dist.all_reduce(self._for_hidden, dist.ReduceOp.SUM, self._head.group)
-        found = zip(
-            (self._for_hidden, self._for_weight, self._for_bias), (self._hidden, self._weight, self._bias), strict=True
+        sums = (self._for_hidden, self._for_weight, self._for_bias)
+        given = (self._hidden, self._weight, self._bias)
+        hidden, weight, bias = (
+            None if total is None or like is None else total.to(like.dtype)
+            for total, like in zip(sums, given, strict=True)
         )
-        hidden, weight, bias = (None if sum_ is None else sum_.to(like.dtype) for sum_, like in found)
         return hidden, weight, bias
 
     def _spread(self, rows: slice, columns: slice, hidden: Tensor, change: Tensor) -> None:

@@ -110,7 +110,11 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     if mesh.context is not None:
         _check_context(module.model, ranks.layout)
         module.context = mesh.context
-    arguments = {"mesh": mesh.shards, "reshard_after_forward": mesh.size > 1, **_policies(config, ranks)}
+    arguments: dict[str, Any] = {
+        "mesh": mesh.shards,
+        "reshard_after_forward": mesh.size > 1,
+        **_policies(config, ranks),
+    }
     for block in _blocks(module):
         _prepare(block, config)
         fully_shard(block, **arguments)

@@ -9,7 +9,7 @@ its gradient is a part of the sum; left out of the plan it runs and is wrong by 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Whole(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, _replicate, self._enter, _leave)
 
-    def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
         return tuple(self._as_dtensor(value, mesh) for value in inputs)
 
     def _as_dtensor(self, value: Any, mesh: DeviceMesh) -> Any:
@@ -49,7 +49,7 @@ class OfOwnHeads(Whole):
         return Shard(value.dim() - 2)
 
 
-STYLES: Mapping[str, tuple[type[ParallelStyle], Mapping[str, Any]]] = {
+STYLES: Mapping[str, tuple[Callable[..., ParallelStyle], Mapping[str, Any]]] = {
     "colwise": (ColwiseParallel, {}),
     "rowwise": (RowwiseParallel, {}),
     "colwise_gather_output": (ColwiseParallel, {"output_layouts": Replicate()}),

@@ -85,7 +85,7 @@ def test_a_frozen_head_has_no_gradient_and_no_token_is_no_error() -> None:
     assert not weight.grad.any()
 
 
-def test_logits_of_both_infinities_spoil_their_token_alone() -> None:
+def test_a_hidden_state_that_is_not_finite_spoils_its_token_alone() -> None:
     hidden, weight, _, targets = inputs()
     with torch.no_grad():
         hidden[4] = float("nan")
