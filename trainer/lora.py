@@ -58,6 +58,12 @@ class Adapter:
             for side in (layer.lora_A, layer.lora_B):
                 side[NAME].requires_grad_(True)
 
+    def lower_base(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+        """Keep what does not learn in `dtype`, in place. Before the model is sharded."""
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+
     @property
     def settings(self) -> dict[str, Any]:
         """As peft's ``LoraConfig.to_dict()``, for `WeightPublisher.write_adapter`."""
@@ -126,12 +132,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def merged(tensor: Tensor, change: LowRank | None) -> Tensor:
-    """W' in W's own dtype, whole. A collective where they are sharded."""
+    """W', whole; in float32 where something is added. A collective where they are sharded."""
     full = whole(tensor)
     if change is None:
         return full
     product = whole(change.b).float() @ whole(change.a).float()
-    return torch.add(full.float(), product, alpha=change.scale).to(full.dtype)
+    return torch.add(full.float(), product, alpha=change.scale)
 
 
 def _is_adapters(name: str) -> bool:

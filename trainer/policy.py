@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
 from penstock.trainer.attention import PROBE, row_bounds_arguments, use_packed_attention
@@ -97,7 +97,7 @@ def entropies(logits: Tensor, temperature: float) -> Tensor:
 
 
 def load_policy(model: str, temperature: float, config: TrainerConfig | None = None) -> Policy:
-    """float32 master weights. No dropout in training either: the engine that sampled had none.
+    """float32 master weights of what learns. No dropout in training either: the engine that sampled had none.
 
     `config`: with what the algorithm and trainer.lora ask for; None: the model as it is, for a reference.
     """
@@ -105,6 +105,9 @@ def load_policy(model: str, temperature: float, config: TrainerConfig | None = N
     policy = Policy(loaded, temperature, with_entropy=config is not None and config.entropy_bonus != 0)
     if config is not None and config.lora.rank:
         policy.adapter = Adapter(loaded, config.lora)
+        # No master is needed of what does not learn; where the folder has no more bits, none are lost.
+        if config.dtype == "bfloat16" and AutoConfig.from_pretrained(model).dtype == torch.bfloat16:
+            policy.adapter.lower_base(loaded, torch.bfloat16)
     if config is not None and config.liger:
         use_liger(loaded)
     implementation = loaded.config._attn_implementation

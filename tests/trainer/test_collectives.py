@@ -6,8 +6,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2] / "trainer"
 FILES = sorted(ROOT.rglob("*.py"))
 COLLECTIVES = {"sum", "max", "any", "gather", "gather_numbers", "from_first", "full_tensor", "all_reduce", "all_gather"}
@@ -32,9 +30,8 @@ def test_the_check_sees_what_it_looks_for() -> None:
     assert list(cut_short("ok = all([ranks.any(p) for p in parts])")) == []
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_collective_is_cut_short(file: Path) -> None:
-    assert list(cut_short(file.read_text())) == []
+def test_no_collective_is_cut_short() -> None:
+    assert [(file.name, line) for file in FILES for line in cut_short(file.read_text())] == []
 
 
 def test_nobody_uses_the_gather_whose_gradient_is_wrong() -> None:

@@ -15,7 +15,9 @@ import test_bad_batch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from test_bad_batch import Run, again  # noqa: E402
 from test_checkpoint import save, train_one  # noqa: E402
+from tests.tiny_model import save_tiny_model  # noqa: E402
 from trainer_support import make_job, one_pack  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from penstock.rollout_server.weights import Merger, read_verified  # noqa: E402
 from penstock.trainer.checkpoint import CheckpointStore, load  # noqa: E402
@@ -54,6 +56,21 @@ def test_before_training_it_is_the_model_and_only_matrices_learn(tiny_model: str
     assert not changed(given, dict(engine.weights(torch.float32, with_adapter=False)))
 
 
+def test_in_bfloat16_only_the_matrices_have_masters(tmp_path: Path, ranks: Ranks) -> None:
+    """The folder's own bits are kept as they are; its float32 twin would lose some, and is kept in float32."""
+    model = save_tiny_model(tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    half = str(tmp_path / "half")
+    for folder, dtype in ((half, torch.bfloat16), (model, torch.float32)):
+        engine = FSDPEngine(folder, CONFIG.model_copy(update={"dtype": "bfloat16"}), ranks)
+        after = train_one(engine, ranks, 0)
+        kinds = {parameter.dtype for parameter in engine.policy.parameters() if not parameter.requires_grad}
+        assert kinds == {dtype}
+        assert {p.dtype for p in engine.policy.parameters() if p.requires_grad} == {torch.float32}
+        given = {name: tensor.float() for name, tensor in folder_weights(folder).items()}
+        assert len(changed(given, after)) == MATRICES
+
+
 def test_the_reference_is_the_model_without_its_adapter(tiny_model: str, ranks: Ranks) -> None:
     engine, pack = FSDPEngine(tiny_model, CONFIG, ranks), one_pack(tokens=60, vocab=64)
     (before,) = engine.score([pack])
@@ -67,7 +84,6 @@ def test_the_reference_is_the_model_without_its_adapter(tiny_model: str, ranks: 
 
 def test_peft_says_of_the_saved_adapter_what_the_engine_says(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     engine = FSDPEngine(tiny_model, CONFIG, ranks)
     train_one(engine, ranks, 0)
