@@ -39,7 +39,7 @@ def torchrun(
     program = [str(HERE / name), str(folder), model, given]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
     done = subprocess.run(
-        [*command, *program], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [*command, *program], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

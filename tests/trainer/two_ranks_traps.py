@@ -129,7 +129,7 @@ def a_model_in_two_parts(model: str) -> list[tuple[Tensor, Tensor]]:
 
 
 def main(folder: Path, model: str) -> None:
-    ranks = Ranks.open(60.0, Layout(context=2))
+    ranks = Ranks.open(120.0, Layout(context=2))
     context = ranks.mesh.context
     assert context is not None
     checks: dict[str, Callable[[], list[tuple[Tensor, Tensor]]]] = {
