@@ -39,7 +39,7 @@ def train_step(learner: Learner, engine: FSDPEngine, ranks: Ranks, step: int) ->
 
 
 def run(folder: Path, model: str, settings: dict[str, Any]) -> None:
-    config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "micro_batch_tokens": 64, **settings["config"]})
+    config = TrainerConfig(**{"lr": 1e-3, "eps": 1e-4, "micro_batch_tokens": 64, **settings["config"]})
     ranks = Ranks.open(120.0, config.parallel.layout)
     try:
         engine = FSDPEngine(model, config, ranks)
