@@ -81,9 +81,6 @@ class MegatronConfig(BaseModel):
         None,
         description="Python of the environment that holds megatron-core; None looks for .venv-megatron, then this one.",
     )
-    recompute: Literal["none", "attention", "layers"] = Field(
-        "none", description="What the backward computes again instead of keeping it."
-    )
 
 
 class LoraConfig(BaseModel):

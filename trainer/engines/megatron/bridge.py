@@ -16,11 +16,7 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engines.megatron.layers import use_local_layers
 from penstock.trainer.engines.megatron.settings import MEND, check_model
 
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "attention": {"recompute_granularity": "selective"},
-    "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 DATA_PARALLEL = {
     "use_distributed_optimizer": True,
@@ -49,7 +45,7 @@ class ModelBridge:
             use_local_layers(self._bridge)
         # No dropout: the engine that sampled had none. Gradients are summed: the loss is divided by what counts all ranks.
         exact = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "calculate_per_token_loss": True}
-        self._bridge.set_extra_args(**exact, **RECOMPUTE[config.megatron.recompute])
+        self._bridge.set_extra_args(**exact, **(RECOMPUTE if config.recompute else {}))
 
     @property
     def config(self) -> Any:

@@ -1,4 +1,4 @@
-"""A pack as megatron's GPTModel takes it, and where in its logits the sampled tokens are predicted.
+"""A pack as megatron's GPTModel takes it, and where in its hidden states the sampled tokens are predicted.
 
 Two layouts:
 
@@ -31,9 +31,9 @@ class Inputs:
     own: Tensor
     """[M] which of the pack's sampled tokens"""
     line: Tensor
-    """[M] first index of the logits [B, S, V / T] that predict them"""
+    """[M] second index of the hidden states [S, B, H] that predict them"""
     column: Tensor
-    """[M] second index"""
+    """[M] first index"""
 
 
 @dataclass(frozen=True, slots=True)

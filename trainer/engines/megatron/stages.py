@@ -1,6 +1,6 @@
 """Packs through a model in stages, in megatron's own schedules (one stage: one after the other; several: 1F1B).
 
-Only the last stage sees logits. What is measured there is sent to the other stages, so that all ranks of a replica have
+Only the last stage has the head. What is measured there is sent to the other stages, so that all ranks of a replica have
 the same numbers.
 """
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.trainer.config import ParallelConfig
+from penstock.trainer.engines.megatron.head import hidden_states, outputs_of
 from penstock.trainer.engines.megatron.inputs import Inputs, packed, rectangle
-from penstock.trainer.engines.megatron.logprobs import outputs_of
 from penstock.trainer.packing import Pack, empty_pack
 from penstock.trainer.policy import Outputs
 from penstock.trainer.ranks import Ranks
@@ -25,7 +25,7 @@ from penstock.trainer.ranks import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How packs are laid out and logits read."""
+    """How packs are laid out, and at what temperature their tokens were sampled."""
 
     parallel: ParallelConfig
     packed: bool
@@ -82,8 +82,10 @@ class Stages:
         if not given:
             return []
 
-        def last(pack: Pack, inputs: Inputs, logits: Tensor, non_loss_data: bool = False) -> Any:
-            outputs = outputs_of(logits, inputs, pack, self._reading.temperature, with_entropy=with_entropy)
+        temperature = self._reading.temperature
+
+        def last(pack: Pack, inputs: Inputs, model: Any, hidden: Tensor, non_loss_data: bool = False) -> Any:
+            outputs = outputs_of(hidden, model, inputs, pack, temperature, with_entropy=with_entropy)
             made = consume(pack, outputs)
             if non_loss_data:
                 return made
@@ -93,7 +95,7 @@ class Stages:
         def forward(turn: Iterator[Pack], model: nn.Module) -> tuple[Tensor, Any]:
             pack = next(turn).to(self._ranks.device)
             inputs = self._reading.layout(pack)
-            return model(**inputs.arguments), partial(last, pack, inputs)
+            return hidden_states(model, inputs.arguments), partial(last, pack, inputs, model)
 
         return get_forward_backward_func()(
             forward_step_func=forward,

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.torch
     ("changes", "message"),
     [
         ({"advantage": "gae"}, "advantage=gae needs a critic"),
+        ({"lora": {"rank": 8}}, r"lora\.rank is of trainer\.engine fsdp"),
+        ({"offload": True}, r"offload is of trainer\.engine fsdp"),
         ({"ranks": 3, "parallel": {"tensor": 2}}, "ranks is 3; one copy of the model takes 2"),
         ({"ranks": 4, "parallel": {"pipeline": 2, "expert": 4}}, "expert is 4, which does not divide the 2 ranks"),
         ({"ranks": 2, "engine": "fsdp", "parallel": {"pipeline": 2}}, "fsdp has no trainer.parallel.pipeline"),
