@@ -11,31 +11,38 @@ import typer
 from penstock.deploy.load_config import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.tools.retrieval.index import RetrievalIndex
+    from penstock.tools.retrieval.corpus import Index
 
 
 def search_server(
+    *,
     corpus: Annotated[Path, typer.Option(help="JSON lines with id, title and text (or Search-R1's id and contents).")],
-    index: Annotated[Path | None, typer.Option(help="Folder of the index; default: CORPUS.index beside it.")] = None,
+    index: Annotated[
+        Path | None, typer.Option(help="Folder of the index; default: beside CORPUS, .index or .dense.")
+    ] = None,
+    dense: Annotated[
+        str | None, typer.Option(help="Rank by the vectors of this sentence-transformers model instead of BM25.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8800,
     topk: Annotated[int, typer.Option(min=1, max=100, help="Passages per query where a request names no number.")] = 3,
 ) -> None:
-    """Start a retrieval server: BM25 over a corpus, in Search-R1's request and response shape [PENSTOCK_SEARCH_TOKEN].
+    """Start a retrieval server over a corpus, in Search-R1's request and response shape [PENSTOCK_SEARCH_TOKEN].
 
+    Ranks by BM25, or by vectors with --dense MODEL (a folder or a hub name; needs the extra named dense).
     The index is built at the first start and kept; a corpus that has changed is indexed anew.
     """
     from penstock.deploy.roles import run_role
     from penstock.tools.retrieval.corpus import BadCorpus
-    from penstock.tools.retrieval.index import IndexFailed
+    from penstock.tools.retrieval.folder import IndexFailed
     from penstock.tools.retrieval.server import serve
 
-    async def role(opened: RetrievalIndex, token: str) -> None:
+    async def role(opened: Index, token: str) -> None:
         await serve(opened, host, port, token, topk)
 
     try:
         token = _token()
-        opened = _open(corpus, index)
+        opened = _open(corpus, index, dense)
         typer.echo(f"{len(opened)} passages; POST http://{host}:{port}/retrieve", err=True)
         run_role(lambda: role(opened, token))
     except (ConfigError, BadCorpus, IndexFailed) as error:
@@ -52,14 +59,19 @@ def _token() -> str:
     return token
 
 
-def _open(corpus: Path, index: Path | None) -> RetrievalIndex:
+def _open(corpus: Path, folder: Path | None, dense: str | None) -> Index:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from penstock.tools.retrieval.dense import open_or_build_dense
     from penstock.tools.retrieval.index import open_or_build
 
     columns = (TextColumn("index {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     total_bytes = corpus.stat().st_size if corpus.is_file() else 0
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(corpus.name, total=total_bytes, visible=False)
-        return open_or_build(corpus, index, lambda done: progress.update(task, completed=done, visible=True))
+
+        def show(done_bytes: int) -> None:
+            progress.update(task, completed=done_bytes, visible=True)
+
+        return open_or_build_dense(corpus, dense, folder, show) if dense else open_or_build(corpus, folder, show)

@@ -46,6 +46,8 @@ class AnswerStream(ABC):
 
     def __init__(self, http: aiohttp.ClientSession, body: dict[str, Any]) -> None:
         self.received = 0
+        self.received_at = 0.0
+        """When the last tokens came (monotonic); 0.0 before the first ones."""
         self.finish_reason: FinishReason | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
@@ -101,6 +103,7 @@ class AnswerStream(ABC):
         if token_ids and (not self._cuts or self._cuts[-1][1] != version):
             self._cuts.append((self.received, version))
         self.received += len(token_ids)
+        self.received_at = time.monotonic()
 
     def _end(self, reason: FinishReason, reported: list[tuple[int, int]] | None) -> None:
         """`reported`: the server's own (first position, version) of the whole answer, the truth where it has one."""

@@ -1,9 +1,9 @@
 """The weights of a stock server, swapped while its requests are in flight.
 
-    decoding ──────────────┐ paused                         ┌── decoding
-    fetch: read and verify │ load · label · settle · verify │ resume
-    └─ fetch_s ────────────┘ └ load_s ┘                     │
-                           └─ pause_s ──────────────────────┘
+    decoding ─────────┬─ its last step ─┐ stands                         ┌── decoding
+    fetch: read, check│ pause is asked  │ load · label · settle · verify │ resume
+    └─ fetch_s ───────┘                 │ └ load_s ┘                     │
+                                        └─ pause_s ──────────────────────┘
 
 New requests wait at `admission` meanwhile. Each carries `cache_salt`, so that the prefix cache never hands keys and
 values of older weights to a request that began under newer ones; nothing has to be flushed. Whatever leaves the server
@@ -124,15 +124,12 @@ class StockWeights(ABC, Generic[Fetched]):
         async with self._one_at_a_time:
             begin = time.monotonic()
             async with self._fetch(manifest) as fetched:
-                paused = time.monotonic()
-                load_s, in_flight = await self._swap_or_end(int(manifest["version"]), fetched)
-                done = time.monotonic()
-        return LoadReport(
-            version=self.version, fetch_s=paused - begin, pause_s=done - paused, load_s=load_s, in_flight=in_flight
-        )
+                fetch_s = time.monotonic() - begin
+                pause_s, load_s, in_flight = await self._swap_or_end(int(manifest["version"]), fetched)
+        return LoadReport(version=self.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight)
 
-    async def _swap_or_end(self, version: int, fetched: Fetched) -> tuple[float, int]:
-        """(seconds of loading, requests that were frozen and go on). Any failure but a refusal ends the server."""
+    async def _swap_or_end(self, version: int, fetched: Fetched) -> tuple[float, float, int]:
+        """(seconds without a token, of loading, requests that go on). Any failure but a refusal ends the server."""
         try:
             with self.admission.closed():
                 async with asyncio.timeout(self.config.start_timeout_s):
@@ -146,8 +143,11 @@ class StockWeights(ABC, Generic[Fetched]):
             await self.server.stop()
             raise
 
-    async def _pause_and_load(self, version: int, fetched: Fetched) -> tuple[float, int]:
+    async def _pause_and_load(self, version: int, fetched: Fetched) -> tuple[float, float, int]:
+        asked = time.monotonic()
         await self._pause()
+        # The step that was under way when we asked went on sampling: the pause begins with its tokens.
+        stands_since = max([asked, *(stream.received_at for stream in self.streams)])
         # Aborted answers do not go on, though the last events of some are still on their way.
         in_flight = 0 if self.config.pause == "abort" else sum(not stream.ended for stream in self.streams)
         begin = time.monotonic()
@@ -164,7 +164,7 @@ class StockWeights(ABC, Generic[Fetched]):
         self.version = version
         self._loads += 1
         await self._resume()
-        return load_s, in_flight
+        return time.monotonic() - stands_since, load_s, in_flight
 
     async def _settle(self) -> None:
         """Receive everything that was sampled before the pause: tokens are labelled with the version of that moment.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 PROGRESS_EVERY_LINES = 1000
 
@@ -31,6 +31,25 @@ class Passage:
     def to_document(self) -> dict[str, str]:
         """As the server answers."""
         return {"id": self.id, "title": self.title, "text": self.text, "contents": self.contents}
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A passage that answers a query."""
+
+    passage: Passage
+    score: float
+    """Higher is better: BM25 (k1 1.2, b 0.75), or the product of the dense index's vectors."""
+
+
+class Index(Protocol):
+    """What the server asks, from any thread."""
+
+    def __len__(self) -> int:
+        """Passages."""
+
+    def search_all(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """At most `topk` passages for each query, best first."""
 
 
 def read_passages(path: Path, on_progress: Callable[[int], None] = lambda _: None) -> Iterator[Passage]:

@@ -1,23 +1,18 @@
-"""BM25 index on disk, by tantivy: built once with bounded memory, memory-mapped by every process that opens it.
-
-INDEX.building/  ──commit, merge, manifest──►  INDEX/      a killed build leaves no INDEX, the next one starts over
-"""
+"""BM25 index on disk, by tantivy: built once with bounded memory, memory-mapped by every process that opens it."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.tools.retrieval.corpus import BadCorpus, Passage, read_passages
+from penstock.tools.retrieval.corpus import Hit, Passage, read_passages
+from penstock.tools.retrieval.folder import IndexFailed, ensure_built
 
-MANIFEST = "penstock.json"
-FORMAT = 1
-"""Of schema and analyzer: an index of another format is built anew."""
+KIND = "bm25-1"
+"""With the number of schema and analyzer: an index of another one is built anew."""
 WRITER_BYTES = 256 << 20
 """What the build keeps in memory before it writes a part out."""
 MAX_QUERY_WORDS = 256
@@ -28,33 +23,8 @@ _WORD = re.compile(r"\w+")
 INSTALL = "the retrieval server needs tantivy: `pip install 'penstock[search]'`"
 
 
-class IndexFailed(RuntimeError):
-    """The index cannot be made or opened; the text names the mend."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    passage: Passage
-    score: float
-    """BM25 (k1 1.2, b 0.75) over title and text, English stems; higher is better."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Manifest:
-    """What the index was made of: where this is still so, it is used as it is."""
-
-    format: int
-    corpus_bytes: int
-    corpus_mtime_ns: int
-
-    @classmethod
-    def of(cls, corpus: Path) -> _Manifest:
-        stat = corpus.stat()
-        return cls(FORMAT, stat.st_size, stat.st_mtime_ns)
-
-
 class RetrievalIndex:
-    """Open for searching, from any thread."""
+    """BM25. Open for searching, from any thread."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `IndexFailed`."""
@@ -96,34 +66,9 @@ def open_or_build(
         BadCorpus: the file is missing, empty, or a line is no passage.
         IndexFailed: no disk space, no right to write, or tantivy is missing.
     """
-    if not corpus.is_file():
-        raise BadCorpus(f"{corpus}: no such file")
     folder = folder or corpus.with_name(f"{corpus.name}.index")
-    manifest = _Manifest.of(corpus)
-    if _manifest_in(folder) != manifest:
-        try:
-            _build(corpus, folder, manifest, on_progress)
-        except OSError as error:
-            raise IndexFailed(f"{folder}: the index cannot be written: {error}") from error
+    ensure_built(corpus, folder, KIND, lambda building: _write(corpus, building, on_progress))
     return RetrievalIndex(folder)
-
-
-def _manifest_in(folder: Path) -> _Manifest | None:
-    try:
-        return _Manifest(**json.loads((folder / MANIFEST).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _build(corpus: Path, folder: Path, manifest: _Manifest, on_progress: Callable[[int], None]) -> None:
-    building = folder.with_name(f"{folder.name}.building")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
-    if _write(corpus, building, on_progress) == 0:
-        shutil.rmtree(building)
-        raise BadCorpus(f"{corpus}: holds no passage")
-    (building / MANIFEST).write_text(json.dumps(asdict(manifest)))
-    _replace(folder, building)
 
 
 def _write(corpus: Path, building: Path, on_progress: Callable[[int], None]) -> int:
@@ -137,15 +82,6 @@ def _write(corpus: Path, building: Path, on_progress: Callable[[int], None]) -> 
     writer.commit()
     writer.wait_merging_threads()
     return count
-
-
-def _replace(folder: Path, building: Path) -> None:
-    """Only what an earlier build made is removed, never a folder that holds something else."""
-    if folder.exists():
-        if not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-            raise IndexFailed(f"{folder} exists and is no index of ours; choose another folder")
-        shutil.rmtree(folder)
-    building.rename(folder)
 
 
 def _schema() -> Any:

@@ -1,4 +1,4 @@
-"""`penstock search-server`: BM25 over HTTP, in Search-R1's shape.
+"""`penstock search-server`: a corpus over HTTP, in Search-R1's shape.
 
     POST /retrieve  {"queries": [...], "topk": 3, "return_scores": false}  → {"result": [[DOCUMENT, …], …]}
                     with "return_scores": true                             → {"result": [[{"document", "score"}, …], …]}
@@ -20,7 +20,8 @@ import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.tools.retrieval.index import Hit, IndexFailed, RetrievalIndex
+from penstock.tools.retrieval.corpus import Hit, Index
+from penstock.tools.retrieval.folder import IndexFailed
 
 MAX_QUERIES = 512
 MAX_TOPK = 100
@@ -37,7 +38,7 @@ class RetrieveRequest(BaseModel):
     return_scores: bool = False
 
 
-def build_app(index: RetrievalIndex, token: str, topk: int = 3) -> FastAPI:
+def build_app(index: Index, token: str, topk: int = 3) -> FastAPI:
     """The server as an ASGI app; `topk` where a request names none. Raises `ValueError` on an empty token."""
     if not token:
         raise ValueError("the search server needs a token")
@@ -75,7 +76,7 @@ def _authorize(token: str) -> Any:
     return check
 
 
-async def serve(index: RetrievalIndex, host: str, port: int, token: str, topk: int = 3) -> None:
+async def serve(index: Index, host: str, port: int, token: str, topk: int = 3) -> None:
     """Until cancelled or told by SIGTERM. Raises `IndexFailed` where the port is taken."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

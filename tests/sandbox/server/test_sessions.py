@@ -15,8 +15,9 @@ import pytest
 from tests.sandbox.server.conftest import OTHER, TOKEN, Start, headers, remote_of, serving
 
 from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxError, SandboxLost
-from penstock.sandbox.remote import RemoteSandbox
+from penstock.sandbox.remote import TTL_HEADROOM_S, RemoteSandbox
 from penstock.sandbox.server.callers import callers_of
 from penstock.sandbox.server.serving import serve
 from penstock.sandbox.server_config import CallerConfig, SandboxServerConfig
@@ -108,6 +109,18 @@ async def test_an_unused_session_is_ended_after_its_time_and_one_in_use_is_not(u
         await forgotten.run_python("1")
     assert (await work).exit_code == 0
     await sandbox.close()
+
+
+async def test_a_workers_sessions_live_as_long_as_its_episodes_may_and_some(
+    client: httpx.AsyncClient, url: str
+) -> None:
+    config = SandboxConfig(backend="remote", url=url)
+    for deadline_s, ttl_s in ((120.0, 120.0 + TTL_HEADROOM_S), (1e6, 86400.0)):
+        sandbox = make_sandbox(config, "worker", TOKEN, episode_deadline_s=deadline_s)
+        session = await sandbox.start("episode")
+        assert (await client.get(f"/sessions/{session.session_id}")).json()["ttl_s"] == ttl_s
+        await session.close()
+        await sandbox.close()
 
 
 async def test_sessions_are_listed_and_ended_by_label(client: httpx.AsyncClient) -> None:
