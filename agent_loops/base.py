@@ -86,7 +86,7 @@ class AgentLoopBase(ABC):
             return await all_or_none(branches)
 
     async def setup(self, task: Task) -> None:
-        """Before `run`; what it opens, `teardown` closes."""
+        """Before `run`; what it opens, `teardown` closes. Written without ``async`` both run in a thread."""
 
     @abstractmethod
     async def run(self, task: Task) -> AgentLoopOutput | list[AgentLoopOutput]:

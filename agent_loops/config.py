@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.agent_loops.capture.config import CaptureConfig
+from penstock.agent_loops.rewards.config import RewardsConfig
 from penstock.tools.parsers import ParserName
 
 
@@ -40,4 +41,9 @@ class AgentConfig(BaseModel):
         default_factory=dict, description="Variables for the chat template, such as enable_thinking: false."
     )
     capture: CaptureConfig = CaptureConfig()
-    reward: str = Field("", description="compute_score: dotted path or FILE.py:function. Empty: the loop sets rewards.")
+    reward: str = Field(
+        "",
+        description="A name of docs/rewards.md, by_data_source, or a compute_score as dotted path or FILE.py:function."
+        " Empty: the loop sets rewards.",
+    )
+    rewards: RewardsConfig = RewardsConfig()

@@ -24,6 +24,7 @@ from penstock.agent_loops.sampling import usual_sampling
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE
 from penstock.agent_loops.toolbox import ToolBox
 from penstock.agent_loops.trace import Trace, begin_trace
+from penstock.tools.threads import call_users
 from penstock.transfer_queue.ledger import BadPayload, Lease, LedgerError
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind, Trajectory
 
@@ -128,7 +129,7 @@ class Episode:
     def _equip(self, loop: AgentLoopBase) -> tuple[EpisodeLLM, ToolBox]:
         parts, lease = self._parts, self._lease
         loop.chat = parts.chat.for_episode(new_budget(parts.config))
-        sampling = usual_sampling(parts.config, parts.chat.stop_token_ids, lease.task)
+        sampling = usual_sampling(parts.config, parts.chat.stop_token_ids, lease)
         loop.llm = EpisodeLLM(parts.client, lease, self._journal, sampling, parts.chat.decode)
         loop.tools = ToolBox(
             parts.tools, parts.tool_configs, lease.task, self._journal, parts.on_lost, parts.chat.count_tokens
@@ -141,7 +142,7 @@ class Episode:
         deadline_s = self._parts.config.episode_deadline_s
         try:
             async with asyncio.timeout(deadline_s) as deadline:
-                await loop.setup(self._lease.task)
+                await call_users(loop.setup, self._lease.task)
                 outputs = as_outputs(await loop.run(self._lease.task))
                 self._journal.check_followed()
                 return outputs
@@ -157,7 +158,7 @@ class Episode:
     async def _teardown(self, loop: AgentLoopBase) -> None:
         try:
             async with asyncio.timeout(TEARDOWN_DEADLINE_S):
-                await loop.teardown()
+                await call_users(loop.teardown)
         except Exception:
             log.exception("teardown of episode %s failed", self._lease.episode_id)
 

@@ -14,7 +14,7 @@ from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.load import allow_imports_from
 from penstock.agent_loops.parts import EpisodeParts
 from penstock.agent_loops.registry import find_loop
-from penstock.agent_loops.reward import RewardFunction
+from penstock.agent_loops.reward import load_reward
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import Sandbox
 from penstock.tools.config import ToolConfig
@@ -78,5 +78,5 @@ def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
         find_loop=find,
         sandbox=sandbox,
         on_lost=job.sandbox.on_lost,
-        reward=RewardFunction.load(job.config.reward, job.recipe_dir) if job.config.reward else None,
+        reward=load_reward(job.config, job.recipe_dir, sandbox),
     )

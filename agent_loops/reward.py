@@ -1,32 +1,32 @@
-"""The run's reward function: verl's ``compute_score``, sync or async, plain number or dict."""
+"""The run's reward: what `agent.reward` names, within its deadline, with every failure told apart from a low score."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import logging
 import math
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import InfraFailure, LoadError
-from penstock.agent_loops.load import load_object
+from penstock.agent_loops.rewards.base import Answer, BaseReward
+from penstock.agent_loops.rewards.by_source import BySource
+from penstock.agent_loops.rewards.config import RewardChoice
+from penstock.agent_loops.rewards.function import FunctionReward
+from penstock.agent_loops.rewards.names import make_reward
+from penstock.sandbox.protocol import Sandbox, SandboxError, Session
+from penstock.tools.base import ToolInfraError
 from penstock.transfer_queue.trajectory import Task
 
 REWARD_DEADLINE_S = 60.0
-THREADS = 16
-"""Plain functions run in these: one that computes, or waits, must not stop the other episodes."""
-PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-log = logging.getLogger(__name__)
+BY_SOURCE = "by_data_source"
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the reward function said."""
+    """What the reward said."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -34,73 +34,87 @@ class Score:
 
 
 class RewardFunction:
-    """Calls ``compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict with "score"``.
+    """Asks a reward, or a function in verl's ``compute_score`` shape, sync or async, plain number or dict."""
 
-    A plain function is called in a thread; one that cannot be (it sets signal handlers) in the event loop, and says so.
-    """
-
-    def __init__(self, compute_score: Callable[..., Any], name: str = "compute_score") -> None:
-        _check_signature(compute_score, name)
-        self._compute_score = compute_score
+    def __init__(
+        self,
+        reward: BaseReward | Callable[..., Any],
+        name: str = "compute_score",
+        timeout_s: float = REWARD_DEADLINE_S,
+    ) -> None:
+        """Raises `LoadError` where a function does not take verl's arguments."""
+        self._reward = reward if isinstance(reward, BaseReward) else FunctionReward(reward, name)
         self._name = name
-        self._in_thread = not _is_async(compute_score)
-
-    @classmethod
-    def load(cls, spec: str, recipe_dir: Path) -> RewardFunction:
-        """By dotted path or ``FILE.py:function``. Raises `LoadError`."""
-        function = load_object(spec, recipe_dir)
-        if not callable(function):
-            raise LoadError(f"reward {spec!r} is not a function")
-        return cls(function, spec)
+        self._timeout_s = timeout_s
 
     async def score(self, task: Task, solution: str, further: Mapping[str, Any]) -> Score:
-        """`further` joins the row's `extra_info`. Raises `InfraFailure("reward")`: never a silent 0."""
-        arguments = {
-            "data_source": task.data_source,
-            "solution_str": solution,
-            "ground_truth": task.ground_truth,
-            "extra_info": {**task.extra_info, **further},
-        }
+        """`further` joins the row's `extra_info`. Raises `InfraFailure`: never a silent 0."""
+        extra = {**task.extra_info, **further}
+        answer = Answer(task.data_source, solution, task.ground_truth, extra, task.messages)
         try:
-            async with asyncio.timeout(REWARD_DEADLINE_S):
-                value = await self._call(arguments)
-        except TimeoutError as error:
-            raise InfraFailure("reward", f"{self._name} took longer than {REWARD_DEADLINE_S:.0f} s") from error
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                value = await self._reward.score(answer)
+        except (InfraFailure, ToolInfraError) as error:
+            raise InfraFailure(error.component, error.reason) from error
+        except SandboxError as error:
+            raise InfraFailure("sandbox", f"{self._name}: {error}") from error
         except Exception as error:
-            raise InfraFailure("reward", f"{self._name} raised {type(error).__name__}: {error}") from error
+            if isinstance(error, TimeoutError) and deadline.expired():
+                reason = f"{self._name} took longer than {self._timeout_s:g} s"
+            else:
+                reason = f"{self._name} raised {type(error).__name__}: {error}"
+            raise InfraFailure("reward", reason) from error
         return _to_score(value, self._name)
 
-    async def _call(self, arguments: Mapping[str, Any]) -> Any:
-        call = partial(self._compute_score, **arguments)
-        value = await self._in_a_thread(call) if self._in_thread else call()
-        return await value if inspect.isawaitable(value) else value
-
-    async def _in_a_thread(self, call: Callable[[], Any]) -> Any:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(_pool(), call)
-        except ValueError as error:
-            # What `signal.signal` says outside the main thread; timeouts of math graders are made with it.
-            if "main thread" not in str(error):
-                raise
-        self._in_thread = False
-        log.warning("%s needs the main thread: it is called in the event loop and blocks the worker", self._name)
-        return call()
+    async def close(self) -> None:
+        await self._reward.close()
 
 
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
+def load_reward(config: AgentConfig, recipe_dir: Path, sandbox: Sandbox | None = None) -> RewardFunction | None:
+    """What `agent.reward` names; None where loops or tools give the rewards. Raises `LoadError`."""
+    name, given = config.reward, config.rewards
+    if given.sources and name != BY_SOURCE:
+        raise LoadError(f"agent.rewards.sources is used by agent.reward: {BY_SOURCE}; it is {name!r}")
+    if given.settings and name in ("", BY_SOURCE):
+        raise LoadError(
+            f"agent.rewards.settings are those of one reward; agent.reward is {name!r}: give them in sources"
+        )
+    if not name:
+        return None
+    if name == BY_SOURCE:
+        return RewardFunction(BySource(given.sources, recipe_dir, sandbox), name, given.timeout_s)
+    choice = RewardChoice(name=name, settings=given.settings)
+    return RewardFunction(make_reward(choice, recipe_dir, sandbox), name, given.timeout_s)
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+def check_reward(config: AgentConfig, data_sources: Iterable[str]) -> None:
+    """Before a run: can what `agent.reward` names be made, and has every data source one? Raises `LoadError`.
+
+    Asked where there may be no sandbox: that one can be made is another question.
+    """
+    if config.reward != BY_SOURCE:
+        load_reward(config, Path(), _NoSandbox())
+        return
+    BySource(config.rewards.sources, Path(), _NoSandbox()).check(data_sources)
 
 
-def _check_signature(function: Callable[..., Any], name: str) -> None:
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(PARAMETERS))
-    except TypeError as error:
-        raise LoadError(f"reward {name} must take ({', '.join(PARAMETERS)}): {error}") from error
+class _NoSandbox:
+    """Stands for the worker's, which nobody asks for a box here."""
+
+    async def start(self, label: str, *, image: str | None = None) -> Session:
+        raise SandboxError("there are no boxes where a recipe is checked")
+
+    async def attach(self, session_id: str) -> Session:
+        raise SandboxError("there are no boxes where a recipe is checked")
+
+    async def close(self) -> None:
+        """Nothing was opened."""
+
+
+def may_need_sandbox(config: AgentConfig) -> bool:
+    """Whether a worker without tools should try to have one for its rewards."""
+    names = {config.reward, *(getattr(choice, "name", choice) for choice in config.rewards.sources.values())}
+    return bool(names & {"code", BY_SOURCE})
 
 
 def _to_score(value: Any, name: str) -> Score:

@@ -17,7 +17,7 @@ import xxhash
 from penstock.agent_loops.base import AgentLoopOutput
 from penstock.agent_loops.ends import Ends
 from penstock.agent_loops.errors import AgentError
-from penstock.agent_loops.shared_ints import shared_ints
+from penstock.agent_loops.shared_ints import SHARED
 from penstock.transfer_queue.trajectory import COMPLETED, Ids, Outcome, OutcomeKind, Spans
 
 TRUNCATED_LENGTH = Outcome(OutcomeKind.TRUNCATED, "length")
@@ -97,7 +97,7 @@ class SegmentBuilder:
 
     def context(self) -> list[int]:
         """Prompt and response ids so far: exactly what the next model call is fed."""
-        return shared_ints(np.frombuffer(self._ids, dtype=np.int32))
+        return SHARED.of(np.frombuffer(self._ids, dtype=np.int32))
 
     # what happens to it --------------------------------------------------------------------------------------------
     def append_sampled(

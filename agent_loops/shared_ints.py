@@ -6,20 +6,30 @@ A worker holds the context of each episode that waits for the model, as a list. 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 MOST = 1 << 20
 """Ids from here on (no vocabulary has them) get objects of their own."""
-_INTS: NDArray[np.object_] = np.arange(0, dtype=object)
 
 
-def shared_ints(ids: NDArray[np.int32]) -> list[int]:
-    """`ids` as a list."""
-    global _INTS
-    most = int(ids.max(initial=0))
-    if most >= MOST or ids.min(initial=0) < 0:
-        return ids.tolist()
-    if most >= len(_INTS):
-        _INTS = np.arange(2 ** most.bit_length(), dtype=object)
-    return _INTS[ids].tolist()
+class SharedInts:
+    """Grows to the largest id that was asked for, so to the vocabulary in use."""
+
+    def __init__(self) -> None:
+        self._ints: NDArray[Any] = np.arange(0, dtype=object)
+
+    def of(self, ids: NDArray[np.int32]) -> list[int]:
+        """`ids` as a list."""
+        most = int(ids.max(initial=0))
+        if most >= MOST or ids.min(initial=0) < 0:
+            return [int(one) for one in ids]
+        if most >= len(self._ints):
+            self._ints = np.arange(1 << most.bit_length(), dtype=object)
+        whole: list[int] = self._ints[ids].tolist()
+        return whole
+
+
+SHARED = SharedInts()

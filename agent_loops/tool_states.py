@@ -91,7 +91,8 @@ class ToolStates:
         used = {named.call.name for named in self.past} | {name for name, held in self.held.items() if held.ready}
         states = {}
         for name in (name for name in self.tools if name in used):
-            if type(self.tools[name]).calc_reward is not BaseTool.calc_reward:
+            calc_reward = self.tools[name].calc_reward
+            if getattr(calc_reward, "__func__", calc_reward) is not BaseTool.calc_reward:
                 async with self.using(name) as state:
                     states[name] = state
         return states

@@ -28,10 +28,11 @@ from penstock.agent_loops.errors import WorkerStopped
 from penstock.agent_loops.job import WorkerJob, build_parts
 from penstock.agent_loops.loop_watch import LoopWatch
 from penstock.agent_loops.parts import EpisodeParts
+from penstock.agent_loops.reward import may_need_sandbox
 from penstock.agent_loops.running import CHUNK, RunningEpisodes
 from penstock.agent_loops.stats import WorkerStats
 from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox.protocol import Sandbox, SandboxError
 from penstock.tools.registry import close_tools
 from penstock.transfer_queue.ledger import Lease, LedgerError
 
@@ -49,7 +50,7 @@ async def run_worker(job: WorkerJob) -> None:
 
     Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `LedgerError`.
     """
-    sandbox = _sandbox_of(job) if job.tools else None
+    sandbox = _sandbox_of(job)
     parts: EpisodeParts | None = None
     try:
         parts = build_parts(job, sandbox)
@@ -58,12 +59,23 @@ async def run_worker(job: WorkerJob) -> None:
     finally:
         if parts is not None:
             await close_tools(parts.tools.values())
+            if parts.reward is not None:
+                await parts.reward.close()
         if sandbox is not None:
             await sandbox.close()
 
 
-def _sandbox_of(job: WorkerJob) -> Sandbox:
-    return make_sandbox(job.sandbox, job.name, job.sandbox_token, job.config.episode_deadline_s)
+def _sandbox_of(job: WorkerJob) -> Sandbox | None:
+    """Tools must have one; rewards of verl's names may do without, and say so where a program is to be run."""
+    if not job.tools and not may_need_sandbox(job.config):
+        return None
+    try:
+        return make_sandbox(job.sandbox, job.name, job.sandbox_token, job.config.episode_deadline_s)
+    except SandboxError as error:
+        if job.tools:
+            raise
+        log.warning("no sandbox for rewards: %s", error)
+        return None
 
 
 class Worker:

@@ -45,13 +45,17 @@ def check_correction(config: RunConfig) -> Check:
     )
 
 
-def check_group(config: RunConfig) -> Check:
-    return Check(
-        "group_size",
-        config.group_size >= 2 or config.trainer.advantage != "grpo",
-        f"{config.group_size} episodes per task for {config.trainer.advantage}",
-        "GRPO compares the episodes of one task: set group_size to 2 or more",
-    )
+def check_algorithm(config: RunConfig) -> Check | None:
+    if importlib.util.find_spec("torch") is None:  # not a machine that trains
+        return None
+    from penstock.trainer.algorithm import check_algorithm
+
+    found = f"{config.trainer.advantage}, {config.trainer.loss}, {config.group_size} episodes per task"
+    try:
+        check_algorithm(config.trainer, config.group_size)
+    except ValueError as error:
+        return Check("trainer.advantage", False, found, str(error))
+    return Check("trainer.advantage", True, found)
 
 
 def check_lengths(config: RunConfig) -> Check:
@@ -196,8 +200,23 @@ def check_data(config: RunConfig) -> Check:
     return Check("data", True, "; ".join(counts) or "generated for the run")
 
 
+def check_reward(config: RunConfig) -> Check | None:
+    """Rewards in the box and their settings, and under by_data_source whether every row has one."""
+    from penstock.agent_loops.errors import LoadError
+    from penstock.agent_loops.reward import BY_SOURCE, check_reward
+    from penstock.agent_loops.rewards.names import REWARDS
+
+    if config.agent.reward not in (*REWARDS, BY_SOURCE):
+        return None  # a function of the user's: loaded by the workers alone
+    try:
+        check_reward(config.agent, _sources(config))
+    except LoadError as error:
+        return Check("agent.reward", False, config.agent.reward, str(error))
+    return Check("agent.reward", True, config.agent.reward)
+
+
 def check_sandbox(config: RunConfig) -> Check | None:
-    if not config.tools:
+    if not config.tools and config.agent.reward != "code":
         return None
     from penstock.sandbox.make import make_sandbox
     from penstock.sandbox.protocol import SandboxError
@@ -240,7 +259,7 @@ def check_ports(config: RunConfig) -> Check | None:
 
 CHECKS: tuple[Callable[[RunConfig], Check | None], ...] = (
     check_correction,
-    check_group,
+    check_algorithm,
     check_lengths,
     check_sampling,
     check_capacity,
@@ -250,6 +269,7 @@ CHECKS: tuple[Callable[[RunConfig], Check | None], ...] = (
     check_trainer,
     check_model,
     check_shared_memory,
+    check_reward,
     check_sandbox,
     check_data,
     check_template,

@@ -10,6 +10,8 @@ import typer
 
 from penstock.deploy.commands import data, queue
 from penstock.deploy.commands.bench import bench
+from penstock.deploy.commands.replay import replay
+from penstock.deploy.commands.reward_server import reward_server
 from penstock.deploy.commands.search_server import search_server
 from penstock.deploy.load_config import ConfigError
 
@@ -22,8 +24,11 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.add_typer(queue.app, name="queue")
+train_app = typer.Typer(invoke_without_command=True)
+app.add_typer(train_app, name="train")
 app.command()(bench)
 app.command()(search_server)
+app.command()(reward_server)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]
@@ -81,12 +86,16 @@ def agent(
     _run(lambda: roles.agent(_link(ledger, run), name))
 
 
-@app.command()
-def train(ledger: LedgerUrl = None, run: RunName = None) -> None:
+@train_app.callback()
+def train(context: typer.Context, ledger: LedgerUrl = None, run: RunName = None) -> None:
     """Start the trainer (torchrun with trainer.ranks processes) and join a running ledger."""
     from penstock.deploy.commands.train import exec_torchrun
 
-    _guarded(lambda: exec_torchrun(_link(ledger, run)))
+    if context.invoked_subcommand is None:
+        _guarded(lambda: exec_torchrun(_link(ledger, run)))
+
+
+train_app.command()(replay)
 
 
 @app.command(hidden=True)

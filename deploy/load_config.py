@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +21,7 @@ class ConfigError(Exception):
 def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `recipe`, apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
 
-    Paths of `model`, `data.train`, `data.eval`, `agent.reward` and `agent.loop` become absolute, so that every role
+    Paths of `model`, `data.train`, `data.eval`, `agent.loop` and rewards become absolute, so that every role
     finds them: those in the file relative to its folder, those in overrides relative to the current directory, each to
     the other where there is nothing. Raises `ConfigError`.
     """
@@ -103,7 +103,7 @@ def _parse_value(text: str) -> Any:
     return value
 
 
-_PATH_KEYS = (("model",), ("data", "train"), ("data", "eval"), ("agent", "reward"), ("agent", "loop"), ("tools",))
+_PATH_KEYS = (("model",), ("data", "train"), ("data", "eval"), ("agent", "loop"), ("tools",))
 
 
 def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
@@ -113,6 +113,20 @@ def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
             node = node.get(section) if isinstance(node, dict) else None
         if isinstance(node, dict) and isinstance(node.get(leaf), str):
             node[leaf] = _resolve_path(node[leaf], roots)
+    for holder, key in _named_rewards(tree):
+        holder[key] = _resolve_path(holder[key], roots)
+
+
+def _named_rewards(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where `agent.reward` and `agent.rewards.sources` name a file; a name such as `code` is no path, whatever folder
+    has it."""
+    agent = tree.get("agent")
+    rewards = agent.get("rewards") if isinstance(agent, dict) else None
+    sources = rewards.get("sources") if isinstance(rewards, dict) else None
+    places = [(agent, "reward")] if isinstance(agent, dict) else []
+    if isinstance(sources, dict):
+        places += [(choice, "name") if isinstance(choice, dict) else (sources, key) for key, choice in sources.items()]
+    yield from ((holder, key) for holder, key in places if ".py:" in str(holder.get(key)))
 
 
 def _resolve_path(text: str, roots: Sequence[Path]) -> str:

@@ -143,9 +143,10 @@ async def agent(link: Link, name: str) -> None:
 
 async def train_rank(link: Link) -> None:
     """One rank of the trainer; torchrun starts as many as `trainer.ranks`."""
+    from penstock.trainer.bad_steps import TrainingDiverged
+    from penstock.trainer.batch import BadBatch
     from penstock.trainer.data import DataError
     from penstock.trainer.job import BadJob, TrainJob
-    from penstock.trainer.learner import TrainingDiverged
     from penstock.trainer.loop import train
     from penstock.trainer.registry import UnknownName
     from penstock.trainer.source import BatchTimeout
@@ -175,7 +176,7 @@ async def train_rank(link: Link) -> None:
         spill=config.transfer_queue.spill,
         stop_timeout_s=TRAINER_STOP_S,
     )
-    with _no_use_restarting(BadJob, DataError, UnknownName, BatchTimeout, TrainingDiverged):
+    with _no_use_restarting(BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged):
         await _closing(ledger, train(job))
 
 

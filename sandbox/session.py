@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.frames import Box, BoxEnded, Tell
-from penstock.sandbox.losses import Losses
+from penstock.sandbox.one_box import OneBoxSession
 from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
 from penstock.sandbox.streaming import stream_of
 
@@ -19,26 +17,8 @@ FILE_DEADLINE_S = 20.0
 MAX_FILE_BYTES = 32 << 20
 
 
-class DriverSession:
-    """One box, started anew within the session when a run brought it down. Calls queue up: one runs at a time."""
-
-    def __init__(
-        self,
-        session_id: str,
-        config: SandboxConfig,
-        box: Box,
-        launch: Callable[[], Awaitable[Box]],
-        on_closed: Callable[[], None],
-    ) -> None:
-        self.session_id = session_id
-        self._config = config
-        self._launch = launch
-        self._on_closed = on_closed
-        self._box: Box | None = box
-        self._losses = Losses()
-        self._turn = asyncio.Lock()
-        self._ending: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
+class DriverSession(OneBoxSession[Box]):
+    """Every call is a request to the driver in the box."""
 
     async def run(
         self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
@@ -67,22 +47,6 @@ class DriverSession:
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
         answer = await self._file({"do": "read", "path": path, "max_bytes": min(max_bytes, MAX_FILE_BYTES)})
         return base64.b64decode(answer["data"])
-
-    async def leave(self) -> None:
-        """The box ends with this process: nobody else could go on in it."""
-        await self.close()
-
-    async def close(self) -> None:
-        """Goes on to its end also where the caller is cancelled: `on_closed` gives the box's slot to the next one."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._shut_down())
-        await asyncio.shield(self._closing)
-
-    async def _shut_down(self) -> None:
-        try:
-            await self._end_box()
-        finally:
-            self._on_closed()
 
     async def _run(self, command: dict[str, Any], timeout_s: float | None, tell: Tell | None = None) -> RunResult:
         limit_s = self._config.run_timeout_s if timeout_s is None else timeout_s
@@ -123,28 +87,8 @@ class DriverSession:
         try:
             return await box.request(command, deadline_s, tell)
         except BaseException:
-            self._losses.box_ended()
             await self._end_box()
             raise
-
-    async def _living_box(self) -> Box:
-        if self._closing is not None:
-            raise SandboxLost(f"session {self.session_id} is closed")
-        if self._box is None:
-            if self._ending is not None:
-                await asyncio.shield(self._ending)  # the new box takes over its slot
-            self._box = await self._launch()
-        if not self._box.alive:
-            await self.close()
-            raise SandboxLost(f"the box of session {self.session_id} ended between two calls")
-        return self._box
-
-    async def _end_box(self) -> None:
-        if self._box is not None:
-            self._ending = asyncio.create_task(self._box.end())
-            self._box = None
-        if self._ending is not None:
-            await asyncio.shield(self._ending)
 
 
 def _to_result(answer: dict[str, Any], out_of_memory: bool) -> RunResult:

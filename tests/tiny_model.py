@@ -27,11 +27,22 @@ def save_tiny_model(folder: Path, kind: str = "Qwen3", *, tokenizer: bool = Fals
     config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
     getattr(transformers, f"{kind}ForCausalLM")(config).float().save_pretrained(folder)
     if tokenizer:
-        _save_tokenizer(folder, config.vocab_size)
+        save_tokenizer(folder, config.vocab_size)
     return str(folder)
 
 
-def _save_tokenizer(folder: Path, words: int) -> None:
+def save_poisoned_model(folder: Path) -> str:
+    """A model whose embedding of token 7 is NaN; its head is another tensor, so only rows with that token suffer."""
+    from safetensors.torch import load_file, save_file
+
+    model = save_tiny_model(folder, tokenizer=True, tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][7] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def save_tokenizer(folder: Path, words: int) -> None:
     """Token i is the word ``t{i}``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

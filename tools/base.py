@@ -88,7 +88,11 @@ class BaseTool(ABC):
 
     @abstractmethod
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
-        """One call, arguments already validated. Raises `ToolInfraError` where the tool, not the call, failed."""
+        """One call, arguments already validated. Raises `ToolInfraError` where the tool, not the call, failed.
+
+        Written without ``async`` it runs in a thread. `penstock.sandbox.call_key.current_call` names the call, the same
+        name in a worker that has to ask again: an idempotency key for services that the tool asks itself.
+        """
 
     async def calc_reward(self, state: Any) -> float | None:
         """Reward of the tool's final state, asked at the episode's end; None where it has none."""

@@ -8,24 +8,21 @@ def add(a: int, b: int) -> int:
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
 
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
 from penstock.tools.docstring import describe
+from penstock.tools.threads import call_users
 from penstock.tools.validate import check_schema
 
 THE_CALLS_FAULT = (ValueError, TypeError, LookupError, ArithmeticError)
 """What a function raises for arguments it cannot use: the model reads it and may try again."""
-_THREADS = ThreadPoolExecutor(max_workers=64, thread_name_prefix="function-tool")
 
 
 class FunctionTool(BaseTool):
@@ -57,7 +54,7 @@ class FunctionTool(BaseTool):
         """Of the function's exceptions, `THE_CALLS_FAULT` go to the model; any other is the tool's failure."""
         try:
             values = {name: self._adapters[name].validate_python(value) for name, value in arguments.items()}
-            return _to_result(await self._call(values))
+            return _to_result(await call_users(self.function, **values))
         except ToolInfraError:
             raise
         except ValidationError as error:
@@ -66,12 +63,6 @@ class FunctionTool(BaseTool):
             return ToolResult(f"Error: {type(error).__name__}: {error}", is_error=True)
         except Exception as error:
             raise ToolInfraError(self.name, f"{type(error).__name__}: {error}") from error
-
-    async def _call(self, values: dict[str, Any]) -> Any:
-        """Sync functions run in a thread: one that blocks must not stop the other episodes of this worker."""
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**values)
-        return await asyncio.get_running_loop().run_in_executor(_THREADS, functools.partial(self.function, **values))
 
 
 @overload

@@ -14,6 +14,7 @@ from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
 from penstock.tools.cache import ResultCache
 from penstock.tools.config import ToolConfig
 from penstock.tools.retry import RetryPolicy, retry
+from penstock.tools.threads import call_users
 
 QUEUE_DEADLINE_S = 300.0
 """Waiting for a turn is the service's slowness, not the call's: it is no part of `timeout_s`, but it ends."""
@@ -47,7 +48,8 @@ class ToolGuard:
         limit_s = self.config.timeout_s
         try:
             async with asyncio.timeout(limit_s) as deadline:
-                return await tool.execute(state, arguments)
+                result: ToolResult = await call_users(tool.execute, state, arguments)
+                return result
         except TimeoutError as error:
             if not deadline.expired():
                 raise ToolInfraError(f"tool {tool.name}", f"{type(error).__name__}: {error}") from error

@@ -6,18 +6,27 @@ ledger.Batch (all groups, ids only) ──share──► ledger.read ──► `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.trainer.ranks import Ranks
 from penstock.transfer_queue.ledger import Batch
 from penstock.transfer_queue.trajectory import Segment, Trajectory
 
 
 class BadBatch(ValueError):
     """A trajectory cannot be trained on; the message names the episode, the segment and what is wrong."""
+
+
+def refuse_together(ranks: Ranks, problem: str) -> None:
+    """A collective. Raises `BadBatch` on all ranks where any has a problem: a rank that left alone would let the others
+    wait for it in their next collective."""
+    problems = ranks.gather(problem)
+    if any(problems):
+        raise BadBatch(next(filter(None, problems)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,10 @@ class Row:
     same_version: NDArray[np.bool_]
     """[N] its whole call was sampled at the trainer's version. After a swap in mode ``keep`` a call goes on with the
     keys and values of the weights before: no forward pass of any one version repeats its logprobs."""
+    turn: NDArray[np.int64]
+    """[N] index among the segment's turns"""
+    first_token: int = 0
+    """Index of the first sampled token among all of the rank's, in the order of rows"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +109,12 @@ def make_step_batch(
         for index, trajectory in enumerate(trajectories)
         for number, segment in enumerate(trajectory.segments)
     ]
-    return StepBatch(batch.step, batch.groups, trajectories, np.array(group, dtype=np.int64), rows)
+    return StepBatch(batch.step, batch.groups, trajectories, np.array(group, dtype=np.int64), _numbered(rows))
+
+
+def _numbered(rows: Sequence[Row]) -> list[Row]:
+    ends = np.cumsum([len(row.targets) for row in rows]).tolist()
+    return [replace(row, first_token=end - len(row.targets)) for row, end in zip(rows, ends, strict=True)]
 
 
 def make_row(episode: int, segment: Segment, where: str, *, step: int, bound: int, model: ModelLimits) -> Row:
@@ -115,14 +133,10 @@ def make_row(episode: int, segment: Segment, where: str, *, step: int, bound: in
     behaviour = segment.response_logprobs[sampled].astype(np.float32)
     mask = (staleness <= bound) & np.isfinite(behaviour)
     finite = np.nan_to_num(behaviour, nan=0.0, posinf=0.0, neginf=0.0)
-    return Row(episode, ids, targets, finite, staleness, mask, _same_version(segment, sampled, staleness))
-
-
-def _same_version(segment: Segment, sampled: NDArray[np.int64], staleness: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[N] True where every token of the call has staleness 0."""
-    call = np.searchsorted(segment.turn_starts, sampled, side="right")
-    stale_calls = np.unique(call[staleness != 0])
-    return ~np.isin(call, stale_calls)
+    turn = np.searchsorted(segment.turn_starts, sampled, side="right").astype(np.int64) - 1
+    # Every token of the call has staleness 0.
+    same_version = ~np.isin(turn, np.unique(turn[staleness != 0]))
+    return Row(episode, ids, targets, finite, staleness, mask, same_version, turn)
 
 
 def _where(trajectory: Trajectory, segment: int) -> str:

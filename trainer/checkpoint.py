@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from penstock.trainer.durable import fingerprint, fingerprints, sync, sync_tree
 from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recent import Groups
@@ -69,15 +69,13 @@ class CheckpointStore:
         """Make the unfinished folder a checkpoint. When this returns it survives a power cut."""
         temporary, final = self.unfinished(step), self.unfinished(step).with_suffix("")
         found = Found(final, step, data_cursor, ranks, batches)
-        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+        files = fingerprints(temporary)
         (temporary / COMPLETE).write_text(json.dumps(_marker(found, files), indent=1))
-        for path in temporary.iterdir():
-            _fsync(path)
-        _fsync(temporary)
+        sync_tree(temporary)
         if final.exists():  # of an earlier life of the run that went back behind this step
             shutil.rmtree(final)
         temporary.rename(final)
-        _fsync(self.folder)
+        sync(self.folder)
         self._delete_old()
         return found
 
@@ -107,34 +105,32 @@ def _set_aside(path: Path) -> None:
 
 
 def read_marker(path: Path) -> Found:
-    """Check every file of a checkpoint. Raises `OSError` or `ValueError` naming what is missing or different.
-
-    The batches have a checksum of their own, being in no other file.
-    """
+    """Check every file of a checkpoint, this one first. Raises `OSError` or `ValueError` naming what is missing or
+    different."""
     marker = json.loads((path / COMPLETE).read_text())
+    if _digest({key: value for key, value in marker.items() if key != "xxh3"}) != marker["xxh3"]:
+        raise ValueError(f"{COMPLETE} differs from its checksum")
     for name, expected in marker["files"].items():
-        if _fingerprint(path / name) != expected:
+        if fingerprint(path / name) != expected:
             raise ValueError(f"{name} differs from its checksum")
-    if _batches_digest(marker["batches"]) != marker["batches_xxh3"]:
-        raise ValueError("its batches differ from their checksum")
     batches = {int(step): groups for step, groups in marker["batches"].items()}
     return Found(path, int(marker["step"]), DataCursor(**marker["data_cursor"]), int(marker["ranks"]), batches)
 
 
 def _marker(found: Found, files: Mapping[str, Any]) -> dict[str, Any]:
     batches = {str(step): [list(group) for group in groups] for step, groups in found.batches.items()}
-    return {
+    marker = {
         "step": found.step,
         "data_cursor": asdict(found.data_cursor),
         "ranks": found.ranks,
         "batches": batches,
-        "batches_xxh3": _batches_digest(batches),
         "files": files,
     }
+    return {**marker, "xxh3": _digest(marker)}
 
 
-def _batches_digest(batches: Mapping[str, Groups]) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(batches, sort_keys=True).encode())
+def _digest(marker: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(marker, sort_keys=True).encode())
 
 
 def begin_save(engine: FSDPEngine, ranks: Ranks, path: Path) -> Future[Any]:
@@ -151,9 +147,7 @@ def load(engine: FSDPEngine, ranks: Ranks, found: Found) -> None:
     if ranks.rank < found.ranks:
         state[f"rng_{ranks.rank}"] = torch.get_rng_state()
     dcp.load(state, checkpoint_id=found.path)
-    set_state_dict(
-        engine.policy, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    _restore(engine, state)
     if ranks.rank < found.ranks:
         torch.set_rng_state(state[f"rng_{ranks.rank}"])
 
@@ -182,25 +176,18 @@ def _save_tokenizer(source: str, folder: Path) -> None:
 
 def _model_state(engine: FSDPEngine) -> dict[str, Any]:
     model, optimizer = get_state_dict(engine.policy, engine.optimizer)
-    return {"model": model, "optimizer": optimizer}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    state["kl_coefficient"] = torch.tensor(engine.kl_coefficient, dtype=torch.float64)
+    if engine.critic is not None:
+        state["critic"], state["critic_optimizer"] = get_state_dict(engine.critic.module, engine.critic.optimizer)
+    return state
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        for block in _blocks(file):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
-
-
-def _blocks(file: Any, size: int = 1 << 22) -> Iterator[bytes]:
-    while block := file.read(size):
-        yield block
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _restore(engine: FSDPEngine, state: dict[str, Any]) -> None:
+    model, moments = state["model"], state["optimizer"]
+    set_state_dict(engine.policy, engine.optimizer, model_state_dict=model, optim_state_dict=moments)
+    engine.kl_coefficient = float(state["kl_coefficient"])
+    if engine.critic is not None:
+        model, moments = state["critic"], state["critic_optimizer"]
+        critic = engine.critic
+        set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)

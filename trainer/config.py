@@ -2,9 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class KLConfig(BaseModel):
+    """The pull towards the reference policy: the run's model before training."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    in_reward: float = Field(0.0, ge=0, description="KL coefficient in the reward of each token; 0: none.")
+    in_loss: float = Field(0.0, ge=0, description="KL coefficient in the loss; 0: none.")
+    estimator: Literal["k1", "k2", "k3", "low_variance"] = Field(
+        "k3", description="How KL is estimated from two logprobs; in_reward is customary with k1."
+    )
+    target: float | None = Field(
+        None, gt=0, description="in_reward is steered towards this KL per episode; None: it stays."
+    )
+    horizon: int = Field(10_000, gt=0, description="Episodes over which in_reward is steered; more is slower.")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.in_reward > 0 or self.in_loss > 0
+
+
+class CriticConfig(BaseModel):
+    """The value model of `gae`, `turn_gae` and `vapo`: the run's model with a head of one number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lr: float = Field(1e-5, gt=0, description="AdamW learning rate of the critic.")
+    warmup_steps: int = Field(0, ge=0, description="First steps in which the critic alone learns (value pre-training).")
+    clip: float = Field(
+        0.5, gt=0, description="A value moves at most this far from the step's start before its loss stops."
+    )
+
+
+class OverlongConfig(BaseModel):
+    """DAPO's soft punishment of long episodes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    length: int = Field(0, ge=0, description="Sampled tokens from which on the whole penalty is due; 0: no penalty.")
+    buffer: int = Field(0, ge=0, description="The penalty grows over this many tokens before `length`.")
+    penalty: float = Field(1.0, gt=0, description="Taken from the reward at `length` and beyond.")
+
+    @model_validator(mode="after")
+    def _check(self) -> OverlongConfig:
+        if self.buffer > self.length:
+            raise ValueError(f"overlong.buffer is {self.buffer}, more than overlong.length {self.length}")
+        return self
 
 
 class TrainerConfig(BaseModel):
@@ -14,13 +62,39 @@ class TrainerConfig(BaseModel):
     ranks: int = Field(1, gt=0, description="Trainer processes, started by torchrun on one machine.")
     threads: int = Field(1, gt=0, description="CPU threads per trainer process.")
     advantage: str = Field("grpo", description="Registered advantage estimator.")
+    advantage_options: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of the estimator; docs/algorithms.md lists them."
+    )
+    turn_reward_weight: float = Field(
+        0.0, description="Turn rewards count this much beside the episode's reward; 0: not at all."
+    )
+    filter: str | None = Field(
+        None, description="Registered episode filter, for example pf_ppo; None: all weigh the same."
+    )
+    filter_options: dict[str, Any] = Field(default_factory=dict, description="Settings of the filter.")
     loss: str = Field("decoupled_ppo", description="Registered policy loss.")
+    loss_options: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of the loss, such as clip_low and clip_high."
+    )
+    aggregation: Literal["token_mean", "episode_mean", "episode_sum", "constant"] = Field(
+        "token_mean", description="How tokens' losses become one number, see docs/algorithms.md."
+    )
+    aggregation_length: int = Field(
+        0, ge=0, description="Under aggregation constant: what each episode's sum is divided by."
+    )
+    proximal: Literal["recomputed", "interpolated", "behaviour"] = Field(
+        "recomputed", description="The policy that an update must stay near: scored, approximated, or the engine's."
+    )
     correction: str | None = Field(
         "truncated_is", description="Registered off-policy correction; needed where max_staleness > 0."
     )
-    correction_cap: float = Field(2.0, gt=0, description="Upper bound of the importance weights.")
-    clip_low: float = Field(0.2, gt=0, description="Lower clip range of the ratio to the proximal policy.")
-    clip_high: float = Field(0.28, gt=0, description="Upper clip range of the ratio to the proximal policy.")
+    correction_options: dict[str, Any] = Field(
+        default_factory=dict, description="Settings of the correction, such as cap and level."
+    )
+    entropy_bonus: float = Field(0.0, description="Entropy of each token's distribution, times this, is maximised.")
+    kl: KLConfig = KLConfig()
+    critic: CriticConfig = CriticConfig()
+    overlong: OverlongConfig = OverlongConfig()
     minibatches: int = Field(1, gt=0, description="Optimizer updates per step; each takes its share of the groups.")
     lr: float = Field(1e-6, gt=0, description="AdamW learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Linear warm-up of the learning rate.")
@@ -38,6 +112,13 @@ class TrainerConfig(BaseModel):
     keep_checkpoints: int = Field(2, gt=0, description="Newest checkpoints kept.")
     eval_every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")
     batch_timeout_s: float = Field(300.0, gt=0, description="A batch not ready by then stops the run, cause told.")
-    max_bad_steps: int = Field(3, ge=0, description="Steps with NaN or infinite gradients in a row that are skipped.")
+    max_bad_steps: int = Field(
+        3,
+        ge=0,
+        description="Steps in a row whose loss or gradient is not finite, or with nothing to train, that are let pass.",
+    )
+    bad_batch_dumps: int = Field(
+        1, ge=0, description="Batches with NaN or infinite gradients that are kept for a replay, each with all weights."
+    )
     max_restarts: int = Field(3, ge=0, description="Restarts of the trainer after a crash.")
     save_trajectories: int = Field(8, ge=0, description="Trajectories written out per step for people to read.")

@@ -1,52 +1,62 @@
-"""FSDP2: the policy's weights and AdamW's moments in shards over a device mesh, gloo on CPUs, nccl on GPUs."""
+"""The models of a trainer process: the policy, and where the algorithm needs them a reference policy and a critic."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from penstock.trainer.advantages import ADVANTAGES
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.packing import Pack, empty_pack
-from penstock.trainer.policy import Policy, load_policy
+from penstock.trainer.critic import load_critic
+from penstock.trainer.packing import Pack
+from penstock.trainer.policy import Outputs, Policy, load_policy
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.registry import needs_of
 from penstock.trainer.schedule import learning_rate
+from penstock.trainer.sharded import Learning, Sharded, Update
 
 
 class PackLoss(Protocol):
-    """Called by the engine for every pack of a minibatch: (pack, its logprobs [N]) → the pack's loss, summed."""
+    """Called by the engine for every pack of a minibatch: (pack, what the policy says) → the pack's loss, summed."""
 
-    def __call__(self, pack: Pack, logprobs: Tensor) -> Tensor: ...
+    def __call__(self, pack: Pack, outputs: Outputs) -> Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One optimizer update."""
+class ValueLoss(Protocol):
+    """The same for the critic: (pack, its values [N]) → the pack's loss, summed."""
 
-    grad_norm: float
-    """Before clipping, over all ranks."""
-    lr: float
-    skipped: bool
-    """The gradient was not finite: weights and moments are as before."""
+    def __call__(self, pack: Pack, values: Tensor) -> Tensor: ...
 
 
 class Engine(Protocol):
     """What the loop needs of a training backend. Every method is a collective over the ranks."""
 
     limits: ModelLimits
+    kl_coefficient: float
+    """Of trainer.kl.in_reward, as it was steered to; a checkpoint keeps it."""
+
+    @property
+    def has_critic(self) -> bool: ...
 
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         """Logprobs [N] of each pack under the present weights, without gradient."""
 
-    def update(self, packs: Sequence[Pack], loss: PackLoss, tokens: float, step: int) -> Update:
-        """Gradients of sum(loss) / `tokens` over all packs of all ranks, clipped, then one optimizer update."""
+    def score_reference(self, packs: Sequence[Pack]) -> list[Tensor]:
+        """Logprobs [N] of each pack under the weights before training."""
+
+    def values(self, packs: Sequence[Pack]) -> list[Tensor]:
+        """The critic's values [N] of each pack."""
+
+    def update(self, packs: Sequence[Pack], loss: PackLoss, divisor: float, step: int) -> Update:
+        """Gradients of sum(loss) / `divisor` over all packs of all ranks, clipped, then one optimizer update."""
+
+    def update_critic(self, packs: Sequence[Pack], loss: ValueLoss, divisor: float) -> Update:
+        """The same for the critic."""
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor on the host, a copy) on rank 0; nothing on the others."""
@@ -56,30 +66,44 @@ class FSDPEngine:
     """Any `AutoModelForCausalLM`. One rank by default; more give the same numbers, up to rounding."""
 
     def __init__(self, model: str, config: TrainerConfig, ranks: Ranks, temperature: float = 1.0) -> None:
-        self._config = config
+        self.config = config
         self._ranks = ranks
-        self.policy = _shard(load_policy(model, temperature), config, ranks)
+        self.policy: Policy = load_policy(model, temperature, with_entropy=config.entropy_bonus != 0)
+        self._actor = Learning(self.policy, config, ranks)
         self.limits = _model_limits(self.policy)
-        self.optimizer = torch.optim.AdamW(
-            self.policy.parameters(),
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        )
+        self.reference: Sharded | None = None
+        if config.kl.needs_reference:
+            self.reference = Sharded(load_policy(model, temperature), config, ranks).freeze()
+        self.critic: Learning | None = None
+        if "values" in needs_of(ADVANTAGES.get(config.advantage)):
+            self.critic = Learning(load_critic(model), config, ranks)
+        self.kl_coefficient = config.kl.in_reward
 
-    @torch.no_grad()
+    @property
+    def has_critic(self) -> bool:
+        return self.critic is not None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._actor.optimizer
+
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
-        scores = [self.policy(pack.to(self._ranks.device)).cpu() for pack in self._in_step(packs)]
-        return scores[: len(packs)]
+        return [outputs.logprobs.cpu() for outputs in self._actor.score(packs)]
 
-    def update(self, packs: Sequence[Pack], loss: PackLoss, tokens: float, step: int) -> Update:
-        for pack in self._in_step(packs):
-            moved = pack.to(self._ranks.device)
-            total = loss(moved, self.policy(moved))
-            # FSDP2 averages gradients over ranks; `tokens` counts all ranks, so the sum is wanted.
-            (total * (self._ranks.world / tokens)).backward()
-        return self._optimizer_step(step)
+    def score_reference(self, packs: Sequence[Pack]) -> list[Tensor]:
+        assert self.reference is not None
+        return [outputs.logprobs.cpu() for outputs in self.reference.score(packs)]
+
+    def values(self, packs: Sequence[Pack]) -> list[Tensor]:
+        assert self.critic is not None
+        return [values.cpu() for values in self.critic.score(packs)]
+
+    def update(self, packs: Sequence[Pack], loss: PackLoss, divisor: float, step: int) -> Update:
+        return self._actor.update(packs, loss, divisor, learning_rate(self.config, step))
+
+    def update_critic(self, packs: Sequence[Pack], loss: ValueLoss, divisor: float) -> Update:
+        assert self.critic is not None
+        return self.critic.update(packs, loss, divisor, self.config.critic.lr)
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._named_tensors():
@@ -93,42 +117,6 @@ class FSDPEngine:
         yield from model.named_parameters()
         persistent = model.state_dict().keys()
         yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
-
-    def _in_step(self, packs: Sequence[Pack]) -> list[Pack]:
-        """As many packs on every rank: each forward and backward is a collective."""
-        count = int(self._ranks.max(len(packs)))
-        return [*packs, *(empty_pack() for _ in range(count - len(packs)))]
-
-    def _optimizer_step(self, step: int) -> Update:
-        lr = learning_rate(self._config, step)
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        finite = grad_norm - grad_norm == 0
-        if finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return Update(grad_norm, lr, skipped=not finite)
-
-
-def _shard(policy: Policy, config: TrainerConfig, ranks: Ranks) -> Policy:
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,), mesh_dim_names=("data",))
-    precision = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if config.dtype == "bfloat16" else None, reduce_dtype=torch.float32
-    )
-    arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": ranks.world > 1}
-    policy.to(ranks.device)
-    for module in _blocks(policy.model):
-        fully_shard(module, **arguments)
-    fully_shard(policy, **arguments)
-    return policy
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: the modules that the model itself says must not be split."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _model_limits(policy: Policy) -> ModelLimits:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.trainer.data import Row, Stream
 from penstock.transfer_queue.ledger import Ledger, Limits, Status, StepError
@@ -16,12 +17,23 @@ class Feeder:
     `submit(tasks, cursor)` is a no-op for a place that the ledger has passed.
     """
 
-    def __init__(self, ledger: Ledger, limits: Limits, rows: Sequence[Row], stream: Stream, steps: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        limits: Limits,
+        rows: Sequence[Row],
+        stream: Stream,
+        steps: int,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`sampling` is that of every training task."""
         self._ledger = ledger
         self._limits = limits
         self._rows = rows
         self._stream = stream
         self._steps = steps
+        self._sampling = sampling
         self.cursor = DataCursor()
         """Place in the data stream after the last submitted task."""
 
@@ -49,7 +61,7 @@ class Feeder:
 
     def _task(self, place: DataCursor) -> Task:
         row = self._rows[self._stream.row_index(place)]
-        return row.task(task_id=f"train/{place.epoch:04d}/{place.index:08d}", lane="train")
+        return row.task(task_id=f"train/{place.epoch:04d}/{place.index:08d}", lane="train", sampling=self._sampling)
 
 
 def missing_groups(status: Status, limits: Limits, steps: int) -> int:

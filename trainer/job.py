@@ -6,12 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from penstock.trainer.algorithm import BadJob, check_algorithm
 from penstock.trainer.config import TrainerConfig
 from penstock.transfer_queue.ledger import Ledger, Limits
-
-
-class BadJob(ValueError):
-    """The job cannot be right; the message names the setting and the mend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +54,25 @@ class TrainJob:
 
 
 def check_job(job: TrainJob) -> None:
-    """Raises `BadJob`, or `UnknownName` for an algorithm that is not registered."""
+    """Raises `BadJob`, `UnknownName` for an algorithm that is not registered, or `BadOptions` for its settings."""
     config = job.config
     if job.limits.max_staleness > 0 and config.correction is None:
         raise BadJob(
             f"max_staleness is {job.limits.max_staleness} and trainer.correction is null: stale tokens without an "
             "off-policy correction collapse a run. Set trainer.correction (truncated_is) or max_staleness=0"
         )
+    check_algorithm(config, job.limits.group_size)
     if config.minibatches > job.limits.groups_per_step:
         raise BadJob(
             f"trainer.minibatches is {config.minibatches}, groups_per_step only {job.limits.groups_per_step}: "
             "every minibatch needs a group"
         )
+    if config.ranks > job.limits.groups_per_step:
+        raise BadJob(
+            f"trainer.ranks is {config.ranks}, groups_per_step only {job.limits.groups_per_step}: ranks train whole "
+            "groups, and some would never have one. Raise groups_per_step or lower trainer.ranks"
+        )
     if job.transport in ("http", "collective") and not job.token:
         raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")
     if job.temperature <= 0:
         raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")
-    _check_algorithms(config)
-
-
-def _check_algorithms(config: TrainerConfig) -> None:
-    from penstock.trainer.advantages import ADVANTAGES
-    from penstock.trainer.corrections import CORRECTIONS
-    from penstock.trainer.losses import LOSSES
-
-    ADVANTAGES.get(config.advantage)
-    LOSSES.get(config.loss)
-    if config.correction is not None:
-        CORRECTIONS.get(config.correction)

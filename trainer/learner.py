@@ -2,106 +2,194 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.trainer.advantages import ADVANTAGES, GroupedRewards
-from penstock.trainer.batch import StepBatch, minibatch_bounds
+from penstock.trainer.advantages import ADVANTAGES, Advantages
+from penstock.trainer.aggregation import divisor, episode_weights, trained_tokens
+from penstock.trainer.bad_batch import BadBatches, Place, Share
+from penstock.trainer.bad_steps import BadSteps
+from penstock.trainer.batch import BadBatch, StepBatch, minibatch_bounds, refuse_together
+from penstock.trainer.choosing import choose_tokens
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.engine import Engine, Update
-from penstock.trainer.metrics import step_metrics
-from penstock.trainer.objective import Objective
+from penstock.trainer.credit import TokenScores, episodes_of, whitened
+from penstock.trainer.critic import value_loss
+from penstock.trainer.engine import Engine
+from penstock.trainer.filters import FILTERS
+from penstock.trainer.kl import ESTIMATORS, steered
+from penstock.trainer.losses import LOSSES
+from penstock.trainer.metrics import step_metrics, tally_batch
+from penstock.trainer.objective import Objective, Targets
 from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.sharded import Update
 from penstock.trainer.tally import Tally
 
-Minibatches = list[list[Pack]]
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A rank's batch in packs, with what the models say of its N sampled tokens at the start of the step."""
 
-class TrainingDiverged(RuntimeError):
-    """More steps in a row than trainer.max_bad_steps had a gradient that was not finite."""
+    minibatches: Sequence[Sequence[Pack]]
+    tokens: TokenScores
+    kl: float = 0.0
+    """KL to the reference policy per episode, over all ranks, under trainer.kl.in_reward"""
 
 
 class Learner:
-    """Everything between a batch and new weights."""
+    """Everything between a batch and new weights. Every method is a collective."""
 
-    def __init__(self, config: TrainerConfig, engine: Engine, ranks: Ranks) -> None:
+    def __init__(
+        self, config: TrainerConfig, engine: Engine, ranks: Ranks, bad_batches: BadBatches | None = None
+    ) -> None:
         self._config = config
         self._engine = engine
         self._ranks = ranks
-        self._bad_steps = 0
+        self._estimate = ADVANTAGES.bind(config.advantage, config.advantage_options)
+        self._bad_batches = bad_batches
+        self._watch = BadSteps(config.max_bad_steps)
 
-    def score(self, batch: StepBatch) -> Minibatches:
-        """The batch in packs. With one minibatch the training forward's own logprobs are the proximal policy's;
-        with more, the later ones are trained after the weights have moved, so all are scored first."""
+    def score(self, batch: StepBatch) -> Scored:
+        """With one minibatch the training forward's own logprobs are those at the start of the step; with more, the
+        later ones are trained after the weights have moved, so all are scored first, as they are for what needs them
+        earlier."""
         minibatches = [pack_rows(rows, self._config.micro_batch_tokens) for rows in self._split(batch)]
-        if self._config.minibatches == 1:
-            return minibatches
+        if self._scores_first:
+            minibatches = self._with(minibatches, self._engine.score, "proximal")
+        if self._config.kl.needs_reference:
+            minibatches = self._with(minibatches, self._engine.score_reference, "reference")
+        kl_rewards, kl = self._kl_rewards(minibatches, batch) if self._config.kl.in_reward else (None, 0.0)
+        values = self._in_order(minibatches, self._engine.values, batch) if self._engine.has_critic else None
+        return Scored(minibatches, TokenScores(kl_rewards, values), kl)
+
+    def advantages(self, batch: StepBatch, scored: Scored) -> Advantages:
+        """Of the rank's N sampled tokens. Raises `BadBatch`, on all ranks."""
+        problem = ""
+        try:
+            episodes = episodes_of(batch, self._config, scored.tokens)
+        except BadBatch as error:
+            problem = str(error)
+        refuse_together(self._ranks, problem)
+        return whitened(self._estimate(episodes), episodes.trained, self._ranks)
+
+    def update(self, batch: StepBatch, scored: Scored, advantages: Advantages) -> dict[str, Any]:
+        """New weights; returns the step's metrics, the same on all ranks. Raises `TrainingDiverged`."""
+        tally = Tally()
+        of_critic = self._learn_values(scored, advantages, tally) if self._engine.has_critic else []
+        updates: list[Update | None] = [None] * len(scored.minibatches)
+        if not self._engine.has_critic or batch.step >= self._config.critic.warmup_steps:
+            updates = [self._update_one(batch, scored, number, advantages, tally) for number in range(len(updates))]
+        self._watch.check(batch, [*updates, *of_critic], self._ranks)
+        self._steer(batch, scored, tally)
+        tally_batch(tally, batch, advantages.tokens)
+        return step_metrics(batch, tally.reduce(self._ranks), updates)
+
+    @property
+    def _scores_first(self) -> bool:
+        config = self._config
+        recomputed = config.minibatches > 1 and config.proximal == "recomputed"
+        return recomputed or config.kl.in_reward > 0 or hasattr(LOSSES.get(config.loss), "choose")
+
+    def _update_one(
+        self, batch: StepBatch, scored: Scored, number: int, advantages: Advantages, tally: Tally
+    ) -> Update | None:
+        config, packs = self._config, scored.minibatches[number]
+        tokens = trained_tokens(packs, len(batch.trajectories))
+        total, episodes = self._ranks.sum(int(tokens.sum())), self._ranks.sum(int((tokens > 0).sum()))
+        # Nothing to train on (all masked, or no token was sampled): the version still advances, with equal weights.
+        if not total:
+            return None
+        weights = episode_weights(config.aggregation, tokens) * self._filter_weights(batch)
+        chosen = choose_tokens(config, packs, advantages.tokens, batch.step, self._ranks)
+        targets = Targets(advantages.tokens.float(), weights, chosen)
+        by = divisor(config.aggregation, total, episodes, config.aggregation_length)
+        update = self._engine.update(packs, Objective(config, targets, tally), by, batch.step)
+        if update.skipped:
+            share = Share(packs, targets, [one.episode_id for one in batch.trajectories])
+            self._keep(batch, share, Place(number, by), update)
+        return update
+
+    def _keep(self, batch: StepBatch, share: Share, place: Place, update: Update) -> None:
+        """The weights are still those that the batch was trained on: the update was skipped."""
+        if self._bad_batches is None:
+            return
+        kept = self._bad_batches.write(self._config, batch, share, place, update)
+        if kept is not None:
+            self._watch.kept = str(kept)
+
+    def _filter_weights(self, batch: StepBatch) -> Tensor:
+        """[E]"""
+        if self._config.filter is None:
+            return torch.ones(len(batch.trajectories), dtype=torch.float64)
+        weigh = FILTERS.bind(self._config.filter, self._config.filter_options)
+        return weigh(torch.from_numpy(batch.rewards), torch.from_numpy(batch.group))
+
+    def _learn_values(self, scored: Scored, advantages: Advantages, tally: Tally) -> list[Update]:
+        assert scored.tokens.values is not None
+        assert advantages.returns is not None, "an estimator that needs values says what they should have been"
+        old, returns = scored.tokens.values, advantages.returns.float()
+
+        def loss(pack: Pack, values: Tensor) -> Tensor:
+            kept, token = pack.mask, pack.token.to(old.device)[pack.mask.to(old.device)]
+            target, before = returns[token].to(values.device), old[token].to(values.device)
+            per_token = value_loss(values[kept], before, target, self._config.critic.clip)
+            tally.add("value/loss", per_token.detach().double().cpu().numpy())
+            tally.add("value/mean", values[kept].detach().double().cpu().numpy())
+            return per_token.sum() if bool(kept.any()) else values.sum() * 0
+
+        counted = [(packs, self._ranks.sum(sum(int(p.mask.sum()) for p in packs))) for packs in scored.minibatches]
+        updates = [self._engine.update_critic(packs, loss, tokens) for packs, tokens in counted if tokens]
+        tally.add("value/grad_norm", [update.grad_norm for update in updates])
+        return updates
+
+    def _kl_rewards(self, minibatches: Sequence[Sequence[Pack]], batch: StepBatch) -> tuple[Tensor, float]:
+        """([N] −coefficient · KL of each token, KL per episode over all ranks)"""
+        kl = torch.zeros(_tokens(batch))
+        for pack in (pack for packs in minibatches for pack in packs):
+            assert pack.proximal is not None
+            assert pack.reference is not None
+            kl[pack.token] = ESTIMATORS[self._config.kl.estimator](pack.proximal - pack.reference)
+        episodes = max(self._ranks.sum(len(batch.trajectories)), 1.0)
+        return -self._engine.kl_coefficient * kl, self._ranks.sum(float(kl.double().sum())) / episodes
+
+    def _steer(self, batch: StepBatch, scored: Scored, tally: Tally) -> None:
+        if not self._config.kl.in_reward:
+            return
+        tally.add("kl/coefficient", self._engine.kl_coefficient)
+        tally.add("kl/per_episode", scored.kl)
+        episodes = sum(len(group) for group in batch.groups)
+        kl = self._config.kl
+        self._engine.kl_coefficient = steered(self._engine.kl_coefficient, scored.kl, kl.target, episodes, kl.horizon)
+
+    def _with(
+        self, minibatches: Sequence[Sequence[Pack]], score: Callable[[Sequence[Pack]], list[Tensor]], name: str
+    ) -> list[list[Pack]]:
         return [
-            [replace(p, proximal=s) for p, s in zip(packs, self._engine.score(packs), strict=True)]
+            [replace(pack, **{name: found}) for pack, found in zip(packs, score(packs), strict=True)]
             for packs in minibatches
         ]
 
-    def advantages(self, batch: StepBatch) -> Tensor:
-        """[E] float64"""
-        rewards = GroupedRewards(torch.from_numpy(batch.rewards), torch.from_numpy(batch.group))
-        return ADVANTAGES.get(self._config.advantage)(rewards)
-
-    def update(self, batch: StepBatch, minibatches: Minibatches, advantages: Tensor) -> dict[str, Any]:
-        """New weights; returns the step's metrics, the same on all ranks. Raises `TrainingDiverged`."""
-        tally = Tally()
-        objective = Objective(self._config, advantages.float(), tally)
-        updates = [self._update_one(packs, objective, batch.step) for packs in minibatches]
-        self._count_bad_steps(batch.step, [update for update in updates if update is not None])
-        tally_batch(tally, batch, advantages)
-        return step_metrics(batch, tally.reduce(self._ranks), updates)
-
-    def _update_one(self, packs: list[Pack], objective: Objective, step: int) -> Update | None:
-        tokens = self._ranks.sum(sum(int(pack.mask.sum()) for pack in packs))
-        # Nothing to train on (all masked, or no token was sampled): the version still advances, with equal weights.
-        return self._engine.update(packs, objective, tokens, step) if tokens else None
+    def _in_order(
+        self,
+        minibatches: Sequence[Sequence[Pack]],
+        score: Callable[[Sequence[Pack]], list[Tensor]],
+        batch: StepBatch,
+    ) -> Tensor:
+        """[N] in the order of rows"""
+        values = torch.zeros(_tokens(batch))
+        for packs in minibatches:
+            for pack, found in zip(packs, score(packs), strict=True):
+                values[pack.token] = found
+        return values
 
     def _split(self, batch: StepBatch) -> list[list]:
         bounds = minibatch_bounds(len(batch.groups), self._config.minibatches)
         return [[row for row in batch.rows if start <= batch.group[row.episode] < end] for start, end in bounds]
 
-    def _count_bad_steps(self, step: int, updates: list[Update]) -> None:
-        self._bad_steps = self._bad_steps + 1 if any(update.skipped for update in updates) else 0
-        if self._bad_steps > self._config.max_bad_steps:
-            norms = ", ".join(f"{update.grad_norm}" for update in updates)
-            raise TrainingDiverged(
-                f"step {step}: gradient norm {norms}; {self._bad_steps} steps in a row were not finite "
-                f"(trainer.max_bad_steps is {self._config.max_bad_steps}). Lower trainer.lr, or start from a checkpoint"
-            )
 
-
-def tally_batch(tally: Tally, batch: StepBatch, advantages: Tensor) -> None:
-    """What the batch itself says: rewards, lengths, groups without signal, tokens left out."""
-    tally.add("reward", batch.rewards)
-    tally.add("reward_squared", batch.rewards**2)
-    tally.add("advantage_abs", advantages.abs().numpy())
-    tally.add("response_length", [sum(len(s.response_ids) for s in t.segments) for t in batch.trajectories])
-    tally.add("sampled_length", [t.num_sampled for t in batch.trajectories])
-    tally.add("num_turns", [t.num_turns for t in batch.trajectories])
-    silent = [g for g in np.unique(batch.group) if not advantages[torch.from_numpy(batch.group == g)].any()]
-    tally.count("zero_variance_groups", len(silent))
-    tally.count("segments", len(batch.rows))
-    for trajectory in batch.trajectories:
-        tally.count(f"outcome/{trajectory.outcome.kind}", 1)
-        for name, value in trajectory.metrics.items():
-            tally.add(f"episode/{name}", value)
-    _tally_tokens(tally, batch)
-
-
-def _tally_tokens(tally: Tally, batch: StepBatch) -> None:
-    for row in batch.rows:
-        tally.count("tokens", len(row.ids))
-        tally.count("tokens_sampled", len(row.targets))
-        tally.count("tokens_trained", int(row.mask.sum()))
-        tally.count("tokens_masked", int((~row.mask).sum()))
-        for age, number in zip(*np.unique(row.staleness[row.mask], return_counts=True), strict=True):
-            tally.count(f"staleness/{age}", number)
+def _tokens(batch: StepBatch) -> int:
+    return sum(len(row.targets) for row in batch.rows)

@@ -51,15 +51,15 @@ async def _stopped(running: asyncio.Task[None], timeout_s: float) -> None:
 async def _train(job: TrainJob, stop: asyncio.Event) -> None:
     async with Parts.started(job) as p:
         for step in range(p.step, job.config.steps):
-            batch = await p.source.take(step, stop)
-            if await p.in_torch(p.ranks.any, batch is None) or batch is None:
+            batch = await p.take(step, stop)
+            if batch is None:
                 break
             p.source.prefetch(step + 1)
-            minibatches = await p.in_torch(p.learner.score, batch)
-            advantages = p.learner.advantages(batch)
-            metrics = await p.in_torch(p.learner.update, batch, minibatches, advantages)
+            scored = await p.in_torch(p.learner.score, batch)
+            advantages = await p.in_torch(p.learner.advantages, batch, scored)
+            metrics = await p.in_torch(p.learner.update, batch, scored, advantages)
             await p.publisher.announce(step + 1)
-            await p.record(batch, metrics, advantages)
+            await p.record(batch, metrics, advantages.tokens)
             if (step + 1) % job.config.checkpoint_every == 0:
                 await p.save()
             elif step + 1 < job.config.steps:

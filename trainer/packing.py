@@ -37,8 +37,14 @@ class Pack:
     """[N] bool, see `Row`"""
     episode: Tensor
     """[N] int64, index into the batch's episodes"""
+    segment: Tensor
+    """[N] int64, 0 … R − 1: the row of the pack"""
+    token: Tensor
+    """[N] int64, index among all sampled tokens of the rank's batch"""
     proximal: Tensor | None = None
     """[N] logprobs at the start of the step; None where the training forward's own are those."""
+    reference: Tensor | None = None
+    """[N] logprobs of the reference policy, where there is one"""
 
     def to(self, device: torch.device) -> Pack:
         present = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
@@ -82,6 +88,8 @@ def join_rows(rows: Sequence[Row]) -> Pack:
         mask=_join([row.mask for row in rows]),
         same_version=_join([row.same_version for row in rows]),
         episode=_join([np.full(len(row.targets), row.episode) for row in rows]),
+        segment=_join([np.full(len(row.targets), number) for number, row in enumerate(rows)]),
+        token=_join([row.first_token + np.arange(len(row.targets)) for row in rows]),
     )
 
 
@@ -89,7 +97,9 @@ def empty_pack() -> Pack:
     """A forward and backward that changes nothing: ranks with less work keep step with the others' collectives."""
     nothing = np.zeros(0, dtype=np.int64)
     off = np.zeros(0, dtype=np.bool_)
-    return join_rows([Row(0, np.zeros(1, dtype=np.int64), nothing, nothing.astype(np.float32), nothing, off, off)])
+    return join_rows(
+        [Row(0, np.zeros(1, dtype=np.int64), nothing, nothing.astype(np.float32), nothing, off, off, nothing)]
+    )
 
 
 def _join(arrays: Sequence[NDArray]) -> Tensor:

@@ -12,8 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.trainer.batch import StepBatch
+from penstock.trainer.algorithm import GREEDY_MEMBER, needs_of_advantage
+from penstock.trainer.bad_batch import BadBatches
+from penstock.trainer.batch import BadBatch, StepBatch, refuse_together
 from penstock.trainer.checkpoint import save_final_model
+from penstock.trainer.credit import means_by_episode
 from penstock.trainer.data import Stream, load_rows
 from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.evaluate import Evaluator
@@ -84,14 +87,26 @@ class Parts:
                     stack.push_async_callback(part.close)
             if recorder is not None:
                 stack.callback(recorder.close)
-            learner = Learner(job.config, engine, ranks)
+            folder = job.run_dir / "bad_batches"
+            bad_batches = BadBatches(folder, job.config.bad_batch_dumps, job.model, engine, ranks)
+            learner = Learner(job.config, engine, ranks, bad_batches)
             leaving = (publisher, saver, spiller)
             parts = cls(job, in_torch, ranks, engine, learner, *leaving, source, recorder, evaluator, feeder, 0, 0.0)
             await parts._resume()
             yield parts
 
+    async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
+        """The step's batch; None on all ranks where any was told to stop. Raises `BadBatch` on all ranks."""
+        batch, problem = None, ""
+        try:
+            batch = await self.source.take(step, stop)
+        except BadBatch as error:
+            problem = str(error)
+        await self.in_torch(refuse_together, self.ranks, problem)
+        return None if await self.in_torch(self.ranks.any, batch is None) else batch
+
     async def record(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
-        """The step is trained: its numbers and times are written, and the next one begins."""
+        """The step is trained: its numbers and times are written, and the next one begins. advantages [N]"""
         now = time.monotonic()
         wall_s, self.step_began, self.step = now - self.step_began, now, batch.step + 1
         if self.recorder is None:
@@ -106,7 +121,8 @@ class Parts:
             "publish_s": self.publisher.last_s,
             "tokens_per_s": metrics["tokens"] / busy_s,
         }
-        await asyncio.to_thread(self.recorder.step, batch, {**metrics, **times}, advantages)
+        by_episode = means_by_episode(advantages, batch)
+        await asyncio.to_thread(self.recorder.step, batch, {**metrics, **times}, by_episode)
 
     async def save(self) -> None:
         await self.spiller.settle()
@@ -151,7 +167,8 @@ def _first_rank_parts(job: TrainJob) -> tuple[Feeder, Recorder, Evaluator]:
         raise BadJob(f"{error} (dataset {job.train_data})") from error
     eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
     stream = Stream(len(rows), job.seed, job.shuffle)
-    feeder = Feeder(job.ledger, job.limits, rows, stream, job.config.steps)
+    sampling = {"greedy_member": GREEDY_MEMBER} if "greedy" in needs_of_advantage(job.config) else None
+    feeder = Feeder(job.ledger, job.limits, rows, stream, job.config.steps, sampling=sampling)
     recorder = Recorder(job.run_dir, job.model, job.config.save_trajectories)
     return feeder, recorder, Evaluator(job.ledger, eval_rows, recorder)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class Ranks:
@@ -71,6 +72,17 @@ class Ranks:
         received = [torch.empty_like(padded) for _ in range(self.world)]
         dist.all_gather(received, padded)
         return [json.loads(bytes(part.tolist())) for part in received]
+
+    def gather_numbers(self, mine: Tensor) -> list[Tensor]:
+        """[K, M] of every rank, by rank: the same K and dtype, another M."""
+        if self.world == 1:
+            return [mine]
+        sizes = self.gather(mine.shape[1])
+        padded = torch.zeros(mine.shape[0], max(sizes), dtype=mine.dtype)
+        padded[:, : mine.shape[1]] = mine
+        received = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(received, padded)
+        return [part[:, :size] for part, size in zip(received, sizes, strict=True)]
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's JSON data on every rank."""

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.transfer_queue.trajectory import Segment, Trajectory
 
 
-def readable_trajectory(trajectory: Trajectory, advantage: float, tokenizer: Any) -> dict[str, Any]:
+def readable_trajectory(trajectory: Trajectory, advantage: float | None, tokenizer: Any) -> dict[str, Any]:
     """Plain data; texts are lists of ids where `tokenizer` is None."""
     return {
         "episode_id": trajectory.episode_id,

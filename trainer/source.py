@@ -12,8 +12,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from penstock.trainer.algorithm import needs_of_advantage
 from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, share_of
 from penstock.trainer.feeder import Feeder
+from penstock.trainer.greedy import without_greedy
 from penstock.trainer.job import TrainJob
 from penstock.transfer_queue.ledger import Batch
 
@@ -85,7 +87,8 @@ class BatchSource:
         ids = [episode for group in share for episode in batch.groups[group]]
         trajectories = await self._job.ledger.read(ids)
         bound = self._job.limits.max_staleness
-        return await asyncio.to_thread(make_step_batch, batch, share, trajectories, bound, self._model)
+        made = await asyncio.to_thread(make_step_batch, batch, share, trajectories, bound, self._model)
+        return without_greedy(made) if "greedy" in needs_of_advantage(self._job.config) else made
 
     async def _lease(self, step: int) -> Batch:
         pause_s, reminded_at = FIRST_PAUSE_S, time.monotonic()

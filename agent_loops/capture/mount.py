@@ -18,7 +18,7 @@ from penstock.agent_loops.chat import ChatTokens, chat_of
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import AgentError
 from penstock.agent_loops.load import allow_imports_from
-from penstock.agent_loops.reward import RewardFunction
+from penstock.agent_loops.reward import RewardFunction, load_reward
 from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.sidecar import Sidecar
 from penstock.transfer_queue.ledger import Ledger
@@ -47,6 +47,7 @@ class Capture:
         self._job, self._sidecar = job, sidecar
         self._client = RolloutClient(job.ledger, job.token, job.request_timeout_s, home=url)
         self._desk: Desk | None = None
+        self._reward: RewardFunction | None = None
         self._loading = asyncio.Lock()
         self._router = make_router(self.desk, url, job.token, lambda: sidecar.version)
 
@@ -69,11 +70,13 @@ class Capture:
     async def close(self) -> None:
         if self._desk is not None:
             await self._desk.close()
+        if self._reward is not None:
+            await self._reward.close()
         await self._client.close()
 
     async def _parts(self) -> CaptureParts:
         try:
-            chat, reward = await asyncio.to_thread(self._load)
+            chat, self._reward = await asyncio.to_thread(self._load)
         except (AgentError, ValueError) as error:
             raise NotRecordable(str(error)) from error
         sidecar = self._sidecar
@@ -87,7 +90,7 @@ class Capture:
             model=self._job.model,
             context_limit=lambda: sidecar.info.max_model_len if sidecar.info else None,
             draining=lambda: sidecar.draining,
-            reward=reward,
+            reward=self._reward,
         )
 
     def _load(self) -> tuple[ChatTokens, RewardFunction | None]:
@@ -95,7 +98,7 @@ class Capture:
         allow_imports_from(job.recipe_dir.resolve())
         chat = chat_of(job.model, job.config)
         chat.prove()
-        return chat, RewardFunction.load(job.config.reward, job.recipe_dir) if job.config.reward else None
+        return chat, load_reward(job.config, job.recipe_dir)
 
 
 def mount(job: CaptureJob) -> partial[Capture]:

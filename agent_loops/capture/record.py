@@ -30,7 +30,7 @@ class Record:
 
     def __init__(self, parts: CaptureParts, lease: Lease) -> None:
         chat = parts.chat.for_episode(new_budget(parts.config))
-        sampling = usual_sampling(parts.config, chat.stop_token_ids, lease.task)
+        sampling = usual_sampling(parts.config, chat.stop_token_ids, lease)
         self.lease = lease
         self.budget = chat.budget
         self.history = History(chat)

@@ -73,4 +73,4 @@ class ContainerBox(Box):
         return new
 
     async def end(self) -> None:
-        await self._container.remove()
+        await self._container.end()

@@ -40,7 +40,7 @@ _OUT, _ERR = 1, 2
 
 
 class Container:
-    """A running container; the owner awaits `remove` whatever happened."""
+    """A running container; the owner awaits `end` whatever happened."""
 
     def __init__(self, control: Docker, user: str) -> None:
         self.name = f"penstock-{secrets.token_hex(8)}"
@@ -68,7 +68,7 @@ class Container:
             # cut off in the middle, a create could make the container after its removal was tried
             await asyncio.wait([starting])
             starting.exception()  # told to nobody where the caller was cancelled
-            await container.remove()
+            await container.end()
             raise
         return container
 
@@ -153,7 +153,7 @@ class Container:
                 return bool(await answer.content.readline())
         return False
 
-    async def remove(self) -> None:
+    async def end(self) -> None:
         """Everything in it is gone afterwards; an engine that cannot say so is logged, and `leftovers` comes by."""
         if self._pump is not None:
             self._pump.cancel()

@@ -6,18 +6,16 @@ walls, limits told by the same names, files. A limit that ends a run ends all th
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
-from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.docker.container import Container
 from penstock.sandbox.docker.program import Program
 from penstock.sandbox.frames import Tell
 from penstock.sandbox.inside.confine import OOM_COUNTERS
-from penstock.sandbox.losses import Losses
+from penstock.sandbox.one_box import OneBoxSession
 from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
 from penstock.sandbox.streaming import stream_of
 
@@ -38,26 +36,12 @@ _SHELL_WORDS = {"no such file": errno.ENOENT, "nonexistent": errno.ENOENT}
 _ERRORS = (errno.ENOENT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOSPC, errno.ENAMETOOLONG, errno.ENOTDIR)
 
 
-class PlainSession:
+class PlainSession(OneBoxSession[Container]):
     """As `DriverSession` in what it promises, but for `run_python` and `run_shell`, which are errors."""
 
-    def __init__(
-        self,
-        session_id: str,
-        config: SandboxConfig,
-        container: Container,
-        launch: Callable[[], Awaitable[Container]],
-        on_closed: Callable[[], None],
-    ) -> None:
-        self.session_id = session_id
-        self._config = config
-        self._launch = launch
-        self._on_closed = on_closed
-        self._container: Container | None = container
-        self._losses = Losses()
-        self._oom_kills = 0
-        self._turn = asyncio.Lock()
-        self._closing: asyncio.Task[None] | None = None
+    _counted: Container | None = None
+    """Whose deaths for want of memory `_oom_kills` counts."""
+    _oom_kills = 0
 
     async def run(
         self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
@@ -83,22 +67,6 @@ class PlainSession:
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
         return await self._file([*_READ, _absolute(path), str(min(max_bytes, MAX_FILE_BYTES))], b"", path)
 
-    async def leave(self) -> None:
-        """The box ends with this process: nobody else could go on in it."""
-        await self.close()
-
-    async def close(self) -> None:
-        """Goes on to its end also where the caller is cancelled: `on_closed` gives the box's slot to the next one."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._shut_down())
-        await asyncio.shield(self._closing)
-
-    async def _shut_down(self) -> None:
-        try:
-            await self._end_box()
-        finally:
-            self._on_closed()
-
     # ---- runs
 
     async def _run(
@@ -107,11 +75,11 @@ class PlainSession:
         limits = {"cpu_s": self._config.cpu_s, "output_bytes": self._config.output_bytes}
         program = Program(argv, stdin.encode("utf-8", "replace"), cwd=cwd, **limits)
         async with self._turn:
-            container = await self._living()
+            container = await self._living_box()
             self._losses.began("run")
             await self._do(program, container, self._config.run_timeout_s if timeout_s is None else timeout_s, tell)
             exit_code, limit = await self._outcome(container, program)
-            if container is self._container:
+            if container is self._box:
                 with contextlib.suppress(ConnectionError):  # gone by now: the next call notices
                     container.write(b"\n")  # reap what the run left
                     await container.drain()
@@ -133,7 +101,7 @@ class PlainSession:
         code = program.exit_code
         if code is None:
             await self._kill_all(container)
-        if container is self._container and await self._ran_out_of_memory(container, ask=code != 0):
+        if container is self._box and await self._ran_out_of_memory(container, ask=code != 0):
             return (None if code == _SIGKILL else code), "memory"
         if code is None:
             return None, program.limit
@@ -160,6 +128,8 @@ class PlainSession:
 
     async def _ran_out_of_memory(self, container: Container, ask: bool) -> bool:
         """Since the last time; where only the box itself knows it is asked, if at all, which takes another program."""
+        if container is not self._counted:
+            self._counted, self._oom_kills = container, 0
         total = container.oom_kills()
         if total is None:
             total = await self._count_oom_kills(container) if ask else self._oom_kills
@@ -177,32 +147,13 @@ class PlainSession:
             raise FileNotFoundError(errno.ENOENT, "path holds a NUL", path.replace("\0", "\\0"))
         program = Program(argv, data, output_bytes=2 * MAX_FILE_BYTES)
         async with self._turn:
-            await self._do(program, await self._living(), HOUSEKEEPING_S)
+            await self._do(program, await self._living_box(), HOUSEKEEPING_S)
             if program.exit_code is None:
                 await self._end_box()
                 raise SandboxError(f"no answer to a file command in {HOUSEKEEPING_S:.0f} s")
         if program.exit_code != 0:
             raise _file_error(program.capture.texts()[1], path)
         return bytes(program.capture.stdout)
-
-    # ---- its box
-
-    async def _living(self) -> Container:
-        if self._closing is not None:
-            raise SandboxLost(f"session {self.session_id} is closed")
-        if self._container is None:
-            self._container = await self._launch()
-            self._oom_kills = 0
-        if not self._container.alive:
-            await self.close()
-            raise SandboxLost(f"the box of session {self.session_id} ended between two calls")
-        return self._container
-
-    async def _end_box(self) -> None:
-        container, self._container = self._container, None
-        if container is not None:
-            self._losses.box_ended()
-            await asyncio.shield(asyncio.create_task(container.remove()))
 
 
 def _absolute(path: str) -> str:

@@ -155,6 +155,8 @@ def describe(engine: Engine, config: SandboxConfig, filtered: bool) -> tuple[str
     walls.append("the engine's seccomp profile" + (" and ours" if filtered else ""))
     walls.append("a uid per box" + (", of remapped users" if engine.remaps_uids else ""))
     missing = []
+    if "runsc" in runtime:
+        missing.append("gVisor lets a box's code open its driver's pipes: it can forge results of its own session")
     if not engine.limits_memory:
         missing.append("memory is limited per process, not per box")
     if not engine.limits_pids:

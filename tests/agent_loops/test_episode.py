@@ -11,7 +11,10 @@ from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.reward import RewardFunction
+from penstock.agent_loops.rewards.base import BaseReward
 from penstock.rollout_server.protocol import Generation
+from penstock.sandbox.protocol import SandboxError
+from penstock.tools.base import ToolUnavailable
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
 
 
@@ -256,6 +259,12 @@ async def test_the_rows_sampling_overrides_the_runs(run, ledger_of, tasks_of, pa
     await Episode(parts_of(ledger, client), ledger.lease(tasks[0])).run()
     assert client.requests[0].sampling.temperature == 0.0
     assert client.requests[0].sampling.stop_token_ids == (2,)
+    for member, temperature in ((0, 0.0), (1, 1.0)):
+        (one_greedy,) = tasks_of(sampling={"greedy_member": 0})
+        fresh = ledger_of([one_greedy])
+        lease = dataclasses.replace(fresh.lease(one_greedy), member=member)
+        await Episode(parts_of(fresh, client), lease).run()
+        assert client.requests[-1].sampling.temperature == temperature
     (bad,) = tasks_of(sampling={"temprature": 0.0})
     outcome = await Episode(parts_of(ledger, client), ledger.lease(bad)).run()
     assert outcome.component == "task"
@@ -275,3 +284,18 @@ async def test_the_reward_function_sees_text_without_special_tokens(run):
     assert trajectory.reward == 0.5
     assert trajectory.metrics["reward/format"] == 1.0
     assert "reward/note" not in trajectory.metrics
+
+
+@pytest.mark.parametrize(
+    "error", [ToolUnavailable("judge", "busy"), SandboxError("gone"), InfraFailure("maths", "died")]
+)
+async def test_a_reward_that_fails_is_a_failure_of_its_component_and_stores_nothing(run, error):
+    class Broken(BaseReward):
+        async def score(self, answer):
+            assert answer.messages == [{"role": "user", "content": "What is 12+34?"}]
+            raise error
+
+    outcome, trajectory, ledger = await run(reward=RewardFunction(Broken(), "broken"))
+    assert (outcome.kind, outcome.component) == (OutcomeKind.INFRA_ERROR, getattr(error, "component", "sandbox"))
+    assert trajectory is None
+    assert [failed for _, failed in ledger.failed] == [outcome]

@@ -6,16 +6,18 @@ import time
 
 import pytest
 
-from penstock.agent_loops import reward as reward_module
+from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import InfraFailure, LoadError
-from penstock.agent_loops.reward import RewardFunction
+from penstock.agent_loops.reward import RewardFunction, load_reward
+from penstock.sandbox.protocol import SandboxError
+from penstock.tools.base import ToolUnavailable
 
 
 @pytest.fixture
 def score_with(tasks_of):
-    async def score(function):
+    async def score(function, **settings):
         (task,) = tasks_of(extra_info={"index": 7})
-        return await RewardFunction(function).score(task, "The answer is 46.", {"num_turns": 2})
+        return await RewardFunction(function, **settings).score(task, "The answer is 46.", {"num_turns": 2})
 
     return score
 
@@ -52,25 +54,41 @@ async def test_a_function_that_raises_is_a_failure_of_the_reward(score_with):
     assert failure.value.component == "reward"
 
 
-async def test_a_function_that_never_ends_is_stopped(score_with, monkeypatch):
-    monkeypatch.setattr(reward_module, "REWARD_DEADLINE_S", 0.05)
-
+async def test_a_function_that_never_ends_is_stopped(score_with):
     async def endless(data_source, solution_str, ground_truth, extra_info):
         await asyncio.sleep(60)
 
     with pytest.raises(InfraFailure, match="longer than"):
-        await score_with(endless)
+        await score_with(endless, timeout_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("error", "component"),
+    [
+        (InfraFailure("judge", "gone"), "judge"),
+        (ToolUnavailable("reward_server", "gone"), "reward_server"),
+        (SandboxError("gone"), "sandbox"),
+        (TimeoutError("gone"), "reward"),
+    ],
+)
+async def test_a_failure_names_the_part_that_failed(score_with, error, component):
+    async def broken(data_source, solution_str, ground_truth, extra_info):
+        raise error
+
+    with pytest.raises(InfraFailure, match="gone") as failure:
+        await score_with(broken)
+    assert failure.value.component == component
 
 
 def test_a_function_is_loaded_by_file_and_its_signature_is_checked(tmp_path):
     (tmp_path / "judge.py").write_text(
         "def good(data_source, solution_str, ground_truth, extra_info=None): return 1\ndef bad(solution): return 1\n"
     )
-    RewardFunction.load("judge.py:good", tmp_path)
+    assert load_reward(AgentConfig(reward="judge.py:good"), tmp_path)
     with pytest.raises(LoadError, match=r"must take \(data_source, solution_str, ground_truth, extra_info\)"):
-        RewardFunction.load("judge.py:bad", tmp_path)
+        load_reward(AgentConfig(reward="judge.py:bad"), tmp_path)
     with pytest.raises(LoadError, match="did you mean 'good'"):
-        RewardFunction.load("judge.py:goood", tmp_path)
+        load_reward(AgentConfig(reward="judge.py:goood"), tmp_path)
 
 
 async def test_a_plain_function_that_blocks_does_not_stop_the_loop(score_with):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -16,6 +17,7 @@ from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import WorkerStopped
 from penstock.agent_loops.job import WorkerJob
 from penstock.agent_loops.worker import Worker
+from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue.ledger import ServerInfo
 
 
@@ -275,3 +277,65 @@ async def test_code_that_blocks_the_worker_is_named(worker_of, ledger_of, tasks_
         await until(lambda: ledger.done)
     assert "test_worker.py" in caplog.text
     assert "the event loop has stood still" in caplog.text
+
+
+async def test_teardown_runs_and_states_are_left_to_the_next_owner_at_a_drain(
+    worker_of, ledger_of, tasks_of, calculator
+):
+    happened = []
+
+    class Careful(AgentLoopBase):
+        def setup(self, task):  # plain code: in a thread
+            happened.append(("setup", threading.current_thread() is not threading.main_thread()))
+
+        async def run(self, task):
+            segment = self.chat.start(task.messages)
+            await self.llm.generate(segment)
+            await self.tools.call_all([ToolCall("calculator", {"expression": "1+1"})])
+            happened.append(("in the middle", True))
+            await asyncio.sleep(60)
+
+        async def teardown(self):
+            await asyncio.sleep(0.05)
+            happened.append(("teardown", True))
+
+    async def leave(state):
+        happened.append(("left", True))
+
+    calculator.leave = leave
+    ledger = ledger_of(tasks_of(1))
+    worker = worker_of(ledger, FakeClient(lambda context: [5, 2]), calculator, find_loop=lambda name: Careful)
+    async with running(worker) as task:
+        await until(lambda: ("in the middle", True) in happened)
+        ledger.fences["train/00000000"] += 1
+        await worker.episodes.renew()  # the lease is lost, and the worker is told to stop while the episode tears down
+        task.cancel()
+    assert happened == [("setup", True), ("in the middle", True), ("teardown", True), ("left", True)]
+    assert calculator.released == 0
+
+
+SLOW_LOOP = """import time
+from penstock.agent_loops.base import AgentLoopBase
+
+
+def parses_slowly():
+    time.sleep(0.8)
+
+
+class Slow(AgentLoopBase):
+    async def run(self, task):
+        segment = self.chat.start(task.messages)
+        await self.llm.generate(segment)
+        parses_slowly()
+        return segment.output(reward=1.0)
+"""
+
+
+async def test_a_blocking_call_of_a_users_loop_is_named_with_file_line_and_function(
+    worker_of, ledger_of, tasks_of, tmp_path, caplog
+):
+    (tmp_path / "slow_loop.py").write_text(SLOW_LOOP)
+    ledger = ledger_of(tasks_of(1, agent_name="slow_loop.py:Slow"))
+    async with running(worker_of(ledger, FakeClient(lambda context: [5, 2]), recipe_dir=tmp_path)):
+        await until(lambda: ledger.done)
+    assert f"{tmp_path}/slow_loop.py:6 in parses_slowly" in caplog.text

@@ -149,3 +149,25 @@ async def test_thousands_of_episodes_leave_nothing_behind(measure: Measure) -> N
     grown = figures["used_bytes"]["committed"] - figures["used_bytes"]["before"]
     assert grown < 256 << 10, "bytes per episode are left in Redis"
     assert figures["most_used_bytes"] > figures["used_bytes"]["before"] + (1 << 20)
+
+
+async def test_the_agent_worker(measure: Measure) -> None:
+    measured = await measure(
+        "agents",
+        PENSTOCK_BENCH_EPISODES_AT_ONCE="10,40",
+        PENSTOCK_BENCH_ROUNDS="1",
+        PENSTOCK_BENCH_SECONDS="1",
+        PENSTOCK_BENCH_TURNS_PER_S="100",
+    )
+    assert set(measured["ratio"]) == {"cpu_per_turn_40_over_10", "memory_per_episode_40_over_10"}
+    assert all(value > 0 for value in measured["ratio"].values())
+    figures = measured["figures"]
+    for level in (10, 40):
+        cell = figures[f"{level}_episodes"]
+        assert cell["waiting"] >= 0.9 * level
+        assert cell["turns"] > 0
+        assert cell["cpu_ms_per_turn"] > 0
+        assert cell["lag_p50_ms"] <= cell["lag_p99_ms"] <= cell["lag_most_ms"] + 0.1
+        assert cell["traced_bytes_per_episode"] > 1000
+        assert cell["context_tokens_per_episode"] > 100
+    assert "bytes_per_idle_episode" in figures

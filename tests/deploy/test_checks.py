@@ -36,7 +36,7 @@ def test_stale_tokens_need_a_correction() -> None:
 
 
 def test_one_member_is_no_group_for_grpo() -> None:
-    assert "2 or more" in failures("group_size=1")["group_size"].mend
+    assert "2 or more" in failures("group_size=1")["trainer.advantage"].mend
 
 
 def test_a_response_that_leaves_no_room_for_a_prompt() -> None:
@@ -133,3 +133,12 @@ def test_an_environment_without_the_stock_server_is_found_before_the_run(engine:
     check = failures(f"rollout.engine={engine}", f"rollout.{engine}_python={python}")["rollout.engine"]
     assert check.found == engine
     assert f"scripts/setup-{engine} makes the environment" in check.mend
+
+
+def test_rows_without_a_reward_are_named(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}}
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({**row, "data_source": name}) + "\n" for name in ("openai/gsm8k", "elsewhere")))
+    overrides = ("agent.reward=by_data_source", f"data.train={data}")
+    assert "no reward for data_source 'elsewhere'" in failures(*overrides)["agent.reward"].mend
+    assert "agent.reward" not in failures(*overrides, "agent.rewards.sources={elsewhere: search_em}")

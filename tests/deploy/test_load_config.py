@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock.deploy import load_config as load_config_module
 from penstock.deploy.load_config import ConfigError, dump_config, load_config, parse_config
 
 RECIPE = """
@@ -89,3 +90,23 @@ def test_tools_may_lie_in_a_file_of_their_own_beside_the_recipe(recipe: Path) ->
     assert parse_config(yaml.safe_load(dump_config(config)), "dump") == config
     with pytest.raises(ConfigError, match=r"(?i)nowhere.yaml: no YAML file with a list of tools"):
         load_config(recipe, ["tools=nowhere.yaml"])
+
+
+def test_files_of_rewards_are_found_and_names_stay_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that is called like a reward is none."""
+    (tmp_path / "own.py").write_text("")
+    (tmp_path / "code").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tree = {
+        "agent": {
+            "reward": "code",
+            "rewards": {"sources": {"a": "own.py:f", "b": {"name": "own.py:g"}, "c": "gsm8k", "d": "code"}},
+        }
+    }
+    load_config_module._resolve_paths(tree, [tmp_path])
+    sources = tree["agent"]["rewards"]["sources"]
+    assert tree["agent"]["reward"] == sources["d"] == "code"
+    assert sources == {"a": f"{tmp_path}/own.py:f", "b": {"name": f"{tmp_path}/own.py:g"}, "c": "gsm8k", "d": "code"}
+    tree["agent"]["reward"] = "own.py:f"
+    load_config_module._resolve_paths(tree, [tmp_path])
+    assert tree["agent"]["reward"] == f"{tmp_path}/own.py:f"

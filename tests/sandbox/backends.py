@@ -18,7 +18,7 @@ OWN_BOXES = [
     "unsafe_subprocess",
 ]
 BACKENDS = [*OWN_BOXES, pytest.param("remote", marks=pytest.mark.bwrap)]
-"""A server lets a run go on whose caller left: in that alone `remote` is another promise."""
+"""Where `remote` is another promise: a server lets a run go on whose caller left, and takes no limit over an hour."""
 CONFIG = SandboxConfig(max_boxes=4, output_bytes=4096, image="penstock-box:base")
 
 

@@ -55,6 +55,7 @@ async def test_a_timeout_stops_the_code_and_loses_the_state(session: Session) ->
     assert not after.state_lost
 
 
+@pytest.mark.parametrize("session", OWN_BOXES, indirect=True)
 async def test_a_limit_of_years_is_a_limit(session: Session) -> None:
     assert (await session.run(["true"], timeout_s=1e12)).exit_code == 0
 

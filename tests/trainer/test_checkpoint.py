@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
@@ -22,14 +30,16 @@ from penstock.transfer_queue.trajectory import DataCursor  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CONFIG = TrainerConfig(lr=1e-3)
+WITH_CRITIC = TrainerConfig(lr=1e-3, advantage="gae", kl={"in_reward": 0.1, "target": 0.5})
 BATCHES = {0: [["train/3#0", "train/3#1"], ["train/7#0"]], 12: [["train/9#1"]]}
 
 
 def train_one(engine: FSDPEngine, ranks: Ranks, step: int) -> dict[str, torch.Tensor]:
     trajectories = [make_trajectory(f"train/{step}", m, step) for m in range(4)]
     batch = make_step_batch(Batch(step, [[t.episode_id for t in trajectories]]), [0], trajectories, 0, engine.limits)
-    learner = Learner(CONFIG, engine, ranks)
-    learner.update(batch, learner.score(batch), learner.advantages(batch))
+    learner = Learner(engine.config, engine, ranks)
+    scored = learner.score(batch)
+    learner.update(batch, scored, learner.advantages(batch, scored))
     return dict(engine.weights(torch.float32))
 
 
@@ -40,10 +50,13 @@ def save(
     return store.seal(step, cursor, ranks.world, BATCHES).path
 
 
-def test_the_step_after_a_restore_is_bitwise_the_same(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
+@pytest.mark.parametrize("config", [CONFIG, WITH_CRITIC], ids=["grpo", "critic"])
+def test_the_step_after_a_restore_is_bitwise_the_same(
+    config: TrainerConfig, tmp_path: Path, tiny_model: str, ranks: Ranks
+) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.open()
-    engine = FSDPEngine(tiny_model, CONFIG, ranks)
+    engine = FSDPEngine(tiny_model, config, ranks)
     train_one(engine, ranks, 0)
     torch.manual_seed(5)
     save(engine, ranks, store, 1, cursor=DataCursor(2, 17))
@@ -52,11 +65,12 @@ def test_the_step_after_a_restore_is_bitwise_the_same(tmp_path: Path, tiny_model
     found = store.newest()
     assert found is not None
     assert (found.step, found.data_cursor, found.ranks, found.batches) == (1, DataCursor(2, 17), 1, BATCHES)
-    other = FSDPEngine(tiny_model, CONFIG, ranks)
+    other = FSDPEngine(tiny_model, config, ranks)
     load(other, ranks, found)
     assert torch.equal(torch.rand(3), random)
     again = train_one(other, ranks, 1)
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
+    assert other.kl_coefficient == engine.kl_coefficient
 
 
 def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, tiny_model: str, ranks: Ranks) -> None:
@@ -112,3 +126,93 @@ def test_every_damage_is_seen(
     assert found.step == 1
     assert "step_00000002 is damaged" in caplog.text
     assert (tmp_path / "step_00000002.damaged").exists()
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
+    """A folder with the whole checkpoints of steps 1 and 2."""
+    ranks = Ranks.open(timeout_s=30)
+    try:
+        store = CheckpointStore(tmp_path_factory.mktemp("whole") / "checkpoints", keep=2)
+        store.open()
+        engine = FSDPEngine(tiny_model, CONFIG, ranks)
+        for step in (1, 2):
+            save(engine, ranks, store, step, DataCursor(step, 5))
+        return store.folder
+    finally:
+        ranks.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(draws=st.data())
+def test_whatever_happens_to_one_file_the_state_is_right_or_the_one_before(
+    two_checkpoints: Path, draws: st.DataObject
+) -> None:
+    """One bit, a piece, the end or the whole of any file, `complete` too: nothing wrong is ever taken for right."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = CheckpointStore(Path(folder) / "checkpoints", keep=2)
+        shutil.copytree(two_checkpoints, store.folder)
+        whole = store.newest()
+        assert whole is not None
+        files = sorted(path for path in whole.path.iterdir() if path.is_file())
+        victim = draws.draw(st.sampled_from(files), label="file")
+        data = bytearray(victim.read_bytes())
+        place = draws.draw(st.integers(0, len(data) - 1), label="place")
+        kind = draws.draw(st.sampled_from(["bit", "zeros", "cut", "longer", "empty", "gone"]), label="damage")
+        damaged = {
+            "bit": data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :],
+            "zeros": data[:place] + bytes(len(data) - place),
+            "cut": data[:place],
+            "longer": data + data[:1],
+            "empty": b"",
+        }
+        if kind == "gone":
+            victim.unlink()
+        else:
+            victim.write_bytes(damaged[kind])
+        found = store.newest()
+        assert found is not None
+        same_bytes = victim.exists() and victim.read_bytes() == data
+        assert found == whole if same_bytes else found.step == 1 or found == whole
+        if victim.name != "complete" and not same_bytes:
+            assert (found.step, found.data_cursor) == (1, DataCursor(1, 5))
+
+
+class PowerCut(BaseException):
+    """The machine stopped here."""
+
+
+@pytest.mark.parametrize("moment", range(10))
+def test_a_power_cut_at_every_moment_of_a_seal_leaves_a_whole_checkpoint(
+    two_checkpoints: Path, tmp_path: Path, moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every write, fsync, rename and removal in turn is the last thing that happened; keep=1 deletes old ones."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_checkpoints, folder)
+    store = CheckpointStore(folder, keep=1)
+    shutil.copytree(folder / "step_00000002", store.unfinished(3))
+    (store.unfinished(3) / "complete").unlink()
+    happened = 0
+
+    def cutting(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def done(*args: Any, **kwargs: Any) -> Any:
+            nonlocal happened
+            if happened == moment:
+                raise PowerCut(name)
+            happened += 1
+            return work(*args, **kwargs)
+
+        return done
+
+    for owner, name in ((os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (Path, "write_text")):
+        monkeypatch.setattr(owner, name, cutting(name, getattr(owner, name)))
+    with contextlib.suppress(PowerCut):
+        store.seal(3, DataCursor(3, 5), 1, BATCHES)
+    monkeypatch.undo()
+    store.open()
+    found = store.newest()
+    assert found is not None
+    assert found.data_cursor == DataCursor(found.step, 5)
+    assert not list(folder.glob("*.tmp"))
+    assert not list(folder.glob("*.damaged"))
+    assert found.step == (3 if moment > 5 else 2), "the rename is what makes it a checkpoint"

@@ -12,13 +12,15 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import make_trajectory  # noqa: E402
 
+from penstock.trainer.advantages import Advantages  # noqa: E402
+from penstock.trainer.bad_steps import TrainingDiverged  # noqa: E402
 from penstock.trainer.batch import StepBatch, make_step_batch  # noqa: E402
 from penstock.trainer.config import TrainerConfig  # noqa: E402
 from penstock.trainer.engine import FSDPEngine  # noqa: E402
-from penstock.trainer.learner import Learner, TrainingDiverged  # noqa: E402
-from penstock.trainer.losses import LOSSES  # noqa: E402
-from penstock.trainer.objective import Objective  # noqa: E402
+from penstock.trainer.learner import Learner  # noqa: E402
+from penstock.trainer.objective import Objective, Targets  # noqa: E402
 from penstock.trainer.packing import join_rows, pack_rows, split_by_budget  # noqa: E402
+from penstock.trainer.policy import Outputs  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
 from penstock.trainer.tally import Tally  # noqa: E402
 from penstock.transfer_queue.ledger import Batch  # noqa: E402
@@ -47,22 +49,33 @@ def batch_of(engine: FSDPEngine, groups: list[list[Trajectory]], step: int = 1, 
 def run(pair: tuple[Learner, FSDPEngine], groups: list[list[Trajectory]], **where: int) -> tuple[dict, torch.Tensor]:
     learn, engine = pair
     batch = batch_of(engine, groups, **where)
-    metrics = learn.update(batch, learn.score(batch), learn.advantages(batch))
+    scored = learn.score(batch)
+    metrics = learn.update(batch, scored, learn.advantages(batch, scored))
     return metrics, torch.cat([tensor.flatten() for _, tensor in engine.weights(torch.float32)])
+
+
+def targets_of(batch: StepBatch, by_episode: torch.Tensor) -> Targets:
+    tokens = torch.cat([by_episode[row.episode].expand(len(row.targets)) for row in batch.rows])
+    return Targets(tokens, torch.ones(len(by_episode), dtype=torch.float64))
+
+
+def constant(batch: StepBatch) -> Advantages:
+    return Advantages(torch.full((sum(len(row.targets) for row in batch.rows),), 0.5, dtype=torch.float64))
 
 
 def test_the_loss_is_bit_identical_however_tokens_are_split(tiny_model: str, ranks: Ranks) -> None:
     _, engine = learner(tiny_model, ranks)
     batch = batch_of(engine, trajectories())
-    advantages = torch.linspace(-2, 2, len(batch.trajectories))
+    targets = targets_of(batch, torch.linspace(-2, 2, len(batch.trajectories)))
     known = {row.targets.tobytes() + row.ids.tobytes(): torch.randn(len(row.targets)) - 3 for row in batch.rows}
     losses = []
     for budget in (1, 60, 100000):
         tally = Tally()
-        objective = Objective(TrainerConfig(), advantages, tally)
+        objective = Objective(TrainerConfig(), targets, tally)
         for chosen in split_by_budget([len(row.ids) for row in batch.rows], budget):
             rows = [batch.rows[index] for index in chosen]
-            objective(join_rows(rows), torch.cat([known[row.targets.tobytes() + row.ids.tobytes()] for row in rows]))
+            logprobs = torch.cat([known[row.targets.tobytes() + row.ids.tobytes()] for row in rows])
+            objective(join_rows(rows), Outputs(logprobs, None))
         losses.append(tally.reduce(ranks).mean("loss"))
     assert losses[0] == losses[1] == losses[2]
 
@@ -79,14 +92,15 @@ def test_the_gradient_is_the_hand_written_one(tiny_model: str, ranks: Ranks) -> 
     """At one minibatch ρ = 1: the gradient is −mean over tokens of w · A · ∇logπ."""
     learn, engine = learner(tiny_model, ranks)
     batch = batch_of(engine, trajectories())
-    advantages = learn.advantages(batch).float()
+    scored = learn.score(batch)
+    advantages = learn.advantages(batch, scored)
     (pack,) = pack_rows(batch.rows, 100000)
-    logprobs = engine.policy(pack)
+    logprobs = engine.policy(pack).logprobs
     weights = (logprobs - pack.behaviour).exp().clamp(max=2.0).detach()
-    expected = -(weights * advantages[pack.episode] * logprobs).sum() / len(logprobs)
+    expected = -(weights * advantages.tokens.float()[pack.token] * logprobs).sum() / len(logprobs)
     grads = torch.autograd.grad(expected, list(engine.policy.parameters()))
     norm = torch.sqrt(sum(g.square().sum() for g in grads))
-    metrics = learn.update(batch, learn.score(batch), advantages.double())
+    metrics = learn.update(batch, scored, advantages)
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
@@ -117,10 +131,10 @@ def test_an_episode_weighs_the_same_in_one_segment_and_in_two(tiny_model: str, r
     moved = [[replace(first, segments=[*first.segments, *second.segments]), replace(second, segments=[])]]
     learn, engine = learner(tiny_model, ranks)
     joined = batch_of(engine, moved)
-    metrics = learn.update(joined, learn.score(joined), torch.tensor([0.5, 0.5], dtype=torch.float64))
+    metrics = learn.update(joined, learn.score(joined), constant(joined))
     apart, other = learner(tiny_model, ranks)
     batch = batch_of(other, groups)
-    expected = apart.update(batch, apart.score(batch), torch.tensor([0.5, 0.5], dtype=torch.float64))
+    expected = apart.update(batch, apart.score(batch), constant(batch))
     assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-9)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
 
@@ -141,7 +155,8 @@ def test_the_mismatch_is_zero_for_the_trainers_own_logprobs(tiny_model: str, ran
     for index, row in enumerate(batch.rows):
         (own,) = engine.score(pack_rows([row], 1))
         batch.rows[index] = replace(row, behaviour=own.numpy())
-    metrics = learn.update(batch, learn.score(batch), learn.advantages(batch))
+    scored = learn.score(batch)
+    metrics = learn.update(batch, scored, learn.advantages(batch, scored))
     assert metrics["logprob_abs_diff_max"] < 1e-5
     assert metrics["logprob_abs_diff_tokens"] == metrics["tokens_trained"]
     assert metrics["effective_sample_share"] == pytest.approx(1.0, abs=1e-5)
@@ -153,21 +168,17 @@ def test_an_update_raises_the_probability_of_what_was_better(tiny_model: str, ra
     learn, engine = learner(tiny_model, ranks, correction=None)
     batch = batch_of(engine, trajectories(groups=2))
     (pack,) = pack_rows(batch.rows, 100000)
-    advantages = learn.advantages(batch)
+    scored = learn.score(batch)
+    advantages = learn.advantages(batch, scored)
     (before,) = engine.score([pack])
-    learn.update(batch, learn.score(batch), advantages)
+    learn.update(batch, scored, advantages)
     (after,) = engine.score([pack])
-    gain = ((after - before) * advantages.float()[pack.episode]).mean()
+    gain = ((after - before) * advantages.tokens.float()[pack.token]).mean()
     assert gain > 0.01
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_counted_and_then_stops(tiny_model: str, ranks: Ranks) -> None:
-    @LOSSES.register("broken")
-    def broken(batch):
-        result = LOSSES.get("decoupled_ppo")(batch)
-        return replace(result, per_token=result.per_token * float("nan"))
-
-    pair = learner(tiny_model, ranks, loss="broken", max_bad_steps=2)
+    pair = learner(tiny_model, ranks, loss="trainer_support:broken_loss", max_bad_steps=2)
     before = torch.cat([t.flatten() for _, t in pair[1].weights(torch.float32)])
     for _ in range(2):
         metrics, weights = run(pair, trajectories())

@@ -43,7 +43,7 @@ def test_packed_equals_one_by_one(tiny_model: str, temperature: float) -> None:
     loaded = policy.load_policy(tiny_model, temperature)
     given = rows(6)
     with torch.no_grad():
-        packed = loaded(join_rows(given))
+        packed = loaded(join_rows(given)).logprobs
     alone = torch.cat([plain_logprobs(tiny_model, row, temperature) for row in given])
     assert loaded.chunked
     assert loaded.model.config._attn_implementation == attention.NAME
@@ -57,7 +57,7 @@ def test_chunks_change_neither_logprobs_nor_gradients(tiny_model: str, monkeypat
     for elements in (1 << 24, 7 * 64):
         monkeypatch.setattr(policy, "CHUNK_ELEMENTS", elements)
         loaded.zero_grad()
-        logprobs = loaded(pack)
+        logprobs = loaded(pack).logprobs
         logprobs.sum().backward()
         results.append((logprobs.detach(), loaded.model.model.embed_tokens.weight.grad.clone()))
     torch.testing.assert_close(results[0][0], results[1][0], atol=1e-6, rtol=0)
@@ -69,7 +69,8 @@ def test_a_row_is_blind_to_its_neighbours(tiny_model: str) -> None:
     first, second, third = rows(3)
     other = replace(second, ids=np.flip(second.ids).copy())
     with torch.no_grad():
-        before, after = loaded(join_rows([first, second, third])), loaded(join_rows([first, other, third]))
+        before = loaded(join_rows([first, second, third])).logprobs
+        after = loaded(join_rows([first, other, third])).logprobs
     n = len(first.targets)
     assert torch.equal(before[:n], after[:n])
     assert torch.equal(before[-len(third.targets) :], after[-len(third.targets) :])
@@ -82,7 +83,7 @@ def test_a_model_with_capped_logits_and_a_sliding_window_is_exact_too(tmp_path: 
     given = rows(4)
     assert not loaded.chunked
     with torch.no_grad():
-        packed = loaded(join_rows(given))
+        packed = loaded(join_rows(given)).logprobs
     alone = torch.cat([plain_logprobs(str(tmp_path), row) for row in given])
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 

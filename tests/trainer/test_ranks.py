@@ -15,21 +15,28 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file  # noqa: E402
+from tests.tiny_model import save_poisoned_model as poisoned  # noqa: E402
 from trainer_support import make_job  # noqa: E402
+from two_ranks_bad import job_of  # noqa: E402
 
 from penstock.trainer.checkpoint import CheckpointStore, load  # noqa: E402
 from penstock.trainer.config import TrainerConfig  # noqa: E402
 from penstock.trainer.engine import FSDPEngine  # noqa: E402
+from penstock.trainer.job import BadJob  # noqa: E402
 from penstock.trainer.loop import train  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
+from penstock.trainer.replay import replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent
 
 
-def torchrun(folder: Path, model: str, settings: dict[str, Any], ranks: int = 2) -> None:
+def torchrun(
+    folder: Path, model: str, settings: dict[str, Any] | str, ranks: int = 2, name: str = "two_ranks.py"
+) -> None:
+    given = settings if isinstance(settings, str) else json.dumps(settings)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    program = [str(HERE / "two_ranks.py"), str(folder), model, json.dumps(settings)]
+    program = [str(HERE / name), str(folder), model, given]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
     done = subprocess.run(
         [*command, *program], env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -41,8 +48,23 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_ranks_give_one_ranks_results(tmp_path: Path, tiny_model: str) -> None:
-    settings = {"steps": 4, "minibatches": 2, "micro_batch_tokens": 48}
+EVERYTHING = {
+    "advantage": "gae",
+    "critic": {"lr": 1e-3},
+    "kl": {"in_reward": 0.05, "in_loss": 0.01, "target": 0.5},
+    "loss": "kl_cov",
+    "loss_options": {"share": 0.1},
+    "aggregation": "episode_mean",
+    "entropy_bonus": 0.01,
+    "filter": "pf_ppo",
+    "filter_options": {"mode": "max_random"},
+}
+"""All that sums over ranks: whitening, choices, KL per episode, counts of tokens and episodes."""
+
+
+@pytest.mark.parametrize("algorithm", [{}, EVERYTHING], ids=["default", "everything"])
+def test_two_ranks_give_one_ranks_results(algorithm: dict[str, Any], tmp_path: Path, tiny_model: str) -> None:
+    settings = {"steps": 4, "minibatches": 2, "micro_batch_tokens": 48, **algorithm}
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
@@ -51,23 +73,25 @@ def test_two_ranks_give_one_ranks_results(tmp_path: Path, tiny_model: str) -> No
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert a.get("value_loss", 0.0) == pytest.approx(b.get("value_loss", 0.0), rel=1e-4)
+        assert a.get("kl_coefficient", 0.0) == pytest.approx(b.get("kl_coefficient", 0.0), rel=1e-6)
         for exact in ("reward", "tokens", "tokens_trained", "staleness_tokens", "episode/tool_calls", "updates"):
             assert a[exact] == b[exact], exact
     expected = load_file(one / "run" / "final_model" / "model.safetensors")
     found = load_file(two / "run" / "final_model" / "model.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=0)
-    check_one_rank_reads(two, tiny_model, found)
+    check_one_rank_reads(two, tiny_model, found, TrainerConfig(**algorithm))
 
 
-def check_one_rank_reads(folder: Path, model: str, expected: dict[str, torch.Tensor]) -> None:
+def check_one_rank_reads(folder: Path, model: str, expected: dict[str, torch.Tensor], config: TrainerConfig) -> None:
     """A checkpoint of two ranks, in one: the same weights to the bit, and the optimizer's moments."""
     checkpoint = CheckpointStore(folder / "run" / "checkpoints", keep=2).newest()
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.ranks) == (4, 2)
     ranks = Ranks.open(timeout_s=30)
     try:
-        engine = FSDPEngine(model, TrainerConfig(), ranks)
+        engine = FSDPEngine(model, config, ranks)
         load(engine, ranks, checkpoint)
         restored = dict(engine.weights(torch.float32))
     finally:
@@ -76,6 +100,61 @@ def check_one_rank_reads(folder: Path, model: str, expected: dict[str, torch.Ten
     assert all(torch.equal(restored[name], tensor) for name, tensor in expected.items())
     steps = {int(state["step"]) for state in engine.optimizer.state.values()}
     assert steps == {8}, "two updates in each of four steps"
+
+
+def endings(folder: Path, model: str, case: str) -> list[str]:
+    """How each of two ranks ended."""
+    folder.mkdir(exist_ok=True)
+    torchrun(folder, model, case, name="two_ranks_bad.py")
+    return [(folder / f"ended_{rank}").read_text() for rank in range(2)]
+
+
+def test_a_nan_on_one_rank_is_skipped_on_both_kept_and_stops_both(tmp_path: Path) -> None:
+    """Only rank 1 has the token whose embedding is NaN. Nobody waits for anybody; the dump has both ranks' rows."""
+    folder, model = tmp_path / "run", poisoned(tmp_path / "model")
+    first, second = endings(folder, model, "nan")
+    assert first == second
+    assert first.startswith("TrainingDiverged: step 1: loss nan, gradient norm nan; 2 steps in a row")
+    (dump,) = (folder / "run" / "bad_batches").iterdir()
+    assert {"rank_00.safetensors", "rank_01.safetensors"} <= {path.name for path in dump.iterdir()}
+    result = replay(dump)
+    assert result.reproduced
+    assert "embed_tokens.weight, element [7, 0] is nan" in result.causes[0]
+    logprobs = next(cause for cause in result.causes if cause.startswith("logprob"))
+    assert "episode train/0000/00000001#" in logprobs, "rank 1's task"
+    assert [line["updates_skipped"] for line in metrics(folder)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("vocabulary", ", segment 0: token id 64, the trainer's vocabulary"),
+        ("turn rewards", ": turn rewards [1.0] for 2"),
+    ],
+)
+def test_what_one_rank_refuses_ends_both_with_its_cause(
+    tmp_path: Path, tiny_model: str, case: str, message: str
+) -> None:
+    first, second = endings(tmp_path, tiny_model, case)
+    assert first == second
+    assert first.startswith(f"BadBatch: episode train/0000/00000001#0{message}")
+
+
+def test_groups_that_ranks_cannot_share_evenly_give_one_ranks_results(tmp_path: Path, tiny_model: str) -> None:
+    """Three groups in two minibatches on two ranks: a rank without a group goes through all collectives."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    asyncio.run(train(job_of("uneven", one, tiny_model)))
+    assert endings(two, tiny_model, "uneven") == ["trained", "trained"]
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        assert (a["tokens_trained"], a["updates"], a["groups"]) == (b["tokens_trained"], b["updates"], 3)
+
+
+async def test_ranks_that_would_never_have_a_group_are_refused(tmp_path: Path, tiny_model: str) -> None:
+    with pytest.raises(BadJob, match=r"trainer\.ranks is 3, groups_per_step only 2"):
+        await train(make_job(tmp_path, tiny_model, {"ranks": 3}))
 
 
 def test_collectives_of_one(ranks: Ranks) -> None:

@@ -8,16 +8,26 @@ pytest.importorskip("torch")
 
 from penstock.trainer.advantages import ADVANTAGES
 from penstock.trainer.losses import LOSSES
-from penstock.trainer.registry import UnknownName
+from penstock.trainer.registry import BadOptions, UnknownName, options_of
 
 pytestmark = pytest.mark.torch
 
 
 def test_names_and_dotted_paths() -> None:
-    assert ADVANTAGES.names() == ["grpo"]
+    assert {"grpo", "rloo", "gae"} <= set(ADVANTAGES.names())
     assert ADVANTAGES.get("penstock.trainer.advantages.grpo:grpo") is ADVANTAGES.get("grpo")
 
 
 def test_a_typo_names_the_nearest() -> None:
     with pytest.raises(UnknownName, match=r"unknown policy loss 'decoupled-ppo'; did you mean 'decoupled_ppo'\?"):
         LOSSES.get("decoupled-ppo")
+
+
+def test_settings_are_the_functions_own() -> None:
+    assert options_of(ADVANTAGES.get("gigpo")) == {"gamma": 0.95, "weight": 1.0, "norm": "std"}
+    with pytest.raises(BadOptions, match=r"advantage estimator 'gigpo' has no setting 'gama'; did you mean 'gamma'"):
+        ADVANTAGES.bind("gigpo", {"gama": 0.9})
+    with pytest.raises(BadOptions, match=r"policy loss 'ppo': setting dual_clip is 0.5: .*greater than 1"):
+        LOSSES.bind("ppo", {"dual_clip": 0.5})
+    with pytest.raises(BadOptions, match=r"setting norm is 'variance'"):
+        ADVANTAGES.bind("gigpo", {"norm": "variance"})

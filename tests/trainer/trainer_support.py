@@ -245,3 +245,55 @@ def make_job(folder: Path, model: str, config: Mapping[str, Any] | None = None, 
         **changes,
     }
     return TrainJob(**values)
+
+
+def episodes(rewards: Sequence[float], group: Sequence[int], turns: Any = None, **changes: Any) -> Any:
+    """`Episodes` by hand. `turns`: per episode the numbers of tokens of its turns; one turn of one token by default."""
+    import torch
+
+    from penstock.trainer.advantages import Episodes
+
+    turns = turns or [[1]] * len(rewards)
+    counts = torch.tensor([len(lengths) for lengths in turns])
+    lengths = torch.tensor([tokens for lengths in turns for tokens in lengths])
+    tokens = int(lengths.sum())
+    made = {
+        "rewards": torch.tensor(rewards, dtype=torch.float64),
+        "group": torch.tensor(group),
+        "turn_rewards": torch.zeros(len(lengths), dtype=torch.float64),
+        "turn_episode": torch.arange(len(counts)).repeat_interleave(counts),
+        "turn_state": torch.arange(len(lengths)),
+        "token_turn": torch.arange(len(lengths)).repeat_interleave(lengths),
+        "token_rewards": torch.zeros(tokens, dtype=torch.float64),
+        "trained": torch.ones(tokens, dtype=torch.bool),
+    }
+    given = {name: torch.tensor(value, dtype=made.get(name, made["rewards"]).dtype) for name, value in changes.items()}
+    return Episodes(**{**made, **given})
+
+
+def loss_by_hand(name: str, ratios: Sequence[float], advantages: Sequence[float], **changes: Any) -> tuple[Any, Any]:
+    """(the loss of tokens whose probability became `ratios` times what it was, their logprobs with a gradient)"""
+    import torch
+
+    from penstock.trainer.losses import LOSSES, LossInput
+
+    options = changes.pop("options", {})
+    proximal = torch.full((len(ratios),), -2.0, dtype=torch.float64)
+    logprobs = (proximal + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
+    given = {
+        "weights": torch.tensor(changes.pop("weights", [1.0] * len(ratios)), dtype=torch.float64),
+        "segment": torch.tensor(changes.pop("segment", [0] * len(ratios)), dtype=torch.long),
+        "chosen": torch.tensor(changes.pop("chosen", [False] * len(ratios)), dtype=torch.bool),
+    }
+    batch = LossInput(logprobs, proximal, proximal, torch.tensor(advantages, dtype=torch.float64), **given)
+    return LOSSES.bind(name, options)(batch), logprobs
+
+
+def broken_loss(batch: Any) -> Any:
+    """A policy loss that is never a number."""
+    from dataclasses import replace
+
+    from penstock.trainer.losses import LOSSES
+
+    result = LOSSES.get("decoupled_ppo")(batch)
+    return replace(result, per_token=result.per_token * float("nan"))

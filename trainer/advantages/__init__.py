@@ -1,26 +1,98 @@
-"""Advantage estimators: one number per episode from the rewards of its group. One file each."""
+"""Advantage estimators: rewards, and where there is a critic values, to one advantage per sampled token.
+
+One file each. An estimator sees the whole groups of one rank and is a pure function; what needs numbers of all ranks
+(whitening) it asks for in what it returns. Every segment of an episode gets its share of the episode's advantage.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from penstock.trainer.grouping import add_at_last, sum_by
 from penstock.trainer.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedRewards:
-    """What an estimator sees. E = episodes; groups are whole on a rank, members of unequal number."""
+class Episodes:
+    """What an estimator sees. E episodes, U turns, N sampled tokens; turns and tokens in order of time, episode by
+    episode. All numbers float64, all indices int64."""
 
     rewards: Tensor
-    """[E] float64"""
+    """[E] outcome, with the overlong penalty where one is set"""
     group: Tensor
-    """[E] int64, the group that each episode belongs to"""
+    """[E] the group of each episode; groups are whole, their members of unequal number"""
+    turn_rewards: Tensor
+    """[U] what the turn itself was rewarded with, times trainer.turn_reward_weight; 0 where nothing came"""
+    turn_episode: Tensor
+    """[U]"""
+    turn_state: Tensor
+    """[U] equal where the turn answered the same thing: what was fed right before it"""
+    token_turn: Tensor
+    """[N]"""
+    token_rewards: Tensor
+    """[N] −coefficient · KL to the reference policy under trainer.kl.in_reward; 0 otherwise"""
+    trained: Tensor
+    """[N] bool; the others carry no loss, but are part of the episode"""
+    values: Tensor | None = None
+    """[N] the critic's, of the context before the token"""
+    greedy: Tensor | None = None
+    """[E] reward of the greedy episode of the same task"""
+
+    @property
+    def token_episode(self) -> Tensor:
+        """[N]"""
+        return self.turn_episode[self.token_turn]
+
+    @property
+    def returns(self) -> Tensor:
+        """[E] everything that the episode was rewarded with: outcome, turns, tokens."""
+        turns = sum_by(self.turn_rewards, self.turn_episode, len(self.rewards))
+        return self.rewards + turns + sum_by(self.token_rewards, self.token_episode, len(self.rewards))
+
+    @property
+    def lengths(self) -> Tensor:
+        """[E] sampled tokens"""
+        return torch.bincount(self.token_episode, minlength=len(self.rewards)).double()
+
+    def rewards_by_token(self) -> Tensor:
+        """[N] each reward where it fell: a turn's on its last token, the outcome on the episode's last one."""
+        rewards = self.token_rewards.clone()
+        add_at_last(rewards, self.turn_rewards, self.token_turn)
+        add_at_last(rewards, self.rewards, self.token_episode)
+        return rewards
+
+    def rewards_by_turn(self) -> Tensor:
+        """[U] the same for turns."""
+        rewards = self.turn_rewards + sum_by(self.token_rewards, self.token_turn, len(self.turn_rewards))
+        add_at_last(rewards, self.rewards, self.turn_episode)
+        return rewards
+
+    def per_episode(self, advantages: Tensor, *, whiten: bool = False) -> Advantages:
+        """[E] → the same advantage for all tokens of an episode"""
+        return Advantages(advantages[self.token_episode], whiten=whiten)
+
+    def per_turn(self, advantages: Tensor) -> Advantages:
+        """[U] → the same advantage for all tokens of a turn"""
+        return Advantages(advantages[self.token_turn])
 
 
-Estimator = Callable[[GroupedRewards], Tensor]
-"""`GroupedRewards` → advantages [E], float64. An episode's segments all get the episode's advantage."""
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """What an estimator returns."""
+
+    tokens: Tensor
+    """[N] float64"""
+    returns: Tensor | None = None
+    """[N] what the critic is to learn; None where there is no critic"""
+    whiten: bool = False
+    """Shift and scale to mean 0 and variance 1 over the trained tokens of all ranks."""
+
+
+Estimator = Callable[..., Advantages]
+"""``(Episodes, *, setting=default, …) → Advantages``; settings come from trainer.advantage_options."""
 
 ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", "penstock.trainer.advantages")

@@ -1,29 +1,49 @@
-"""Policy losses: one number per sampled token. One file each; the sum over tokens and ranks is the engine's work."""
+"""Policy losses: one number per sampled token. One file each.
+
+How the numbers become one (`aggregation`), the entropy bonus and the KL term (`objective`) are apart from them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from penstock.trainer.grouping import sum_by
 from penstock.trainer.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """N sampled tokens of one micro-batch. Only `logprobs` carries a gradient."""
+    """N trained tokens of one micro-batch; segments are whole in it. Only `logprobs` carries a gradient."""
 
     logprobs: Tensor
     """[N] of the policy that is being optimised"""
     proximal: Tensor
-    """[N] of the policy at the start of the step"""
+    """[N] of the policy that the update must stay near, see trainer.proximal"""
+    behaviour: Tensor
+    """[N] the engine's, when it sampled"""
     advantages: Tensor
-    """[N] of the token's episode"""
+    """[N]"""
     weights: Tensor
-    """[N] off-policy correction"""
-    clip_low: float
-    clip_high: float
+    """[N] off-policy correction; 1 where there is none"""
+    segment: Tensor
+    """[N] int64 from 0: the segment of each token, the sequence of sequence-level losses"""
+    chosen: Tensor | None = None
+    """[N] bool, what the loss's `Choice` picked among all trained tokens of the minibatch; None where it has none"""
+
+    @property
+    def ratio(self) -> Tensor:
+        """[N] exp(logπ − logπ_prox), with the difference held within ±20: e²⁰ is finite and far beyond any clip."""
+        return (self.logprobs - self.proximal).clamp(-20, 20).exp()
+
+    def segment_means(self, values: Tensor) -> Tensor:
+        """[N] → [N] the mean over each one's segment"""
+        size = int(self.segment.max()) + 1 if len(self.segment) else 0
+        counts = sum_by(torch.ones_like(values), self.segment, size)
+        return (sum_by(values, self.segment, size) / counts)[self.segment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +54,24 @@ class TokenLoss:
     """name → [N], averaged over trained tokens"""
 
 
-Loss = Callable[[LossInput], TokenLoss]
+Loss = Callable[..., TokenLoss]
+"""``(LossInput, *, setting=default, …) → TokenLoss``; settings come from trainer.loss_options."""
+
+Choice = Callable[..., Tensor]
+"""``(covariance [M], generator, *, setting=default, …) → bool [M]`` over all trained
+tokens of a minibatch on all ranks. A loss registered with ``choose=`` has one: it treats a few tokens in another way,
+and which may not depend on micro-batches. covariance = (A − mean A)(logπ − mean logπ) at the start of the step; the
+settings are those of the loss by name."""
 
 LOSSES: Registry[Loss] = Registry("policy loss", "penstock.trainer.losses")
+
+
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
+    """−min(ρ·A, clip(ρ, 1 − low, 1 + high)·A), and where the clip binds."""
+    bounded = ratio.clamp(1 - low, 1 + high)
+    binding = bounded * advantages < ratio * advantages
+    metrics = {
+        "clip_fraction_low": binding & (advantages < 0),
+        "clip_fraction_high": binding & (advantages > 0),
+    }
+    return TokenLoss(-torch.minimum(ratio * advantages, bounded * advantages), metrics)

@@ -5,25 +5,21 @@
 
 Hilton et al. 2022, "Batch size-invariance for policy optimization" (arXiv:2110.00641), section 3; used for
 asynchronous RL of language models by Fu et al. 2025, "AReaL" (arXiv:2505.24298), section 5.2. Unequal bounds:
-"clip-higher", Yu et al. 2025, "DAPO" (arXiv:2503.14476), section 3.1. With w = 1 this is PPO's clipped objective
-(Schulman et al. 2017, arXiv:1707.06347, equation 7).
+"clip-higher", Yu et al. 2025, "DAPO" (arXiv:2503.14476), section 3.1.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import Annotated
 
-from penstock.trainer.losses import LOSSES, LossInput, TokenLoss
+from pydantic import Field
+
+from penstock.trainer.losses import LOSSES, LossInput, TokenLoss, clipped
+
+Positive = Annotated[float, Field(gt=0)]
 
 
 @LOSSES.register("decoupled_ppo")
-def decoupled_ppo(batch: LossInput) -> TokenLoss:
-    ratio = torch.exp(batch.logprobs - batch.proximal)
-    clipped = ratio.clamp(1 - batch.clip_low, 1 + batch.clip_high)
-    surrogate = torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
-    binding = clipped * batch.advantages < ratio * batch.advantages
-    metrics = {
-        "clip_fraction_low": binding & (batch.advantages < 0),
-        "clip_fraction_high": binding & (batch.advantages > 0),
-    }
-    return TokenLoss(-batch.weights * surrogate, metrics)
+def decoupled_ppo(batch: LossInput, *, clip_low: Positive = 0.2, clip_high: Positive = 0.28) -> TokenLoss:
+    result = clipped(batch.ratio, batch.advantages, clip_low, clip_high)
+    return TokenLoss(batch.weights * result.per_token, result.metrics)

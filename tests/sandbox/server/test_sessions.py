@@ -14,6 +14,7 @@ import httpx
 import pytest
 from tests.sandbox.server.conftest import OTHER, TOKEN, Start, headers, remote_of, serving
 
+from penstock.sandbox.call_key import as_call
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxError, SandboxLost
@@ -186,3 +187,26 @@ async def ended(pid: int) -> bool:
                 await asyncio.sleep(0.02)
         return True
     return not Path(f"/proc/{pid}").exists()
+
+
+async def test_a_call_that_is_asked_again_is_told_again_not_run_again(url: str) -> None:
+    """As the next owner of an episode asks: another client, the same names of calls."""
+
+    async def one_call(sandbox: RemoteSandbox) -> tuple[str, str, bytes]:
+        with as_call("episode 1/first call"):
+            session = await sandbox.start("repeated")
+            await session.write_file("log", b"a")
+            ran = await session.run(["sh", "-c", "echo b >> log; cat log"])
+            return session.session_id, ran.stdout, await session.read_file("log")
+
+    first, second = remote_of(url), remote_of(url)
+    told = await one_call(first)
+    assert told[1:] == ("ab\n", b"ab\n")
+    assert await one_call(second) == told
+    with as_call("episode 1/second call"):
+        session = await second.attach(told[0])
+        assert (await session.run(["sh", "-c", "echo b >> log; cat log"])).stdout == "ab\nb\n"
+        await session.close()
+    assert (await one_call(second))[0] != told[0]  # that session is over: a fresh one
+    await first.close()
+    await second.close()

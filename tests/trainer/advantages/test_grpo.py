@@ -6,14 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer.advantages import ADVANTAGES, GroupedRewards  # noqa: E402
+from trainer_support import episodes  # noqa: E402
+
+from penstock.trainer.advantages import ADVANTAGES  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
 def grpo(rewards: list[float], group: list[int]) -> list[float]:
-    batch = GroupedRewards(torch.tensor(rewards, dtype=torch.float64), torch.tensor(group))
-    return ADVANTAGES.get("grpo")(batch).tolist()
+    return ADVANTAGES.get("grpo")(episodes(rewards, group)).tokens.tolist()
 
 
 def test_a_group_of_two_and_one_of_four_by_hand() -> None:

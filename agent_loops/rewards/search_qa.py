@@ -1,0 +1,75 @@
+"""Question answering with search: exact match and F1 of the last ``<answer>``, normalised as Search-R1 does.
+
+Jin et al. 2025, "Search-R1" (arXiv:2503.09516), section 3.4 (exact match); normalisation and F1: Rajpurkar et al. 2016,
+"SQuAD" (arXiv:1606.05250), section 6.1.
+
+    F1 = 2 · P · R / (P + R)     P, R: share of the answer's and of the reference's words that the other one has
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+MANY_TAGS = 10
+"""More ``<answer>`` or ``</answer>`` than this is guessing: the score is a quarter, as in verl."""
+
+
+def exact_match(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+) -> float:
+    """1 where the answer equals one of the references. Raises `ValueError` where there is no reference."""
+    answer, references = _answer(solution_str, extra_info), targets_of(ground_truth)
+    if answer is None or normalised(answer) not in {normalised(reference) for reference in references}:
+        return 0.0
+    return 0.25 if _guesses(solution_str) else 1.0
+
+
+def f1(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
+    """The best F1 over the references, 0 … 1. Raises `ValueError` where there is no reference."""
+    answer, references = _answer(solution_str, extra_info), targets_of(ground_truth)
+    if answer is None:
+        return 0.0
+    best = max(word_f1(answer, reference) for reference in references)
+    return best / 4 if _guesses(solution_str) else best
+
+
+def normalised(text: str) -> str:
+    """Lower case; punctuation, articles and repeated white space left out."""
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(WITHOUT_PUNCTUATION)).split())
+
+
+def word_f1(answer: str, reference: str) -> float:
+    given, expected = normalised(answer).split(), normalised(reference).split()
+    if not given or not expected:
+        return float(given == expected)
+    common = sum((Counter(given) & Counter(expected)).values())
+    return 2 * common / (len(given) + len(expected))
+
+
+def targets_of(ground_truth: Any) -> list[str]:
+    """References of a row: verl's ``{"target": text or list}``, a text, or a list."""
+    given = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    texts = [given] if isinstance(given, str) else list(given or ())
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the ground truth {ground_truth!r} has no text, and no list of texts under 'target'")
+    return texts
+
+
+def _answer(solution: str, extra_info: Mapping[str, Any] | None) -> str | None:
+    """What was given to the tool `final_answer`, else the last tags' content."""
+    final = (extra_info or {}).get("final_answer")
+    if isinstance(final, str):
+        return final
+    found = ANSWER.findall(solution)
+    return found[-1].strip() if found else None
+
+
+def _guesses(solution: str) -> bool:
+    return max(solution.count("<answer>"), solution.count("</answer>")) > MANY_TAGS

@@ -1,0 +1,50 @@
+"""`penstock reward-server`: a sequence classifier that scores answers over HTTP."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Literal
+
+import typer
+
+from penstock.deploy.load_config import ConfigError
+
+
+def reward_server(  # noqa: PLR0917 - typer reads the options off the parameters
+    model: Annotated[str, typer.Option(help="Folder or hub name of a sequence classifier.")],
+    label: Annotated[int | None, typer.Option(help="Whose probability is the score, where there are several.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8900,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")] = "float32",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longer ones lose their beginning.")] = None,
+    batch_rows: Annotated[int, typer.Option(min=1, help="Most answers scored together.")] = 32,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a batch, padding included.")] = 16384,
+    batch_wait_ms: Annotated[float, typer.Option(min=0, help="How long the first answer waits for others.")] = 10.0,
+) -> None:
+    """Start a reward-model server, for `agent.reward: reward_server` [PENSTOCK_REWARD_TOKEN]."""
+    from penstock.deploy.roles import run_role
+    from penstock.rollout_server.reward_model.batcher import Batcher
+    from penstock.rollout_server.reward_model.classifier import BadModel, HuggingFaceClassifier
+    from penstock.rollout_server.reward_model.server import build_app, serve
+
+    async def role() -> None:
+        batches = Batcher(classifier.score, max_rows=batch_rows, max_tokens=batch_tokens, wait_s=batch_wait_ms / 1000)
+        await serve(build_app(classifier, token, model, batches), host, port)
+
+    try:
+        token = _token()
+        classifier = HuggingFaceClassifier(model, label, dtype, max_tokens)
+        typer.echo(f"{model}: POST http://{host}:{port}/score", err=True)
+        run_role(role)
+    except (ConfigError, BadModel, OSError) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+
+
+def _token() -> str:
+    from penstock.agent_loops.rewards.reward_server import TOKEN_VARIABLE
+
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if not token:
+        raise ConfigError(f"{TOKEN_VARIABLE} is not set: callers of the reward server must present it")
+    return token

@@ -1,0 +1,1 @@
+"""A sequence classifier as a service: `penstock reward-server`."""

@@ -1,0 +1,158 @@
+"""Redis, a sandbox server over real boxes, and agent workers in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis.asyncio as aioredis
+import uvicorn
+from tests.agent_loops.kill.gated_sandbox import GatedSandbox
+from tests.agent_loops.kill.worker_process import PASSWORD, TOKEN
+
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.server.app import build_app
+from penstock.sandbox.server.callers import callers_of
+from penstock.sandbox.server.parts import Parts
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.ledger import Limits
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue.rows import journal_from_values
+from penstock.transfer_queue.trajectory import JournalEntry, JournalKind, Task, Trajectory
+
+ROOT = Path(__file__).parents[3]
+LEASE_TTL_S = 5.0
+GROUP_SIZE = 4
+Journals = dict[str, list[JournalEntry]]
+JUDGE = """
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(ground_truth in extra_info["final_text"])
+"""
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 200.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run in Redis; `worker` starts a process that works on it."""
+
+    ledger: RedisLedger
+    redis_url: str
+    run: str
+    model: str
+    worker: Callable[..., subprocess.Popen[bytes]]
+
+    async def queue(self, episodes: int, **fields: Any) -> None:
+        groups = episodes // GROUP_SIZE
+        await self.ledger.create_run(
+            Limits(GROUP_SIZE, groups, max_staleness=0, lease_ttl_s=LEASE_TTL_S, max_attempts=20), "{}"
+        )
+        messages = [{"role": "user", "content": "What is 12+34?"}]
+        await self.ledger.submit(
+            [Task(f"train/{n:08d}", "train", messages, "sums", "46", **fields) for n in range(groups)]
+        )
+
+    async def journaled(self, episodes: int, kind: JournalKind, deadline_s: float = 200.0) -> Journals:
+        """Entries of `kind` in Redis, by episode, once so many episodes have one."""
+        async with asyncio.timeout(deadline_s), aioredis.Redis.from_url(self.redis_url, password=PASSWORD) as client:
+            while True:
+                found: Journals = {}
+                async for key in client.scan_iter(match=f"penstock:{{{self.run}}}:journal:*"):
+                    entries = journal_from_values(await client.hvals(key))
+                    found[key.decode().partition(":journal:")[2]] = [one for one in entries if one.kind is kind]
+                if sum(map(bool, found.values())) == episodes:
+                    return found
+                await asyncio.sleep(0.05)
+
+    async def finished(self, episodes: int, deadline_s: float = 200.0) -> list[Trajectory]:
+        """Once all are; those that failed would be missing for ever."""
+        async with asyncio.timeout(deadline_s):
+            while (counts := (await self.ledger.status()).episodes)["completed"] < episodes:
+                assert not counts.get("failed"), await self.ledger.dead_letters()
+                await asyncio.sleep(0.1)
+        return await self.ledger.read(sorted(await self.ledger.held()))
+
+
+@pytest_asyncio.fixture
+async def stage(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIterator[Stage]:
+    tokenizer_for("qwen2_5").save_pretrained(tmp_path / "model")
+    (tmp_path / "judge.py").write_text(JUDGE)
+    run = f"kill-{secrets.token_hex(4)}"
+    processes: list[subprocess.Popen[bytes]] = []
+
+    async with RedisServer(tmp_path / "redis", PASSWORD) as server:
+
+        def worker(name: str, **given: Any) -> subprocess.Popen[bytes]:
+            plain = {"name": name, "redis_url": server.url, "run": run, "model": str(tmp_path / "model")}
+            plain["recipe_dir"] = str(tmp_path)
+            env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+            argv = [sys.executable, "-m", "tests.agent_loops.kill.worker_process"]
+            given = {**plain, "lease_ttl_s": LEASE_TTL_S, "loop": "tool_agent", **given}
+            processes.append(subprocess.Popen([*argv, json.dumps(given)], env=env, cwd=ROOT))
+            return processes[-1]
+
+        ledger = await RedisLedger.connect(server.url, run, TransferQueueConfig(), PASSWORD)
+        try:
+            yield Stage(ledger, server.url, run, str(tmp_path / "model"), worker)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+            await ledger.close()
+
+
+@dataclass(frozen=True)
+class Boxes:
+    url: str
+    sandbox: GatedSandbox
+    server: Parts
+
+
+@pytest.fixture
+def boxes_of() -> Callable[[int], contextlib.AbstractAsyncContextManager[Boxes]]:
+    """count → a server with so many boxes ready."""
+
+    @contextlib.asynccontextmanager
+    async def make(count: int) -> AsyncIterator[Boxes]:
+        config = SandboxConfig(max_boxes=count, run_timeout_s=240.0, server={"warm": {"default": count}})
+        sandbox = GatedSandbox(make_sandbox(config, f"kill-tests-{os.getpid()}"))
+        app = build_app(sandbox, config, callers_of(config, TOKEN, {}))
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        parts: Parts = app.state.parts
+        try:
+            await until(lambda: parts.pool.warm == count)
+            yield Boxes(f"http://127.0.0.1:{listener.getsockname()[1]}", sandbox, parts)
+        finally:
+            sandbox.open.set()
+            server.should_exit = True
+            await task
+            listener.close()
+
+    return make
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """As a supervisor does."""
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0

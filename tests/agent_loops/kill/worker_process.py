@@ -1,0 +1,95 @@
+"""An agent worker in a process of its own, to be killed: real ledger and sandbox server, a model that knows its lines.
+
+python -m tests.agent_loops.kill.worker_process '{"name", "redis_url", "run", "model", "loop", "lines", …}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from penstock.agent_loops.chat import ChatTokens, chat_of
+from penstock.agent_loops.client import FakeClient
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.job import WorkerJob
+from penstock.agent_loops.worker import run_worker
+from penstock.rollout_server.protocol import GenerateRequest, Generation
+from penstock.sandbox.config import SandboxConfig
+from penstock.tools.config import ToolConfig
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.redis_ledger import RedisLedger
+
+PASSWORD, TOKEN = "a-test-password", "a-token-of-this-run"
+ASKED = "<|im_start|>user\n<tool_response>"
+
+
+class Actor(FakeClient):
+    """Says line n after n tool turns. While the file `hold` is there, answers after the first turn do not come."""
+
+    def __init__(self, chat: ChatTokens, lines: list[str], hold: Path | None, spread_s: float) -> None:
+        said = [chat.encode(line + "<|im_end|>") for line in lines]
+        self._turn = lambda context: chat.decode(context).count(ASKED)
+        super().__init__(lambda context: said[self._turn(context)])
+        self._hold = hold
+        self._spread_s = spread_s
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        while self._hold is not None and self._hold.exists() and self._turn(request.token_ids) > 0:
+            await asyncio.sleep(0.05)
+        if self._turn(request.token_ids) == 0:
+            await asyncio.sleep(random.uniform(0.0, self._spread_s))  # boxes are not all asked for at once
+        return await super().generate(request)
+
+
+async def main(given: dict[str, Any]) -> None:
+    config = AgentConfig(
+        loop=given["loop"],
+        concurrency=given["episodes"],
+        max_response_tokens=4000,
+        max_turns=8,
+        episode_deadline_s=300.0,
+        reward="judge.py:compute_score",
+    )
+    ledger = await RedisLedger.connect(given["redis_url"], given["run"], TransferQueueConfig(), PASSWORD)
+    hold = Path(given["hold"]) if given.get("hold") else None
+    client = Actor(chat_of(given["model"], config), given["lines"], hold, given["episodes"] / 25)
+    sandbox = SandboxConfig(
+        backend="remote" if given.get("sandbox_url") else "bwrap",
+        url=given.get("sandbox_url"),
+        max_boxes=given["episodes"] + 16,
+        run_timeout_s=240.0,
+        on_lost=given.get("on_lost", "replay"),
+    )
+    tools = [ToolConfig(name="python", timeout_s=300.0)] if given.get("sandbox_url") else []
+    job = WorkerJob(
+        *(given["name"], config, ledger, client, given["model"], tools, sandbox),
+        recipe_dir=Path(given["recipe_dir"]),
+        lease_ttl_s=given["lease_ttl_s"],
+        sandbox_token=TOKEN,
+        max_failures_in_a_row=1000,
+    )
+    try:
+        await run_worker(job)
+    finally:
+        await ledger.close()
+
+
+async def until_told(given: dict[str, Any]) -> None:
+    task = asyncio.ensure_future(main(given))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await asyncio.gather(task, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level="WARNING", stream=sys.stderr)
+    uvloop.run(until_told(json.loads(sys.argv[1])))

@@ -1,0 +1,98 @@
+"""Test cases in verl's and PRIME's shapes, and which outputs pass."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from penstock.agent_loops.rewards.cases import BadCases, read_cases, same_text, same_value
+from penstock.agent_loops.rewards.programs import program_of
+
+
+def test_stdin_cases() -> None:
+    cases = read_cases(json.dumps({"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7", ""]]}))
+    assert [(case.kind, case.given, case.expected) for case in cases] == [
+        ("stdin", "1 2\n", "3\n"),
+        ("stdin", "3\n4", "7\n"),
+    ]
+
+
+def test_call_cases() -> None:
+    given = {"fn_name": "add", "inputs": ["[1, 2]\n3", [4, 5]], "outputs": ["[6]", 9]}
+    cases = read_cases(given)
+    assert [case.given for case in cases] == [
+        {"name": "add", "arguments": [[1, 2], 3]},
+        {"name": "add", "arguments": [4, 5]},
+    ]
+    assert [case.expected for case in cases] == [[6], 9]
+    assert cases[0].passes([6])
+    assert cases[0].passes(6)
+    assert not cases[0].passes(7)
+
+
+def test_assertions_of_verl_and_a_plain_list() -> None:
+    verl = {"inputs": ["", ""], "outputs": [None, None], "assert_case": ["assert f(1)", "assert f(2)"]}
+    for given in (verl, ["assert f(1)", "assert f(2)"]):
+        assert [(case.kind, case.given) for case in read_cases(given)] == [
+            ("assert", "assert f(1)"),
+            ("assert", "assert f(2)"),
+        ]
+    assert not read_cases(verl)[0].passes(1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("not json", "no JSON"),
+        ("3", "a mapping or a list"),
+        ({}, "inputs, outputs and assert_case are empty"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": ["x y"], "outputs": ["1"], "fn_name": "f"}, "one JSON value per line"),
+    ],
+)
+def test_what_is_no_test_case_is_said(given: object, message: str) -> None:
+    with pytest.raises(BadCases, match=message):
+        read_cases(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "same"),
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("1 2  \n3\n\n", "1 2\n3\n", True),
+        ("1\n2\n3", "1 2\n3", False),
+        ("0.3000000001", "0.3", True),
+        ("0.31", "0.3", False),
+        ("3.0", "3", True),
+        ("100000", "100001", False),
+        ("nan", "0.5", False),
+        ("", "", True),
+        ("x", "", False),
+    ],
+)
+def test_printed_text(given: str, expected: str, same: bool) -> None:
+    assert same_text(given, expected) is same
+
+
+def test_returned_values() -> None:
+    assert same_value([1, [2, 3]], [1, [2, 3]])
+    assert same_value(0.1 + 0.2, 0.3)
+    assert not same_value([1, 2], [2, 1])
+    assert not same_value(None, [1])
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("First\n```python\na = 1\n```\nthen\n```python\nb = 2\n```\nDone.", "b = 2\n"),
+        ("```\nc = 3\n```", "c = 3\n"),
+        ("```python\nd = 4\n```\nIt prints\n```text\n4\n```", "d = 4\n"),
+        ("```cpp\nint e;\n```", ""),
+        ("<think>```python\nwrong\n```</think>print(1)", "print(1)"),
+        ("```python\ncut = 1", "cut = 1"),
+        ("print(5)", "print(5)"),
+    ],
+)
+def test_which_text_is_the_program(text: str, program: str) -> None:
+    assert program_of(text) == program

@@ -1,0 +1,134 @@
+"""Programs on test cases in real boxes: what passes, what does not, and what is nobody's fault."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.errors import InfraFailure
+from penstock.agent_loops.reward import RewardFunction, load_reward
+from penstock.agent_loops.rewards.base import Answer
+from penstock.agent_loops.rewards.programs import Programs
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.protocol import Sandbox, SandboxError, Session
+
+BACKENDS = [
+    "unsafe_subprocess",
+    pytest.param(
+        "bwrap",
+        marks=[
+            pytest.mark.bwrap,
+            pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(params=BACKENDS)
+async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+    made = make_sandbox(SandboxConfig(backend=request.param, max_boxes=2), "tests-rewards")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def plain() -> AsyncIterator[Sandbox]:
+    made = make_sandbox(SandboxConfig(backend="unsafe_subprocess", max_boxes=2), "tests-rewards")
+    yield made
+    await made.close()
+
+
+def python(code: str) -> str:
+    return f"Here it is.\n```python\n{code}\n```"
+
+
+ADD = json.dumps({"inputs": ["1 2\n", "3 4\n", "10 -10\n"], "outputs": ["3\n", "7\n", "0\n"]})
+SUM = {"fn_name": "total", "inputs": ["[1, 2, 3]", "[]"], "outputs": ["6", "0"]}
+ASSERTIONS = {
+    "inputs": ["", ""],
+    "outputs": ["", ""],
+    "assert_case": ["assert double(2) == 4", "assert double(0) == 0"],
+}
+
+
+async def score(sandbox: Sandbox, code: str, cases: Any, **settings: Any) -> dict[str, float]:
+    found = await Programs(sandbox, **settings).score(Answer("taco", python(code), cases))
+    assert isinstance(found, dict)
+    return found
+
+
+async def test_all_three_shapes_in_every_box(sandbox: Sandbox) -> None:
+    right = "a, b = map(int, input().split())\nprint(a + b)"
+    assert (await score(sandbox, right, ADD)) == {"score": 1.0, "tests": 3, "passed": 3, "no_code": 0}
+    assert (await score(sandbox, "class Solution:\n  def total(self, n: List[int]): return sum(n)", SUM))[
+        "score"
+    ] == 1.0
+    assert (await score(sandbox, "def double(x): return 2 * x", ASSERTIONS))["score"] == 1.0
+    assert (await score(sandbox, "def double(x): return x + 2", ASSERTIONS))["score"] == 0.0
+
+
+async def test_a_program_that_reads_stdin_in_every_way(plain: Sandbox) -> None:
+    for reading in ("sys.stdin.read()", "open(0).read()", "sys.stdin.buffer.read().decode()", "input()"):
+        code = f"from __future__ import annotations\nimport sys\nprint(sum(map(int, {reading}.split())))"
+        assert (await score(plain, code, ADD))["score"] == 1.0, reading
+
+
+async def test_partial_credit_and_where_the_first_failure_ends_it(plain: Sandbox) -> None:
+    code = "a, b = map(int, input().split())\nprint(a + b if a < 10 else 'no')"
+    assert (await score(plain, code, ADD, partial=True))["score"] == pytest.approx(2 / 3)
+    assert (await score(plain, "print(3)", ADD)) == {"score": 0.0, "tests": 3, "passed": 1, "no_code": 0}
+    assert (await score(plain, code, ADD, max_tests=2))["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos._exit(0)",
+        "raise SystemExit(0)",
+        "print('true')",
+        "import sys\nsys.stdin = None\ndef double(x): raise KeyError",
+        "while True: pass",
+        "def double(x",
+        "import os\nopen('solution.py', 'w').write('def double(x): return 2 * x')",
+    ],
+)
+async def test_what_does_not_do_the_work_does_not_pass(plain: Sandbox, code: str) -> None:
+    assert (await score(plain, code, ASSERTIONS, timeout_s=0.5, partial=True))["score"] == 0.0
+
+
+async def test_slow_programs_use_up_the_budget(plain: Sandbox) -> None:
+    code = "import time\ntime.sleep(0.4)\na, b = map(int, input().split())\nprint(a + b)"
+    found = await score(plain, code, ADD, partial=True, budget_s=0.2)
+    assert (found["passed"], found["tests"]) == (1, 3)
+
+
+async def test_no_code_is_a_zero_and_no_cases_are_a_failure(plain: Sandbox) -> None:
+    found = await Programs(plain).score(Answer("taco", "```cpp\nint x;\n```", ADD))
+    assert (found["score"], found["no_code"]) == (0.0, 1)
+    with pytest.raises(InfraFailure, match="code: no test cases"):
+        await Programs(plain).score(Answer("taco", python("x = 1"), "{}"))
+
+
+async def test_by_the_name_of_a_data_source(plain: Sandbox, tasks_of, tmp_path) -> None:
+    reward = load_reward(AgentConfig(reward="by_data_source"), tmp_path, plain)
+    (task,) = tasks_of(data_source="codecontests", ground_truth=ADD)
+    found = await reward.score(task, python("print(sum(map(int, input().split())))"), {})
+    assert (found.reward, found.metrics["reward/passed"]) == (1.0, 3.0)
+
+
+class BrokenSandbox:
+    async def start(self, label: str, *, image: str | None = None) -> Session:
+        raise SandboxError("no box today")
+
+
+async def test_a_sandbox_that_fails_is_a_failure_of_the_sandbox_and_no_zero(tasks_of) -> None:
+    (task,) = tasks_of(data_source="taco", ground_truth=ADD)
+    with pytest.raises(InfraFailure, match="no box today") as failure:
+        await RewardFunction(Programs(BrokenSandbox()), "code").score(task, python("print(1)"), {})
+    assert failure.value.component == "sandbox"

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.agent_loops.journal import SESSIONS, EpisodeJournal
+from penstock.agent_loops.named_calls import CallNames, hash_of
+from penstock.agent_loops.toolbox import ToolBox
+from penstock.tools.config import ToolConfig
+from penstock.tools.parsers import ToolCall
+from penstock.transfer_queue.trajectory import JournalEntry, JournalKind
+
+SAMPLED = JournalEntry(kind=JournalKind.SAMPLED, context_hash=7)
+
+
+@pytest.fixture
+def next_owner(ledger_of, tasks_of):
+    """The journal as the next worker has it."""
+    (task,) = tasks_of()
+    ledger = ledger_of([task])
+    return lambda: EpisodeJournal(ledger, ledger.lease(task))
+
+
+async def test_a_run_has_one_name_for_every_owner_and_a_restart_another(next_owner):
+    first = next_owner()
+    await first.append_naming(SAMPLED)
+    name = await first.life()
+    second = next_owner()
+    assert await second.life() == name
+    await second.restart("it strayed")
+    assert await second.life() != name
+    third = next_owner()
+    assert await third.life() == await second.life()
+    assert third.take(JournalKind.SAMPLED, 7) is None
+
+
+async def test_a_name_that_no_entry_told_is_written_down_before_it_is_used(next_owner):
+    name = await next_owner().life()
+    then = next_owner()
+    assert await then.life() == name
+    assert then.take(JournalKind.TOOLS, 0) is None  # the name alone is no tool turn
+
+
+async def test_sessions_and_rewards_are_known_to_the_next_owner_until_a_restart(next_owner):
+    first = next_owner()
+    for session in ("box-1", "box-2"):
+        data = {"results": [], SESSIONS: {"python": session}}
+        await first.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=1, data=data))
+    await first.keep_rewards({"python": 0.5})
+    second = next_owner()
+    assert (second.sessions, second.tool_rewards) == ({"python": "box-2"}, {"python": 0.5})
+    await second.restart("it strayed")
+    third = next_owner()
+    assert (third.sessions, third.tool_rewards) == ({}, None)
+
+
+def test_names_of_calls_follow_what_is_asked_not_when():
+    one, other = [ToolCall("a", {"x": 1})], [ToolCall("b"), ToolCall("b")]
+    first, second = CallNames(), CallNames()
+    told = [first.of_turn("life", hash_of(turn), turn) for turn in (one, other, one)]
+    again = [second.of_turn("life", hash_of(turn), turn) for turn in (other, one, one)]
+    assert [*told[0], *told[2], *told[1]] == [*again[1], *again[2], *again[0]]
+    assert len({named.name for turn in told for named in turn}) == 4
+    assert CallNames().of_turn("another life", hash_of(one), one)[0].name != told[0][0].name
+
+
+async def test_a_reward_that_was_told_is_not_asked_of_a_state_that_may_be_gone(
+    ledger_of, tasks_of, calculator, monkeypatch
+):
+    """Killed between the tools' release and the trajectory: the next worker has the calls from the journal."""
+    asked = []
+
+    async def calc_reward(self, state):
+        asked.append(list(state.history))
+        return float(len(state.history))
+
+    monkeypatch.setattr(type(calculator), "calc_reward", calc_reward)
+    (task,) = tasks_of()
+    ledger = ledger_of([task])
+
+    def box():
+        journal = EpisodeJournal(ledger, ledger.lease(task))
+        return ToolBox({"calculator": calculator}, {"calculator": ToolConfig(name="calculator")}, task, journal)
+
+    call = [ToolCall("calculator", {"expression": "1+1"})]
+    dead, resumed = box(), None
+    await dead.call_all(call)
+    resumed = box()
+    await resumed.call_all(call)
+    assert await resumed.rewards() == {"calculator": 1.0}  # no call was run in it: its state was brought there
+    last = box()
+    await last.call_all(call)
+    assert await last.rewards() == {"calculator": 1.0}
+    assert asked == [["1+1"]]
+    for one in (dead, resumed, last):
+        await one.release()
+    assert calculator.open == 0

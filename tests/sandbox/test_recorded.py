@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.sandbox.call_key import as_call, current_call, request_key
+from penstock.sandbox.protocol import RunResult, SandboxError
+from penstock.sandbox.recorded import Recorded
+
+
+def counting(answer, gate=None):
+    done = []
+
+    async def work():
+        done.append(1)
+        if gate is not None:
+            await gate.wait()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return work, done
+
+
+async def test_asked_again_the_first_answer_is_told_also_while_it_is_out():
+    gate, recorded = asyncio.Event(), Recorded()
+    work, done = counting("first", gate)
+    asked = [asyncio.create_task(recorded.once("key", work)) for _ in range(3)]
+    await asyncio.sleep(0)
+    gate.set()
+    assert await asyncio.gather(*asked) == ["first"] * 3
+    assert await recorded.once("key", work) == "first"
+    assert len(done) == 1
+
+
+async def test_work_goes_on_where_whoever_asked_is_gone():
+    gate, recorded = asyncio.Event(), Recorded()
+    work, done = counting("told later", gate)
+    dead = asyncio.create_task(recorded.once("key", work))
+    await asyncio.sleep(0.01)
+    dead.cancel()
+    await asyncio.gather(dead, return_exceptions=True)
+    gate.set()
+    assert await recorded.once("key", work) == "told later"
+    assert len(done) == 1
+
+
+async def test_without_a_key_it_is_done_each_time():
+    recorded = Recorded()
+    work, done = counting("x")
+    assert [await recorded.once(None, work) for _ in range(2)] == ["x", "x"]
+    assert len(done) == 2
+
+
+@pytest.mark.parametrize(("error", "times"), [(FileNotFoundError(2, "gone"), 1), (SandboxError("no room"), 2)])
+async def test_a_files_error_is_an_answer_and_the_sandboxs_is_none(error, times):
+    recorded = Recorded()
+    work, done = counting(error)
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            await recorded.once("key", work)
+        await asyncio.sleep(0)
+    assert len(done) == times
+
+
+async def test_what_is_kept_no_longer_is_refused_not_done_twice():
+    recorded = Recorded(kept_bytes=100)
+    works = [counting(RunResult("x" * 60, "", 0)) for _ in range(3)]
+    for number, (work, _) in enumerate(works):
+        await recorded.once(f"key {number}", work)
+        await asyncio.sleep(0)
+    with pytest.raises(SandboxError, match="not done twice"):
+        await recorded.once("key 0", works[0][0])
+    assert (await recorded.once("key 2", works[2][0])).stdout == "x" * 60
+    assert [len(done) for _, done in works] == [1, 1, 1]
+
+
+async def test_what_is_gone_is_done_again():
+    recorded = Recorded()
+    work, done = counting("x")
+    await recorded.once("key", work)
+    recorded.forget("key")
+    await recorded.once("key", work)
+    assert len(done) == 2
+
+
+def keys(*asked):
+    with as_call("a call"):
+        return [request_key(one) for one in asked]
+
+
+def test_a_key_names_what_is_asked_in_which_call_and_for_which_time():
+    assert request_key(b"x") is None
+    assert current_call() is None
+    first, second, again = keys(b"x", b"y", b"x")
+    assert len({first, second, again}) == 3
+    assert sorted(keys(b"y", b"x", b"x")) == sorted([first, second, again])  # whatever the order
+    with as_call("another call"):
+        assert current_call() == "another call"
+        assert request_key(b"x") != first
+    with as_call("a call"):
+        assert request_key(b"x", b"y") != request_key(b"xy")

@@ -1,0 +1,118 @@
+"""Every policy loss by hand, value and gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trainer_support import loss_by_hand  # noqa: E402
+
+from penstock.trainer.losses import LOSSES  # noqa: E402
+from penstock.trainer.losses.clip_cov import drawn  # noqa: E402
+from penstock.trainer.losses.kl_cov import largest  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def gradient(result, logprobs) -> list[float]:
+    result.per_token.sum().backward()
+    return logprobs.grad.tolist()
+
+
+def test_ppo_with_dual_clip() -> None:
+    result, logprobs = loss_by_hand("ppo", [1.5, 2.0, 4.0, 0.5], [1.0, -1.0, -1.0, -1.0])
+    # clip at 1.2; −ρA = 2; 4 is more than dual clip's 3; clip at 0.8
+    assert result.per_token.tolist() == pytest.approx([-1.2, 2.0, 3.0, 0.8])
+    assert result.metrics["dual_clip_fraction"].tolist() == [False, False, True, False]
+    assert gradient(result, logprobs) == pytest.approx([0.0, 2.0, 0.0, 0.0])
+
+
+def test_clip_higher() -> None:
+    result, _ = loss_by_hand("ppo", [1.5], [1.0], options={"clip_high": 0.28})
+    assert result.per_token.tolist() == pytest.approx([-1.28])
+
+
+def test_gspo_clips_the_geometric_mean_of_a_segment() -> None:
+    # Segment 0: √(1.5 · 1.5) = 1.5, clipped at 1.1. Segment 1: √(2 · 0.5) = 1, though its tokens are far off.
+    options = {"clip_low": 0.1, "clip_high": 0.1}
+    result, logprobs = loss_by_hand("gspo", [1.5, 1.5, 2.0, 0.5], [1.0] * 4, segment=[0, 0, 1, 1], options=options)
+    assert result.per_token.tolist() == pytest.approx([-1.1, -1.1, -1.0, -1.0])
+    assert gradient(result, logprobs) == pytest.approx([0.0, 0.0, -1.0, -1.0])
+
+
+def test_cispo_keeps_the_gradient_where_the_weight_is_clipped() -> None:
+    result, logprobs = loss_by_hand("cispo", [2.0, 0.5], [1.0, -1.0])
+    assert result.per_token.tolist() == pytest.approx([-1.28 * (-2 + math.log(2)), 0.5 * (-2 - math.log(2))])
+    assert gradient(result, logprobs) == pytest.approx([-1.28, 0.5])
+
+
+def test_sapo() -> None:
+    result, logprobs = loss_by_hand("sapo", [1.0, 1.5, 1.5], [2.0, 1.0, -1.0])
+    gates = [2.0, 4 / (1 + math.exp(-0.5)), 4 / 1.05 / (1 + math.exp(-0.525))]
+    assert result.per_token.tolist() == pytest.approx([-4.0, -gates[1], gates[2]])
+    # At ρ = 1 the gate's slope is 1, so the gradient is the plain one: −A.
+    assert gradient(result, logprobs)[0] == pytest.approx(-2.0)
+
+
+def test_reinforce() -> None:
+    result, logprobs = loss_by_hand("reinforce", [1.0, 3.0], [1.0, -0.5], weights=[1.0, 2.0])
+    assert result.per_token.tolist() == pytest.approx([2.0, 2 * 0.5 * (-2 + math.log(3))])
+    assert gradient(result, logprobs) == pytest.approx([-1.0, 1.0])
+
+
+def test_kl_cov_holds_the_chosen_tokens() -> None:
+    result, logprobs = loss_by_hand("kl_cov", [1.5, 1.5], [1.0, 1.0], chosen=[True, False], options={"kl_weight": 0.5})
+    assert result.per_token.tolist() == pytest.approx([-1.5 + 0.5 * math.log(1.5), -1.5])
+    assert gradient(result, logprobs) == pytest.approx([-1.5 + 0.5, -1.5])
+
+
+def test_clip_cov_drops_the_chosen_tokens() -> None:
+    result, logprobs = loss_by_hand("clip_cov", [1.1, 1.1], [1.0, 1.0], chosen=[True, False])
+    assert result.per_token.tolist() == pytest.approx([0.0, -1.1])
+    assert gradient(result, logprobs) == pytest.approx([0.0, -1.1])
+
+
+def test_what_is_chosen() -> None:
+    covariance = torch.tensor([0.5, 3.0, 2.0, 9.0])
+    seed = torch.Generator().manual_seed(0)
+    assert largest(covariance, seed, share=0.5).tolist() == [False, True, False, True]
+    assert largest(covariance, seed, share=0.01).tolist() == [False, False, False, True], "one at least"
+    assert drawn(covariance, seed, share=1.0).tolist() == [False, True, True, False]
+    assert int(drawn(covariance, seed, share=0.25).sum()) == 1
+    assert drawn(torch.zeros(3), seed).tolist() == [False] * 3
+
+
+@pytest.mark.parametrize("name", LOSSES.names())
+def test_weights_scale_the_loss_and_its_gradient(name: str) -> None:
+    ratios, advantages = [0.7, 1.1, 1.4, 0.9], [1.0, -1.0, 0.5, 0.3]
+    once, first = loss_by_hand(name, ratios, advantages)
+    twice, second = loss_by_hand(name, ratios, advantages, weights=[2.0] * 4)
+    torch.testing.assert_close(twice.per_token, 2 * once.per_token)
+    assert gradient(twice, second) == pytest.approx([2 * g for g in gradient(once, first)])
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES.names() if name != "clip_cov"])
+def test_at_the_proximal_policy_every_gradient_is_the_plain_one(name: str) -> None:
+    """Where no step has been made yet there is nothing to clip: ∂L/∂logπ = −A."""
+    advantages = [0.7, -0.3, 1.5]
+    result, logprobs = loss_by_hand(name, [1.0] * 3, advantages)
+    assert gradient(result, logprobs) == pytest.approx([-a for a in advantages])
+
+
+@pytest.mark.parametrize("name", LOSSES.names())
+def test_the_order_of_segments_does_not_matter(name: str) -> None:
+    ratios, advantages, segment = [0.7, 1.1, 1.4, 0.9, 1.0], [1.0, -1.0, 0.5, 0.3, 0.2], [0, 0, 1, 1, 1]
+    before, _ = loss_by_hand(name, ratios, advantages, segment=segment)
+    order = [2, 3, 4, 0, 1]
+    moved = [[values[i] for i in order] for values in (ratios, advantages)]
+    after, _ = loss_by_hand(name, *moved, segment=[0, 0, 0, 1, 1])
+    torch.testing.assert_close(after.per_token, before.per_token[order])
+
+
+@pytest.mark.parametrize("name", LOSSES.names())
+def test_no_token_is_no_loss(name: str) -> None:
+    result, _ = loss_by_hand(name, [], [])
+    assert result.per_token.shape == (0,)

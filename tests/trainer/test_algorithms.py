@@ -1,0 +1,263 @@
+"""Every algorithm in a real step: packed, split or one by one the same, masked tokens without gradient; critic,
+reference policy, entropy, filters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trainer_support import make_trajectory  # noqa: E402
+
+from penstock.trainer.advantages import ADVANTAGES, Advantages  # noqa: E402
+from penstock.trainer.algorithm import BadJob, check_algorithm  # noqa: E402
+from penstock.trainer.bad_steps import TrainingDiverged  # noqa: E402
+from penstock.trainer.batch import StepBatch, make_step_batch  # noqa: E402
+from penstock.trainer.config import TrainerConfig  # noqa: E402
+from penstock.trainer.corrections import CORRECTIONS  # noqa: E402
+from penstock.trainer.engine import FSDPEngine  # noqa: E402
+from penstock.trainer.learner import Learner  # noqa: E402
+from penstock.trainer.losses import LOSSES  # noqa: E402
+from penstock.trainer.ranks import Ranks  # noqa: E402
+from penstock.trainer.registry import needs_of  # noqa: E402
+from penstock.transfer_queue.ledger import Batch  # noqa: E402
+from penstock.transfer_queue.trajectory import Trajectory  # noqa: E402
+
+pytestmark = pytest.mark.torch
+CRITICS = [name for name in ADVANTAGES.names() if "values" in needs_of(ADVANTAGES.get(name))]
+SHARES = {"kl_cov": {"share": 0.1}, "clip_cov": {"share": 0.1, "lower": 0.01}}
+
+
+class Step:
+    """One step of a fresh learner on the same trajectories."""
+
+    def __init__(self, model: str, ranks: Ranks, **settings: Any) -> None:
+        config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "max_grad_norm": 1e9, **settings})
+        self.engine = FSDPEngine(model, config, ranks)
+        self.learner = Learner(config, self.engine, ranks)
+
+    def batch(self, groups: list[list[Trajectory]], step: int = 1) -> StepBatch:
+        ids = Batch(step, [[t.episode_id for t in group] for group in groups])
+        flat = [t for group in groups for t in group]
+        return make_step_batch(ids, list(range(len(groups))), flat, 2, self.engine.limits)
+
+    def run(self, groups: list[list[Trajectory]], step: int = 1) -> dict[str, Any]:
+        batch = self.batch(groups, step)
+        scored = self.learner.score(batch)
+        return self.learner.update(batch, scored, self.learner.advantages(batch, scored))
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([tensor.flatten() for _, tensor in self.engine.weights(torch.float32)])
+
+
+def trajectories(groups: int = 3) -> list[list[Trajectory]]:
+    """Groups of unequal sizes; the first episode of each has two segments and turn rewards."""
+    made = [[make_trajectory(f"train/{g}", m, 0) for m in range(3 + g)] for g in range(groups)]
+    for group in made:
+        first = group[0]
+        segments = [*first.segments, *group[1].segments]
+        group[0] = replace(first, segments=segments, num_turns=4, turn_rewards=(0.5, 0.0, 0.25, 0.0))
+    return made
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_every_estimator_trains(name: str, tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, advantage=name, turn_reward_weight=0.5)
+    before = step.weights()
+    metrics = step.run(trajectories())
+    assert metrics["updates"] == 1
+    assert metrics["advantage_abs"] > 0
+    assert not torch.equal(step.weights(), before)
+
+
+@pytest.mark.parametrize("aggregation", ["episode_mean", "constant"])
+@pytest.mark.parametrize("name", LOSSES.names())
+def test_packed_split_and_one_by_one_are_the_same(name: str, aggregation: str, tiny_model: str, ranks: Ranks) -> None:
+    """Two minibatches: the second is trained after the weights have moved, where clips bind."""
+    results = []
+    for budget in (1, 4096):
+        step = Step(
+            tiny_model,
+            ranks,
+            loss=name,
+            loss_options=SHARES.get(name, {}),
+            aggregation=aggregation,
+            aggregation_length=30,
+            minibatches=2,
+            micro_batch_tokens=budget,
+            correction="truncated_is",
+            correction_options={"level": "sequence"},
+        )
+        results.append((step.run(trajectories()), step.weights()))
+    (one, one_weights), (packed, packed_weights) = results
+    assert one["loss"] == pytest.approx(packed["loss"], abs=1e-5)
+    assert one["grad_norm"] == pytest.approx(packed["grad_norm"], rel=1e-4)
+    torch.testing.assert_close(one_weights, packed_weights, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", LOSSES.names())
+def test_masked_tokens_carry_no_gradient(name: str, tiny_model: str, ranks: Ranks) -> None:
+    """What the engine said of them changes nothing, however absurd."""
+    weights = []
+    for absurd in (-1.0, -300.0):
+        groups = trajectories(2)
+        segment = groups[0][1].segments[0]
+        logprobs, spans = segment.response_logprobs.copy(), segment.version_spans.copy()
+        logprobs[0] = absurd
+        split = np.array([[0, 0, 1], [5, 1, spans[0, 2]], *[[5, *span[1:]] for span in spans[1:]]], dtype=np.int32)
+        changed = replace(segment, response_logprobs=logprobs, version_spans=split)
+        groups[0][1] = replace(groups[0][1], segments=[changed])
+        step = Step(tiny_model, ranks, loss=name, loss_options=SHARES.get(name, {}), advantage="reinforce_plus_plus")
+        fresh = [[_at_version(t, 5) if t is not groups[0][1] else t for t in group] for group in groups]
+        metrics = step.run(fresh, step=6)
+        assert metrics["tokens_masked"] == 1
+        weights.append(step.weights())
+    assert torch.equal(weights[0], weights[1])
+
+
+def _at_version(trajectory: Trajectory, version: int) -> Trajectory:
+    segments = []
+    for segment in trajectory.segments:
+        spans = segment.version_spans.copy()
+        spans[:, 0] = version
+        segments.append(replace(segment, version_spans=spans))
+    return replace(trajectory, segments=segments)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("name", CORRECTIONS.names())
+def test_every_correction_trains(name: str, level: str, tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, correction=name, correction_options={"level": level})
+    metrics = step.run(trajectories(1))
+    assert metrics["updates"] == 1
+    assert 0 <= metrics["tokens_rejected_share"] <= 1
+    assert metrics["kl_k3"] > 0, "mismatch is measured, whatever the correction"
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_the_critic_learns_the_returns(name: str, tiny_model: str, ranks: Ranks) -> None:
+    groups = [[replace(t, reward=1.0, turn_rewards=()) for t in group] for group in trajectories(1)]
+    step = Step(tiny_model, ranks, advantage=name, critic={"lr": 3e-3, "warmup_steps": 100, "clip": 10.0})
+    before = step.weights()
+    losses = [step.run(groups)["value_loss"] for _ in range(8)]
+    assert losses[0] == pytest.approx(0.5), "values begin at 0, returns are 1"
+    assert losses[-1] < 0.2 * losses[0]
+    assert torch.equal(step.weights(), before), "while the critic warms up the policy stays"
+
+
+def test_after_the_warm_up_the_policy_learns_too(tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, advantage="gae", critic={"warmup_steps": 1})
+    before = step.weights()
+    assert step.run(trajectories(1), step=0)["updates"] == 0
+    assert torch.equal(step.weights(), before)
+    assert step.run(trajectories(1), step=1)["updates"] == 1
+    assert not torch.equal(step.weights(), before)
+
+
+def test_the_reference_is_the_model_before_training(tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, kl={"in_loss": 0.1, "estimator": "k3"})
+    found = [step.run(trajectories(1))["kl_reference"] for _ in range(3)]
+    assert found[0] == pytest.approx(0.0, abs=1e-7)
+    assert min(found[1:]) > 1e-5
+
+
+def test_kl_in_the_loss_holds_the_policy_back(tiny_model: str, ranks: Ranks) -> None:
+    found = []
+    for coefficient in (1e-6, 10.0):
+        step = Step(tiny_model, ranks, kl={"in_loss": coefficient}, lr=1e-3)
+        found.append([step.run(trajectories(1))["kl_reference"] for _ in range(6)][-1])
+    assert found[1] < 0.5 * found[0]
+
+
+def test_kl_in_the_reward_is_a_reward_of_tokens(tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, advantage="reinforce_plus_plus", kl={"in_reward": 0.2, "estimator": "k1"})
+    groups = trajectories(1)
+    step.run(groups)
+    batch = step.batch(groups)
+    scored = step.learner.score(batch)
+    expected = torch.cat([pack.proximal - pack.reference for packs in scored.minibatches for pack in packs])
+    token = torch.cat([pack.token for packs in scored.minibatches for pack in packs])
+    assert scored.tokens.kl_rewards is not None
+    torch.testing.assert_close(scored.tokens.kl_rewards[token], -0.2 * expected)
+    assert expected.abs().max() > 1e-4
+    assert scored.kl == pytest.approx(float(expected.sum()) / len(batch.trajectories), rel=1e-4)
+
+
+def test_the_coefficient_of_kl_follows_its_target(tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, kl={"in_reward": 0.2, "estimator": "k3", "target": 1e-9, "horizon": 100})
+    step.run(trajectories(1))
+    held = step.engine.kl_coefficient
+    step.run(trajectories(1))
+    assert held == pytest.approx(0.2 * (1 - 0.2 * 3 / 100), rel=1e-3), "no KL yet: down"
+    assert step.engine.kl_coefficient > held, "far above the target: up"
+
+
+def test_the_bonus_raises_entropy(tiny_model: str, ranks: Ranks) -> None:
+    silent = [[replace(t, reward=1.0, turn_rewards=()) for t in group] for group in trajectories(1)]
+    step = Step(tiny_model, ranks, entropy_bonus=1.0)
+    found = [step.run(silent)["entropy"] for _ in range(4)]
+    assert found == sorted(found)
+    assert found[-1] > found[0] + 0.01
+
+
+def test_a_filtered_episode_carries_no_gradient(tiny_model: str, ranks: Ranks) -> None:
+    """max_min keeps the best and the worst; what lies between does not train."""
+    weights = []
+    for flipped in (False, True):
+        groups = [[make_trajectory("train/0", m, 0) for m in range(3)]]
+        groups[0] = [replace(t, reward=r) for t, r in zip(groups[0], (0.0, 0.5, 1.0), strict=True)]
+        if flipped:
+            segment = groups[0][1].segments[0]
+            other = replace(segment, response_ids=segment.response_ids[::-1].copy())
+            groups[0][1] = replace(groups[0][1], segments=[other])
+        step = Step(tiny_model, ranks, advantage="rloo", filter="pf_ppo", filter_options={"mode": "max_min"})
+        batch = step.batch(groups)
+        scored = step.learner.score(batch)
+        tokens = torch.cat([torch.full((len(row.targets),), 1.0 + row.episode) for row in batch.rows]).double()
+        step.learner.update(batch, scored, Advantages(tokens))
+        weights.append(step.weights())
+    torch.testing.assert_close(weights[0], weights[1], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("proximal", ["recomputed", "interpolated", "behaviour"])
+def test_every_proximal_policy_trains(proximal: str, tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, proximal=proximal, correction=None, loss="ppo", minibatches=2)
+    metrics = step.run(trajectories())
+    assert metrics["updates"] == 2
+    assert metrics["kl_k3"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"critic": {"warmup_steps": 3}}, r"warmup_steps is 3, and trainer\.advantage=grpo has no critic"),
+        ({"aggregation": "constant"}, r"divides by trainer\.aggregation_length, which is 0"),
+        ({"kl": {"target": 6.0}}, r"steers trainer\.kl\.in_reward, which is 0"),
+        ({"proximal": "behaviour"}, r"leaves nothing for a correction"),
+        ({"loss_options": {"clip": 0.1}}, r"has no setting 'clip'"),
+        ({"correction_options": {"level": "word"}}, r"setting level is 'word'"),
+        ({"filter": "pf_pp"}, r"unknown episode filter 'pf_pp'; did you mean 'pf_ppo'"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_algorithm(TrainerConfig(**settings), group_size=4)
+
+
+@pytest.mark.parametrize("name", [n for n in ADVANTAGES.names() if {"groups", "greedy"} & needs_of(ADVANTAGES.get(n))])
+def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
+    with pytest.raises(BadJob, match=r"compares the episodes of one task, and group_size is 1"):
+        check_algorithm(TrainerConfig(advantage=name), group_size=1)
+
+
+def test_a_critic_that_breaks_stops_the_run(tiny_model: str, ranks: Ranks) -> None:
+    step = Step(tiny_model, ranks, advantage="gae", max_bad_steps=1, critic={"warmup_steps": 10})
+    with torch.no_grad():
+        next(iter(step.engine.critic.module.parameters())).fill_(float("nan"))
+    step.run(trajectories(1))
+    with pytest.raises(TrainingDiverged, match="gradient norm nan; 2 steps in a row"):
+        step.run(trajectories(1))

@@ -1,0 +1,98 @@
+"""A rank's batch as estimators see it: turns and tokens in order over segments, states, rewards; whitening."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trainer_support import make_segment, make_trajectory  # noqa: E402
+
+from penstock.trainer.advantages import Advantages  # noqa: E402
+from penstock.trainer.batch import BadBatch, ModelLimits, StepBatch, make_step_batch  # noqa: E402
+from penstock.trainer.config import OverlongConfig, TrainerConfig  # noqa: E402
+from penstock.trainer.credit import TokenScores, episodes_of, means_by_episode, whitened  # noqa: E402
+from penstock.trainer.ranks import Ranks  # noqa: E402
+from penstock.transfer_queue.ledger import Batch  # noqa: E402
+from penstock.transfer_queue.trajectory import Trajectory  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def batch_of(*trajectories: Trajectory) -> StepBatch:
+    limits = ModelLimits(context=256, vocab=64)
+    ids = [trajectory.episode_id for trajectory in trajectories]
+    return make_step_batch(Batch(1, [ids]), [0], trajectories, 2, limits)
+
+
+def two_segments(**changes: Any) -> Trajectory:
+    """Four turns of two segments: 4 and 7 sampled tokens, then again."""
+    rng = np.random.default_rng(0)
+    segments = [make_segment(rng, 0, prompt=4, response=14) for _ in range(2)]
+    return replace(make_trajectory("train/0", 0, 0), segments=segments, num_turns=4, **changes)
+
+
+def test_turns_and_tokens_run_on_over_segments() -> None:
+    found = episodes_of(batch_of(two_segments(), two_segments()), TrainerConfig(), TokenScores())
+    assert found.turn_episode.tolist() == [0] * 4 + [1] * 4
+    expected = [turn for turn in range(8) for _ in range(4 if turn % 2 == 0 else 7)]
+    assert found.token_turn.tolist() == expected
+    assert found.lengths.tolist() == [22.0, 22.0]
+
+
+def test_a_state_is_what_was_fed_right_before_the_turn() -> None:
+    first, second = two_segments(), two_segments()
+    other = second.segments[1].response_ids.copy()
+    other[5] += 1  # in the second segment's observation
+    second = replace(second, segments=[second.segments[0], replace(second.segments[1], response_ids=other)])
+    states = episodes_of(batch_of(first, second), TrainerConfig(), TokenScores()).turn_state.tolist()
+    assert states[:3] == states[4:7]
+    assert states[3] != states[7]
+    assert len(set(states[:4])) == 4
+
+
+def test_an_agent_loop_may_name_its_states() -> None:
+    first = two_segments(extra={"turn_states": ["start", "kitchen", "hall", "kitchen"]})
+    states = episodes_of(batch_of(first, first), TrainerConfig(), TokenScores()).turn_state.tolist()
+    assert states[1] == states[3] == states[5]
+    assert len(set(states)) == 3
+    with pytest.raises(BadBatch, match=r"train/0#0: 1 turn_states for 4 turns"):
+        episodes_of(batch_of(two_segments(extra={"turn_states": ["start"]})), TrainerConfig(), TokenScores())
+
+
+def test_turn_rewards_count_by_their_weight() -> None:
+    batch = batch_of(two_segments(turn_rewards=(1.0, 0.0, 0.5, 0.0), reward=2.0))
+    assert episodes_of(batch, TrainerConfig(), TokenScores()).returns.tolist() == [2.0]
+    found = episodes_of(batch, TrainerConfig(turn_reward_weight=0.1), TokenScores())
+    assert found.rewards_by_turn().tolist() == pytest.approx([0.1, 0.0, 0.05, 2.0])
+    assert found.returns.tolist() == pytest.approx([2.15])
+
+
+@pytest.mark.parametrize("rewards", [(1.0,), (1.0, 0.0, float("nan"), 0.0)])
+def test_turn_rewards_that_cannot_be(rewards: tuple[float, ...]) -> None:
+    with pytest.raises(BadBatch, match=r"train/0#0: turn rewards .* for 4 turns"):
+        episodes_of(batch_of(two_segments(turn_rewards=rewards)), TrainerConfig(), TokenScores())
+
+
+def test_long_episodes_lose_reward() -> None:
+    config = TrainerConfig(overlong=OverlongConfig(length=24, buffer=4))
+    found = episodes_of(batch_of(two_segments(reward=1.0)), config, TokenScores())
+    assert found.rewards.tolist() == [0.5]
+
+
+def test_whitening_is_over_trained_tokens(ranks: Ranks) -> None:
+    trained = torch.tensor([True, True, True, False])
+    given = Advantages(torch.tensor([1.0, 2.0, 3.0, 100.0], dtype=torch.float64), whiten=True)
+    assert whitened(given, trained, ranks).tokens.tolist() == pytest.approx([-1.0, 0.0, 1.0, 98.0])
+    assert whitened(replace(given, whiten=False), trained, ranks) is not None
+    alone = whitened(given, torch.tensor([True, False, False, False]), ranks).tokens
+    assert alone.isfinite().all()
+
+
+def test_means_by_episode() -> None:
+    batch = batch_of(two_segments(), replace(two_segments(), segments=[]))
+    assert means_by_episode(torch.full((22,), 0.5, dtype=torch.float64), batch).tolist() == [0.5, 0.0]

@@ -1,0 +1,126 @@
+"""Who earned what: a rank's batch as estimators see it, and what they return, whitened over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.trainer.advantages import Advantages, Episodes
+from penstock.trainer.batch import BadBatch, StepBatch
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.greedy import greedy_baselines
+from penstock.trainer.ranks import Ranks
+from penstock.trainer.shaping import overlong_penalties
+from penstock.transfer_queue.trajectory import Segment, Trajectory
+
+WHITEN_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What models said about the rank's N sampled tokens, in the order of rows."""
+
+    kl_rewards: Tensor | None = None
+    """[N] −coefficient · KL, under trainer.kl.in_reward"""
+    values: Tensor | None = None
+    """[N] under a critic"""
+
+
+def episodes_of(batch: StepBatch, config: TrainerConfig, scores: TokenScores) -> Episodes:
+    """Raises `BadBatch` where an episode has turn rewards for another number of turns than it had."""
+    turns = [[_states(segment) for segment in trajectory.segments] for trajectory in batch.trajectories]
+    counts = [sum(len(states) for states in segments) for segments in turns]
+    lengths = np.array([trajectory.num_sampled for trajectory in batch.trajectories], dtype=np.int64)
+    tokens = sum(len(row.targets) for row in batch.rows)
+    nothing = torch.zeros(tokens, dtype=torch.float64)
+    episodes = Episodes(
+        rewards=torch.from_numpy(batch.rewards + overlong_penalties(lengths, config.overlong)),
+        group=torch.from_numpy(batch.group),
+        turn_rewards=_turn_rewards(batch.trajectories, counts) * config.turn_reward_weight,
+        turn_episode=torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)),
+        turn_state=_turn_states(batch.trajectories, turns),
+        token_turn=_token_turns(batch),
+        token_rewards=nothing if scores.kl_rewards is None else scores.kl_rewards.double(),
+        trained=_joined([row.mask for row in batch.rows], np.bool_),
+        values=None if scores.values is None else scores.values.double(),
+    )
+    return replace(episodes, greedy=greedy_baselines(batch, episodes.returns))
+
+
+def whitened(advantages: Advantages, trained: Tensor, ranks: Ranks) -> Advantages:
+    """Mean 0, variance 1 (n − 1) over all ranks' trained tokens, where the estimator asks for it. A collective."""
+    if not advantages.whiten:
+        return advantages
+    values = advantages.tokens[trained]
+    number = max(ranks.sum(len(values)), 1.0)
+    mean = ranks.sum(float(values.sum())) / number
+    # Two passes: a difference of large sums would lose the variance of nearly equal advantages.
+    variance = ranks.sum(float((values - mean).square().sum())) / max(number - 1, 1.0)
+    return replace(advantages, tokens=(advantages.tokens - mean) / (variance + WHITEN_EPSILON) ** 0.5)
+
+
+def means_by_episode(tokens: Tensor, batch: StepBatch) -> Tensor:
+    """tokens [N] → [E]; 0 where an episode has none"""
+    episode = torch.from_numpy(_joined_numpy([np.full(len(r.targets), r.episode) for r in batch.rows], np.int64))
+    sums = torch.zeros(len(batch.trajectories), dtype=torch.float64).index_add(0, episode, tokens)
+    return sums / torch.bincount(episode, minlength=len(sums)).clamp(min=1)
+
+
+def _states(segment: Segment) -> list[int]:
+    """A key per turn of what was fed right before it: what came since the last sampled token, or the whole prompt."""
+    keys = []
+    for start in segment.turn_starts.tolist():
+        sampled = np.flatnonzero(segment.response_mask[:start])
+        since = int(sampled[-1]) + 1 if len(sampled) else 0
+        fed = segment.response_ids[since:start]
+        state = fed if len(sampled) else np.concatenate([segment.prompt_ids, fed])
+        keys.append(_key(np.ascontiguousarray(state, dtype="<i4").tobytes()))
+    return keys
+
+
+def _key(data: bytes) -> int:
+    """int64, so 1 of 2⁶³ pairs of different states has one key"""
+    return xxhash.xxh3_64_intdigest(data) >> 1
+
+
+def _turn_states(trajectories: Sequence[Trajectory], turns: Sequence[Sequence[list[int]]]) -> Tensor:
+    """[U] the agent loop's own states where it names one per turn in extra["turn_states"]"""
+    states: list[int] = []
+    for trajectory, segments in zip(trajectories, turns, strict=True):
+        own = trajectory.extra.get("turn_states")
+        found = [key for keys in segments for key in keys]
+        if own is not None and len(own) != len(found):
+            raise BadBatch(f"episode {trajectory.episode_id}: {len(own)} turn_states for {len(found)} turns")
+        states += found if own is None else [_key(repr(state).encode()) for state in own]
+    return torch.tensor(states, dtype=torch.long)
+
+
+def _turn_rewards(trajectories: Sequence[Trajectory], counts: Sequence[int]) -> Tensor:
+    rewards: list[float] = []
+    for trajectory, count in zip(trajectories, counts, strict=True):
+        given = list(trajectory.turn_rewards) or [0.0] * count
+        if len(given) != count or not np.isfinite(given).all():
+            raise BadBatch(f"episode {trajectory.episode_id}: turn rewards {given} for {count} turns")
+        rewards += given
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def _token_turns(batch: StepBatch) -> Tensor:
+    counts = [segment.num_turns for trajectory in batch.trajectories for segment in trajectory.segments]
+    starts = [0, *accumulate(counts)]
+    return _joined([row.turn + start for row, start in zip(batch.rows, starts, strict=False)], np.int64)
+
+
+def _joined(arrays: Sequence[NDArray], dtype: type) -> Tensor:
+    return torch.from_numpy(_joined_numpy(arrays, dtype))
+
+
+def _joined_numpy(arrays: Sequence[NDArray], dtype: type) -> NDArray:
+    return np.concatenate([np.zeros(0, dtype=dtype), *arrays]).astype(dtype)

@@ -1,0 +1,14 @@
+"""Episode filters: how much each episode of a group weighs in the loss. One file each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from penstock.trainer.registry import Registry
+
+EpisodeFilter = Callable[..., Tensor]
+"""``(rewards [E], group [E], *, setting=default, …) → weights [E]``, at least 0, mean 1 over each group."""
+
+FILTERS: Registry[EpisodeFilter] = Registry("episode filter", "penstock.trainer.filters")
