@@ -96,7 +96,7 @@ async def test_the_rollout_servers_beside_the_bare_engine(measure: Measure) -> N
     # Counted by the engines. What was sampled by the same server is there again; elsewhere it must be computed anew.
     assert prefix["not_sticky"]["hit_rate"] < prefix["sticky"]["hit_rate"] <= prefix["possible_hit_rate"]
     assert prefix["sticky"]["prompt_tokens"] == prefix["not_sticky"]["prompt_tokens"] == 16 * 1536
-    assert sum(prefix["sticky"]["by_server"]) == prefix["sticky"]["prompt_tokens"]
+    assert min(prefix["sticky"]["by_server"]) > 0
     assert measured["ratio"]["prefix_hits_sticky_over_not"] > 1
 
 
@@ -145,7 +145,7 @@ async def test_the_pauses(measure: Measure, engine: str) -> None:
     assert set(figures["pause_s_by_server"]) == {"rollout-0", "rollout-1"}
     assert 0 < figures["load_in_pause_s"]["p99"] <= figures["pause_s"]["p99"]
     assert figures["pause_s"]["p50"] <= figures["pause_s"]["p99"]
-    assert 0 < figures["in_flight"] <= 8
+    assert figures["in_flight"] == 8
     assert min(figures["others_tokens_per_s"].values()) > 0
     # A load is a part of its pause.
     assert 1 <= ratios["pause_p50_over_engine_load"] <= ratios["pause_p99_over_engine_load"]
