@@ -133,7 +133,7 @@ class BadBatches:
         return problem or (_attempt(write) if self._ranks.leads else "")
 
     def _write_model(self, folder: Path) -> str:
-        """What went wrong. The adapter is gathered also where rank 0 could not write the model: the others are there."""
+        """What went wrong. The adapter is gathered also where rank 0 could not write: the other ranks are there."""
         engine, ranks = self._engine, self._ranks
         problem = _attempt(lambda: save_final_model(engine, ranks, self._model, folder, with_adapter=False))
         if engine.adapter_settings is None:
