@@ -14,7 +14,7 @@ from penstock.sandbox.protocol import SandboxError
 
 MODULES = (
     *("frames", "capture", "children", "processes", "interpreter", "shell", "residents", "watch"),
-    *("files", "calls", "confine", "driver"),
+    *("files", "segments", "calls", "confine", "driver"),
 )
 """In import order: each finds those before it in `sys.modules`."""
 PACKAGE = "penstock.sandbox.inside"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.frames import Box
@@ -17,6 +19,9 @@ from penstock.sandbox.session import DriverSession
 logger = logging.getLogger(__name__)
 
 QUEUE_TIMEOUT_S = 120.0
+STARTS_AT_ONCE = max(2, os.cpu_count() or 1)
+"""A start is mostly CPU time: a whole batch of episodes that ask together would share it out until all are too late."""
+T = TypeVar("T")
 HOST = "host"
 """The one image of boxes that show this machine's /usr."""
 
@@ -42,6 +47,7 @@ class SlottedSandbox(ABC):
         self.config = config
         self.queue_timeout_s = queue_timeout_s
         self._sessions: dict[str, Session] = {}
+        self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(config.max_boxes):
             self._slots.put_nowait(slot)
@@ -86,6 +92,11 @@ class SlottedSandbox(ABC):
             waited = f"all {self.config.max_boxes} boxes were in use for {self.queue_timeout_s:g} s"
             raise SandboxBusy(f"{waited}: raise sandbox.max_boxes or lower agent.concurrency") from error
 
+    async def in_turn(self, launch: Callable[[], Awaitable[T]]) -> T:
+        """Starts one box; its own deadline begins when its turn has come."""
+        async with self._starts:
+            return await launch()
+
     async def attach(self, session_id: str) -> Session:
         """Only this process's own: a box ends with the process that opened it."""
         if session_id not in self._sessions:
@@ -105,6 +116,6 @@ class DriverSandbox(SlottedSandbox):
 
     async def _open(self, place: Place, release: Callable[[], None]) -> DriverSession:
         def launch() -> Awaitable[Box]:
-            return self._launch(place)
+            return self.in_turn(lambda: self._launch(place))
 
         return DriverSession(place.session_id, self.config, await launch(), launch, release)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
-
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
-from penstock.sandbox.remote_http import RemoteClient, sendable
+from penstock.sandbox.remote_http import Answer, RemoteClient, sendable
 
 START_TIMEOUT_S = 150.0
 """A start may wait for a free box; the server's own limit is shorter."""
@@ -74,7 +72,7 @@ class RemoteSession:
 
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
         params: dict[str, Any] = {"path": sendable(path), "max_bytes": max_bytes}
-        return (await self._request("GET", "files", NETWORK_SLACK_S, params=params)).content
+        return (await self._request("GET", "files", NETWORK_SLACK_S, params=params)).body
 
     async def leave(self) -> None:
         """Nothing to do: the server holds the session for its time without use."""
@@ -82,7 +80,7 @@ class RemoteSession:
     async def close(self) -> None:
         await self._sandbox.client.request("DELETE", self._path, NETWORK_SLACK_S)
 
-    async def _request(self, method: str, verb: str, timeout_s: float, **content: Any) -> httpx.Response:
+    async def _request(self, method: str, verb: str, timeout_s: float, **content: Any) -> Answer:
         return await self._sandbox.client.request(method, f"{self._path}/{verb}", timeout_s, **content)
 
     @property

@@ -9,9 +9,10 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 
 from penstock.sandbox.call_key import HEADER, request_key
 from penstock.sandbox.protocol import SandboxBusy, SandboxError, SandboxLost
@@ -26,26 +27,52 @@ RETRY_AFTER_S = (0.1, 1.0)
 """Requests with a key are sent again where the server did not answer: it does none of them twice."""
 
 
+KEEP_ALIVE_S = 30.0
+"""Idle connections are ours to close: one that the server closes just when we write to it loses a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    body: bytes
+    retry_after: str | None
+
+    def json(self) -> Any:
+        """Raises `ValueError`."""
+        return json.loads(self.body)
+
+
 class RemoteClient:
     """One connection pool. Requests within a tool's call carry a key (`call_key.py`); a request without one is sent
     again only where the server refused it for want of room: a run that was asked for twice may happen twice."""
 
     def __init__(self, url: str, token: str, max_connections: int) -> None:
-        self.url = url
+        self.url = url.rstrip("/")
         self.busy_timeout_s = BUSY_TIMEOUT_S
-        limits = httpx.Limits(max_connections=max_connections)
-        self._http = httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {token}"}, limits=limits)
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._max_connections = max_connections
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        """Made at the first request: aiohttp wants a running loop."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_ALIVE_S)
+            jar = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, cookie_jar=jar)
+        return self._session
 
     async def close(self) -> None:
-        await self._http.aclose()
+        if self._session is not None:
+            await self._session.close()
 
-    async def request(self, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
+    async def request(self, method: str, path: str, timeout_s: float, **content: Any) -> Answer:
         """Raises `SandboxLost` (404), `SandboxBusy` (no room), `OSError` (a file's), `SandboxError` (all else)."""
         deadline = time.monotonic() + self.busy_timeout_s
         key = _key_of(method, path, content) if content else None
         while True:
             answer = await self._send(method, path, timeout_s, key, content)
-            if not answer.is_error:
+            if answer.status < 400:
                 return answer
             failure = _failure(self.url, answer)
             if not isinstance(failure, SandboxBusy):
@@ -55,34 +82,37 @@ class RemoteClient:
                 raise failure
             await asyncio.sleep(wait_s)
 
-    async def _send(
-        self, method: str, path: str, timeout_s: float, key: str | None, content: dict[str, Any]
-    ) -> httpx.Response:
+    async def _send(self, method: str, path: str, timeout_s: float, key: str | None, content: dict[str, Any]) -> Answer:
         headers = {**({HEADER: key} if key else {}), **(JSON if "json" in content else {})}
         pauses = list(RETRY_AFTER_S) if key else []
         while True:
             try:
-                sent = _encoded(content)
-                return await self._http.request(method, path, timeout=_timeout(timeout_s), headers=headers, **sent)
-            except httpx.HTTPError as error:
-                if not pauses or not isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):
+                sent = {**_encoded(content), "headers": headers, "timeout": _timeout(timeout_s)}
+                async with self._http.request(method, self.url + path, **sent) as response:
+                    return Answer(response.status, await response.read(), response.headers.get("Retry-After"))
+            except TimeoutError as error:  # the request may be under way there
+                raise self._unreachable(error) from error
+            except aiohttp.ClientError as error:
+                if not pauses or not isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError):
                     raise self._unreachable(error) from error
             await asyncio.sleep(pauses.pop(0))
 
     async def lines(self, path: str, timeout_s: float, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """JSON lines of an answer as they come; the errors of `request`. Never sent again."""
-        deadline = time.monotonic() + timeout_s
+        sent = {**_encoded({"json": body}), "headers": JSON, "timeout": _timeout(timeout_s)}
         try:
-            content = _encoded({"json": body})
-            async with self._http.stream("POST", path, timeout=_timeout(timeout_s), headers=JSON, **content) as answer:
-                if answer.is_error:
-                    await answer.aread()
-                    raise _failure(self.url, answer)
-                async for line in answer.aiter_lines():
-                    if time.monotonic() > deadline:
-                        raise SandboxError(f"sandbox server {self.url}: no end of the stream in {timeout_s:.0f} s")
-                    yield _checked(self.url, json.loads(line))
-        except httpx.HTTPError as error:
+            async with self._http.post(self.url + path, **sent) as response:
+                if response.status >= 400:
+                    after = response.headers.get("Retry-After")
+                    raise _failure(self.url, Answer(response.status, await response.read(), after))
+                rest = b""
+                async for data in response.content.iter_any():
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        yield _checked(self.url, json.loads(line))
+        except TimeoutError as error:
+            raise SandboxError(f"sandbox server {self.url}: no end of the stream in {timeout_s:.0f} s") from error
+        except aiohttp.ClientError as error:
             raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> SandboxError:
@@ -92,8 +122,8 @@ class RemoteClient:
 def _encoded(content: dict[str, Any]) -> dict[str, Any]:
     """JSON that can be sent whatever a model wrote: half a character (a lone surrogate) becomes ``?``."""
     if "json" not in content:
-        return content
-    return {"content": json.dumps(content["json"], ensure_ascii=False).encode("utf-8", "replace")}
+        return {"params": content.get("params"), "data": content.get("content")}
+    return {"data": json.dumps(content["json"], ensure_ascii=False).encode("utf-8", "replace")}
 
 
 def sendable(path: str) -> str:
@@ -108,8 +138,8 @@ def sendable(path: str) -> str:
     return path
 
 
-def _timeout(timeout_s: float) -> httpx.Timeout:
-    return httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+def _timeout(timeout_s: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
 
 
 def _key_of(method: str, path: str, content: dict[str, Any]) -> str | None:
@@ -127,22 +157,22 @@ def _checked(url: str, line: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
-def _failure(url: str, answer: httpx.Response) -> Exception:
+def _failure(url: str, answer: Answer) -> Exception:
     body = _error_of(answer)
     field = f"{body['field']}: " if "field" in body else ""
-    detail = f"{field}{body.get('message', answer.text[:200])}"
-    if answer.status_code == 404:
+    detail = f"{field}{body.get('message', answer.body[:200].decode('utf-8', 'replace'))}"
+    if answer.status == 404:
         return SandboxLost(detail)
-    if answer.status_code == 409 and "errno" in body:
+    if answer.status == 409 and "errno" in body:
         return OSError(body["errno"], detail)
-    if answer.status_code == 401:
+    if answer.status == 401:
         return SandboxError(f"sandbox server {url} refuses this token")
-    if answer.status_code in (429, 503) and "retry-after" in answer.headers:
-        return SandboxBusy(f"sandbox server {url}: {detail}", float(answer.headers["retry-after"]))
-    return SandboxError(f"sandbox server {url} answered {answer.status_code}: {detail}")
+    if answer.status in (429, 503) and answer.retry_after is not None:
+        return SandboxBusy(f"sandbox server {url}: {detail}", float(answer.retry_after))
+    return SandboxError(f"sandbox server {url} answered {answer.status}: {detail}")
 
 
-def _error_of(answer: httpx.Response) -> dict[str, Any]:
+def _error_of(answer: Answer) -> dict[str, Any]:
     try:
         error = answer.json()["error"]
     except (ValueError, KeyError, TypeError):

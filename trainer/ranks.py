@@ -6,6 +6,8 @@ Data travels as numbers and JSON, never pickled.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 from collections.abc import Sequence
@@ -52,6 +54,9 @@ class Ranks:
     @classmethod
     def open(cls, timeout_s: float, layout: Layout = Layout()) -> Ranks:
         """gloo for CPUs, nccl for GPUs; under torchrun its ranks, otherwise a group of this process alone."""
+        # gloo's threads live as long as anything refers to their group, an engine's reference cycles for one. A thread
+        # that drops its last tensor when the interpreter is gone aborts the process: rank -6 after a sound run.
+        atexit.register(gc.collect)
         cuda = torch.cuda.is_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         timeout = timedelta(seconds=timeout_s)

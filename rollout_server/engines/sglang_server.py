@@ -63,7 +63,7 @@ class SGLangServer(ChildServer):
         return await find_installation(self.config)
 
     def prepare(self, installation: Installation) -> tuple[aiohttp.ClientSession, list[str], dict[str, str]]:
-        port, key = free_port(), secrets.token_urlsafe(32)
+        port, key = free_port(), secrets.token_hex(32)
         words = flags(self._defaults(installation), self.config.sglang_args, self.config.pause)
         words += ["--model-path", str(show_model(self.model, self.folder / "model"))]
         words += ["--port", str(port), "--config", str(self._make_private(key))]

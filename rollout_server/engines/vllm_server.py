@@ -45,7 +45,7 @@ class VLLMServer(ChildServer):
         return await find_installation(self.config)
 
     def prepare(self, installation: Installation) -> tuple[aiohttp.ClientSession, list[str], dict[str, str]]:
-        key = secrets.token_urlsafe(32)
+        key = secrets.token_hex(32)
         socket = self.folder / "http.sock"
         command = [*launcher(installation), *self._flags(socket)]
         return _client(socket, key), command, environment(installation, self.config.threads, key)

@@ -118,7 +118,7 @@ class DockerSandbox(SlottedSandbox):
         user = spec["User"]
         if kept:
             spec["User"] = keeper_of(self._engine.remaps_uids)
-        return await Container.start(self._connected(), spec, user)
+        return await self.in_turn(lambda: Container.start(self._connected(), spec, user))
 
     def _connected(self) -> Docker:
         if self._client is None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from penstock.sandbox.inside import children, interpreter, shell
+from penstock.sandbox.inside import children, interpreter, segments, shell
 from penstock.sandbox.inside.capture import Capture
 from penstock.sandbox.inside.processes import Processes, kill_session
 from penstock.sandbox.inside.residents import Resident, Residents
@@ -77,5 +77,7 @@ class Calls:
         duration_s = time.monotonic() - started
         outcome = verdict(run, self.processes, broken)
         self.residents.settle()
+        if self.processes.boxed:
+            segments.remove_orphans()
         stdout, stderr = run.capture.texts()
         return {"stdout": stdout, "stderr": stderr, "duration_s": duration_s, **outcome}

@@ -17,6 +17,8 @@ from penstock.sandbox.server.callers import callers_of
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE_S = 75
+"""Longer than the client's: see `remote_http.KEEP_ALIVE_S`."""
 LAST_CALLS_S = 5
 """Calls in progress when the server is told to stop may take this long; their boxes end then."""
 
@@ -35,7 +37,13 @@ async def serve(config: SandboxConfig, host: str, port: int, token: str) -> None
     listener = _listen(host, port)
     bound = listener.getsockname()[1]
     app = build_app(make_sandbox(config, f"sandbox-{bound}"), config, callers)
-    settings = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=LAST_CALLS_S)
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        lifespan="on",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_CALLS_S,
+    )
     server = uvicorn.Server(settings)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     logger.info("sandbox server on http://%s:%d", host, bound)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import sys
 from dataclasses import replace
@@ -46,8 +47,15 @@ def job_of(case: str, folder: Path, model: str) -> Any:
     return make_job(folder, model, settings, ledger=ScriptedLedger(limits, producing(BAD_TOKENS[case])))
 
 
+def write_threads(folder: Path) -> None:
+    """The names of this process's threads, one a line."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    (folder / f"threads_{os.environ['RANK']}").write_text("".join(names))
+
+
 def main() -> None:
     folder, model, case = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    atexit.register(write_threads, folder)  # before the trainer registers anything: the last to be called
     job = job_of(case, folder, model)
     job.ledger.twin = os.environ["RANK"] != "0"
     try:

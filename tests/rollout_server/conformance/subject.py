@@ -102,7 +102,7 @@ class Subject:
             asyncio.create_task(whole(self.engine, ask(prompt(i), length or self.long), _sets(event)))
             for i, event in enumerate(begun)
         ]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):  # a first answer compiles and warms up, beside another engine's tests
             await asyncio.gather(*[event.wait() for event in begun])
         return tasks
 

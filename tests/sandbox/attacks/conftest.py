@@ -16,7 +16,7 @@ from tests.sandbox.attacks.targets import Target, attacked_backend
 from penstock.sandbox.protocol import Session
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def host() -> Iterator[Host]:
     with planted_host() as planted:
         yield planted
@@ -26,7 +26,7 @@ BACKENDS = {"bwrap": pytest.mark.bwrap, "remote": pytest.mark.bwrap, "docker": p
 
 
 @pytest_asyncio.fixture(
-    scope="session", loop_scope="session", params=[pytest.param(name, marks=mark) for name, mark in BACKENDS.items()]
+    scope="package", loop_scope="session", params=[pytest.param(name, marks=mark) for name, mark in BACKENDS.items()]
 )
 async def target(request: pytest.FixtureRequest, host: Host) -> AsyncIterator[Target]:
     async with attacked_backend(request.param) as attacked:

@@ -79,9 +79,9 @@ async def _remote() -> AsyncIterator[Target]:
                 neighbour = await sandbox.start("neighbour")
                 descriptors = open_descriptors(server.pid)
                 yield Target("remote", sandbox, neighbour, server.url)
-                await assert_closed(descriptors, server.pid)
             finally:
                 await sandbox.close()
+            await assert_closed(descriptors, server.pid)
         words = words_of(log)
     assert "Traceback" not in words, words
     assert "\x1b" not in words, "what code wrote reached the server's own terminal"

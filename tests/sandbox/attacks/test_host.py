@@ -56,7 +56,7 @@ tried('abstract', lambda: connect('\\0' + {MARK!r}))
 """
 
 
-def test_the_plants_are_real(host: Host) -> None:
+async def test_the_plants_are_real(host: Host) -> None:
     """Without a box around it the same code reaches all of them, as another user too."""
     command = ["/usr/bin/python3", "-c", probes(host)]
     user = NOBODY if os.geteuid() == 0 else None

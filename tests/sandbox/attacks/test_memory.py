@@ -62,9 +62,32 @@ async def test_four_gigabytes_by_a_command(session: Session) -> None:
 
 
 async def test_memory_that_belongs_to_no_process(session: Session) -> None:
-    """System V segments outlive those who made them, and count against the box for as long as it is there."""
+    """System V segments outlive those who made them: what nobody holds goes with the run, or the next would starve."""
     result = await attack(session, SYSTEM_V, timeout_s=30.0)
     assert result.limit == "memory" or result.stderr.endswith("OSError: shmget\n")
+    headings, *segments = (await session.run(["cat", "/proc/sysvipc/shm"])).stdout.splitlines()
+    assert (headings.split()[:2], segments) == (["key", "shmid"], [])
+
+
+DAEMON = """
+import ctypes, os, time
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+ready, done = os.pipe()
+if os.fork() == 0:
+    kept = libc.shmget(7, 1 << 20, 0o1666)
+    libc.shmat(kept, None, 0)
+    libc.shmget(8, 1 << 20, 0o1666)
+    os.write(done, b'x')
+    time.sleep(1000)
+os.read(ready, 1)
+"""
+
+
+async def test_memory_of_a_living_daemon_stays(session: Session) -> None:
+    await session.run(["python3", "-c", DAEMON])
+    segments = (await session.run(["cat", "/proc/sysvipc/shm"])).stdout.splitlines()[1:]
+    assert [line.split()[0] for line in segments] == ["7", "8"]
 
 
 async def test_memory_in_the_buffers_of_pipes(session: Session) -> None:

@@ -13,7 +13,7 @@ from penstock.sandbox.protocol import SandboxLost
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.bwrap,
-    pytest.mark.parametrize("target", ["remote"], indirect=True, scope="session"),
+    pytest.mark.parametrize("target", ["remote"], indirect=True, scope="package"),
 ]
 HUGE = 200 << 20
 

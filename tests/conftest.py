@@ -1,0 +1,19 @@
+"""Which tests stay together when `scripts/test` runs two processes of them: those that share something costly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent
+TOGETHER = (
+    ROOT / "rollout_server" / "conformance",  # one running engine of each kind
+    ROOT / "sandbox" / "attacks",  # one planted host, and the process's descriptors are counted around every attack
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = next((folder for folder in TOGETHER if folder in item.path.parents), item.path)
+        item.add_marker(pytest.mark.xdist_group(str(folder.relative_to(ROOT))))
