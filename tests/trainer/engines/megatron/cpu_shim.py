@@ -1,8 +1,8 @@
 """Lets megatron-core 0.16 run on CPU tensors and gloo, for tests alone. Import it before anything of megatron.
 
-Nothing numerical is replaced: only the answers to "which device", "which random state" and "which type name", streams and
-events, and two places that go wrong without Transformer Engine. `torch.cuda.is_available()` stays False, so whoever asks
-takes the way for CPUs.
+Nothing numerical is replaced: only the answers to "which device", "which random state" and "which type name", streams
+and events, and two places that go wrong without Transformer Engine. `torch.cuda.is_available()` stays False, so whoever
+asks takes the way for CPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A rank with engine megatron, started by torchrun: rank.py CASE FOLDER MODEL SETTINGS."""
+"""A rank with engine megatron, started by torchrun: rank.py CASES.
+
+CASES is a JSON file, a list of {case, folder, model, settings}: they run one after the other, each with a process group
+and an engine of its own, so that processes are started and libraries loaded once for all of them.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     import cpu_shim  # noqa: F401 - before anything of megatron
 
+import torch.distributed as dist  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from trainer_support import make_job, make_trajectory  # noqa: E402
 
@@ -47,12 +52,12 @@ def round_trip(folder: Path, model: str, settings: dict[str, Any]) -> None:
 
 
 def first_steps(folder: Path, model: str, settings: dict[str, Any]) -> None:
-    """Steps 0 and 1, a checkpoint of them, step 2."""
+    """Steps 0 and 1, a checkpoint of them beside `folder`, step 2."""
 
     def steps(engine: MegatronEngine, ranks: Ranks) -> None:
         for step in range(FIRST_STEPS):
             train_one(engine, ranks, step)
-        store = CheckpointStore(folder / "checkpoints", keep=2)
+        store = CheckpointStore(folder.parent / "checkpoints", keep=2)
         keep(folder / "saved.safetensors", engine, ranks)
         writing = engine.begin_save(store.unfinished(FIRST_STEPS))
         # The checkpoint has the state at the call, whatever comes after.
@@ -60,7 +65,7 @@ def first_steps(folder: Path, model: str, settings: dict[str, Any]) -> None:
         writing.result(timeout=60)
         if ranks.first:
             store.seal(FIRST_STEPS, DataCursor(), ranks.world, {})
-        keep(folder / "straight.safetensors", engine, ranks)
+        keep(folder / "trained.safetensors", engine, ranks)
 
     with_engine(model, settings, steps)
 
@@ -69,12 +74,12 @@ def next_step(folder: Path, model: str, settings: dict[str, Any]) -> None:
     """Step 2 from that checkpoint."""
 
     def step(engine: MegatronEngine, ranks: Ranks) -> None:
-        found = CheckpointStore(folder / "checkpoints", keep=2).newest()
+        found = CheckpointStore(folder.parent / "checkpoints", keep=2).newest()
         assert found is not None
         engine.load(found)
-        keep(folder / "restored.safetensors", engine, ranks)
+        keep(folder / "saved.safetensors", engine, ranks)
         train_one(engine, ranks, FIRST_STEPS)
-        keep(folder / "resumed.safetensors", engine, ranks)
+        keep(folder / "trained.safetensors", engine, ranks)
 
     with_engine(model, settings, step)
 
@@ -104,11 +109,29 @@ def keep(path: Path, engine: MegatronEngine, ranks: Ranks) -> None:
         save_file({name: one.contiguous() for name, one in weights.items()}, path)
 
 
+def groups_of_their_own() -> Callable[[str], None]:
+    """The next process group finds its peers under the given name: addresses of the one before are still there."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    original = dist.init_process_group
+
+    def use(name: str) -> None:
+        def init(backend: str, **settings: Any) -> None:
+            original(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=world, **settings)
+
+        dist.init_process_group = init
+
+    return use
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    case, folder, model, settings = sys.argv[1:]
-    cases = {one.__name__: one for one in (run, round_trip, first_steps, next_step)}
-    cases[case](Path(folder), model, json.loads(settings))
+    known = {one.__name__: one for one in (run, round_trip, first_steps, next_step)}
+    name_group = groups_of_their_own()
+    for number, given in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        print(f"rank {os.environ['RANK']}: {given}", file=sys.stderr, flush=True)
+        name_group(f"case {number}")
+        known[given["case"]](Path(given["folder"]), given["model"], given["settings"])
 
 
 if __name__ == "__main__":
