@@ -68,10 +68,11 @@ def on_ranks(folder: Path, cases: Sequence[Case], *, cpu: bool = True) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    failed = sorted(folder.glob("failed_*"), key=lambda path: path.stat().st_mtime_ns)
+    assert done.returncode == 0, failed[0].read_text() if failed else done.stderr[-6000:]
 
 
 def with_distinct_norms(folder: Path, kind: str, **changes: Any) -> str:

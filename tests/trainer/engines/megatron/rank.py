@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,18 @@ def next_step(folder: Path, model: str, settings: dict[str, Any]) -> None:
     with_engine(model, settings, step)
 
 
+def bad_step(folder: Path, model: str, settings: dict[str, Any]) -> None:
+    """A step that must leave no trace, and what it reports."""
+
+    def step(engine: MegatronEngine, ranks: Ranks) -> None:
+        keep(folder / "before.safetensors", engine, ranks)
+        metrics = train_one(engine, ranks, 0)
+        keep(folder / "after.safetensors", engine, ranks)
+        (folder / f"updates_{ranks.rank}").write_text(f"{metrics['updates']} {metrics['updates_skipped']}")
+
+    with_engine(model, settings, step)
+
+
 def with_engine(model: str, settings: dict[str, Any], use: Callable[[MegatronEngine, Ranks], None]) -> None:
     config = TrainerConfig(lr=1e-3, eps=1e-4, **settings)
     ranks = Ranks.open(60, config.parallel.layout)
@@ -93,14 +106,14 @@ def with_engine(model: str, settings: dict[str, Any], use: Callable[[MegatronEng
         ranks.close()
 
 
-def train_one(engine: MegatronEngine, ranks: Ranks, step: int) -> None:
+def train_one(engine: MegatronEngine, ranks: Ranks, step: int) -> dict[str, Any]:
     groups = [[make_trajectory(f"train/{step}/{g}", m, step) for m in range(4)] for g in range(2)]
     ids = Batch(step, [[one.episode_id for one in group] for group in groups])
     share = share_of(ids, ranks.data.rank, ranks.data.world, 1)
     batch = make_step_batch(ids, share, [one for g in share for one in groups[g]], 0, engine.limits)
     learner = Learner(engine.config, engine, ranks.data)
     scored = learner.score(batch)
-    learner.update(batch, scored, learner.advantages(batch, scored))
+    return learner.update(batch, scored, learner.advantages(batch, scored))
 
 
 def keep(path: Path, engine: MegatronEngine, ranks: Ranks) -> None:
@@ -126,12 +139,17 @@ def groups_of_their_own() -> Callable[[str], None]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    known = {one.__name__: one for one in (run, round_trip, first_steps, next_step)}
+    known = {one.__name__: one for one in (run, round_trip, first_steps, next_step, bad_step)}
     name_group = groups_of_their_own()
     for number, given in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         print(f"rank {os.environ['RANK']}: {given}", file=sys.stderr, flush=True)
         name_group(f"case {number}")
-        known[given["case"]](Path(given["folder"]), given["model"], given["settings"])
+        try:
+            known[given["case"]](Path(given["folder"]), given["model"], given["settings"])
+        except Exception:
+            # torchrun mixes what its ranks print, and the others fail too once one has.
+            Path(sys.argv[1]).with_name(f"failed_{os.environ['RANK']}").write_text(traceback.format_exc())
+            raise
 
 
 if __name__ == "__main__":

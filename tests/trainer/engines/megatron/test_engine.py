@@ -84,7 +84,8 @@ def found(tmp_path_factory: pytest.TempPathFactory, models: dict[str, str]) -> P
     first = [checkpoint_case("first_steps", top, dtype, "tp2 pp2", models) for dtype in DTYPES]
     again = [checkpoint_case("next_step", top, dtype, "tp2 pp2", models) for dtype in DTYPES]
     other = [checkpoint_case("next_step", top, dtype, "dp2", models) for dtype in DTYPES]
-    cases = [*runs, *trips, *first, *again, *other]
+    bad = Case("bad_step", top / "bad", models["dense"], "tp2 pp2", {"loss": "trainer_support:broken_loss"})
+    cases = [*runs, *trips, *first, *again, *other, bad]
     for ranks in (4, 2):
         on_ranks(top, [case for case in cases if case.ranks == ranks])
     return top
@@ -148,3 +149,10 @@ def test_a_checkpoint_goes_on_in_its_own_layout_to_the_bit_and_in_another_one(dt
     # bfloat16: a step is smaller than the last digit of most weights, and rounding differs between layouts
     atol = 2e-5 if dtype == "float32" else 1e-2
     assert_same_weights(straight / "trained.safetensors", other / "trained.safetensors", atol)
+
+
+def test_a_loss_that_is_no_number_leaves_no_trace_on_any_rank(found: Path) -> None:
+    """Only the ranks of the last stage see it."""
+    bad = found / "bad"
+    assert [(bad / f"updates_{rank}").read_text() for rank in range(4)] == ["0 1"] * 4
+    assert_same_weights(bad / "before.safetensors", bad / "after.safetensors", 0)
