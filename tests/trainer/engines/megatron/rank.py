@@ -21,7 +21,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
-    import cpu_shim  # noqa: F401 - before anything of megatron
+    import cpu_shim  # before anything of megatron
 
 import torch.distributed as dist  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
@@ -45,6 +45,12 @@ def run(folder: Path, model: str, settings: dict[str, Any]) -> None:
     job = make_job(folder, model, settings)
     job.ledger.twin = os.environ["RANK"] != "0"
     asyncio.run(train(job))
+
+
+def run_with_sequence_parallelism(folder: Path, model: str, settings: dict[str, Any]) -> None:
+    """The same, tensor ranks sharing out the tokens between their matrices."""
+    with cpu_shim.sequence_parallelism():
+        run(folder, model, settings)
 
 
 def round_trip(folder: Path, model: str, settings: dict[str, Any]) -> None:
@@ -139,7 +145,9 @@ def groups_of_their_own() -> Callable[[str], None]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    known = {one.__name__: one for one in (run, round_trip, first_steps, next_step, bad_step)}
+    known = {
+        one.__name__: one for one in (run, run_with_sequence_parallelism, round_trip, first_steps, next_step, bad_step)
+    }
     name_group = groups_of_their_own()
     for number, given in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         print(f"rank {os.environ['RANK']}: {given}", file=sys.stderr, flush=True)

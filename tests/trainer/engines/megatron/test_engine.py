@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "two replicas": ("dp2", "dense", PLAIN),
     "split matrices": ("tp2", "dense", EVERYTHING),
+    "split matrices and tokens": ("tp2", "dense", EVERYTHING),
     "a tied embedding on two stages": ("pp2", "tied", PLAIN),
     "experts on two ranks": ("ep2", "mixture", PLAIN),
     "split matrices on two stages": ("tp2 pp2", "dense", EVERYTHING),
@@ -79,7 +80,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def found(tmp_path_factory: pytest.TempPathFactory, models: dict[str, str]) -> Path:
     """Folder of all that the engine megatron computed."""
     top = tmp_path_factory.mktemp("megatron")
-    runs = [Case("run", top / name, models[model], layout, given) for name, (layout, model, given) in RUNS.items()]
+    runs = [
+        Case("run_with_sequence_parallelism" if "tokens" in name else "run", top / name, models[model], layout, given)
+        for name, (layout, model, given) in RUNS.items()
+    ]
     trips = [Case("round_trip", top / model, models[model], layout) for model, layout in ROUND_TRIPS.items()]
     first = [checkpoint_case("first_steps", top, dtype, "tp2 pp2", models) for dtype in DTYPES]
     again = [checkpoint_case("next_step", top, dtype, "tp2 pp2", models) for dtype in DTYPES]
@@ -108,7 +112,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, models: dict[str, str]) -
 
 def assert_same_numbers(one: Path, other: Path) -> None:
     for a, b in zip(metrics(one), metrics(other), strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], abs=2e-6)
+        assert b["loss"] == pytest.approx(a["loss"], abs=5e-7)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert b["logprob_abs_diff_all_mean"] == pytest.approx(a["logprob_abs_diff_all_mean"], rel=1e-5)
         for name in ("kl_coefficient", "kl_per_episode", "kl_reference", "entropy"):
@@ -130,7 +134,7 @@ def assert_same_weights(expected: Path, found: Path, atol: float) -> None:
 def test_a_run_gives_what_fsdp_gives(name: str, found: Path, expected: dict[str, Path]) -> None:
     assert_same_numbers(expected[name], found / name)
     model = Path("run") / "final_model" / "model.safetensors"
-    assert_same_weights(expected[name] / model, found / name / model, 2e-5)
+    assert_same_weights(expected[name] / model, found / name / model, 2e-6)
 
 
 @pytest.mark.parametrize("name", ROUND_TRIPS)
@@ -147,7 +151,7 @@ def test_a_checkpoint_goes_on_in_its_own_layout_to_the_bit_and_in_another_one(dt
         assert_same_weights(straight / "saved.safetensors", resumed / "saved.safetensors", 0)
     assert_same_weights(straight / "trained.safetensors", again / "trained.safetensors", 0)
     # bfloat16: a step is smaller than the last digit of most weights, and rounding differs between layouts
-    atol = 2e-5 if dtype == "float32" else 1e-2
+    atol = 2e-6 if dtype == "float32" else 1e-2
     assert_same_weights(straight / "trained.safetensors", other / "trained.safetensors", atol)
 
 
