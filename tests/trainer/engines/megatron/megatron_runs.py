@@ -49,22 +49,21 @@ class Case:
 
     def as_json(self) -> dict[str, Any]:
         settings = {"engine": "megatron", **LAYOUTS[self.layout], **self.settings}
-        return {**asdict(self), "folder": str(self.folder), "settings": settings}
+        return {**asdict(self), "folder": str(self.folder), "ranks": self.ranks, "settings": settings}
 
 
 def on_ranks(folder: Path, cases: Sequence[Case], *, cpu: bool = True) -> None:
-    """All cases, of layouts of as many ranks, in one torchrun."""
-    (ranks,) = {case.ranks for case in cases}
+    """All cases. On GPUs by torchrun, and then of layouts of as many ranks; CUDA must not be forked."""
     for case in cases:
         case.folder.mkdir(parents=True, exist_ok=True)
-    given = folder / f"cases_{ranks}.json"
+    given = folder / "cases.json"
     given.write_text(json.dumps([case.as_json() for case in cases]))
-    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     if cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        [*command, str(HERE / "rank.py"), str(given)],
+        [PYTHON, *([] if cpu else torchrun), str(HERE / "rank.py"), str(given)],
         env=environment,
         capture_output=True,
         text=True,

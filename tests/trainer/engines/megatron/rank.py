@@ -1,7 +1,8 @@
-"""A rank with engine megatron, started by torchrun: rank.py CASES.
+"""Ranks with engine megatron: rank.py CASES.
 
-CASES is a JSON file, a list of {case, folder, model, settings}: they run one after the other, each with a process group
-and an engine of its own, so that processes are started and libraries loaded once for all of them.
+CASES is a JSON file, a list of {case, folder, model, ranks, settings}: they run one after the other, each with a
+process group and an engine of its own. Under torchrun this is one rank; alone it forks them, once everything is
+imported, since importing it takes each of them longer than most cases do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ if not torch.cuda.is_available():
     import cpu_shim  # before anything of megatron
 
 import torch.distributed as dist  # noqa: E402
+from parallel_ranks import become_ranks  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from trainer_support import make_job, make_trajectory  # noqa: E402
 
+from penstock.deploy.processes import die_with_parent  # noqa: E402
 from penstock.trainer.batch import make_step_batch, share_of  # noqa: E402
 from penstock.trainer.checkpoint import CheckpointStore  # noqa: E402
 from penstock.trainer.config import TrainerConfig  # noqa: E402
@@ -131,7 +134,8 @@ def keep(path: Path, engine: MegatronEngine, ranks: Ranks) -> None:
 def groups_of_their_own() -> Callable[[str], None]:
     """The next process group finds its peers under the given name: addresses of the one before are still there."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    host = rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=host)
     original = dist.init_process_group
 
     def use(name: str) -> None:
@@ -143,21 +147,32 @@ def groups_of_their_own() -> Callable[[str], None]:
     return use
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def work(cases: Sequence[dict[str, Any]]) -> None:
+    """All of them, as one rank."""
     known = {
         one.__name__: one for one in (run, run_with_sequence_parallelism, round_trip, first_steps, next_step, bad_step)
     }
     name_group = groups_of_their_own()
-    for number, given in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    for number, given in enumerate(cases):
         print(f"rank {os.environ['RANK']}: {given}", file=sys.stderr, flush=True)
         name_group(f"case {number}")
         try:
             known[given["case"]](Path(given["folder"]), given["model"], given["settings"])
         except Exception:
-            # torchrun mixes what its ranks print, and the others fail too once one has.
+            # What ranks print is mixed, and the others fail too once one has.
             Path(sys.argv[1]).with_name(f"failed_{os.environ['RANK']}").write_text(traceback.format_exc())
             raise
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    if "RANK" in os.environ:
+        return work(cases)
+    for count in sorted({case["ranks"] for case in cases}, reverse=True):  # two ranks go on where four have saved
+        if become_ranks(count):
+            die_with_parent()
+            return work([case for case in cases if case["ranks"] == count])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The engine megatron for real, on gloo: what the engine fsdp computes, in every layout; weights and checkpoints.
 
-Two torchruns in all, of four and of two ranks, each through many cases: starting processes takes longer than they do.
+All in one program, which forks four ranks and then two, each through many cases: importing takes longer than they do.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ EVERYTHING: dict[str, Any] = {
     "entropy_bonus": 0.01,
     "weight_decay": 0.1,
     "minibatches": 2,
+    "recompute": True,
     "micro_batch_tokens": 48,
 }
 """All that is summed over replicas or sent between stages: whitening, choices, KL per episode, scores, entropy."""
@@ -90,8 +91,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, models: dict[str, str]) -> P
     other = [checkpoint_case("next_step", top, dtype, "dp2", models) for dtype in DTYPES]
     bad = Case("bad_step", top / "bad", models["dense"], "tp2 pp2", {"loss": "trainer_support:broken_loss"})
     cases = [*runs, *trips, *first, *again, *other, bad]
-    for ranks in (4, 2):
-        on_ranks(top, [case for case in cases if case.ranks == ranks])
+    on_ranks(top, cases)
     return top
 
 

@@ -1,4 +1,4 @@
-"""What a CPU cannot show: packed rows, sequence and context parallelism, on Transformer Engine's kernels.
+"""What a CPU cannot show: packed rows and context parallelism, on Transformer Engine's kernels.
 
 Both engines compute in bfloat16 with float32 masters; they round in different places, hence the tolerances. Run by
 scripts/gpu-check.
