@@ -35,5 +35,5 @@ def test_the_recipe_fits_the_engine_the_model_and_the_algorithm() -> None:
     check_algorithm(trainer, config.group_size)
     check_model(SimpleNamespace(**SHAPE), trainer.parallel, config.model)
     assert trainer.micro_batch_tokens >= config.rollout.max_model_len, "the longest row fits into a pack"
-    replicas = trainer.ranks // trainer.parallel.layout.ranks_per_replica
+    replicas = trainer.ranks // trainer.parallel.layout.ranks
     assert config.groups_per_step >= replicas

@@ -6,9 +6,10 @@ engine.py     the engine itself: score, update, weights
 bridge.py     one mbridge bridge: model and weights by Hugging Face's names
 layers.py     the layers without Transformer Engine, and what mbridge must know of them
 inputs.py     a pack as rows in a rectangle, or packed and cut over context ranks
-logprobs.py   logprobs and entropy from logits that are split over the vocabulary
+head.py       logprobs and entropy from hidden states; the head is split over the vocabulary
 stages.py     packs through the pipeline, what the last stage says to all stages
 learning.py   the distributed optimizer: clip, skip, step
+arithmetic.py how much arithmetic the model is
 moments.py    masters and moments as full tensors of their parameters
 state.py      checkpoints by Hugging Face's names, whatever the layout
 """

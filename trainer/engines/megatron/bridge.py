@@ -21,7 +21,7 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 DATA_PARALLEL = {
     "use_distributed_optimizer": True,
     "grad_reduce_in_fp32": True,
-    # Without overlap gradients are reduced once, in finalize_model_grads, so no pack needs to know whether it is last.
+    # Without overlap gradients are reduced once, in finalize_model_grads: no pack needs to know whether it is last.
     "overlap_grad_reduce": False,
 }
 
@@ -39,11 +39,11 @@ class ModelBridge:
         if not transformer_engine:
             if self.config.num_moe_experts and config.parallel.tensor > 1:
                 raise BadJob(
-                    f"{model} has experts, and without Transformer Engine trainer.parallel.tensor is 1: split them with "
-                    f"trainer.parallel.expert; {MEND}"
+                    f"{model} has experts, and without Transformer Engine trainer.parallel.tensor is 1: split them "
+                    f"with trainer.parallel.expert; {MEND}"
                 )
             use_local_layers(self._bridge)
-        # No dropout: the engine that sampled had none. Gradients are summed: the loss is divided by what counts all ranks.
+        # No dropout: the engine that sampled had none. Gradients are summed: the divisor of the loss counts all ranks.
         exact = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "calculate_per_token_loss": True}
         self._bridge.set_extra_args(**exact, **(RECOMPUTE if config.recompute else {}))
 

@@ -14,6 +14,7 @@ from penstock.trainer.batch import ModelLimits
 from penstock.trainer.checkpoint import Found
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engine import PackLoss, ValueLoss
+from penstock.trainer.engines.megatron.arithmetic import flops_of
 from penstock.trainer.engines.megatron.bridge import ModelBridge
 from penstock.trainer.engines.megatron.learning import Optimizer
 from penstock.trainer.engines.megatron.parallel import open_groups
@@ -51,7 +52,7 @@ class MegatronEngine:
         self._state = State(self._policy.models, self._bridge, self._optimizer, ranks)
         hf = self._bridge.hf_config
         self.limits = ModelLimits(hf.max_position_embeddings, hf.vocab_size, hf.hidden_size)
-        self.flops = None
+        self.flops = flops_of(self._bridge.config, hf.vocab_size)
 
     @property
     def has_critic(self) -> bool:

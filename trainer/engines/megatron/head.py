@@ -1,7 +1,7 @@
 """The output head, which megatron's model does not run itself: logprobs of sampled tokens straight from hidden states.
 
-Each tensor rank has the head's rows of its part of the vocabulary; sums over the vocabulary are over all of them, a tile
-of logits at a time (`trainer.logprobs`).
+Each tensor rank has the head's rows of its part of the vocabulary; sums over the vocabulary are over all of them, a
+tile of logits at a time (`trainer.logprobs`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def hidden_states(model: Any, arguments: dict[str, Any]) -> Tensor:
 def outputs_of(
     hidden: Tensor, model: Any, inputs: Inputs, pack: Pack, temperature: float, *, with_entropy: bool
 ) -> Outputs:
-    """hidden [S, B, H] of the last stage → what the model says of all N sampled tokens, on every tensor and context rank
-    the same; the gradient reaches each rank's own hidden states once."""
+    """hidden [S, B, H] of the last stage → what the model says of all N sampled tokens, on every tensor and context
+    rank the same; the gradient reaches each rank's own hidden states once."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
     gpt, count = _unwrapped(model), len(pack.targets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch.distributed as dist
@@ -34,3 +35,13 @@ def open_groups(parallel: ParallelConfig) -> None:
     )
     model_parallel_cuda_manual_seed(SEED)
     _made.update(wanted)
+    atexit.register(_let_go)
+
+
+def _let_go() -> None:
+    """megatron keeps its groups as long as the process lives, and gloo's threads live with them: they could abort the
+    ending interpreter, see `Ranks.open`. Runs before the collection that is registered there."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    _made.clear()

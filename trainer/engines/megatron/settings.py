@@ -51,8 +51,8 @@ def check_machine(config: TrainerConfig) -> None:
             f"trainer.dtype is {config.dtype}" if has_transformer_engine() else "that is not installed in this Python"
         )
         raise BadJob(
-            "trainer.parallel.context cuts packed rows, which only Transformer Engine's attention takes, in bfloat16 on "
-            f"NVIDIA GPUs, and {reason}; {MEND}"
+            "trainer.parallel.context cuts packed rows, which only Transformer Engine's attention takes, in bfloat16 "
+            f"on NVIDIA GPUs, and {reason}; {MEND}"
         )
 
 

@@ -1,7 +1,7 @@
 """Packs through a model in stages, in megatron's own schedules (one stage: one after the other; several: 1F1B).
 
-Only the last stage has the head. What is measured there is sent to the other stages, so that all ranks of a replica have
-the same numbers.
+Only the last stage has the head. What is measured there is sent to the other stages, so that all ranks of a replica
+have the same numbers.
 """
 
 from __future__ import annotations

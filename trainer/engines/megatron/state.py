@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -112,19 +113,19 @@ class State:
                 parameter.data.copy_(value)
 
     def _write(self, path: Path, shares: dict[str, Share], about: dict[str, Any], random: Tensor) -> None:
-        problem: OSError | None = None
+        problem: Exception | None = None
         try:
             for name, share in shares.items():
                 self._write_share(path / name, share)
             save_file({"cpu": random}, path / f"rng_{self._ranks.rank:02d}.safetensors")
             if self._ranks.first:
                 (path / ABOUT).write_text(json.dumps(about))
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # the latter where the disk is full
             problem = error
         failed = torch.tensor(float(problem is not None))
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._ranks.background)
         if failed:
-            raise problem or OSError("another rank could not write its share of the checkpoint")
+            raise OSError(f"checkpoint {path}: {problem or 'another rank could not write its share'}") from problem
 
     def _write_share(self, folder: Path, share: Share) -> None:
         folder.mkdir(parents=True, exist_ok=True)

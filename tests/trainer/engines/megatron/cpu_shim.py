@@ -1,14 +1,15 @@
 """Lets megatron-core 0.16 run on CPU tensors and gloo, for tests alone. Import it before anything of megatron.
 
-Nothing numerical is replaced: only the answers to "which device", "which random state" and "which type name", streams and
-events, and two places that go wrong without Transformer Engine. `torch.cuda.is_available()` stays False, so whoever asks
-takes the way for CPUs.
+Nothing numerical is replaced: only the answers to "which device", "which random state" and "which type name", streams
+and events, and two places that go wrong without Transformer Engine. `torch.cuda.is_available()` stays False, so whoever
+asks takes the way for CPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -113,6 +114,29 @@ def _enter_in_every_torch_thread() -> None:
         OnTheCpu().__enter__()
 
     torch.set_num_threads = set_num_threads
+
+
+@contextlib.contextmanager
+def sequence_parallelism() -> Iterator[None]:
+    """As with Transformer Engine's layers: torch's norm is taken too, its weight marked, so that megatron adds up its
+    gradient over the tensor ranks, of which each has its part of the tokens."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from penstock.trainer.engines.megatron import layers
+
+    def marked_norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **rest: Any) -> torch.nn.RMSNorm:
+        norm = torch.nn.RMSNorm(hidden_size, eps=eps)
+        norm.weight.sequence_parallel = True  # type: ignore[attr-defined]
+        return norm
+
+    original: Any = WrappedTorchNorm.__new__
+    WrappedTorchNorm.__new__ = marked_norm
+    layers.PLAIN["sequence_parallel"] = True
+    try:
+        yield
+    finally:
+        WrappedTorchNorm.__new__ = original
+        layers.PLAIN["sequence_parallel"] = False
 
 
 def install() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +27,51 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"ranks": 2, "parallel": {"pipeline": 2}},
     "cp2": {"ranks": 2, "parallel": {"context": 2}},
     "ep2": {"ranks": 2, "parallel": {"expert": 2}},
+    "cp2 ep2": {"ranks": 2, "parallel": {"context": 2, "expert": 2}},
     "tp2 pp2": {"ranks": 4, "parallel": {"tensor": 2, "pipeline": 2}},
     "tp2 cp2": {"ranks": 4, "parallel": {"tensor": 2, "context": 2}},
 }
 
 
-def on_ranks(case: str, folder: Path, model: str, settings: dict[str, Any], *, cpu: bool = True) -> None:
-    """One of the cases of rank.py under torchrun."""
-    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={settings['ranks']}"]
-    program = [str(HERE / "rank.py"), case, str(folder), model, json.dumps({"engine": "megatron", **settings})]
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One of the functions of rank.py, and what it is given."""
+
+    case: str
+    folder: Path
+    model: str
+    layout: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return int(LAYOUTS[self.layout]["ranks"])
+
+    def as_json(self) -> dict[str, Any]:
+        settings = {"engine": "megatron", **LAYOUTS[self.layout], **self.settings}
+        return {**asdict(self), "folder": str(self.folder), "ranks": self.ranks, "settings": settings}
+
+
+def on_ranks(folder: Path, cases: Sequence[Case], *, cpu: bool = True) -> None:
+    """All cases. On GPUs by torchrun, and then of layouts of as many ranks; CUDA must not be forked."""
+    for case in cases:
+        case.folder.mkdir(parents=True, exist_ok=True)
+    given = folder / "cases.json"
+    given.write_text(json.dumps([case.as_json() for case in cases]))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     if cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(
-        [*command, *program], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [PYTHON, *([] if cpu else torchrun), str(HERE / "rank.py"), str(given)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=480,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    failed = sorted(folder.glob("failed_*"), key=lambda path: path.stat().st_mtime_ns)
+    assert done.returncode == 0, failed[0].read_text() if failed else done.stderr[-6000:]
 
 
 def with_distinct_norms(folder: Path, kind: str, **changes: Any) -> str:

@@ -1,4 +1,9 @@
-"""A rank with engine megatron, started by torchrun: rank.py CASE FOLDER MODEL SETTINGS."""
+"""Ranks with engine megatron: rank.py CASES.
+
+CASES is a JSON file, a list of {case, folder, model, ranks, settings}: they run one after the other, each with a
+process group and an engine of its own. Under torchrun this is one rank; alone it forks them, once everything is
+imported, since importing it takes each of them longer than most cases do.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +22,14 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
-    import cpu_shim  # noqa: F401 - before anything of megatron
+    import cpu_shim  # before anything of megatron
 
+import torch.distributed as dist  # noqa: E402
+from parallel_ranks import become_ranks  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from trainer_support import make_job, make_trajectory  # noqa: E402
 
+from penstock.deploy.processes import die_with_parent  # noqa: E402
 from penstock.trainer.batch import make_step_batch, share_of  # noqa: E402
 from penstock.trainer.checkpoint import CheckpointStore  # noqa: E402
 from penstock.trainer.config import TrainerConfig  # noqa: E402
@@ -41,18 +50,24 @@ def run(folder: Path, model: str, settings: dict[str, Any]) -> None:
     asyncio.run(train(job))
 
 
+def run_with_sequence_parallelism(folder: Path, model: str, settings: dict[str, Any]) -> None:
+    """The same, tensor ranks sharing out the tokens between their matrices."""
+    with cpu_shim.sequence_parallelism():
+        run(folder, model, settings)
+
+
 def round_trip(folder: Path, model: str, settings: dict[str, Any]) -> None:
     """What the engine publishes of the weights that it loaded."""
     with_engine(model, settings, lambda engine, ranks: keep(folder / "published.safetensors", engine, ranks))
 
 
 def first_steps(folder: Path, model: str, settings: dict[str, Any]) -> None:
-    """Steps 0 and 1, a checkpoint of them, step 2."""
+    """Steps 0 and 1, a checkpoint of them beside `folder`, step 2."""
 
     def steps(engine: MegatronEngine, ranks: Ranks) -> None:
         for step in range(FIRST_STEPS):
             train_one(engine, ranks, step)
-        store = CheckpointStore(folder / "checkpoints", keep=2)
+        store = CheckpointStore(folder.parent / "checkpoints", keep=2)
         keep(folder / "saved.safetensors", engine, ranks)
         writing = engine.begin_save(store.unfinished(FIRST_STEPS))
         # The checkpoint has the state at the call, whatever comes after.
@@ -60,7 +75,7 @@ def first_steps(folder: Path, model: str, settings: dict[str, Any]) -> None:
         writing.result(timeout=60)
         if ranks.first:
             store.seal(FIRST_STEPS, DataCursor(), ranks.world, {})
-        keep(folder / "straight.safetensors", engine, ranks)
+        keep(folder / "trained.safetensors", engine, ranks)
 
     with_engine(model, settings, steps)
 
@@ -69,12 +84,24 @@ def next_step(folder: Path, model: str, settings: dict[str, Any]) -> None:
     """Step 2 from that checkpoint."""
 
     def step(engine: MegatronEngine, ranks: Ranks) -> None:
-        found = CheckpointStore(folder / "checkpoints", keep=2).newest()
+        found = CheckpointStore(folder.parent / "checkpoints", keep=2).newest()
         assert found is not None
         engine.load(found)
-        keep(folder / "restored.safetensors", engine, ranks)
+        keep(folder / "saved.safetensors", engine, ranks)
         train_one(engine, ranks, FIRST_STEPS)
-        keep(folder / "resumed.safetensors", engine, ranks)
+        keep(folder / "trained.safetensors", engine, ranks)
+
+    with_engine(model, settings, step)
+
+
+def bad_step(folder: Path, model: str, settings: dict[str, Any]) -> None:
+    """A step that must leave no trace, and what it reports."""
+
+    def step(engine: MegatronEngine, ranks: Ranks) -> None:
+        keep(folder / "before.safetensors", engine, ranks)
+        metrics = train_one(engine, ranks, 0)
+        keep(folder / "after.safetensors", engine, ranks)
+        (folder / f"updates_{ranks.rank}").write_text(f"{metrics['updates']} {metrics['updates_skipped']}")
 
     with_engine(model, settings, step)
 
@@ -88,14 +115,14 @@ def with_engine(model: str, settings: dict[str, Any], use: Callable[[MegatronEng
         ranks.close()
 
 
-def train_one(engine: MegatronEngine, ranks: Ranks, step: int) -> None:
+def train_one(engine: MegatronEngine, ranks: Ranks, step: int) -> dict[str, Any]:
     groups = [[make_trajectory(f"train/{step}/{g}", m, step) for m in range(4)] for g in range(2)]
     ids = Batch(step, [[one.episode_id for one in group] for group in groups])
     share = share_of(ids, ranks.data.rank, ranks.data.world, 1)
     batch = make_step_batch(ids, share, [one for g in share for one in groups[g]], 0, engine.limits)
     learner = Learner(engine.config, engine, ranks.data)
     scored = learner.score(batch)
-    learner.update(batch, scored, learner.advantages(batch, scored))
+    return learner.update(batch, scored, learner.advantages(batch, scored))
 
 
 def keep(path: Path, engine: MegatronEngine, ranks: Ranks) -> None:
@@ -104,11 +131,48 @@ def keep(path: Path, engine: MegatronEngine, ranks: Ranks) -> None:
         save_file({name: one.contiguous() for name, one in weights.items()}, path)
 
 
+def groups_of_their_own() -> Callable[[str], None]:
+    """The next process group finds its peers under the given name: addresses of the one before are still there."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host = rank == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=host)
+    original = dist.init_process_group
+
+    def use(name: str) -> None:
+        def init(backend: str, **settings: Any) -> None:
+            original(backend, store=dist.PrefixStore(name, store), rank=rank, world_size=world, **settings)
+
+        dist.init_process_group = init
+
+    return use
+
+
+def work(cases: Sequence[dict[str, Any]]) -> None:
+    """All of them, as one rank."""
+    known = {
+        one.__name__: one for one in (run, run_with_sequence_parallelism, round_trip, first_steps, next_step, bad_step)
+    }
+    name_group = groups_of_their_own()
+    for number, given in enumerate(cases):
+        print(f"rank {os.environ['RANK']}: {given}", file=sys.stderr, flush=True)
+        name_group(f"case {number}")
+        try:
+            known[given["case"]](Path(given["folder"]), given["model"], given["settings"])
+        except Exception:
+            # What ranks print is mixed, and the others fail too once one has.
+            Path(sys.argv[1]).with_name(f"failed_{os.environ['RANK']}").write_text(traceback.format_exc())
+            raise
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    case, folder, model, settings = sys.argv[1:]
-    cases = {one.__name__: one for one in (run, round_trip, first_steps, next_step)}
-    cases[case](Path(folder), model, json.loads(settings))
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    if "RANK" in os.environ:
+        return work(cases)
+    for count in sorted({case["ranks"] for case in cases}, reverse=True):  # two ranks go on where four have saved
+        if become_ranks(count):
+            die_with_parent()
+            return work([case for case in cases if case["ranks"] == count])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a CPU cannot show: packed rows, sequence and context parallelism, on Transformer Engine's kernels.
+"""What a CPU cannot show: packed rows and context parallelism, on Transformer Engine's kernels.
 
 Both engines compute in bfloat16 with float32 masters; they round in different places, hence the tolerances. Run by
 scripts/gpu-check.
@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_runs import LAYOUTS, metrics, on_ranks, with_distinct_norms  # noqa: E402
+from megatron_runs import LAYOUTS, Case, metrics, on_ranks, with_distinct_norms  # noqa: E402
 from trainer_support import make_job  # noqa: E402
 
 from penstock.trainer.loop import train  # noqa: E402
@@ -46,9 +46,8 @@ def test_packed_rows_give_what_fsdp_gives(layout: str, tmp_path: Path) -> None:
     model = with_distinct_norms(tmp_path / "model", "Qwen3", tie_word_embeddings=False, **SHAPE)
     one, other = tmp_path / "fsdp", tmp_path / "megatron"
     one.mkdir()
-    other.mkdir()
     asyncio.run(train(make_job(one, model, BFLOAT16)))
-    on_ranks("run", other, model, {**BFLOAT16, **LAYOUTS[layout]}, cpu=False)
+    on_ranks(tmp_path, [Case("run", other, model, layout, BFLOAT16)], cpu=False)
     for a, b in zip(metrics(one), metrics(other), strict=True):
         assert b["logprob_abs_diff_all_mean"] == pytest.approx(a["logprob_abs_diff_all_mean"], rel=1e-2)
         assert b["entropy"] == pytest.approx(a["entropy"], rel=1e-2)
@@ -63,6 +62,5 @@ def test_experts_share_ranks_with_context(tmp_path: Path) -> None:
         pytest.skip(f"needs {needed} GPUs, this machine has {GPUS}")
     changes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
     model = with_distinct_norms(tmp_path / "model", "Qwen3Moe", tie_word_embeddings=False, **SHAPE, **changes)
-    settings = {"ranks": 2, "parallel": {"context": 2, "expert": 2}}
-    on_ranks("run", tmp_path, model, {**BFLOAT16, **settings}, cpu=False)
-    assert [line["updates"] for line in metrics(tmp_path)] == [1, 1, 1]
+    on_ranks(tmp_path, [Case("run", tmp_path / "megatron", model, "cp2 ep2", BFLOAT16)], cpu=False)
+    assert [line["updates"] for line in metrics(tmp_path / "megatron")] == [1, 1, 1]
