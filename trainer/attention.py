@@ -8,6 +8,8 @@ its attention interface takes it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,12 +41,13 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     context: Context | None = None,
+    seen: Seen | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, L, D], key and value [1, H_kv, L, D] → [1, L, H, D]. Raises where the rows' bounds do not arrive.
 
-    With `context`, L is this rank's part of the tokens, and the bounds are those of the whole pack. Models are loaded
-    without dropout (`policy.load_model`).
+    With `context`, L is this rank's part of the tokens, and the bounds are those of the whole pack. `seen`: where rows
+    share their prompts. Models are loaded without dropout (`policy.load_model`).
     """
     assert dropout == 0.0
     if cu_seq_lens_q is None:
@@ -52,7 +55,8 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     if context is not None:
         query, key, value = (context.to_heads(part) for part in _even_heads(query, key, value, context.size))
     attend = _by_kernel if query.is_cuda and query.dtype in HALF and varlen_attn else _row_by_row
-    joined = attend(query, key, value, cu_seq_lens_q, scaling=scaling, window=sliding_window)
+    seen = seen or Seen(cu_seq_lens_q, cu_seq_lens_q)
+    joined = attend(query, seen.of_runs(key), seen.of_runs(value), seen, scaling=scaling, window=sliding_window)
     if context is not None:
         joined = context.to_tokens(joined)
     return joined.transpose(1, 2).contiguous(), None
@@ -66,35 +70,62 @@ def _even_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[T
     return query, key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which keys each run's queries see: its parent's, then its own up to themselves. R runs."""
+
+    queries: Tensor
+    """[R + 1] bounds of the runs"""
+    keys: Tensor
+    """[R + 1] bounds of what they see, laid end to end: `queries` where no run has a parent"""
+    places: Tensor | None = None
+    """Where in the pack those keys are; None: as they lie."""
+
+    @classmethod
+    def of(cls, bounds: Tensor, parents: Tensor) -> Seen:
+        """`Pack.row_bounds` and `Pack.parents`; once for all layers."""
+        own = [torch.arange(start, end) for start, end in pairwise(bounds.tolist())]
+        pairs = zip(own, parents.tolist(), strict=True)
+        seen = [run if parent < 0 else torch.cat([own[parent], run]) for run, parent in pairs]
+        keys = torch.tensor([0, *(len(run) for run in seen)]).cumsum(0, dtype=bounds.dtype)
+        return cls(bounds, keys.to(bounds.device), torch.cat(seen).to(bounds.device))
+
+    def of_runs(self, x: Tensor) -> Tensor:
+        """Keys or values [1, H_kv, L, D] → [1, H_kv, keys[R], D]"""
+        return x if self.places is None else x[:, :, self.places]
+
+
 def _by_kernel(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *, scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, seen: Seen, *, scaling: float | None, window: int | None
 ) -> Tensor:
-    """All [1, heads, L, D]; the kernel wants [L, heads, D]."""
+    """All [1, heads, L, D]; the kernel wants [L, heads, D]. Its causal mask ends at the last key of the last query."""
     assert varlen_attn is not None
-    longest = int(bounds.diff().max())
     flat = [part[0].transpose(0, 1).contiguous() for part in (query, key, value)]
+    longest = [int(bounds.diff().max()) for bounds in (seen.queries, seen.keys)]
     left = -1 if window is None else window - 1
     gqa = query.shape[1] != key.shape[1]
-    found = varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=gqa)
+    found = varlen_attn(*flat, seen.queries, seen.keys, *longest, scale=scaling, window_size=(left, 0), enable_gqa=gqa)
     return found.transpose(0, 1)[None]
 
 
 def _row_by_row(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *, scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, seen: Seen, *, scaling: float | None, window: int | None
 ) -> Tensor:
-    lengths = bounds.diff().tolist()
-    rows = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    keys = seen.keys.diff().tolist()
+    rows = zip(query.split(seen.queries.diff().tolist(), 2), key.split(keys, 2), value.split(keys, 2), strict=True)
     return torch.cat([_one_row(q, k, v, scaling, window) for q, k, v in rows], dim=2)
 
 
 def _one_row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    length = q.shape[2]
+    """The last query sees the last key."""
+    length, keys = q.shape[2], k.shape[2]
     gqa = q.shape[1] != k.shape[1]
-    if window is None or length <= window:
+    if length == keys and (window is None or length <= window):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
-    distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-    band = (distance >= 0) & (distance < window)
-    return scaled_dot_product_attention(q, k, v, attn_mask=band, scale=scaling, enable_gqa=gqa)
+    places = torch.arange(keys, device=q.device)
+    distance = places[keys - length :, None] - places
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=gqa)
 
 
 def use_packed_attention(model: PreTrainedModel) -> str:
@@ -115,15 +146,27 @@ def use_packed_attention(model: PreTrainedModel) -> str:
     raise ValueError(f"{type(model).__name__} lets packed rows see each other; it cannot be trained packed")
 
 
-def row_bounds_arguments(row_bounds: Tensor) -> dict[str, Any]:
+def keeps_shared_prompts(model: PreTrainedModel) -> bool:
+    """Whether rows that share their prompt give what they give apart, by trying; False for another attention."""
+    if model.config._attn_implementation != NAME:
+        return False
+    first, (*_, last) = PROBE[0], PROBE[1]
+    with torch.no_grad():
+        apart = _forward(model, (*first, *first[:2], last), positions=(0, 1, 2, 3, 4, 0, 1, 2), bounds=(0, 5, 8))
+        shared = _forward(model, (*first, last), positions=(0, 1, 2, 3, 4, 2), bounds=(0, 2, 5, 6), parents=(-1, 0, 0))
+    return torch.allclose(shared, apart[[0, 1, 2, 3, 4, 7]], atol=1e-4, rtol=1e-3)
+
+
+def row_bounds_arguments(row_bounds: Tensor, parents: Tensor | None = None) -> dict[str, Any]:
     """The keyword arguments by which transformers hands packed rows' bounds to attention."""
     longest = int(row_bounds.diff().max())
-    return {
+    arguments: dict[str, Any] = {
         "cu_seq_lens_q": row_bounds,
         "cu_seq_lens_k": row_bounds,
         "max_length_q": longest,
         "max_length_k": longest,
     }
+    return arguments if parents is None else {**arguments, "seen": Seen.of(row_bounds, parents)}
 
 
 PROBE = ((1, 2, 3, 4, 5), (5, 3, 1))
@@ -131,18 +174,32 @@ PROBE = ((1, 2, 3, 4, 5), (5, 3, 1))
 
 @torch.no_grad()
 def _two_rows_alone(model: PreTrainedModel) -> Tensor:
-    logits = [model(input_ids=torch.tensor([row]), use_cache=False).logits[0] for row in PROBE]
-    return torch.cat(logits)
+    return torch.cat([_forward(model, row) for row in PROBE])
 
 
 @torch.no_grad()
 def _two_rows_packed(model: PreTrainedModel) -> Tensor:
     first, second = PROBE
-    bounds = torch.tensor([0, len(first), len(first) + len(second)], dtype=torch.int32)
-    positions = torch.tensor([[*range(len(first)), *range(len(second))]])
-    ids = torch.tensor([[*first, *second]])
-    arguments = row_bounds_arguments(bounds)
-    return model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits[0]
+    edge = len(first)
+    positions = (*range(edge), *range(len(second)))
+    return _forward(model, (*first, *second), positions=positions, bounds=(0, edge, edge + len(second)))
+
+
+def _forward(
+    model: PreTrainedModel,
+    ids: tuple[int, ...],
+    *,
+    positions: tuple[int, ...] | None = None,
+    bounds: tuple[int, ...] = (),
+    parents: tuple[int, ...] = (),
+) -> Tensor:
+    """Logits [L, V] of one pack; with neither positions nor bounds: of one row, as anybody would call the model."""
+    arguments: dict[str, Any] = {"input_ids": torch.tensor([ids]), "use_cache": False}
+    if positions is not None:
+        arguments["position_ids"] = torch.tensor([positions])
+        edges = torch.tensor(bounds, dtype=torch.int32)
+        arguments |= row_bounds_arguments(edges, torch.tensor(parents) if parents else None)
+    return model(**arguments).logits[0]
 
 
 AttentionInterface.register(NAME, packed_attention)

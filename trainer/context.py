@@ -38,6 +38,8 @@ class Part:
     """[n]"""
     counts: tuple[int, ...] = ()
     """n of every rank of the group"""
+    parents: Tensor | None = None
+    """[R] as `Pack.parents`; None over several ranks"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Context:
 
 def whole(pack: Pack) -> Part:
     """Of a pack that one rank computes alone."""
-    return Part(pack.ids, pack.positions, pack.row_bounds, pack.predictors, pack.targets)
+    return Part(pack.ids, pack.positions, pack.row_bounds, pack.predictors, pack.targets, parents=pack.parents)
 
 
 def _filled(pack: Pack, length: int) -> tuple[Tensor, Tensor, Tensor]:

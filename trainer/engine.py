@@ -56,6 +56,10 @@ class Engine(Protocol):
     @property
     def has_critic(self) -> bool: ...
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the packs' rows may share their prompts, see `packing`."""
+
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         """Logprobs [N] of each pack under the present weights, without gradient."""
 
@@ -120,6 +124,11 @@ class FSDPEngine:
     @property
     def has_critic(self) -> bool:
         return self.critic is not None
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Not over several ranks of a pack's tokens: they cut packs by place, and shared prompts are out of order."""
+        return self.config.share_prompts and self.policy.shares_prompts and self.policy.context is None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

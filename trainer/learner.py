@@ -57,7 +57,8 @@ class Learner:
         """With one minibatch the training forward's own logprobs are those at the start of the step; with more, the
         later ones are trained after the weights have moved, so all are scored first, as they are for what needs them
         earlier."""
-        minibatches = [pack_rows(rows, self._config.micro_batch_tokens) for rows in self._split(batch)]
+        budget, share = self._config.micro_batch_tokens, self._engine.shares_prompts
+        minibatches = [pack_rows(rows, budget, share=share) for rows in self._split(batch)]
         if self._scores_first:
             minibatches = self._with(minibatches, self._engine.score, "proximal")
         if self._config.kl.needs_reference:

@@ -1,9 +1,18 @@
-"""Token-budget micro-batches without padding: whole rows end to end, never one row in two packs."""
+"""Token-budget micro-batches without padding: whole rows end to end, never one row in two packs.
+
+Rows that begin with the same prompt, as those of a group do, may share it: the prompt is computed once, and what each
+row goes on with sees it and itself. Gradients of all of them meet in it. Equal to rows apart but for rounding.
+
+    rows apart     p p p a a · p p p b b b          shared     p p p · a a · b b b
+                                                    run           0     1     2
+                                                    parent       −1     0     0
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,17 +21,23 @@ from torch import Tensor
 
 from penstock.trainer.batch import Row
 
+SHARING_PAYS_FROM = 0.1
+"""Spared share of the tokens. Below it the mask that attention to a parent needs costs what is spared."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """One forward and backward. L = tokens of all rows, R = rows, N = sampled tokens of all rows."""
+    """One forward and backward. L = tokens, R = runs of tokens that see each other, N = sampled tokens of all rows.
+
+    A run is a row, or where rows share their prompt: that prompt, or what one of the rows goes on with.
+    """
 
     ids: Tensor
     """[L] int64"""
     positions: Tensor
     """[L] int64, from 0 in every row"""
     row_bounds: Tensor
-    """[R + 1] int32: row r is tokens row_bounds[r] … row_bounds[r + 1] − 1"""
+    """[R + 1] int32: run r is tokens row_bounds[r] … row_bounds[r + 1] − 1"""
     predictors: Tensor
     """[N] where in the pack the model predicts a sampled token: the position before it"""
     targets: Tensor
@@ -38,17 +53,31 @@ class Pack:
     episode: Tensor
     """[N] int64, index into the batch's episodes"""
     segment: Tensor
-    """[N] int64, 0 … R − 1: the row of the pack"""
+    """[N] int64, from 0: the row of the pack"""
     token: Tensor
     """[N] int64, index among all sampled tokens of the rank's batch"""
     proximal: Tensor | None = None
     """[N] logprobs at the start of the step; None where the training forward's own are those."""
     reference: Tensor | None = None
     """[N] logprobs of the reference policy, where there is one"""
+    parents: Tensor | None = None
+    """[R] int32, the run that a run goes on from, −1 for none. None: no row shares anything."""
 
     def to(self, device: torch.device) -> Pack:
         present = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
         return replace(self, **{name: tensor.to(device) for name, tensor in present.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Rows whose first `shared` tokens are the same and computed once."""
+
+    rows: Sequence[Row]
+    shared: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.shared + sum(len(row.ids) - self.shared for row in self.rows)
 
 
 def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -67,21 +96,53 @@ def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return packs
 
 
-def pack_rows(rows: Sequence[Row], budget: int) -> list[Pack]:
+def pack_rows(rows: Sequence[Row], budget: int, *, share: bool = False) -> list[Pack]:
     """Packs of all rows that have a sampled token (the others carry neither loss nor metrics)."""
     rows = [row for row in rows if len(row.targets)]
-    chosen = split_by_budget([len(row.ids) for row in rows], budget)
-    return [join_rows([rows[index] for index in indices]) for indices in chosen]
+    bundles = bundled(rows, budget) if share else [Bundle([row]) for row in rows]
+    chosen = split_by_budget([bundle.tokens for bundle in bundles], budget)
+    return [join_bundles([bundles[index] for index in indices]) for indices in chosen]
+
+
+def bundled(rows: Sequence[Row], budget: int) -> list[Bundle]:
+    """Rows with the same prompt together, as many as `budget` holds, where that spares enough of their tokens."""
+    by_prompt: dict[bytes, list[Row]] = {}
+    for row in rows:
+        by_prompt.setdefault(_prompt(row).tobytes(), []).append(row)
+    return [bundle for alike in by_prompt.values() for bundle in _bundles(alike, budget)]
+
+
+def _bundles(alike: Sequence[Row], budget: int) -> list[Bundle]:
+    shared = len(_prompt(alike[0]))
+    parts = split_by_budget([len(row.ids) - shared for row in alike], max(budget - shared, 1))
+    found: list[Bundle] = []
+    for part in parts:
+        bundle = Bundle([alike[index] for index in part], shared)
+        apart = sum(len(row.ids) for row in bundle.rows)
+        pays = apart - bundle.tokens >= SHARING_PAYS_FROM * apart
+        found += [bundle] if pays else [Bundle([row]) for row in bundle.rows]
+    return found
+
+
+def _prompt(row: Row) -> NDArray[np.int64]:
+    """All before the first sampled token."""
+    return row.ids[: row.targets[0]]
 
 
 def join_rows(rows: Sequence[Row]) -> Pack:
-    bounds = np.cumsum([0, *(len(row.ids) for row in rows)])
-    starts = bounds[:-1]
+    """One pack in which no row shares anything."""
+    return join_bundles([Bundle([row]) for row in rows])
+
+
+def join_bundles(bundles: Sequence[Bundle]) -> Pack:
+    rows = [row for bundle in bundles for row in bundle.rows]
+    runs, predictors = _lay_out(bundles)
+    parents = torch.tensor([run.parent for run in runs], dtype=torch.int32)
     return Pack(
-        ids=_join([row.ids for row in rows]),
-        positions=_join([np.arange(len(row.ids)) for row in rows]),
-        row_bounds=torch.from_numpy(bounds.astype(np.int32)),
-        predictors=_join([row.targets - 1 + start for row, start in zip(rows, starts, strict=True)]),
+        ids=_join([run.row.ids[run.start : run.end] for run in runs]),
+        positions=_join([np.arange(run.start, run.end) for run in runs]),
+        row_bounds=torch.from_numpy(np.cumsum([0, *(run.end - run.start for run in runs)]).astype(np.int32)),
+        predictors=_join(predictors),
         targets=_join([row.ids[row.targets] for row in rows]),
         behaviour=_join([row.behaviour for row in rows]),
         staleness=_join([row.staleness for row in rows]),
@@ -90,7 +151,36 @@ def join_rows(rows: Sequence[Row]) -> Pack:
         episode=_join([np.full(len(row.targets), row.episode) for row in rows]),
         segment=_join([np.full(len(row.targets), number) for number, row in enumerate(rows)]),
         token=_join([row.first_token + np.arange(len(row.targets)) for row in rows]),
+        parents=parents if any(bundle.shared for bundle in bundles) else None,
     )
+
+
+class _Run(NamedTuple):
+    """Tokens start … end − 1 of `row`."""
+
+    row: Row
+    start: int
+    end: int
+    parent: int
+
+
+def _lay_out(bundles: Sequence[Bundle]) -> tuple[list[_Run], list[NDArray[np.int64]]]:
+    """The runs of a pack, and by row where in the pack the tokens before its targets are."""
+    runs: list[_Run] = []
+    predictors: list[NDArray[np.int64]] = []
+    tokens = 0
+    for bundle in bundles:
+        shared, prompt, parent = bundle.shared, tokens, -1
+        if shared:
+            parent = len(runs)
+            runs.append(_Run(bundle.rows[0], 0, shared, -1))
+            tokens += shared
+        for row in bundle.rows:
+            before = row.targets - 1
+            predictors.append(np.where(before < shared, prompt + before, tokens + before - shared))
+            runs.append(_Run(row, shared, len(row.ids), parent))
+            tokens += len(row.ids) - shared
+    return runs, predictors
 
 
 def empty_pack() -> Pack:

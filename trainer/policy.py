@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
-from penstock.trainer.attention import PROBE, row_bounds_arguments, use_packed_attention
+from penstock.trainer.attention import PROBE, keeps_shared_prompts, row_bounds_arguments, use_packed_attention
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.context import Context, Part, whole
 from penstock.trainer.logprobs import Head, token_logprobs
@@ -51,6 +51,8 @@ class Policy(nn.Module):
         """Set where other ranks have a part of each pack's tokens."""
         self.head = _head_of(model, temperature)
         """None where the model changes its logits in a way that `Head` does not know: it is then called whole."""
+        self.shares_prompts = keeps_shared_prompts(model)
+        """Whether it takes packs whose rows share their prompts."""
 
     @property
     def chunked(self) -> bool:
@@ -78,7 +80,7 @@ class Policy(nn.Module):
 
 def model_inputs(part: Part, context: Context | None) -> dict[str, Any]:
     """Keyword arguments of a transformers model for one part of a pack."""
-    arguments = row_bounds_arguments(part.row_bounds)
+    arguments = row_bounds_arguments(part.row_bounds, part.parents)
     if context is not None:
         arguments["context"] = context
     return {"input_ids": part.ids[None], "position_ids": part.positions[None], "use_cache": False, **arguments}

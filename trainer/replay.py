@@ -179,8 +179,7 @@ def first_bad(tensor: Tensor) -> str | None:
 
 def token_name(pack: Pack, token: int, share: Share) -> str:
     """`token` indexes the pack's sampled tokens."""
-    row = int(pack.segment[token])
-    place = int(pack.predictors[token]) + 1 - int(pack.row_bounds[row])
+    place = int(pack.positions[pack.predictors[token]]) + 1
     episode = share.episodes[int(pack.episode[token])]
     return f"token {place} of its segment (id {int(pack.targets[token])}), episode {episode}"
 

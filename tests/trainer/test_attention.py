@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer.attention import _by_kernel, _row_by_row  # noqa: E402
+from penstock.trainer.attention import Seen, _by_kernel, _row_by_row  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -14,17 +14,22 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("parents", [None, (-1, 0, 0, -1)], ids=["apart", "shared"])
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_the_kernel_gives_what_rows_alone_give(kv_heads: int, window: int | None) -> None:
+def test_the_kernel_gives_what_rows_alone_give(
+    kv_heads: int, window: int | None, parents: tuple[int, ...] | None
+) -> None:
     torch.manual_seed(0)
     bounds = torch.tensor([0, 5, 69, 70, 128], dtype=torch.int32, device="cuda")
+    seen = Seen(bounds, bounds) if parents is None else Seen.of(bounds, torch.tensor(parents))
     given = [torch.randn(1, heads, 128, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads)]
     factors = torch.randn(1, 8, 128, 64, device="cuda")
     results = []
     for attend in (_by_kernel, _row_by_row):
         inputs = [one.clone().requires_grad_() for one in given]
-        found = attend(*inputs, bounds, scaling=0.125, window=window)
+        query, key, value = inputs
+        found = attend(query, seen.of_runs(key), seen.of_runs(value), seen, scaling=0.125, window=window)
         (found.float() * factors).sum().backward()
         results.append([found, *(one.grad for one in inputs)])
     for mine, expected in zip(*results, strict=True):

@@ -110,7 +110,7 @@ def test_a_token_is_found_by_its_episode_and_place(tmp_path: Path, tiny_model: s
     run.step(batch)
     result = again(run.folder / "step_000001_0", ranks)
     assert result.reproduced
-    place = int(pack.predictors[2]) + 1 - int(pack.row_bounds[int(pack.segment[2])])
+    place = int(pack.positions[pack.predictors[2]]) + 1
     episode = batch.trajectories[int(pack.episode[2])].episode_id
     assert result.causes[0].startswith("loss inf of ")
     assert result.causes[0].endswith(f"token {place} of its segment (id {int(pack.targets[2])}), episode {episode}")

@@ -88,6 +88,24 @@ def test_the_step_does_not_depend_on_the_micro_batches(tiny_model: str, ranks: R
         torch.testing.assert_close(weights, results[0][1], atol=1e-5, rtol=0)
 
 
+def test_the_step_does_not_depend_on_whether_prompts_are_shared(tiny_model: str, ranks: Ranks) -> None:
+    results = []
+    for share in (True, False):
+        groups = [[with_prompt(one, group[0]) for one in group] for group in trajectories()]
+        learn, engine = learner(tiny_model, ranks, share_prompts=share)
+        packs = learn.score(batch_of(engine, groups)).minibatches[0]
+        assert any(pack.parents is not None for pack in packs) == share
+        results.append(run((learn, engine), groups))
+    (shared, weights), (apart, expected) = results
+    assert shared["loss"] == pytest.approx(apart["loss"], abs=1e-6)
+    assert shared["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-5)
+    torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0)
+
+
+def with_prompt(one: Trajectory, of: Trajectory) -> Trajectory:
+    return replace(one, segments=[replace(one.segments[0], prompt_ids=of.segments[0].prompt_ids)])
+
+
 def test_the_gradient_is_the_hand_written_one(tiny_model: str, ranks: Ranks) -> None:
     """At one minibatch ρ = 1: the gradient is −mean over tokens of w · A · ∇logπ."""
     learn, engine = learner(tiny_model, ranks)

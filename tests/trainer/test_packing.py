@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from penstock.trainer.batch import ModelLimits, make_row
-from penstock.trainer.packing import join_rows, pack_rows, split_by_budget
+from penstock.trainer.batch import ModelLimits, Row, make_row
+from penstock.trainer.packing import Pack, join_rows, pack_rows, split_by_budget
 
 pytestmark = pytest.mark.torch
 
@@ -26,7 +27,6 @@ def test_falling_length_first_fit_by_hand() -> None:
 
 
 def test_the_layout_of_a_pack() -> None:
-    import numpy as np
     from trainer_support import make_segment
 
     rng = np.random.default_rng(0)
@@ -41,3 +41,61 @@ def test_the_layout_of_a_pack() -> None:
     assert pack.episode.tolist() == [5] * 5 + [6] * 5
     assert pack.staleness.tolist() == [1] * 10
     assert len(pack_rows(rows, budget=10)) == 2
+
+
+def row(episode: int, prompt: list[int], sampled: list[int]) -> Row:
+    ids = np.array([*prompt, *sampled])
+    targets = np.arange(len(prompt), len(ids))
+    zeros = np.zeros(len(sampled), dtype=np.int64)
+    on = np.ones(len(sampled), dtype=np.bool_)
+    return Row(episode, ids, targets, zeros.astype(np.float32), zeros, on, on, zeros)
+
+
+def seen_by(pack: Pack, place: int) -> list[int]:
+    """The ids that the model has read when it is at `place`, by way of the runs' parents."""
+    bounds = pack.row_bounds.tolist()
+    run = next(r for r in range(len(bounds) - 1) if bounds[r] <= place < bounds[r + 1])
+    before = [] if pack.parents is None or pack.parents[run] < 0 else _run(pack, int(pack.parents[run]))
+    return [*before, *pack.ids[bounds[run] : place + 1].tolist()]
+
+
+def _run(pack: Pack, run: int) -> list[int]:
+    return pack.ids[pack.row_bounds[run] : pack.row_bounds[run + 1]].tolist()
+
+
+def test_rows_with_one_prompt_share_it() -> None:
+    rows = [row(0, [1, 2, 3], [4, 5]), row(1, [9], [8, 8, 8]), row(2, [1, 2, 3], [6])]
+    (pack,) = pack_rows(rows, 100, share=True)
+    assert pack.ids.tolist() == [1, 2, 3, 4, 5, 6, 9, 8, 8, 8]
+    assert pack.positions.tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2, 3]
+    assert pack.row_bounds.tolist() == [0, 3, 5, 6, 10]
+    assert pack.parents is not None
+    assert pack.parents.tolist() == [-1, 0, 0, -1]
+    assert pack.targets.tolist() == [4, 5, 6, 8, 8, 8]
+    assert pack.predictors.tolist() == [2, 3, 2, 6, 7, 8]
+    assert pack.episode.tolist() == [0, 0, 2, 1, 1, 1]
+    assert pack.segment.tolist() == [0, 0, 1, 2, 2, 2]
+
+
+def test_a_prompt_that_spares_little_is_not_shared() -> None:
+    (pack,) = pack_rows([row(n, [1], [2] * 30) for n in range(2)], 100, share=True)
+    assert pack.parents is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12), st.lists(st.integers(1, 50), min_size=1, max_size=20))),
+    st.integers(8, 120),
+)
+def test_every_target_is_predicted_from_its_own_row(parts: list[tuple[int, int, list[int]]], budget: int) -> None:
+    """However rows share and are split: each sampled token once, after exactly the ids that stand before it."""
+    rows = [row(n, [kind] * length, sampled) for n, (kind, length, sampled) in enumerate(parts)]
+    packs = pack_rows(rows, budget, share=True)
+    found = []
+    for pack in packs:
+        assert len(pack.ids) <= budget or len(set(pack.segment.tolist())) == 1
+        for episode, place, target in zip(pack.episode.tolist(), pack.predictors.tolist(), pack.targets, strict=True):
+            context = seen_by(pack, place)
+            assert int(pack.positions[place]) == len(context) - 1
+            found.append((episode, (*context, int(target))))
+    expected = [(n, tuple(r.ids[: t + 1].tolist())) for n, r in enumerate(rows) for t in r.targets.tolist()]
+    assert sorted(found) == sorted(expected)

@@ -16,8 +16,8 @@ from trainer_support import make_segment  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from penstock.trainer import attention, logprobs, policy  # noqa: E402
-from penstock.trainer.batch import ModelLimits, Row, make_row  # noqa: E402
-from penstock.trainer.packing import join_rows  # noqa: E402
+from penstock.trainer.batch import ModelLimits, Row, _numbered, make_row  # noqa: E402
+from penstock.trainer.packing import join_rows, pack_rows  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -49,6 +49,37 @@ def test_packed_equals_one_by_one(tiny_model: str, temperature: float) -> None:
     assert loaded.chunked
     assert loaded.model.config._attn_implementation == attention.NAME
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+
+
+def same_prompt(count: int) -> list[Row]:
+    rng = np.random.default_rng(2)
+    limits = ModelLimits(context=256, vocab=64)
+    first = make_segment(rng, 0, 40, 30)
+    made = [replace(make_segment(rng, 0, 40, 9 + 7 * n), prompt_ids=first.prompt_ids) for n in range(count)]
+    return [make_row(n, s, "", step=0, bound=0, model=limits) for n, s in enumerate(made)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("Qwen3", {}), ("Gemma2", {"sliding_window": 16, "attn_logit_softcapping": None, "final_logit_softcapping": 2.0})],
+)
+def test_shared_prompts_change_neither_logprobs_nor_gradients(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    loaded = policy.load_policy(save_tiny_model(tmp_path, kind, **changes), 1.0)
+    given = _numbered([*same_prompt(5), *rows(2)])
+    (shared,) = pack_rows(given, 10_000, share=True)
+    assert loaded.shares_prompts
+    assert len(shared.ids) == sum(len(row.ids) for row in given) - 4 * 40
+    results = []
+    for pack in (shared, join_rows(given)):
+        loaded.zero_grad()
+        by_token = loaded(pack).logprobs
+        by_token.square().sum().backward()
+        results.append((by_token.detach()[pack.token.argsort()], [p.grad.clone() for p in loaded.parameters()]))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=0)
+    for mine, expected in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-3, rtol=1e-4)
 
 
 def test_tiles_change_neither_logprobs_nor_gradients(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,10 @@ class MegatronEngine:
     def has_critic(self) -> bool:
         return False
 
+    @property
+    def shares_prompts(self) -> bool:
+        return False
+
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         return self._policy.score(packs)
 
