@@ -62,8 +62,9 @@ class SweBox(EpisodeBox):
         self._graded = False
 
     async def _open(self) -> Session:
-        self._settle(await SweEnvironment.open(self._sandbox, self._task, self._settings.limits, self._label))
-        return self._environment.session  # type: ignore[union-attr]
+        environment = await SweEnvironment.open(self._sandbox, self._task, self._settings.limits, self._label)
+        self._settle(environment)
+        return environment.session
 
     async def adopt(self, session_id: str) -> None:
         await super().adopt(session_id)
