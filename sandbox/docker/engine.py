@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 CALL_DEADLINE_S = 20.0
 """Of one call to the engine; a loaded machine starts a container in a few seconds."""
 
+IMAGE_NAME = re.compile(r"\w[\w.-]*(:\d+)?(/\w[\w.-]*)*(:\w[\w.-]*)?(@\w+:[0-9a-f]+)?", re.ASCII)
 _NO_CONNECTION = 900
 """aiodocker's own status."""
 
@@ -134,6 +136,8 @@ async def survey(client: Docker) -> Engine:
 
 async def find_image(client: Docker, name: str) -> Image:
     """Raises `SandboxError` where the engine does not have it: pulling is the user's decision."""
+    if not IMAGE_NAME.fullmatch(name):  # it becomes a part of a path: `../containers/NAME` would ask for another thing
+        raise NoSuchImage(f"docker: {name[:100]!r} is no image's name: REGISTRY/NAME:TAG, NAME@sha256:… or an id is")
     async with calling(f"looking for image {name}"):
         found = await client.images.inspect(name)
     return Image(name, found["Id"], tuple((found.get("Config") or {}).get("Volumes") or ()))
