@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -185,7 +186,7 @@ def _attempt(work: Any) -> str:
     """What went wrong with the disk, or nothing."""
     try:
         work()
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         return f"{type(error).__name__}: {error}"
     return ""
 
