@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,15 +77,25 @@ def connect(api_version: str = "auto") -> Docker:
 @contextlib.asynccontextmanager
 async def calling(doing: str, deadline_s: float | None = None) -> AsyncIterator[None]:
     """Around calls to the engine. Raises `SandboxError` for whatever they raise, and past the deadline."""
-    import aiodocker
-    import aiohttp
-
     deadline_s = CALL_DEADLINE_S if deadline_s is None else deadline_s
     try:
         async with asyncio.timeout(deadline_s):
-            yield
+            with translating(doing):
+                yield
     except TimeoutError as error:
         raise SandboxError(f"docker: {doing}: the engine did not answer in {deadline_s:g} s") from error
+
+
+@contextlib.contextmanager
+def translating(doing: str) -> Iterator[None]:
+    """Raises `SandboxError` for what the client raises, but for `TimeoutError`: the deadline is the caller's."""
+    import aiodocker
+    import aiohttp
+
+    try:
+        yield
+    except TimeoutError:
+        raise
     except aiodocker.DockerError as error:
         raise _failure(doing, error) from error
     except (aiohttp.ClientError, OSError) as error:

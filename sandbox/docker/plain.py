@@ -29,7 +29,7 @@ MAX_FILE_BYTES = 32 << 20
 _SIGXCPU = 128 + 24
 _SIGKILL = 128 + 9
 _KILL_ALL = ["sh", "-c", "kill -9 -1; set -- /proc/[0-9]*; [ $# -le 2 ]"]
-"""Ends with 0 where nobody is there but the first process and this one. A killed process is there until it is reaped."""
+"""Ends with 0 where nobody is there but the first process and this one; the killed are there until they are reaped."""
 _KILL_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _COUNT_OOM = ["sh", "-c", f"cat {' '.join(OOM_COUNTERS)} 2>/dev/null"]
 _REGULAR = '[ ! -e "$1" ] || [ -f "$1" ] || { echo "not a regular file" >&2; exit 1; }; '
@@ -120,7 +120,7 @@ class PlainSession(OneBoxSession[Container]):
     async def _kill_all(self, container: Container) -> None:
         """All processes but the first are gone afterwards; or the box is, where they do not go or it is too full.
 
-        A signal is sent before it is acted on: what was killed may write a file a moment later, in the next call's time.
+        A signal is sent before it is acted on: what was killed may still write a file while the next call runs.
         """
         for pause_s in _KILL_PAUSES_S:
             await asyncio.sleep(pause_s)
