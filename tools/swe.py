@@ -111,6 +111,8 @@ class SweBox(EpisodeBox):
 class _SweTool(BoxTool):
     """What the three have in common: the box, opened before the first call, and its reward."""
 
+    box_kind = SweBox
+
     def __init__(self, sandbox: Sandbox | None, settings: SweSettings) -> None:
         super().__init__(sandbox)
         self._swe = settings
@@ -135,6 +137,12 @@ class _SweTool(BoxTool):
                 raise ToolInfraError("swe", str(error)) from error
             raise
         return box
+
+    async def attach(self, task: Task, session_id: str) -> EpisodeBox:
+        try:
+            return await super().attach(task, session_id)
+        except SweTaskError as error:
+            raise ToolInfraError("swe", str(error)) from error
 
     async def calc_reward(self, state: Any) -> float | None:
         try:
