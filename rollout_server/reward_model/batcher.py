@@ -124,6 +124,8 @@ class Batcher:
         loop = asyncio.get_running_loop()
         try:
             scores = await loop.run_in_executor(self._thread, self._score, [one.ids for one in batch])
+            if len(scores) != len(batch):
+                raise ValueError(f"the model gave {len(scores)} scores for {len(batch)} rows")
             for one, score in zip(batch, scores, strict=True):
                 if not one.done.done():
                     one.done.set_result(score)

@@ -107,7 +107,7 @@ async def test_a_failure_reaches_those_of_its_batch_alone(batcher, recorded: Rec
 async def test_another_number_of_scores_than_rows_is_a_failure_of_its_batch_alone() -> None:
     batches = Batcher(lambda rows: [1.0] * (1 if len(rows) == 1 else 3), wait_s=0)
     batches.start()
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="3 scores for 2 rows"):
         await batches.submit([[1], [2]], 10)
     assert await batches.submit([[1]], 10) == [1.0]
     assert batches.alive
