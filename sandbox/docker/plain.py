@@ -118,23 +118,13 @@ class PlainSession(OneBoxSession[Container]):
         return "memory"
 
     async def _kill_all(self, container: Container) -> None:
-        """All processes but the first are gone afterwards; or the box is, where they do not go or it is too full.
-
-        A signal is sent before it is acted on: what was killed may still write a file while the next call runs.
-        """
-        for pause_s in _KILL_PAUSES_S:
-            await asyncio.sleep(pause_s)
-            killer = Program(_KILL_ALL)
-            try:
-                await killer.run(container, HOUSEKEEPING_S)
-            except SandboxError:
-                break
-            if killer.exit_code == 0:
-                return
-            if killer.exit_code is None or not container.alive:
-                break
-            await _reap(container)
-        await self._end_box()
+        """All processes but the first are gone afterwards; or the box is: where they do not go, or it is too full."""
+        gone = False
+        try:
+            gone = await _all_killed(container)
+        finally:  # whoever is cancelled here leaves nothing that runs either
+            if not gone:
+                await self._end_box()
 
     async def _ran_out_of_memory(self, container: Container, ask: bool) -> bool:
         """Since the last time; where only the box itself knows it is asked, if at all, which takes another program."""
@@ -164,6 +154,21 @@ class PlainSession(OneBoxSession[Container]):
         if program.exit_code != 0:
             raise _file_error(program.capture.texts()[1], path)
         return bytes(program.capture.stdout)
+
+
+async def _all_killed(container: Container) -> bool:
+    """A signal is sent before it is acted on: what was killed could still write a file while the next call runs."""
+    for pause_s in _KILL_PAUSES_S:
+        await asyncio.sleep(pause_s)
+        killer = Program(_KILL_ALL)
+        try:
+            await killer.run(container, HOUSEKEEPING_S)
+        except SandboxError:
+            return False
+        if killer.exit_code in (0, None) or not container.alive:
+            return killer.exit_code == 0
+        await _reap(container)
+    return False
 
 
 async def _reap(container: Container) -> None:
