@@ -100,17 +100,14 @@ class DockerSandbox(SlottedSandbox):
         return self._images[name]
 
     async def _driver_session(self, image: Image, place: Place, release: Callable[[], None]) -> DriverSession:
-        async def start() -> ContainerBox:
+        async def launch() -> ContainerBox:
             return await ContainerBox.open(await self._container(image, self._driver_command(), place), self._driver)
-
-        def launch() -> Awaitable[ContainerBox]:
-            return self.in_turn(start)
 
         return DriverSession(place.session_id, self.config, await launch(), launch, release)
 
     async def _plain_session(self, image: Image, place: Place, release: Callable[[], None]) -> PlainSession:
         def launch() -> Awaitable[Container]:
-            return self.in_turn(lambda: self._container(image, PLAIN_COMMAND, place, kept=True))
+            return self._container(image, PLAIN_COMMAND, place, kept=True)
 
         return PlainSession(place.session_id, self.config, await launch(), launch, release)
 
@@ -121,7 +118,7 @@ class DockerSandbox(SlottedSandbox):
         user = spec["User"]
         if kept:
             spec["User"] = keeper_of(self._engine.remaps_uids)
-        return await Container.start(self._connected(), spec, user)
+        return await self.in_turn(lambda: Container.start(self._connected(), spec, user))
 
     def _connected(self) -> Docker:
         if self._client is None:
