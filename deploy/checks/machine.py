@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.checks.check import Check
+from penstock.deploy.checks.sources import rewards_of
 from penstock.deploy.config import RunConfig
 from penstock.deploy.roles import SHARED_MEMORY
 from penstock.rollout_server.config import RolloutConfig
@@ -93,7 +94,7 @@ def check_shared_memory(config: RunConfig) -> Check | None:
 
 
 def check_sandbox(config: RunConfig) -> Check | None:
-    if not config.tools and config.agent.reward != "code":
+    if not config.tools and "code" not in rewards_of(config):
         return None
     from penstock.sandbox.make import make_sandbox
     from penstock.sandbox.protocol import SandboxError

@@ -1,6 +1,8 @@
-"""The data sources of a run's rows, for whoever needs something of each."""
+"""The data sources of a run's rows, and what each of them needs."""
 
 from __future__ import annotations
+
+import contextlib
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.data.generate import PREFIX
@@ -16,3 +18,18 @@ def data_sources(config: RunConfig) -> set[str]:
         return {row.data_source for row in load_rows(config.data.train)}
     except DataError:
         return set()  # `check_data` says so
+
+
+def rewards_of(config: RunConfig) -> set[str]:
+    """Names of the rewards that its rows need. A source that has none is left out: `check_reward` says so."""
+    from penstock.agent_loops.errors import LoadError
+    from penstock.agent_loops.reward import BY_SOURCE
+    from penstock.agent_loops.rewards.names import choice_for
+
+    if config.agent.reward != BY_SOURCE:
+        return {config.agent.reward}
+    names = set()
+    for source in data_sources(config):
+        with contextlib.suppress(LoadError):
+            names.add(choice_for(source, config.agent.rewards.sources).name)
+    return names

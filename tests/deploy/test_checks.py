@@ -142,3 +142,14 @@ def test_rows_without_a_reward_are_named(tmp_path: Path) -> None:
     overrides = ("agent.reward=by_data_source", f"data.train={data}")
     assert "no reward for data_source 'elsewhere'" in failures(*overrides)["agent.reward"].mend
     assert "agent.reward" not in failures(*overrides, "agent.rewards.sources={elsewhere: search_em}")
+
+
+@pytest.mark.parametrize(("source", "needed"), [("codecontests", True), ("openai/gsm8k", False)])
+def test_rows_whose_programs_are_run_need_boxes_without_tools_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, needed: bool
+) -> None:
+    row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}, "data_source": source}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = failures("tools=[]", "agent.reward=by_data_source", f"data.train={tmp_path / 'rows.jsonl'}")
+    assert ("sandbox" in found) is needed
