@@ -8,9 +8,10 @@ and 64 servers are the same code.
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,8 +20,10 @@ from penstock.rollout_server.breaker import Breaker
 from penstock.transfer_queue.ledger import LedgerError, ServerInfo
 
 CACHE_S = 0.3
-UNSEEN_S = 1.3
-"""A heartbeat (1 s) in the cached registry is up to this old: what was sent since is not in it."""
+ON_ITS_WAY_S = 0.05
+"""What was sent so shortly before a heartbeat may not have reached the server by then."""
+KEPT_S = 10.0
+"""Without a ledger, what was over so long ago is nothing that a heartbeat in hand could still tell of."""
 STICKY_EPISODES = 20_000
 
 
@@ -38,6 +41,8 @@ class Sent:
     tokens: int
     """Prompt and what is expected of the answer."""
     at: float
+    over_at: float | None = None
+    """None: not answered yet."""
 
 
 class _Known:
@@ -48,19 +53,56 @@ class _Known:
         self.full_until = 0.0
         self.sent: set[Sent] = set()
         """Not yet answered."""
-        self._unseen: deque[Sent] = deque()
-        self._unseen_tokens = 0
+        self._since = Since()
 
     def opened(self, sent: Sent) -> None:
         self.sent.add(sent)
-        self._unseen.append(sent)
-        self._unseen_tokens += sent.tokens
+        self._since.opened(sent)
 
-    def unseen_tokens(self, now: float) -> int:
-        """Sent in the last `UNSEEN_S`, answered or not: short answers would else all follow one old heartbeat."""
-        while self._unseen and self._unseen[0].at < now - UNSEEN_S:
-            self._unseen_tokens -= self._unseen.popleft().tokens
-        return self._unseen_tokens
+    def closed(self, sent: Sent, now: float) -> None:
+        self.sent.discard(sent)
+        self._since.closed(sent, now)
+
+    def heard(self, at: float) -> None:
+        self._since.heard(at)
+
+    def tokens(self, told: int) -> int:
+        """In flight there, where its newest heartbeat told of `told`."""
+        return max(0, told - self._since.over_tokens) + self._since.sent_tokens
+
+
+class Since:
+    """What one heartbeat cannot know: what this client sent after it, and what of the rest is over by now.
+
+    However old the heartbeat is: a busy machine's comes late, and its tokens would else keep new episodes from a
+    server that has long been idle. What was sent counts answered or not: short answers would all follow one heartbeat.
+    """
+
+    def __init__(self) -> None:
+        self.sent_tokens = 0
+        self.over_tokens = 0
+        self._at = -math.inf
+        self._kept: list[Sent] = []
+        """Not over yet, or over after the heartbeat."""
+
+    def opened(self, sent: Sent) -> None:
+        self._kept.append(sent)
+        self.sent_tokens += sent.tokens
+
+    def closed(self, sent: Sent, now: float) -> None:
+        sent.over_at = now
+        if self._told(sent):
+            self.over_tokens += sent.tokens
+
+    def heard(self, at: float) -> None:
+        """The newest heartbeat is from `at`, or from later where one was heard before."""
+        self._at = max(self._at, at)
+        self._kept = [sent for sent in self._kept if sent.over_at is None or sent.over_at > self._at]
+        self.sent_tokens = sum(sent.tokens for sent in self._kept if not self._told(sent))
+        self.over_tokens = sum(sent.tokens for sent in self._kept if self._told(sent) and sent.over_at is not None)
+
+    def _told(self, sent: Sent) -> bool:
+        return sent.at <= self._at - ON_ITS_WAY_S
 
 
 class Router:
@@ -79,15 +121,23 @@ class Router:
         """The registry, at most `CACHE_S` old; older where the ledger does not answer and something is known."""
         if time.monotonic() - self._read_at > CACHE_S:
             # Before the call: others that ask meanwhile take what is known instead of asking too.
-            self._read_at = time.monotonic()
+            self._read_at = asked_at = time.monotonic()
             try:
                 self._servers = await self._registry.servers()
             except LedgerError:
                 if not self._servers:
                     self._read_at = -CACHE_S
                     raise
-            self._forget_gone()
+                for known in self._known.values():
+                    known.heard(asked_at - KEPT_S)
+            else:
+                self._note(asked_at)
         return self._servers
+
+    def _note(self, asked_at: float) -> None:
+        for server in self._servers:
+            self._known[server.url].heard(asked_at - server.age_s)
+        self._forget_gone()
 
     def _forget_gone(self) -> None:
         live = {server.url for server in self._servers}
@@ -105,7 +155,7 @@ class Router:
         if not able:
             return None
         before = able.get(self._sticky.get(episode_id, ""))
-        chosen = before or able.get(self._home or "") or self._less_loaded(list(able.values()), now)
+        chosen = before or able.get(self._home or "") or self._less_loaded(list(able.values()))
         self.stick(episode_id, chosen.url)
         return chosen
 
@@ -113,14 +163,14 @@ class Router:
         known = self._known.get(url)
         return known is None or (now >= known.full_until and known.breaker.allows(now))
 
-    def _less_loaded(self, able: list[ServerInfo], now: float) -> ServerInfo:
+    def _less_loaded(self, able: list[ServerInfo]) -> ServerInfo:
         two = self._random.sample(able, min(2, len(able)))
-        return min(two, key=lambda server: self._load(server, now))
+        return min(two, key=self._load)
 
-    def _load(self, server: ServerInfo, now: float) -> tuple[int, int]:
-        """Tokens, then requests: in flight there as the server said, and what this client sent since."""
+    def _load(self, server: ServerInfo) -> tuple[int, int]:
+        """Tokens in flight there, as its heartbeat and what this client knows since have it; then requests."""
         known = self._known[server.url]
-        return server.in_flight_tokens + known.unseen_tokens(now), server.in_flight + len(known.sent)
+        return known.tokens(server.in_flight_tokens), server.in_flight + len(known.sent)
 
     def stick(self, episode_id: str, url: str) -> None:
         """This server holds the episode's KV from now on."""
@@ -157,7 +207,7 @@ class Router:
 
     def closed(self, sent: Sent) -> None:
         known = self._known[sent.url]
-        known.sent.discard(sent)
+        known.closed(sent, time.monotonic())
         known.breaker.end(sent)
 
     def describe(self) -> str:

@@ -67,6 +67,7 @@ class FakeSandbox:
         self.failures = 0
         """So many starts fail from now on."""
         self.start_s = 0.0
+        self.broken_images: set[str | None] = set()
 
     async def start(self, label: str, *, image: str | None = None) -> FakeSession:
         self.started += 1
@@ -78,6 +79,8 @@ class FakeSandbox:
             if self.failures > 0:
                 self.failures -= 1
                 raise SandboxError("no box today")
+            if image in self.broken_images:
+                raise SandboxError(f"no box of {image}")
         except BaseException:
             self.living.discard(session)
             raise

@@ -40,6 +40,7 @@ class OneBoxSession(Generic[B]):
         self._box: B | None = box
         self._losses = Losses()
         self._turn = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -54,7 +55,10 @@ class OneBoxSession(Generic[B]):
         await asyncio.shield(self._closing)
 
     async def _shut_down(self) -> None:
+        """A box on its way would else come after the end, in a slot that is another's by then, and stay."""
         try:
+            if self._starting is not None:
+                await asyncio.wait([self._starting])
             await self._end_box()
         finally:
             self._on_closed()
@@ -65,11 +69,22 @@ class OneBoxSession(Generic[B]):
         if self._box is None:
             if self._ending is not None:
                 await asyncio.shield(self._ending)  # the new box takes over its slot
-            self._box = await self._launch()
+            self._starting = asyncio.create_task(self._start())
+            try:
+                await self._starting
+            finally:
+                self._starting = None
+        if self._closing is not None:
+            raise SandboxLost(f"session {self.session_id} is closed")
+        assert self._box is not None
         if not self._box.alive:
             await self.close()
             raise SandboxLost(f"the box of session {self.session_id} ended between two calls")
         return self._box
+
+    async def _start(self) -> None:
+        """In a task of its own, so that `close` can wait for it. It has deadlines of its own."""
+        self._box = await self._launch()
 
     async def _end_box(self) -> None:
         if self._box is not None:

@@ -28,7 +28,7 @@ class UnsafeSubprocessSandbox(DriverSandbox):
     def __init__(self, config: SandboxConfig, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
         super().__init__(config, queue_timeout_s)
         self._driver = compile_driver(sys.executable)
-        self._folder = tempfile.mkdtemp(prefix="penstock-unsafe-")
+        self._folder = tempfile.mkdtemp(prefix=f"penstock-unsafe-{os.getpid()}-")
         logger.warning("sandbox: %s", self.containment)
 
     async def _launch(self, place: Place) -> ProcessBox:

@@ -117,6 +117,8 @@ class BoxTool(BaseTool):
 
     replayable = False
     turn_group = "box"
+    box_kind: type[EpisodeBox] = EpisodeBox
+    """What it works in. Tools of one recipe agree on it: the first one that is called opens the box for all."""
 
     def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
         """Raises `ValueError` without a sandbox."""
@@ -140,11 +142,12 @@ class BoxTool(BaseTool):
         box = box_for(self._sandbox, self._box_of(task))
         try:
             await box.adopt(session_id)
-        except SandboxError as error:
-            await box.let_go()
-            if isinstance(error, SandboxLost):
-                raise
-            raise ToolInfraError("sandbox", str(error)) from error
+        except BaseException as error:
+            # Whoever is cancelled leaves the box to the next owner, who will attach to it in its turn.
+            await box.let_go(leave=not isinstance(error, Exception))
+            if isinstance(error, SandboxError) and not isinstance(error, SandboxLost):
+                raise ToolInfraError("sandbox", str(error)) from error
+            raise
         return box
 
     async def release(self, state: EpisodeBox) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from penstock.sandbox.protocol import Sandbox
 from penstock.tools.base import BaseTool, ToolGroup
 from penstock.tools.config import ToolConfig
+from penstock.tools.episode_box import BoxTool
 from penstock.tools.guard import ToolGuard
 from penstock.tools.validate import check_schema
 
@@ -55,6 +56,7 @@ def make_tools(configs: Sequence[ToolConfig], sandbox: Sandbox | None) -> dict[s
             if tool.name in tools:
                 raise ToolConfigError(f"tools: two of them are called {tool.name!r}")
             tools[tool.name] = tool
+    _check_box(tools)
     return tools
 
 
@@ -71,6 +73,19 @@ async def close_tools(tools: Iterable[BaseTool]) -> None:
                 await tool.close()
         except Exception:
             log.exception("tool %s did not close", tool.name)
+
+
+def _check_box(tools: Mapping[str, BaseTool]) -> None:
+    """Raises `ToolConfigError` where the tool that is called first would open a box that another one cannot use."""
+    kinds: dict[str, list[str]] = {}
+    for name, tool in tools.items():
+        if isinstance(tool, BoxTool):
+            kinds.setdefault(tool.box_kind.__name__, []).append(name)
+    if len(kinds) > 1:
+        found = "; ".join(f"{', '.join(names)} in a {kind}" for kind, names in kinds.items())
+        raise ToolConfigError(
+            f"tools: an episode has one box, these would work in different ones: {found}. Keep one kind"
+        )
 
 
 def _make(config: ToolConfig, sandbox: Sandbox | None) -> list[BaseTool]:

@@ -62,8 +62,9 @@ class SweBox(EpisodeBox):
         self._graded = False
 
     async def _open(self) -> Session:
-        self._settle(await SweEnvironment.open(self._sandbox, self._task, self._settings.limits, self._label))
-        return self._environment.session  # type: ignore[union-attr]
+        environment = await SweEnvironment.open(self._sandbox, self._task, self._settings.limits, self._label)
+        self._settle(environment)
+        return environment.session
 
     async def adopt(self, session_id: str) -> None:
         await super().adopt(session_id)
@@ -110,6 +111,8 @@ class SweBox(EpisodeBox):
 class _SweTool(BoxTool):
     """What the three have in common: the box, opened before the first call, and its reward."""
 
+    box_kind = SweBox
+
     def __init__(self, sandbox: Sandbox | None, settings: SweSettings) -> None:
         super().__init__(sandbox)
         self._swe = settings
@@ -134,6 +137,12 @@ class _SweTool(BoxTool):
                 raise ToolInfraError("swe", str(error)) from error
             raise
         return box
+
+    async def attach(self, task: Task, session_id: str) -> EpisodeBox:
+        try:
+            return await super().attach(task, session_id)
+        except SweTaskError as error:
+            raise ToolInfraError("swe", str(error)) from error
 
     async def calc_reward(self, state: Any) -> float | None:
         try:

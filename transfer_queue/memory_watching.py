@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from penstock.transfer_queue.codec import decode_trajectory
 from penstock.transfer_queue.ledger import DeadLetter, LedgerError, ServerInfo, Status, WeightUpdate
@@ -23,7 +24,12 @@ class MemoryWatching(MemoryRun):
         self._servers.pop(server_id, None)
 
     async def servers(self) -> list[ServerInfo]:
-        live = [info for info, expires_at in self._servers.values() if expires_at > self._clock()]
+        now = self._clock()
+        live = [
+            replace(info, age_s=self._registry_ttl_s - (expires_at - now))
+            for info, expires_at in self._servers.values()
+            if expires_at > now
+        ]
         return sorted(live, key=lambda info: info.server_id)
 
     async def report_update(self, update: WeightUpdate) -> None:

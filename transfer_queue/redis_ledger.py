@@ -249,8 +249,13 @@ class RedisLedger:
         await self._script("deregister", server_id)
 
     async def servers(self) -> list[ServerInfo]:
-        infos = [ServerInfo(**unpack_plain(blob, "server")) for blob in await self._script("servers")]
+        told = await self._script("servers")
+        infos = [self._server(blob, left_ms) for blob, left_ms in zip(told[::2], told[1::2], strict=True)]
         return sorted(infos, key=lambda info: info.server_id)
+
+    def _server(self, blob: bytes, left_ms: int) -> ServerInfo:
+        age_s = max(0, self._registry_ttl_ms - left_ms) / 1000
+        return ServerInfo(**{**unpack_plain(blob, "server"), "age_s": age_s})
 
     async def report_update(self, update: WeightUpdate) -> None:
         await self._script("report_update", pack_record(update), _nonce())

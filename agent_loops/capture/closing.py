@@ -47,7 +47,7 @@ async def finish(episode: CapturedEpisode, wanted: Outcome | None) -> Ending:
     """
     episode.check_open()
     episode.end("the episode is being finished")
-    await episode.ended()
+    await episode.in_flight.ended()
     try:
         await episode.refresh()
         outcome = outcome_of(episode, wanted)

@@ -62,7 +62,7 @@ class Desk:
             await asyncio.gather(self._keeper, return_exceptions=True)
         for episode in self._open.values():
             episode.end("the rollout server stops; the episode goes on at another one")
-        await asyncio.gather(*(episode.ended() for episode in self._open.values()))
+        await asyncio.gather(*(episode.in_flight.ended() for episode in self._open.values()))
 
     @property
     def count(self) -> int:
@@ -213,7 +213,7 @@ class Desk:
     def _overdue(self, episode: CapturedEpisode) -> Outcome | None:
         now, config = time.monotonic(), self.parts.config
         silent_s = now - episode.active_at
-        if not episode.running() and silent_s > config.capture.idle_s:
+        if not episode.in_flight and silent_s > config.capture.idle_s:
             return _agent_failure(f"silent for {silent_s:.0f} s")
         if now - episode.opened_at > config.episode_deadline_s:
             return _agent_failure(f"not finished within {config.episode_deadline_s:g} s")

@@ -11,7 +11,6 @@ Requests may come side by side (sub-agents); journal and history are `record.py`
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.agent_loops.capture.call import Call
-from penstock.agent_loops.capture.errors import Gone, NotNow, TooLong
+from penstock.agent_loops.capture.errors import Gone, TooLong
 from penstock.agent_loops.capture.history import NotRenderable, Place, Turn
+from penstock.agent_loops.capture.in_flight import InFlight
 from penstock.agent_loops.capture.note import head_of, how_asked, told_again
 from penstock.agent_loops.capture.parts import CaptureParts
 from penstock.agent_loops.capture.record import Record
@@ -29,14 +29,12 @@ from penstock.agent_loops.capture.replay import Replay
 from penstock.agent_loops.capture.room import Room, Share
 from penstock.agent_loops.capture.said import said_by
 from penstock.agent_loops.capture.sampler import sample
+from penstock.agent_loops.capture.told import told_of, unforeseen
 from penstock.agent_loops.capture.wire import Ask, BadAsk, Choice, answer_id
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
 from penstock.agent_loops.side_by_side import all_or_none
-from penstock.rollout_server.protocol import EngineError
 from penstock.transfer_queue.ledger import Lease, LeaseLost, LedgerError
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
-
-log = logging.getLogger(__name__)
 
 
 class CapturedEpisode:
@@ -59,7 +57,7 @@ class CapturedEpisode:
         self.wasted_calls = 0
         """Answers that were given up before they were whole; their tokens are nowhere."""
         self._room = Room(self.record.budget)
-        self._calls: dict[tuple[tuple[int, int], str], list[Call]] = {}
+        self.in_flight = InFlight()
 
     # a request -----------------------------------------------------------------------------------------------------
     async def answer(self, ask: Ask, *, retried: bool = False) -> Call:
@@ -71,7 +69,7 @@ class CapturedEpisode:
         self.active_at = time.monotonic()
         place = await self._place(ask)
         key = (place.asked, how_asked(ask))
-        if running := await self._running(key, ask, retried):
+        if running := await self.in_flight.to_join(key, ask, retried=retried):
             return running
         self.check_open()  # it may have ended while others were asked
         known = self._known(place, key[1], retried)
@@ -99,15 +97,6 @@ class CapturedEpisode:
         except NotRenderable as error:
             raise BadAsk("prompt" if ask.api == "completions" else "messages", str(error)) from error
         return place
-
-    async def _running(self, key: tuple[tuple[int, int], str], ask: Ask, retried: bool) -> Call | None:
-        for call in list(self._calls.get(key, [])):
-            if not retried and call.readers:
-                continue  # somebody waits for that one: this is a further sample of the same context
-            if call.ask.logprobs == ask.logprobs:
-                return call
-            await call.over()
-        return None
 
     def _known(self, place: Place, how: str, retried: bool) -> list[Turn]:
         """Recorded answers to exactly this. One that was gone on from is asked anew, unless the client repeats."""
@@ -142,10 +131,10 @@ class CapturedEpisode:
     # sampling ------------------------------------------------------------------------------------------------------
     def _start(self, ask: Ask, place: Place, known: Sequence[Turn], share: Share) -> Call:
         call = Call(ask, self._head(ask, place, known))
-        self._calls.setdefault((place.asked, how_asked(ask)), []).append(call)
+        self.in_flight.add((place.asked, how_asked(ask)), call)
         call.task = asyncio.create_task(self._make(call, place, known, share), name=call.head.answer_id)
         # Its last line is not enough: a task that is cancelled before its first step runs no line at all.
-        call.task.add_done_callback(lambda task: self._close(call, share, _unforeseen(task)))
+        call.task.add_done_callback(lambda task: self._close(call, share, unforeseen(task)))
         return call
 
     async def _make(self, call: Call, place: Place, known: Sequence[Turn], share: Share) -> None:
@@ -164,10 +153,7 @@ class CapturedEpisode:
         """Before anybody hears of its end: the next request must find the room that this one leaves."""
         if call.ended:
             return
-        for calls in self._calls.values():
-            if call in calls:
-                calls.remove(call)
-        self._calls = {key: calls for key, calls in self._calls.items() if calls}
+        self.in_flight.remove(call)
         self._room.give_back(share)
         self.wasted_calls += error is not None
         self.active_at = time.monotonic()
@@ -178,17 +164,9 @@ class CapturedEpisode:
         if isinstance(error, LeaseLost):
             self.end(f"the lease is lost: {error}")
             return Gone(str(self.gone))
-        if isinstance(error, LedgerError):
-            return NotNow(f"the ledger: {error}")
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            return BadAsk(".".join(map(str, first["loc"])), first["msg"], "invalid_value")
-        cause = error.__cause__
-        if isinstance(cause, EngineError) and not cause.retryable:
-            return BadAsk("", str(cause))
         if isinstance(error, TokenMismatch):
             return self._spoiled(error)
-        return NotNow(str(error))
+        return told_of(error)
 
     # the journal ---------------------------------------------------------------------------------------------------
     async def refresh(self) -> None:
@@ -216,21 +194,11 @@ class CapturedEpisode:
     def end(self, cause: str) -> None:
         """No more calls, for this cause; those being made are given up."""
         self.gone = cause
-        for call in self.running():
-            if call.task is not None:
-                call.task.cancel()
+        self.in_flight.give_up()
 
     def reopen(self) -> None:
         """The end did not come about: calls are taken again."""
         self.gone = None
-
-    async def ended(self) -> None:
-        """Wait until nothing is being sampled any more."""
-        tasks = [call.task for call in self.running() if call.task is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def running(self) -> list[Call]:
-        return [call for calls in self._calls.values() for call in calls]
 
     def state(self) -> Mapping[str, Any]:
         """For GET /episodes/{handle}."""
@@ -241,21 +209,11 @@ class CapturedEpisode:
             "segments": len(self.history.segments),
             "turns_left": self.record.budget.turns_left,
             "tokens_left": self.record.budget.tokens_left,
-            "calls_in_flight": len(self.running()),
+            "calls_in_flight": len(self.in_flight),
             "reward": self.facts.get("reward"),
             "truncated": self.facts.get("truncated"),
             "age_s": round(time.monotonic() - self.opened_at, 3),
         }
-
-
-def _unforeseen(task: asyncio.Task[None]) -> Exception | None:
-    """Why a call ended that did not end itself."""
-    if task.cancelled():
-        return NotNow("the answer was given up")
-    error = task.exception()
-    if error is not None:
-        log.error("an answer failed here", exc_info=error)
-    return NotNow(f"the answer failed: {error!r}")
 
 
 def _nothing(index: int) -> Choice:

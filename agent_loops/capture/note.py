@@ -15,7 +15,7 @@ from penstock.agent_loops.capture.normal import as_json, digest
 from penstock.agent_loops.capture.wire import Ask, Choice, Head, TextOf, read_answer
 from penstock.agent_loops.capture.wire.types import Api, EngineFinish
 from penstock.agent_loops.errors import TokenMismatch
-from penstock.agent_loops.llm import from_entry
+from penstock.agent_loops.generations import from_entry
 from penstock.transfer_queue.trajectory import JournalEntry
 
 ANSWER = "answer"

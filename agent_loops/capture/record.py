@@ -11,8 +11,9 @@ from penstock.agent_loops.capture.note import ANSWER, Bodies, how_asked, note_of
 from penstock.agent_loops.capture.parts import CaptureParts
 from penstock.agent_loops.capture.wire import Choice
 from penstock.agent_loops.chat import new_budget
+from penstock.agent_loops.generations import from_entry, to_entry
 from penstock.agent_loops.journal import EpisodeJournal, since_last_restart
-from penstock.agent_loops.llm import EpisodeLLM, from_entry, to_entry
+from penstock.agent_loops.llm import EpisodeLLM
 from penstock.agent_loops.sampling import usual_sampling
 from penstock.rollout_server.protocol import Generation
 from penstock.transfer_queue.ledger import Lease, LedgerError

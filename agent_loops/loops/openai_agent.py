@@ -90,7 +90,7 @@ class OpenAIAgentLoop(AgentLoopBase):
     async def _close(self) -> None:
         """What the agent left running is given up before segments are read; they grow no more."""
         self.recorded.end("the agent has returned")
-        await self.recorded.ended()
+        await self.recorded.in_flight.ended()
 
     def _raise_ours(self, error: Exception | None) -> None:
         """An agent sees our failures as an `openai` error; they end the episode all the same."""

@@ -139,5 +139,7 @@ def with_system(messages: Sequence[Any], text: str) -> list[Any]:
     if not text:
         return list(messages)
     if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:]]
+        own = messages[0]["content"]
+        content = f"{text}\n\n{own}" if isinstance(own, str) else [{"type": "text", "text": f"{text}\n\n"}, *own]
+        return [{**messages[0], "content": content}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]

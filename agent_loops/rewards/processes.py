@@ -36,7 +36,7 @@ class LineProcesses:
     async def ask(self, question: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Raises `ProcessEnded`, and `TimeoutError` where no answer came `timeout_s` after its turn did."""
         async with self._turns:
-            process = self._idle.pop() if self._idle else await self._start()
+            process = self._take_idle() or await self._start()
             try:
                 async with asyncio.timeout(timeout_s):
                     answer = await _exchange(process, question)
@@ -50,6 +50,13 @@ class LineProcesses:
     async def close(self) -> None:
         while self._idle:
             await _end(self._idle.pop())
+
+    def _take_idle(self) -> asyncio.subprocess.Process | None:
+        """One that lives: what ended an idle one was not the next question."""
+        while self._idle:
+            if (process := self._idle.pop()).returncode is None:
+                return process
+        return None
 
     async def _start(self) -> asyncio.subprocess.Process:
         pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL

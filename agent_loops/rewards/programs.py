@@ -73,12 +73,12 @@ class Programs(BaseReward):
 
     async def _run_all(self, session: Session, program: str, cases: list[Case]) -> int:
         """Cases passed; without partial credit the first failure is the last test."""
-        await session.write_file("harness.py", HARNESS.read_bytes())
         passed, used_s = 0, 0.0
         for case in cases:
             if used_s >= self._budget_s:
                 break
-            # Written anew each time: a test must not change the program of the next one.
+            # Written anew each time: a test must not change what judges the next one.
+            await session.write_file("harness.py", HARNESS.read_bytes())
             await session.write_file("solution.py", program.encode("utf-8", "replace"))
             good, duration_s = await self._run(session, case)
             passed, used_s = passed + good, used_s + duration_s
@@ -90,7 +90,8 @@ class Programs(BaseReward):
         word = secrets.token_hex(16)
         job = json.dumps({"kind": case.kind, "given": None if case.kind == "stdin" else case.given, "word": word})
         stdin = f"{job}\n{case.given if case.kind == 'stdin' else ''}"
-        result = await session.run(["python3", "harness.py"], stdin=stdin, timeout_s=self._timeout_s)
+        # -I: no module that an earlier test left in the folder, or in the user's packages, comes before the library's.
+        result = await session.run(["python3", "-I", "harness.py"], stdin=stdin, timeout_s=self._timeout_s)
         output = result.stdout if case.kind == "stdin" else _behind(word, result)
         return result.exit_code == 0 and result.limit is None and case.passes(output), result.duration_s
 

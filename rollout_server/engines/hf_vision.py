@@ -128,7 +128,7 @@ class VisionBatcher(LiveRequests[Seeing]):
                 return
             try:
                 self._step(live)
-            except (ValueError, RuntimeError, OSError) as error:  # of this request: places and images do not fit
+            except Exception as error:  # noqa: BLE001 - of this request: a picture that is none, places that do not fit
                 live.error = f"{type(error).__name__}: {error}"
         if live.finish_reason or live.error:
             live.cache = None

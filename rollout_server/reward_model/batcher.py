@@ -124,16 +124,21 @@ class Batcher:
         loop = asyncio.get_running_loop()
         try:
             scores = await loop.run_in_executor(self._thread, self._score, [one.ids for one in batch])
+            if len(scores) != len(batch):
+                raise ValueError(f"the model gave {len(scores)} scores for {len(batch)} rows")
+            for one, score in zip(batch, scores, strict=True):
+                if not one.done.done():
+                    one.done.set_result(score)
+        except asyncio.CancelledError:
+            for one in batch:
+                _fail(one, Late("the server is ending"))
+            raise
         except Exception as error:  # noqa: BLE001 - travels to those who asked; the next batch may do better
             for one in batch:
                 _fail(one, error)
-            return
         finally:
             self.batches += 1
             self.rows += len(batch)
-        for one, score in zip(batch, scores, strict=True):
-            if not one.done.done():
-                one.done.set_result(score)
 
 
 def _fail(waiting: _Waiting, error: Exception) -> None:

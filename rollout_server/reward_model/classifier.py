@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -13,6 +14,10 @@ class BadModel(ValueError):
     """The model cannot be a reward model; the message names what it lacks."""
 
 
+class BadConversation(ValueError):
+    """The model's chat template cannot write these messages; the text has its words."""
+
+
 class Classifier(Protocol):
     """What the server asks; one call at a time, from one thread."""
 
@@ -20,7 +25,10 @@ class Classifier(Protocol):
         """A number per row of token ids; NaN where the model gives one."""
 
     def encode(self, messages: Sequence[Mapping[str, Any]], answer: str) -> tuple[list[int], bool]:
-        """Token ids of a conversation that ends with `answer`, and whether its beginning had to be left out."""
+        """Token ids of a conversation that ends with `answer`, and whether its beginning had to be left out.
+
+        Called from any thread. Raises `BadConversation`.
+        """
 
 
 class HuggingFaceClassifier:
@@ -37,6 +45,7 @@ class HuggingFaceClassifier:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(model)
+        self._tokenizer_turn = threading.Lock()  # one that truncates or pads by itself is changed by each call
         loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=getattr(torch, dtype))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = loaded.to(self._device).eval()
@@ -50,12 +59,18 @@ class HuggingFaceClassifier:
 
     def encode(self, messages: Sequence[Mapping[str, Any]], answer: str) -> tuple[list[int], bool]:
         conversation: list[Any] = [*messages, {"role": "assistant", "content": answer}]
-        if self._tokenizer.chat_template:
-            text = self._tokenizer.apply_chat_template(conversation, tokenize=False)
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            ids = self._tokenizer("\n".join(str(m.get("content") or "") for m in conversation))["input_ids"]
+        templated = bool(self._tokenizer.chat_template)
+        text = self._rendered(conversation) if templated else "\n".join(_text_of(one) for one in conversation)
+        with self._tokenizer_turn:
+            ids = self._tokenizer(text, add_special_tokens=not templated)["input_ids"]
         return ids[-self.max_tokens :], len(ids) > self.max_tokens
+
+    def _rendered(self, conversation: list[Any]) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise BadConversation(f"this model's chat template refuses these messages: {said}") from error
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
         import torch
@@ -71,6 +86,10 @@ class HuggingFaceClassifier:
         values = logits[:, 0] if self._label is None else logits.softmax(-1)[:, self._label]
         numbers: list[float] = values.tolist()
         return numbers
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    return str(message.get("content") or "")
 
 
 def _checked_label(label: int | None, labels: int) -> int | None:

@@ -2,6 +2,7 @@
 
     POST /score    {"items": [{"messages": [...], "answer": "…"}, …], "timeout_s": 30} → {"scores": […], "cut": […]}
                    429 the queue is full (Retry-After)   504 not scored in time   503 the model gave no number
+                   422 the body is wrong, or the model's chat template refuses the messages
     GET  /health   {"model", "waiting", "batches"}    503 where the scoring task has ended
     GET  /metrics  Prometheus
 
@@ -16,7 +17,7 @@ import logging
 import math
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import uvicorn
@@ -28,15 +29,20 @@ from starlette.types import ASGIApp
 
 from penstock.rollout_server.access import LimitBody, RequireToken
 from penstock.rollout_server.reward_model.batcher import Batcher, Busy, Late
-from penstock.rollout_server.reward_model.classifier import Classifier
+from penstock.rollout_server.reward_model.classifier import BadConversation, Classifier
 
 MAX_ITEMS = 256
 MAX_ANSWER_CHARS = 1 << 20
+LAST_REQUESTS_S = 5
+"""Requests in progress when the server is told to stop may take this long."""
 logger = logging.getLogger(__name__)
 
 
 class BadScore(Exception):
     """The model gave NaN or an infinity: no score at all."""
+
+
+STATUSES: Mapping[type[Exception], int] = {Busy: 429, Late: 504, BadScore: 503, BadConversation: 422}
 
 
 class Item(BaseModel):
@@ -105,7 +111,7 @@ def _add_score(app: FastAPI, classifier: Classifier, batches: Batcher, numbers: 
         try:
             encoded = await asyncio.to_thread(lambda: [classifier.encode(i.messages, i.answer) for i in body.items])
             scores = _finite(await batches.submit([ids for ids, _ in encoded], body.timeout_s))
-        except (Busy, Late, BadScore) as error:
+        except (Busy, Late, BadScore, BadConversation) as error:
             return _refusal(error, numbers)
         cut = [was_cut for _, was_cut in encoded]
         numbers.requests.labels("scored").inc()
@@ -123,7 +129,7 @@ def _finite(scores: list[float]) -> list[float]:
 
 
 def _refusal(error: Exception, numbers: _Numbers) -> JSONResponse:
-    status = 429 if isinstance(error, Busy) else 504 if isinstance(error, Late) else 503
+    status = STATUSES[type(error)]
     numbers.requests.labels(type(error).__name__.lower()).inc()
     headers = {"Retry-After": "1"} if status == 429 else None
     return JSONResponse({"detail": str(error)}, status, headers=headers)
@@ -133,7 +139,8 @@ async def serve(app: ASGIApp, host: str, port: int) -> None:
     """Until cancelled or told by SIGTERM. Raises `OSError` where the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    settings = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=LAST_REQUESTS_S)
+    server = uvicorn.Server(settings)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     logger.info("reward server on http://%s:%d/score", host, listener.getsockname()[1])
     try:

@@ -65,12 +65,16 @@ class Container:
         try:
             await asyncio.shield(starting)
         except BaseException:
-            # cut off in the middle, a create could make the container after its removal was tried
-            await asyncio.wait([starting])
-            starting.exception()  # told to nobody where the caller was cancelled
-            await container.end()
+            await asyncio.shield(asyncio.create_task(container._end_after(starting)))
             raise
         return container
+
+    async def _end_after(self, starting: asyncio.Task[None]) -> None:
+        """In a task of its own: a caller that is cancelled again must not leave a container behind."""
+        # cut off in the middle, a create could make the container after its removal was tried
+        await asyncio.wait([starting])
+        starting.exception()  # told to nobody where the caller was cancelled
+        await self.end()
 
     async def _start(self, spec: dict[str, Any]) -> None:
         async with calling(f"starting a box of image {spec['Image'][:24]}", 2 * CALL_DEADLINE_S):

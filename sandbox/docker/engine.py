@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 CALL_DEADLINE_S = 20.0
 """Of one call to the engine; a loaded machine starts a container in a few seconds."""
 
+IMAGE_NAME = re.compile(r"\w[\w.-]*(:\d+)?(/\w[\w.-]*)*(:\w[\w.-]*)?(@\w+:[0-9a-f]+)?", re.ASCII)
 _NO_CONNECTION = 900
 """aiodocker's own status."""
 
@@ -75,15 +77,25 @@ def connect(api_version: str = "auto") -> Docker:
 @contextlib.asynccontextmanager
 async def calling(doing: str, deadline_s: float | None = None) -> AsyncIterator[None]:
     """Around calls to the engine. Raises `SandboxError` for whatever they raise, and past the deadline."""
-    import aiodocker
-    import aiohttp
-
     deadline_s = CALL_DEADLINE_S if deadline_s is None else deadline_s
     try:
         async with asyncio.timeout(deadline_s):
-            yield
+            with translating(doing):
+                yield
     except TimeoutError as error:
         raise SandboxError(f"docker: {doing}: the engine did not answer in {deadline_s:g} s") from error
+
+
+@contextlib.contextmanager
+def translating(doing: str) -> Iterator[None]:
+    """Raises `SandboxError` for what the client raises, but for `TimeoutError`: the deadline is the caller's."""
+    import aiodocker
+    import aiohttp
+
+    try:
+        yield
+    except TimeoutError:
+        raise
     except aiodocker.DockerError as error:
         raise _failure(doing, error) from error
     except (aiohttp.ClientError, OSError) as error:
@@ -134,6 +146,8 @@ async def survey(client: Docker) -> Engine:
 
 async def find_image(client: Docker, name: str) -> Image:
     """Raises `SandboxError` where the engine does not have it: pulling is the user's decision."""
+    if not IMAGE_NAME.fullmatch(name):  # it becomes a part of a path: `../containers/NAME` would ask for another thing
+        raise NoSuchImage(f"docker: {name[:100]!r} is no image's name: REGISTRY/NAME:TAG, NAME@sha256:… or an id is")
     async with calling(f"looking for image {name}"):
         found = await client.images.inspect(name)
     return Image(name, found["Id"], tuple((found.get("Config") or {}).get("Volumes") or ()))

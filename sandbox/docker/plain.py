@@ -6,6 +6,7 @@ walls, limits told by the same names, files. A limit that ends a run ends all th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -27,7 +28,9 @@ HOUSEKEEPING_S = 20.0
 MAX_FILE_BYTES = 32 << 20
 _SIGXCPU = 128 + 24
 _SIGKILL = 128 + 9
-_KILL_ALL = ["sh", "-c", "kill -9 -1"]
+_KILL_ALL = ["sh", "-c", "kill -9 -1; set -- /proc/[0-9]*; [ $# -le 2 ]"]
+"""Ends with 0 where nobody is there but the first process and this one; the killed are there until they are reaped."""
+_KILL_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _COUNT_OOM = ["sh", "-c", f"cat {' '.join(OOM_COUNTERS)} 2>/dev/null"]
 _REGULAR = '[ ! -e "$1" ] || [ -f "$1" ] || { echo "not a regular file" >&2; exit 1; }; '
 _WRITE = ["sh", "-c", _REGULAR + 'cat >"$1"', "sh"]
@@ -80,9 +83,7 @@ class PlainSession(OneBoxSession[Container]):
             await self._do(program, container, self._config.run_timeout_s if timeout_s is None else timeout_s, tell)
             exit_code, limit = await self._outcome(container, program)
             if container is self._box:
-                with contextlib.suppress(ConnectionError):  # gone by now: the next call notices
-                    container.write(b"\n")  # reap what the run left
-                    await container.drain()
+                await _reap(container)
         stdout, stderr = program.capture.texts()
         return self._losses.told("run", RunResult(stdout, stderr, exit_code, limit, program.duration_s))
 
@@ -117,14 +118,13 @@ class PlainSession(OneBoxSession[Container]):
         return "memory"
 
     async def _kill_all(self, container: Container) -> None:
-        """All processes but the first; the box itself where it is too full even for that."""
-        killer = Program(_KILL_ALL)
+        """All processes but the first are gone afterwards; or the box is: where they do not go, or it is too full."""
+        gone = False
         try:
-            await killer.run(container, HOUSEKEEPING_S)
-        except SandboxError:
-            killer.exit_code = None
-        if killer.exit_code not in (0, _SIGKILL):
-            await self._end_box()
+            gone = await _all_killed(container)
+        finally:  # whoever is cancelled here leaves nothing that runs either
+            if not gone:
+                await self._end_box()
 
     async def _ran_out_of_memory(self, container: Container, ask: bool) -> bool:
         """Since the last time; where only the box itself knows it is asked, if at all, which takes another program."""
@@ -154,6 +154,28 @@ class PlainSession(OneBoxSession[Container]):
         if program.exit_code != 0:
             raise _file_error(program.capture.texts()[1], path)
         return bytes(program.capture.stdout)
+
+
+async def _all_killed(container: Container) -> bool:
+    """A signal is sent before it is acted on: what was killed could still write a file while the next call runs."""
+    for pause_s in _KILL_PAUSES_S:
+        await asyncio.sleep(pause_s)
+        killer = Program(_KILL_ALL)
+        try:
+            await killer.run(container, HOUSEKEEPING_S)
+        except SandboxError:
+            return False
+        if killer.exit_code in (0, None) or not container.alive:
+            return killer.exit_code == 0
+        await _reap(container)
+    return False
+
+
+async def _reap(container: Container) -> None:
+    """A line makes the first process look for children that ended: orphans are its own."""
+    with contextlib.suppress(ConnectionError):  # gone by now: whoever asks next notices
+        container.write(b"\n")
+        await container.drain()
 
 
 def _absolute(path: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
 from penstock.sandbox.docker.container import Container
-from penstock.sandbox.docker.engine import calling
+from penstock.sandbox.docker.engine import calling, translating
 from penstock.sandbox.frames import Tell
 from penstock.sandbox.inside.capture import Capture
 
@@ -53,13 +54,15 @@ class Program:
         feeding = asyncio.create_task(self._feed(stream))
         try:
             async with asyncio.timeout(timeout_s):
-                self.limit = await self._read(stream)
+                with translating("hearing what a program in a box says"):
+                    self.limit = await self._read(stream)
         except TimeoutError:
             self.limit = "wall"
         finally:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
-            await stream.close()
+            with contextlib.suppress(AssertionError):  # aiodocker's word for a connection that is closed already
+                await stream.close()
             self.capture.finish()
             self.duration_s = time.monotonic() - started
         if self.limit is None and container.alive:

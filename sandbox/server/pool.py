@@ -114,15 +114,26 @@ class BoxPool:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
-            try:
-                while (missing := self._missing()) and self.slots.take_now():
-                    await self._add_warm(missing[0])
+            failures = await self._refill()
+            if not failures:
                 pause_s = FIRST_PAUSE_S
+                continue
+            for image, error in failures.items():
+                name = "the default image" if image is None else image
+                logger.warning("sandbox: no warm box of %s, next try in %.1f s: %r", name, pause_s, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            self._wanted.set()
+
+    async def _refill(self) -> dict[str | None, Exception]:
+        """What kept boxes of which image from being made. One image that cannot be made keeps no other from it."""
+        failures: dict[str | None, Exception] = {}
+        while (missing := [image for image in self._missing() if image not in failures]) and self.slots.take_now():
+            try:
+                await self._add_warm(missing[0])
             except Exception as error:  # noqa: BLE001 - whatever a backend raises, warming goes on
-                logger.warning("sandbox: no warm box could be made, next try in %.1f s: %r", pause_s, error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                self._wanted.set()
+                failures[missing[0]] = error
+        return failures
 
     def _missing(self) -> list[str | None]:
         """Images with fewer warm boxes than they should have."""

@@ -143,13 +143,17 @@ def _memory_limit(asked_mb: int, box_mb: int) -> list[str]:
 
 
 async def _fetch(session: Session, paths: list[str]) -> dict[str, str]:
-    """Those that are there."""
-    fetched = {}
+    """Those that are there, together as long as one file may be. Raises `BadRequest` where they are longer."""
+    fetched: dict[str, str] = {}
+    room = MAX_FILE_BYTES
     for path in paths:
         try:
             data = await session.read_file(_inside(path), MAX_FILE_BYTES)
         except OSError:
             continue
+        room -= len(data)
+        if room < 0:
+            raise BadRequest("body.fetch_files", f"more than {MAX_FILE_BYTES} bytes together, at {path[:100]!r}")
         fetched[path] = base64.b64encode(data).decode("ascii")
     return fetched
 

@@ -126,7 +126,7 @@ def test_an_unknown_tool_names_the_nearest() -> None:
 
 def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr("penstock.deploy.checks.shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
+    monkeypatch.setattr("penstock.deploy.checks.machine.shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
     assert "--shm-size" in failures()["shared memory"].mend
 
 
@@ -147,3 +147,14 @@ def test_rows_without_a_reward_are_named(tmp_path: Path) -> None:
     overrides = ("agent.reward=by_data_source", f"data.train={data}")
     assert "no reward for data_source 'elsewhere'" in failures(*overrides)["agent.reward"].mend
     assert "agent.reward" not in failures(*overrides, "agent.rewards.sources={elsewhere: search_em}")
+
+
+@pytest.mark.parametrize(("source", "needed"), [("codecontests", True), ("openai/gsm8k", False)])
+def test_rows_whose_programs_are_run_need_boxes_without_tools_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, needed: bool
+) -> None:
+    row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}, "data_source": source}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = failures("tools=[]", "agent.reward=by_data_source", f"data.train={tmp_path / 'rows.jsonl'}")
+    assert ("sandbox" in found) is needed

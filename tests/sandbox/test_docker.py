@@ -133,6 +133,21 @@ async def test_a_start_that_is_cancelled_leaves_no_container(boxes: DockerSandbo
     assert (await session.run_python("3")).stdout == "3\n"
 
 
+async def test_a_start_that_is_cancelled_twice_leaves_no_container_either(boxes: DockerSandbox) -> None:
+    starting = asyncio.create_task(boxes.start("never mind"))
+    await asyncio.sleep(0.03)
+    for _ in range(2):
+        starting.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    session = await boxes.start("after")  # by now the other one is made, if it still was to be
+    assert (await session.run_python("3")).stdout == "3\n"
+    async with asyncio.timeout(30):
+        while len(containers_of(OWNER)) > 1:
+            await asyncio.sleep(0.05)
+
+
 async def test_a_box_that_was_removed_from_outside_is_lost_not_a_result(box: Session) -> None:
     call = asyncio.create_task(box.run_python("while True: pass", timeout_s=30.0))
     await asyncio.sleep(0.2)

@@ -10,6 +10,7 @@ import pytest_asyncio
 from tests.sandbox.conftest import DOCKER, OWNER
 from tests.sandbox.containers import PLAIN_IMAGE, containers_of, docker, inspect, make_plain_image
 
+from penstock.sandbox.docker.container import Container
 from penstock.sandbox.docker.sandbox import DockerSandbox
 from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
 
@@ -59,13 +60,27 @@ async def test_a_run_past_its_time_ends_with_all_it_started_and_files_stay(plain
     await plain.write_file("kept", b"x")
     result = await plain.run(["sh", "-c", "setsid sleep 600 & echo started; sleep 600"], timeout_s=0.5)
     assert (result.stdout, result.exit_code, result.limit, result.state_lost) == ("started\n", None, "wall", False)
-    for _ in range(50):  # killed, but dying and being reaped are the kernel's and the first process's
-        if "sleep" not in (listed := (await plain.run(["ps", "-e"])).stdout):
-            break
-        await asyncio.sleep(0.1)
-    else:
-        pytest.fail(listed)
+    assert "sleep" not in (await plain.run(["ps", "-e"])).stdout
     assert await plain.read_file("kept") == b"x"
+
+
+async def test_a_call_that_is_cancelled_while_its_processes_are_killed_leaves_none(
+    plain: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+
+    async def held(_: Container) -> bool:
+        begun.set()
+        await asyncio.sleep(60)
+        return True
+
+    monkeypatch.setattr("penstock.sandbox.docker.plain._all_killed", held)
+    call = asyncio.create_task(plain.run(["sh", "-c", "setsid sleep 600 & sleep 600"], timeout_s=0.2))
+    await asyncio.wait_for(begun.wait(), 20)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not containers_of(OWNER)
 
 
 async def test_limits_are_told_by_their_names(plain: Session) -> None:

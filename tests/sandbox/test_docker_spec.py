@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.docker.engine import Engine, Image
+from penstock.sandbox.docker.engine import IMAGE_NAME, Engine, Image, find_image
 from penstock.sandbox.docker.sandbox import describe
 from penstock.sandbox.docker.spec import container_spec, uid_of
 from penstock.sandbox.inside import confine
+from penstock.sandbox.protocol import NoSuchImage
 
 ENGINE = Engine(
     version="28.2",
@@ -83,3 +84,26 @@ def test_both_versions_of_cgroups_are_read(
     assert confine.oom_kills() == 3
     monkeypatch.setattr(confine, "OOM_COUNTERS", (str(tmp_path / "missing"),))
     assert confine.oom_kills() == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "python:3.12-slim",
+        "no-such/image:1",
+        "localhost:5000/a/b_c.d:v1",
+        "swebench/sweb.eval.x86_64.astropy_1776_astropy-12907:latest",
+        "python@sha256:0123456789abcdef",
+        "sha256:0123456789abcdef",
+    ],
+)
+def test_names_of_images_are_let_through(name: str) -> None:
+    assert IMAGE_NAME.fullmatch(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "../containers/box", "a/../../info", "a?x=1", "a b", "a%2f..", "-x", "a//b", "a#b"]
+)
+async def test_what_is_no_image_name_never_becomes_a_part_of_the_engines_path(name: str) -> None:
+    with pytest.raises(NoSuchImage, match="no image's name"):
+        await find_image(None, name)  # type: ignore[arg-type]

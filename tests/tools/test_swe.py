@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from tests.agent_loops.conftest import tokenizer_for
@@ -13,6 +14,7 @@ from penstock.agent_loops.trial import try_loop
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import SandboxLost
+from penstock.tools.base import ToolInfraError
 from penstock.tools.config import ToolConfig
 from penstock.tools.episode_box import sharing
 from penstock.tools.registry import ToolConfigError, make_tools
@@ -105,6 +107,26 @@ async def test_another_worker_grades_what_this_one_left(rows):
     with pytest.raises(SandboxLost):
         await sandbox.attach(first.session_id)
     await sandbox.close()
+
+
+async def test_a_box_that_no_environment_can_be_found_in_is_given_back(rows):
+    sandbox = make_sandbox(SANDBOX, "tests-swe-tools")
+    tools = make_tools([ToolConfig(name="swe", timeout_s=30, settings=LIMITS)], sandbox)
+    task = Task("eval/0/0", "eval/0", [], "swe", "", extra_info=rows[0])
+    first = await tools["shell"].create(task)
+    broken = replace(task, extra_info={**rows[0], "folder": "/proc/nowhere"})
+    with pytest.raises(ToolInfraError, match="cannot be made in the box"):
+        await tools["editor"].attach(broken, first.session_id)
+    with pytest.raises(SandboxLost):
+        await sandbox.attach(first.session_id)
+    await sandbox.close()
+
+
+def test_tools_that_would_open_the_box_without_the_repository_are_refused():
+    """Whichever the model calls first opens it: a reward would hang on the order of its calls."""
+    for names in (["python", "swe"], ["swe", "python"]):
+        with pytest.raises(ToolConfigError, match="python in a EpisodeBox"):
+            make_tools([ToolConfig(name=name) for name in names], object())
 
 
 def test_settings_are_checked():

@@ -5,9 +5,11 @@ INDEX.building/  ──write, manifest, rename──►  INDEX/      a killed bu
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,9 +49,23 @@ def ensure_built(corpus: Path, folder: Path, kind: str, write: Callable[[Path], 
     if _manifest_in(folder) == manifest:
         return
     try:
-        _build(corpus, folder, manifest, write)
+        with _only_builder(folder):
+            if _manifest_in(folder) != manifest:  # another process may have built it meanwhile
+                _build(corpus, folder, manifest, write)
     except OSError as error:
         raise IndexFailed(f"{folder}: the index cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
+def _only_builder(folder: Path) -> Iterator[None]:
+    """One process at a time: two that share a half-written folder would publish it. Waits for another's whole build.
+
+    The kernel's lock goes with its holder, however that ends; the empty file stays.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _manifest_in(folder: Path) -> Manifest | None:

@@ -4,6 +4,7 @@ from tests.agent_loops.conftest import call_text
 from tests.agent_loops.loops.conftest import check_fed
 
 from penstock.agent_loops.loops import ToolAgentLoop
+from penstock.agent_loops.loops.react import with_system
 from penstock.tools.base import ToolResult
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
 
@@ -28,7 +29,7 @@ async def test_without_rewards_there_are_no_turn_rewards(run_loop, saying, calcu
 async def test_seconds_are_a_budget_and_keep_what_was_sampled(run_loop, saying, calculator):
     calculator.delay_s = 30
     client = saying(lambda text: call_text("1+1"))
-    outcome, trajectory = await run_loop(ToolAgentLoop, client, calculator, settings={"max_seconds": 0.2})
+    outcome, trajectory = await run_loop(ToolAgentLoop, client, calculator, settings={"max_seconds": 1.0})
     assert outcome == Outcome(OutcomeKind.TRUNCATED, "deadline")
     assert (trajectory.num_turns, calculator.open) == (1, 0)
 
@@ -52,3 +53,14 @@ async def test_a_model_that_only_writes_broken_calls_is_stopped_as_its_own_fault
     outcome, trajectory = await run_loop(ToolAgentLoop, client, calculator, settings=settings)
     assert outcome.kind is OutcomeKind.POLICY_ERROR
     assert (trajectory.num_turns, trajectory.reward) == (3, 0.0)
+
+
+def test_a_loops_own_words_come_before_a_system_prompt_of_text_or_of_parts():
+    image = {"type": "image", "image": "x.png"}
+    assert with_system([{"role": "user", "content": "hi"}], "Be short.")[0] == {
+        "role": "system",
+        "content": "Be short.",
+    }
+    assert with_system([{"role": "system", "content": "own"}], "Be short.")[0]["content"] == "Be short.\n\nown"
+    parts = with_system([{"role": "system", "content": [{"type": "text", "text": "own"}, image]}], "Be short.")
+    assert parts[0]["content"] == [{"type": "text", "text": "Be short.\n\n"}, {"type": "text", "text": "own"}, image]

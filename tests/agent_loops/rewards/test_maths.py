@@ -84,6 +84,14 @@ async def test_a_grader_that_is_killed_or_late_is_a_failure_and_no_zero(
     assert pids(maths) != [stopped]
 
 
+async def test_what_ends_an_idle_grader_is_not_the_next_answers_failure(maths: Maths) -> None:
+    await maths.score(answer("7", "7"))
+    (idle,) = maths._graders._idle
+    idle.kill()
+    await idle.wait()
+    assert (await maths.score(answer(r"\boxed{7}", "7")))["score"] == 1.0
+
+
 async def test_a_reference_without_an_answer_is_a_failure(maths: Maths) -> None:
     with pytest.raises(InfraFailure, match="no answer in the ground truth ''"):
         await maths.score(answer("7", ""))

@@ -102,6 +102,28 @@ async def test_what_does_not_do_the_work_does_not_pass(plain: Sandbox, code: str
     assert (await score(plain, code, ASSERTIONS, timeout_s=0.5, partial=True))["score"] == 0.0
 
 
+FORGED_HARNESS = """
+import json, sys
+job = json.loads(sys.stdin.readline())
+print(job["word"] + "true")
+"""
+FORGED_LIBRARY = """
+def loads(text):
+    word = text.split(b'"word": "')[1].split(b'"')[0].decode()
+    print(word + "true")
+    raise SystemExit(0)
+def dumps(value):
+    return "true"
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("harness.py", FORGED_HARNESS), ("json.py", FORGED_LIBRARY)])
+async def test_a_test_cannot_change_what_judges_the_next_one(plain: Sandbox, name: str, text: str) -> None:
+    code = f"open({name!r}, 'w').write({text!r})\ndef double(x): return 4"
+    found = await score(plain, code, ASSERTIONS, partial=True)
+    assert (found["passed"], found["tests"]) == (1, 2)
+
+
 async def test_slow_programs_use_up_the_budget(plain: Sandbox) -> None:
     code = "import time\ntime.sleep(0.4)\na, b = map(int, input().split())\nprint(a + b)"
     found = await score(plain, code, ADD, partial=True, budget_s=0.2)

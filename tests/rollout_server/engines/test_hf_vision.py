@@ -96,6 +96,15 @@ async def test_images_are_seen_and_each_answer_has_the_logprobs_of_a_plain_pass(
     assert resumed.token_ids == answers[2].token_ids[4:]
 
 
+def bomb() -> bytes:
+    """Few bytes, more pixels than Pillow opens: its error for that is an error of its own kind."""
+    from PIL import Image
+
+    written = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(written, "png")
+    return written.getvalue()
+
+
 async def refuses(engine: HFEngine) -> None:
     wrong = ref(RED).model_copy(update={"sha256": "0" * 64})
     with pytest.raises(BadRequest, match=r"images\.0: .*another sha256"):
@@ -103,8 +112,9 @@ async def refuses(engine: HFEngine) -> None:
     gone = ImageRef(sha256="0" * 64, url="file:///no/such.png")
     with pytest.raises(BadRequest, match=r"images\.0: cannot be read here"):
         await whole(engine, ask(context(6)).model_copy(update={"images": (gone,)}))
-    with pytest.raises(EngineError, match="failed this request"):
-        await whole(engine, ask(context(5), RED))
+    for image in (RED, bomb()):
+        with pytest.raises(EngineError, match="failed this request"):
+            await whole(engine, ask(context(5), image))
 
 
 def test_a_model_that_takes_no_images_refuses_them_by_name() -> None:

@@ -104,13 +104,23 @@ async def test_a_failure_reaches_those_of_its_batch_alone(batcher, recorded: Rec
     assert found[1] == [2.0]
 
 
-async def test_closing_fails_what_waits(batcher, recorded: Recorded) -> None:
+async def test_another_number_of_scores_than_rows_is_a_failure_of_its_batch_alone() -> None:
+    batches = Batcher(lambda rows: [1.0] * (1 if len(rows) == 1 else 3), wait_s=0)
+    batches.start()
+    with pytest.raises(ValueError, match="3 scores for 2 rows"):
+        await batches.submit([[1], [2]], 10)
+    assert await batches.submit([[1]], 10) == [1.0]
+    assert batches.alive
+    await batches.close()
+
+
+async def test_closing_fails_what_waits_and_what_is_being_scored(batcher, recorded: Recorded) -> None:
     batches = batcher(wait_s=0, max_rows=1)
     first = await occupied(batches, recorded)
     second = asyncio.ensure_future(batches.submit([[2]], 10))
     await asyncio.sleep(0)
     await batches.close()
-    with pytest.raises(Late, match="ending"):
-        await second
+    for one in (first, second):
+        with pytest.raises(Late, match="ending"):
+            await one
     assert not batches.alive
-    first.cancel()

@@ -124,6 +124,16 @@ async def test_a_server_that_is_gone_refuses_or_has_no_number_is_a_failure(
         await RewardFunction(RewardServer(url="http://127.0.0.1:9", retries=1), "x").score(task(), "t1", {})
 
 
+async def test_messages_that_the_template_refuses_are_named(
+    url: str, classifier: HuggingFaceClassifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(classifier._tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    async with httpx.AsyncClient(base_url=url, headers=HEADERS) as client:
+        answer = await client.post("/score", json={"items": [{"messages": [{"role": "user"}], "answer": "x"}]})
+    assert answer.status_code == 422
+    assert "chat template refuses these messages: TemplateError: roles must alternate" in answer.json()["detail"]
+
+
 def test_models_that_cannot_be_reward_models_are_refused(tmp_path: Path) -> None:
     many = save_classifier(tmp_path / "many", labels=3)
     with pytest.raises(BadModel, match=r"has 3 labels: say with --label \(0 … 2\)"):

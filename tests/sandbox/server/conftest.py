@@ -45,11 +45,13 @@ async def serving(config: SandboxConfig = CONFIG) -> AsyncIterator[str]:
     port = free_port()
     server = asyncio.create_task(serve(config, "127.0.0.1", port, TOKEN))
     url = f"http://127.0.0.1:{port}"
-    await answers(url)
-    yield url
-    server.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await server
+    try:
+        await answers(url)
+        yield url
+    finally:
+        server.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await server  # where it could not start, this says why
 
 
 @pytest_asyncio.fixture

@@ -107,6 +107,16 @@ async def test_starts_that_fail_cost_no_slot_and_warming_goes_on(fake: FakeSandb
     await warming.stop()
 
 
+async def test_an_image_that_cannot_be_made_keeps_no_other_from_being_warm(fake: FakeSandbox) -> None:
+    fake.broken_images = {"typo"}
+    pool = BoxPool(fake, 4, {"typo": 1, "good": 2})
+    pool.start()
+    await full(pool, 2)
+    assert {session.image for session in fake.living} == {"good"}
+    await pool.stop()
+    assert (fake.living, pool.slots.free) == (set(), 4)
+
+
 async def test_a_request_that_is_cancelled_gives_its_slot_on(fake: FakeSandbox) -> None:
     pool = BoxPool(fake, 1, {})
     held = await pool.take("a", None, 1.0)

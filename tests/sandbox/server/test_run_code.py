@@ -11,6 +11,8 @@ from tests.sandbox.server.conftest import Start, headers
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.fake import FakeSandbox
+from penstock.sandbox.make import make_sandbox
+from penstock.sandbox.server import run_code
 from penstock.sandbox.server.app import build_app
 from penstock.sandbox.server.callers import callers_of
 from penstock.sandbox.server_config import SandboxServerConfig
@@ -70,6 +72,25 @@ async def test_bash_files_in_and_files_out(client: httpx.AsyncClient) -> None:
     )
     assert body["run_result"]["stdout"] == "2\ndata\nmain.sh\nout.bin\n"
     assert body["files"] == {"out.bin": "/w==", "data/in.txt": "YQpiCg=="}
+
+
+async def test_what_is_fetched_is_bounded_however_often_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small request must not make the server hold, and answer with, gigabytes."""
+    monkeypatch.setattr(run_code, "MAX_FILE_BYTES", 5000)
+    config = SandboxConfig(max_boxes=1, backend="unsafe_subprocess")
+    sandbox = make_sandbox(config, "tests-run-code")
+    app = build_app(sandbox, config, callers_of(config, "t", {}))
+    write = "open('f', 'w').write('x' * 1000)"
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://x", headers=headers("t")
+    ) as client:
+        names = [f"{'./' * number}f" for number in range(6)]
+        body = await ask(client, write, fetch_files=names[:5])
+        assert list(body["files"]) == names[:5]
+        refused = await client.post("/run_code", json={"code": write, "language": "python", "fetch_files": names})
+        assert (refused.status_code, refused.json()["error"]["field"]) == (422, "body.fetch_files")
+        assert (await client.get("/health")).json()["sessions"] == 0
+    await sandbox.close()
 
 
 async def test_what_is_not_run_here_is_refused_with_the_reason(client: httpx.AsyncClient) -> None:

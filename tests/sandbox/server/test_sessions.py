@@ -43,13 +43,13 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 async def test_a_killed_workers_session_goes_on_in_another_process_with_all_its_state(
-    url: str, remote: RemoteSandbox
+    url: str, remote: RemoteSandbox, client: httpx.AsyncClient
 ) -> None:
     command = [sys.executable, "-c", OPENER, url, TOKEN]
     opener = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     assert opener.stdout is not None
     session_id = (await asyncio.wait_for(opener.stdout.readline(), 60)).decode().strip()
-    await asyncio.sleep(0.3)  # the call that it waits for has begun
+    await in_use(client)
     opener.send_signal(signal.SIGKILL)
     await opener.wait()
 
@@ -61,6 +61,13 @@ async def test_a_killed_workers_session_goes_on_in_another_process_with_all_its_
         await again.run_python("x")
     with pytest.raises(SandboxLost):
         await remote.attach(session_id)
+
+
+async def in_use(client: httpx.AsyncClient) -> None:
+    """A call of the one session there is has begun."""
+    async with asyncio.timeout(20):
+        while [one["idle_s"] for one in (await client.get("/sessions")).json()] != [0.0]:
+            await asyncio.sleep(0.01)
 
 
 async def test_every_verb_over_http(remote: RemoteSandbox) -> None:
@@ -167,15 +174,16 @@ async def test_what_keeps_a_server_from_starting_is_said(url: str) -> None:
         callers_of(one, TOKEN, {"A": TOKEN})
 
 
-async def test_a_server_that_is_told_to_stop_ends_its_boxes() -> None:
-    before = set(Path(tempfile.gettempdir()).glob("penstock-unsafe-*"))
+async def test_a_server_that_is_told_to_stop_ends_its_boxes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     config = SandboxConfig(backend="unsafe_subprocess", max_boxes=2, server=SandboxServerConfig(warm={"default": 1}))
     async with serving(config) as url:
         sandbox = remote_of(url)
         session = await sandbox.start("x")
         pid = int((await session.run_python("import os; os.getpid()")).stdout)
+        assert list(tmp_path.glob("penstock-unsafe-*"))
         await sandbox.close()
-    assert set(Path(tempfile.gettempdir()).glob("penstock-unsafe-*")) == before
+    assert not list(tmp_path.glob("penstock-unsafe-*"))
     assert await ended(pid)
 
 

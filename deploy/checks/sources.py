@@ -1,0 +1,35 @@
+"""The data sources of a run's rows, and what each of them needs."""
+
+from __future__ import annotations
+
+import contextlib
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.data.generate import PREFIX
+
+
+def data_sources(config: RunConfig) -> set[str]:
+    """Every data_source of the training data; none where it is generated for the run, or is no dataset."""
+    from penstock.trainer.data import DataError, load_rows
+
+    if config.data.train.startswith(PREFIX):
+        return set()
+    try:
+        return {row.data_source for row in load_rows(config.data.train)}
+    except DataError:
+        return set()  # `check_data` says so
+
+
+def rewards_of(config: RunConfig) -> set[str]:
+    """Names of the rewards that its rows need. A source that has none is left out: `check_reward` says so."""
+    from penstock.agent_loops.errors import LoadError
+    from penstock.agent_loops.reward import BY_SOURCE
+    from penstock.agent_loops.rewards.names import choice_for
+
+    if config.agent.reward != BY_SOURCE:
+        return {config.agent.reward}
+    names = set()
+    for source in data_sources(config):
+        with contextlib.suppress(LoadError):
+            names.add(choice_for(source, config.agent.rewards.sources).name)
+    return names

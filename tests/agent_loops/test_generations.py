@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from penstock.agent_loops.errors import InfraFailure, TokenMismatch
+from penstock.agent_loops.generations import check_generation
+from penstock.rollout_server.protocol import Generation
+
+GOOD = {"token_ids": [5, 6], "logprobs": [-0.1, 0.0], "version_spans": [(4, 0, 1), (5, 1, 2)], "finish_reason": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": []}, "no tokens"),
+        ({"logprobs": [-0.1]}, "2 token ids but 1 logprobs"),
+        ({"logprobs": [-0.1, math.nan]}, "nan"),
+        ({"logprobs": [-0.1, 0.2]}, "not a finite number below 0"),
+        ({"logprobs": [-math.inf, -0.1]}, "inf"),
+        ({"version_spans": []}, "do not cover 2 tokens"),
+        ({"version_spans": [(4, 0, 1)]}, "do not cover"),
+        ({"version_spans": [(4, 0, 2), (5, 1, 2)]}, "do not cover"),
+        ({"version_spans": [(4, 0, 1), (3, 1, 2)]}, "version 3, below the episode's floor 4"),
+    ],
+)
+def test_answers_that_do_not_fit_together_are_refused(change, message):
+    check_generation(Generation(**GOOD), min_version=4)
+    with pytest.raises(TokenMismatch, match=message):
+        check_generation(Generation(**{**GOOD, **change}), min_version=4)
+
+
+def test_an_aborted_call_is_no_answer():
+    with pytest.raises(InfraFailure, match="aborted"):
+        check_generation(Generation(**{**GOOD, "finish_reason": "abort"}), 0)

@@ -1,0 +1,76 @@
+"""A session and its box: what starts is ended, whenever the session is closed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.one_box import OneBoxSession
+from penstock.sandbox.protocol import SandboxLost
+
+
+class NoBox:
+    def __init__(self, log: list[str], name: str) -> None:
+        self.alive = True
+        self._log = log
+        self._name = name
+
+    async def end(self) -> None:
+        self.alive = False
+        self._log.append(f"{self._name} ended")
+
+
+class Held(OneBoxSession[NoBox]):
+    """Whose second box comes when `may_start` is set."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.may_start = asyncio.Event()
+        super().__init__("s", SandboxConfig(), NoBox(self.log, "first"), self._second, lambda: self.log.append("freed"))
+
+    async def _second(self) -> NoBox:
+        self.log.append("second starts")
+        await self.may_start.wait()
+        return NoBox(self.log, "second")
+
+    async def call(self) -> NoBox:
+        async with self._turn:
+            return await self._living_box()
+
+    async def lose(self) -> None:
+        await self._end_box()
+
+
+@pytest.fixture
+async def session() -> Held:
+    """Its first box is gone; the second one is on its way."""
+    made = Held()
+    await made.lose()
+    return made
+
+
+async def test_a_box_that_comes_while_the_session_closes_is_ended_before_its_slot_is_free(session: Held) -> None:
+    call = asyncio.create_task(session.call())
+    await asyncio.sleep(0.01)
+    closing = asyncio.create_task(session.close())
+    await asyncio.sleep(0.01)
+    session.may_start.set()
+    with pytest.raises(SandboxLost, match="is closed"):
+        await call
+    await closing
+    assert session.log == ["first ended", "second starts", "second ended", "freed"]
+
+
+async def test_a_call_that_is_cancelled_while_its_box_starts_leaves_the_next_one_to_start_anew(session: Held) -> None:
+    call = asyncio.create_task(session.call())
+    await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    session.may_start.set()
+    assert (await session.call()).alive
+    assert session.log == ["first ended", "second starts", "second starts"]
+    await session.close()
+    assert session.log[-2:] == ["second ended", "freed"]
