@@ -2,7 +2,8 @@
 
     start(v) ──► task: submit lane eval/v ─► poll until all are done ─► mean reward ─► eval.jsonl, metrics.jsonl
 
-Neither training nor rollout waits for it. One at a time: one that falls due while another runs is left out.
+Neither training nor rollout waits for it. One at a time: one that falls due while another runs is left out. Servers go on
+to newer versions meanwhile, also within an episode: what each version sampled is counted and said.
 """
 
 from __future__ import annotations
@@ -83,13 +84,25 @@ class Evaluator:
         while await self._still_out(lane):  # noqa: ASYNC110 - the event is in another process
             await asyncio.sleep(POLL_S)
         trajectories, _ = await self._ledger.results(lane)
-        result = summarise(trajectories, len(tasks))
+        result = summarise(trajectories, len(tasks)) | by_version(trajectories, version)
         await asyncio.to_thread(self._recorder.evaluation, version, result, time.monotonic() - began)
         await self._ledger.drop_lane(lane)
 
     async def _still_out(self, lane: str) -> int:
         counts = (await self._ledger.status()).other_lanes.get(lane, {})
         return counts.get("queued", 0) + counts.get("leased", 0)
+
+
+def by_version(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """How pinned the evaluation of `version` was: the share of sampled tokens that are this version's own, and the
+    newest version that sampled any."""
+    spans = [segment.version_spans for trajectory in trajectories for segment in trajectory.segments]
+    joined = np.concatenate([np.zeros((0, 3), dtype=np.int64), *spans])
+    tokens = joined[:, 2] - joined[:, 1]
+    if not tokens.sum():
+        return {}
+    own = tokens[joined[:, 0] == version].sum()
+    return {"own_tokens": float(own / tokens.sum()), "version_newest": float(joined[:, 0].max())}
 
 
 def summarise(trajectories: Sequence[Trajectory], asked: int) -> dict[str, float]:
