@@ -2,8 +2,9 @@
 
     start(v) ──► task: submit lane eval/v ─► poll until all are done ─► mean reward ─► eval.jsonl, metrics.jsonl
 
-Neither training nor rollout waits for it. One at a time: one that falls due while another runs is left out. Servers go on
-to newer versions meanwhile, also within an episode: what each version sampled is counted and said.
+Neither training nor rollout waits for it. One at a time: one that falls due while another runs is left out. A server
+for evaluations (`rollout.evaluation_server`) keeps its version until it is over. Other servers go on to newer versions
+meanwhile, also within an episode; which ones sampled is said.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from penstock.trainer.data import Row
 from penstock.trainer.recorder import Recorder
+from penstock.transfer_queue.evaluation import evaluation_lane
 from penstock.transfer_queue.ledger import Ledger
 from penstock.transfer_queue.trajectory import Trajectory
 
@@ -74,7 +76,7 @@ class Evaluator:
 
     async def _run(self, version: int) -> None:
         began = time.monotonic()
-        lane = f"eval/{version}"
+        lane = evaluation_lane(version)
         tasks = [
             row.task(f"{lane}/{number:08d}", lane, sampling={"temperature": 0.0}, min_version=version)
             for number, row in enumerate(self._rows)
@@ -94,15 +96,15 @@ class Evaluator:
 
 
 def by_version(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """How pinned the evaluation of `version` was: the share of sampled tokens that are this version's own, and the
-    newest version that sampled any."""
+    """What the evaluation of `version` measured: the oldest and the newest version that sampled, and the share of
+    sampled tokens that are of the version itself."""
     spans = [segment.version_spans for trajectory in trajectories for segment in trajectory.segments]
     joined = np.concatenate([np.zeros((0, 3), dtype=np.int64), *spans])
-    tokens = joined[:, 2] - joined[:, 1]
-    if not tokens.sum():
+    versions, tokens = joined[:, 0], joined[:, 2] - joined[:, 1]
+    if not len(versions):
         return {}
-    own = tokens[joined[:, 0] == version].sum()
-    return {"own_tokens": float(own / tokens.sum()), "version_newest": float(joined[:, 0].max())}
+    own = tokens[versions == version].sum() / max(tokens.sum(), 1)
+    return {"version_oldest": float(versions.min()), "version_newest": float(versions.max()), "own_tokens": float(own)}
 
 
 def summarise(trajectories: Sequence[Trajectory], asked: int) -> dict[str, float]:

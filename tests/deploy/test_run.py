@@ -68,9 +68,14 @@ def test_a_stock_server_is_one_override_away(start_run, engine: str) -> None:
 
 
 def test_synchronous_is_the_same_recipe_with_another_value(start_run) -> None:
-    summary = start_run("sync", *SHORT, "max_staleness=sync").finish()
+    """With a server for evaluations beside it: each of them is sampled by one version, while training goes on."""
+    run = start_run("sync", *SHORT, "max_staleness=sync", "rollout.evaluation_server=true", "trainer.eval_every=1")
+    summary = run.finish()
     assert summary["staleness_max"] == 0
     assert_accounts_balance(summary)
+    evaluations = [json.loads(line) for line in (run.root / "eval.jsonl").read_text().splitlines()]
+    assert evaluations[-1]["version"] == 4
+    assert all(one["version_oldest"] == one["version_newest"] >= one["version"] for one in evaluations)
 
 
 @pytest.mark.parametrize("transport", ["http", "collective"])
