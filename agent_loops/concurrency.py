@@ -65,7 +65,7 @@ class Concurrency:
 
     def _all_loaded(self, servers: Sequence[ServerInfo]) -> bool:
         """One free server is enough: requests are routed to it."""
-        accepting = [server for server in servers if server.accepting]
+        accepting = [server for server in servers if server.accepting and not server.evaluates]
         return bool(accepting) and all(self._loaded(server) for server in accepting)
 
     def _loaded(self, server: ServerInfo) -> bool:

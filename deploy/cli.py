@@ -68,11 +68,13 @@ def rollout(
     run: RunName = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: the recipe's.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one; default: the recipe's.")] = None,
+    *,
+    evaluates: Annotated[bool, typer.Option(help="Take evaluations alone, each at one version.")] = False,
 ) -> None:
     """Start one rollout server (sidecar and engine) and join a running ledger."""
     from penstock.deploy import roles
 
-    _run(lambda: roles.rollout(_link(ledger, run), name, host, port))
+    _run(lambda: roles.rollout(_link(ledger, run), name, host, port, evaluates=evaluates))
 
 
 @app.command()

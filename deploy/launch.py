@@ -177,6 +177,10 @@ def role_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
         spec(name, "rollout", "--name", name, "--port", port(i), max_restarts=config.rollout.max_restarts)
         for i, name in ((i, f"rollout-{i}") for i in range(config.rollout.servers))
     ]
+    if config.rollout.evaluation_server:
+        last = ("--port", port(config.rollout.servers), "--evaluates")
+        name = "rollout-eval"
+        rollouts.append(spec(name, "rollout", "--name", name, *last, max_restarts=config.rollout.max_restarts))
     agents = [
         spec(f"agent-{i}", "agent", "--name", f"agent-{i}", max_restarts=config.agent.max_restarts)
         for i in range(config.agent.workers)

@@ -78,7 +78,7 @@ async def _until_told(main: Coroutine[Any, Any, None]) -> None:
         logging.getLogger("penstock").info("stopped on request")
 
 
-async def rollout(link: Link, name: str, host: str | None, port: int | None) -> None:
+async def rollout(link: Link, name: str, host: str | None, port: int | None, *, evaluates: bool = False) -> None:
     from penstock.agent_loops.capture.mount import CaptureJob, mount
     from penstock.rollout_server.protocol import EngineError
     from penstock.rollout_server.server import ServerJob, serve
@@ -105,6 +105,7 @@ async def rollout(link: Link, name: str, host: str | None, port: int | None) -> 
         port=config.rollout.port if port is None else port,
         seed=config.seed,
         fetch_dir=local_weights_dir(config) / f"fetched-by-{name}",
+        evaluates=evaluates,
         mount=mount(recorded),
     )
     with _no_use_restarting(EngineError, OSError):  # the sidecar has restarted its engine as often as it may

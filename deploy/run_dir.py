@@ -66,6 +66,11 @@ class RunDir:
         return self.root / "eval.jsonl"
 
     @property
+    def ended(self) -> Path:
+        """Why the run is over, once it is."""
+        return self.root / "ended.json"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

@@ -26,10 +26,12 @@ async def write_summary(
     summary = {
         "name": config.name,
         "steps": len(rows),
+        "ended": _why_ended(run),
         "wall_s": round(wall_s, 1),
         **_learning(rows, read_lines(run.evaluations)),
         **_accounts(last_by_step(read_lines(run.steps)), status, await ledger.held()),
         **_tokens(rows),
+        "checkpoints_damaged": rows[-1].get("checkpoints_damaged", 0) if rows else 0,
         **_updates(await ledger.updates()),
         "wait_s": {key: round(seconds, 2) for key, seconds in sorted(status.waits_s.items())},
         "restarts": {p.spec.name: p.restarts for p in processes},
@@ -38,6 +40,11 @@ async def write_summary(
     if rows:
         draw_reward(run.plot, rows, read_lines(run.evaluations))
     return summary
+
+
+def _why_ended(run: RunDir) -> str | None:
+    """As the trainer said; None where it had not come to an end."""
+    return str(json.loads(run.ended.read_text())["why"]) if run.ended.exists() else None
 
 
 def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Any]:
@@ -85,6 +92,7 @@ def _tokens(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "logprob_abs_diff_mean": (
             float(np.average([row["logprob_abs_diff_mean"] for row in exact], weights=weights)) if exact else None
         ),
+        "kl_first_step": rows[0].get("kl_k3") if rows else None,
         "logprob_abs_diff_max": max((row["logprob_abs_diff_max"] for row in exact), default=None),
     }
 

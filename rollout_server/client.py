@@ -115,7 +115,7 @@ class RolloutClient:
         """What one server, or the faster of two, gives of the answer. Raises `_Broken`, `LedgerError`."""
         left_s = max(deadline - time.monotonic(), 0.001)
         request = answer.begin_stream().model_copy(update={"deadline_s": left_s})
-        server = await self._router.pick(request.episode_id, request.min_version, (avoid,))
+        server = await self._router.pick(request.episode_id, request.min_version, (avoid,), request.lane)
         if server is None:
             raise _Broken(self._nobody(request.min_version), "nobody")
         chunks = self._ask(server, request)
@@ -130,7 +130,7 @@ class RolloutClient:
 
     async def _second(self, first: ServerInfo, request: GenerateRequest) -> AsyncGenerator[Chunk] | None:
         """The same request to another server, where there is one."""
-        server = await self._router.pick(request.episode_id, request.min_version, (first.url,))
+        server = await self._router.pick(request.episode_id, request.min_version, (first.url,), request.lane)
         # The first one may win yet; who speaks first is stuck to then.
         self._router.stick(request.episode_id, first.url)
         return None if server is None or server.url == first.url else self._ask(server, request)
@@ -184,8 +184,9 @@ class RolloutClient:
         return f"no rollout server takes requests at version {min_version} or newer ({states})"
 
     async def best_version(self) -> int | None:
-        """Newest policy version among live servers that accept requests; None where there is none."""
-        return max((s.version for s in await self._router.servers() if s.accepting), default=None)
+        """Newest policy version among live servers that accept training's requests; None where there is none."""
+        servers = await self._router.servers()
+        return max((s.version for s in servers if s.accepting and not s.evaluates), default=None)
 
     async def servers(self) -> Sequence[ServerInfo]:
         """Newest heartbeats. Raises `LedgerError`."""

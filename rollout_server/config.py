@@ -14,6 +14,9 @@ class RolloutConfig(BaseModel):
         "hf", description="Which engine samples: transformers' own, stock vLLM or stock SGLang."
     )
     servers: int = Field(1, ge=0, description="Rollout servers that `penstock run` starts.")
+    evaluation_server: bool = Field(
+        False, description="One more server, for evaluations alone: each of them is sampled by one policy version."
+    )
     host: str = Field("127.0.0.1", description="Address the sidecar listens on; engines always stay on loopback.")
     port: int = Field(0, ge=0, le=65535, description="First sidecar port; 0 takes free ones.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Arithmetic of the engine.")

@@ -43,10 +43,18 @@ async def as_it_is(manifest: Mapping[str, Any], /) -> Mapping[str, Any]:
     return manifest
 
 
+class MayMove(Protocol):
+    """Whether the weights may be changed now, asked right before they would be."""
+
+    async def __call__(self) -> bool: ...
+
+
 class HeldWeights:
     """`begin` with each new engine, then `pull` again and again. Not for several callers at once."""
 
-    def __init__(self, name: str, line: LedgerLine, fetch: Fetch, metrics: Metrics) -> None:
+    def __init__(
+        self, name: str, line: LedgerLine, fetch: Fetch, metrics: Metrics, may_move: MayMove | None = None
+    ) -> None:
         self.version = 0
         self.cause = ""
         """Why the newest weights are not held; empty where they are."""
@@ -57,6 +65,7 @@ class HeldWeights:
         self.pulls = 0
         """Times that the ledger was asked and the answer dealt with."""
         self._name, self._line, self._fetch, self._metrics = name, line, fetch, metrics
+        self._may_move = may_move
         self._loaded: Announcement | None = None
         """What the engine holds; None for the model itself."""
         self._retry_at = 0.0
@@ -91,8 +100,9 @@ class HeldWeights:
             self.cause, self._behind_since = "", None
         else:
             assert newest is not None
-            self._behind_since = self._behind_since or time.monotonic()
-            if newest != self.refused and time.monotonic() >= self._retry_at:
+            stays = self._may_move is not None and not await self._may_move()
+            self._behind_since = None if stays else self._behind_since or time.monotonic()
+            if not stays and newest != self.refused and time.monotonic() >= self._retry_at:
                 await self._load(engine, newest)
                 held = self._holds(newest)
         self.pulls += 1

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
-from penstock.transfer_queue.ledger import Announcement, LedgerError, ServerInfo, WeightUpdate
+from penstock.transfer_queue.ledger import Announcement, LedgerError, ServerInfo, Status, WeightUpdate
 
 LEDGER_S = 5.0
 T = TypeVar("T")
@@ -20,6 +20,7 @@ class ServerLedger(Protocol):
     async def deregister(self, server_id: str) -> None: ...
     async def report_update(self, update: WeightUpdate) -> None: ...
     async def servers(self) -> list[ServerInfo]: ...
+    async def status(self) -> Status: ...
 
 
 class LedgerLine:

@@ -25,6 +25,7 @@ ON_ITS_WAY_S = 0.05
 KEPT_S = 10.0
 """Without a ledger, what was over so long ago is nothing that a heartbeat in hand could still tell of."""
 STICKY_EPISODES = 20_000
+TRAIN = "train"
 
 
 class Registry(Protocol):
@@ -144,12 +145,15 @@ class Router:
         for url in [url for url, known in self._known.items() if url not in live and not known.sent]:
             del self._known[url]
 
-    async def pick(self, episode_id: str, min_version: int, avoid: Collection[str] = ()) -> ServerInfo | None:
+    async def pick(
+        self, episode_id: str, min_version: int, avoid: Collection[str] = (), lane: str = TRAIN
+    ) -> ServerInfo | None:
         """The server for this episode; None where none accepts requests at `min_version` or newer.
 
-        URLs in `avoid` are picked only where there is no other.
+        URLs in `avoid` are picked only where there is no other. A server for evaluations, where there is one, gets all
+        that is not of lane ``train`` and nothing else, also while it does not accept.
         """
-        servers, now = await self.servers(), time.monotonic()
+        servers, now = _of_lane(await self.servers(), lane), time.monotonic()
         able = {s.url: s for s in servers if s.accepting and s.version >= min_version and self._lets_in(s.url, now)}
         able = {url: server for url, server in able.items() if url not in avoid} or able
         if not able:
@@ -221,3 +225,8 @@ class Router:
         if now < known.full_until:
             return "has a long queue"
         return "accepts" if server.accepting else "does not accept"
+
+
+def _of_lane(servers: Sequence[ServerInfo], lane: str) -> list[ServerInfo]:
+    evaluates = lane != TRAIN and any(server.evaluates for server in servers)
+    return [server for server in servers if server.evaluates == evaluates]

@@ -51,6 +51,8 @@ class ServerJob:
     seed: int = 0
     fetch_dir: Path | None = None
     """Where weights that come over HTTP, and merged adapters, lie, this server's own; None: in `log_dir`."""
+    evaluates: bool = False
+    """It takes the episodes of evaluations alone, and keeps its weights while one is on."""
     drain_s: float = DRAIN_S
     """How long requests in flight may take once the server has to go."""
     mount: Callable[[Sidecar, str], Mounted] | None = None
@@ -70,6 +72,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
             job.name, url, partial(new_engine, job.config, job.model, logs, job.seed), job.ledger,
             slots=job.config.max_concurrent, fetch=fetcher,
             truncated_sampling=job.config.truncated_sampling, stall_s=job.config.request_timeout_s,
+            evaluates=job.evaluates,
         )  # fmt: skip
         asked_to_go = asyncio.Event()
         mounted = job.mount(sidecar, url) if job.mount else None

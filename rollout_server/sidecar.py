@@ -25,6 +25,7 @@ from penstock.rollout_server.metrics import Metrics
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest, Sampling
 from penstock.rollout_server.registration import Registration, wait_for_event
 from penstock.rollout_server.serving import NotServing, Serving
+from penstock.rollout_server.standing import Standing
 from penstock.rollout_server.views import Health
 from penstock.transfer_queue.ledger import ServerInfo
 
@@ -63,8 +64,10 @@ class Sidecar:
         fetch: Fetch = as_it_is,
         truncated_sampling: bool = False,
         stall_s: float = 120.0,
+        evaluates: bool = False,
     ) -> None:
-        """`slots`: requests decoded together. `stall_s`: no token for so long, with work: the engine is restarted."""
+        """`slots`: requests decoded together. `stall_s`: no token for so long, with work: the engine is restarted.
+        `evaluates`: it takes evaluations alone, and each is sampled by one version."""
         self.name, self.url = name, url
         self.metrics = Metrics()
         self.engine: Engine | None = None
@@ -74,7 +77,8 @@ class Sidecar:
         self.restarts = 0
         self.cause = "the engine is starting"
         self.line = LedgerLine(ledger)
-        self.weights = HeldWeights(name, self.line, fetch, self.metrics)
+        self.standing = Standing(self.line, lambda: self.version) if evaluates else None
+        self.weights = HeldWeights(name, self.line, fetch, self.metrics, self._may_move if evaluates else None)
         self.serving = Serving(slots, self.metrics, truncated_sampling=truncated_sampling)
         self._new_engine, self._stall_s = new_engine, stall_s
         self._registration = Registration(self.line, self._me)
@@ -141,13 +145,21 @@ class Sidecar:
 
     async def _pull(self, engine: Engine) -> None:
         before = self.weights.version
-        held = await self.weights.pull(engine)
+        try:
+            held = await self.weights.pull(engine)
+        finally:
+            if self.standing is not None:
+                self.standing.moved()
         if self.weights.version != before:
             self._registration.changed.set()
         if held and not self.open:
             self._open()
         elif self.open or self.weights.cause:
             self.cause = self.weights.cause
+
+    async def _may_move(self) -> bool:
+        assert self.standing is not None
+        return not self.open or await self.standing.may_move(lambda: self.serving.in_flight)
 
     async def _look_after(self, engine: Engine) -> None:
         """Raises `EngineError` where only a new engine helps."""
@@ -200,7 +212,8 @@ class Sidecar:
         if not self._registered or self.draining:
             return None
         self.metrics.version.set(self.version)
-        return ServerInfo(self.name, self.url, self.version, self.in_flight, self.open, self.serving.in_flight_tokens)
+        tokens, evaluates = self.serving.in_flight_tokens, self.standing is not None
+        return ServerInfo(self.name, self.url, self.version, self.in_flight, self.open, tokens, evaluates)
 
     # answers -------------------------------------------------------------------------------------------------------
     def admit(self, request: GenerateRequest) -> GenerateRequest:
@@ -209,6 +222,8 @@ class Sidecar:
             raise NotServing("this server is draining")
         if not self.open or self.info is None:
             raise NotServing(self.cause)
+        if self.standing is not None:
+            self.standing.check()
         return self.serving.admit(request, self.info, self.version)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:

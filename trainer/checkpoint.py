@@ -57,12 +57,16 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self._keep = keep
+        self.damaged = 0
+        """Checkpoints that were set aside, in all lives of the run."""
 
     def open(self) -> None:
         """Make the folder, private to its owner; what a killed trainer left half-written goes."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for leftover in self.folder.glob("*.tmp"):
+            logger.warning("checkpoint %s was never finished: its writer died; it is removed", leftover)
             shutil.rmtree(leftover)
+        self.damaged = len(list(self.folder.glob("*.damaged")))
 
     def unfinished(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.tmp"
@@ -89,21 +93,21 @@ class CheckpointStore:
                 return read_marker(path)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 logger.error("checkpoint %s is damaged (%s); taking the one before", path, error)
-                _set_aside(path)
+                self._set_aside(path)
         return None
 
     def _newest_first(self) -> list[Path]:
         return sorted((p for p in self.folder.glob("step_*") if not p.suffix), reverse=True)
 
+    def _set_aside(self, path: Path) -> None:
+        aside = path.with_suffix(".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        self.damaged = len(list(self.folder.glob("*.damaged")))
+
     def _delete_old(self) -> None:
         for path in self._newest_first()[self._keep :]:
             shutil.rmtree(path)
-
-
-def _set_aside(path: Path) -> None:
-    aside = path.with_suffix(".damaged")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
 
 
 def read_marker(path: Path) -> Found:

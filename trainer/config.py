@@ -95,6 +95,24 @@ class LoraConfig(BaseModel):
     )
 
 
+class StopConfig(BaseModel):
+    """The run is over before its last step; it ends as after the last one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    metric: str = Field("eval/reward", description="Name in metrics.jsonl that decides.")
+    better: Literal["higher", "lower"] = Field("higher", description="Which way the metric gets better.")
+    target: float | None = Field(None, description="The run is over when the metric is here; None: no target.")
+    patience: int = Field(
+        0, ge=0, description="The run is over when so many values in a row were no better than one before; 0: never."
+    )
+    window: int = Field(1, gt=0, description="The mean of so many values is what counts: one step may be luck.")
+
+    @property
+    def enabled(self) -> bool:
+        return self.target is not None or self.patience > 0
+
+
 class TrainerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -168,6 +186,7 @@ class TrainerConfig(BaseModel):
     )
     checkpoint_every: int = Field(10, gt=0, description="Steps between checkpoints (and ledger commits).")
     keep_checkpoints: int = Field(2, gt=0, description="Newest checkpoints kept.")
+    stop: StopConfig = StopConfig()
     eval_every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")
     batch_timeout_s: float = Field(300.0, gt=0, description="A batch not ready by then stops the run, cause told.")
     max_bad_steps: int = Field(

@@ -2,7 +2,9 @@
 
     start(v) ──► task: submit lane eval/v ─► poll until all are done ─► mean reward ─► eval.jsonl, metrics.jsonl
 
-Neither training nor rollout waits for it. One at a time: one that falls due while another runs is left out.
+Neither training nor rollout waits for it. One at a time: one that falls due while another runs is left out. A server
+for evaluations (`rollout.evaluation_server`) keeps its version until it is over. Other servers go on to newer versions
+meanwhile, also within an episode; which ones sampled is said.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import numpy as np
 
 from penstock.trainer.data import Row
 from penstock.trainer.recorder import Recorder
+from penstock.transfer_queue.evaluation import evaluation_lane
 from penstock.transfer_queue.ledger import Ledger
 from penstock.transfer_queue.trajectory import Trajectory
 
@@ -73,7 +76,7 @@ class Evaluator:
 
     async def _run(self, version: int) -> None:
         began = time.monotonic()
-        lane = f"eval/{version}"
+        lane = evaluation_lane(version)
         tasks = [
             row.task(f"{lane}/{number:08d}", lane, sampling={"temperature": 0.0}, min_version=version)
             for number, row in enumerate(self._rows)
@@ -83,13 +86,25 @@ class Evaluator:
         while await self._still_out(lane):  # noqa: ASYNC110 - the event is in another process
             await asyncio.sleep(POLL_S)
         trajectories, _ = await self._ledger.results(lane)
-        result = summarise(trajectories, len(tasks))
+        result = summarise(trajectories, len(tasks)) | by_version(trajectories, version)
         await asyncio.to_thread(self._recorder.evaluation, version, result, time.monotonic() - began)
         await self._ledger.drop_lane(lane)
 
     async def _still_out(self, lane: str) -> int:
         counts = (await self._ledger.status()).other_lanes.get(lane, {})
         return counts.get("queued", 0) + counts.get("leased", 0)
+
+
+def by_version(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """What the evaluation of `version` measured: the oldest and the newest version that sampled, and the share of
+    sampled tokens that are of the version itself."""
+    spans = [segment.version_spans for trajectory in trajectories for segment in trajectory.segments]
+    joined = np.concatenate([np.zeros((0, 3), dtype=np.int64), *spans])
+    versions, tokens = joined[:, 0], joined[:, 2] - joined[:, 1]
+    if not len(versions):
+        return {}
+    own = tokens[versions == version].sum() / max(tokens.sum(), 1)
+    return {"version_oldest": float(versions.min()), "version_newest": float(versions.max()), "own_tokens": float(own)}
 
 
 def summarise(trajectories: Sequence[Trajectory], asked: int) -> dict[str, float]:

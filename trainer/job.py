@@ -9,6 +9,7 @@ from typing import Literal
 from penstock.trainer.algorithm import BadJob, check_algorithm
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engines import check_engine
+from penstock.trainer.stopping import EVALUATION
 from penstock.transfer_queue.ledger import Ledger, Limits
 
 
@@ -63,6 +64,13 @@ def check_job(job: TrainJob) -> None:
             "off-policy correction collapse a run. Set trainer.correction (truncated_is) or max_staleness=0"
         )
     check_algorithm(config, job.limits.group_size)
+    if job.limits.filter_groups == "zero_variance" and config.turn_reward_weight:
+        raise BadJob(
+            "transfer_queue.filter_groups is zero_variance and trainer.turn_reward_weight "
+            f"{config.turn_reward_weight}: groups of equal rewards would be filtered although their turns differ. Set "
+            "the one to none, or the other to 0"
+        )
+    _check_stop(job)
     if config.minibatches > job.limits.groups_per_step:
         raise BadJob(
             f"trainer.minibatches is {config.minibatches}, groups_per_step only {job.limits.groups_per_step}: "
@@ -80,3 +88,10 @@ def check_job(job: TrainJob) -> None:
         raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")
     if job.temperature <= 0:
         raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")
+
+
+def _check_stop(job: TrainJob) -> None:
+    stop, every = job.config.stop, job.config.eval_every
+    if stop.enabled and stop.metric.startswith(EVALUATION) and not (job.eval_data and every):
+        missing = "data.eval is not set" if not job.eval_data else "trainer.eval_every is 0"
+        raise BadJob(f"trainer.stop.metric is {stop.metric}, and {missing}: it would never be there")

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 async def train(job: TrainJob) -> None:
-    """Train to `job.config.steps`, resuming where an earlier call stopped; then write ``final_model/``.
+    """Train to `job.config.steps`, or until `trainer.stop` says that it is enough, resuming where an earlier call
+    stopped; then write ``final_model/``.
 
     Cancelled, it finishes the step under way, saves, commits and raises `CancelledError`, all within
     `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`, `BadBatch`, `TrainingDiverged`, `LedgerError`.
@@ -51,7 +52,7 @@ async def _stopped(running: asyncio.Task[None], timeout_s: float) -> None:
 async def _train(job: TrainJob, stop: asyncio.Event) -> None:
     async with Parts.started(job) as p:
         for step in range(p.step, job.config.steps):
-            batch = await p.take(step, stop)
+            batch = None if await p.is_over() else await p.take(step, stop)
             if batch is None:
                 break
             p.source.prefetch(step + 1)

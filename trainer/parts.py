@@ -31,6 +31,7 @@ from penstock.trainer.recorder import Recorder
 from penstock.trainer.saver import Saver
 from penstock.trainer.source import BatchSource
 from penstock.trainer.spiller import Spiller
+from penstock.trainer.stopping import Stopping
 from penstock.trainer.torch_thread import TorchThread
 from penstock.transfer_queue.capacity import check_quotas
 from penstock.transfer_queue.ledger import LedgerError
@@ -60,6 +61,8 @@ class Parts:
     step: int
     """The step to be trained next; also the version of the weights."""
     step_began: float
+    over: str = ""
+    """Why the run ends before its last step."""
 
     @classmethod
     @asynccontextmanager
@@ -121,6 +124,7 @@ class Parts:
             "wait_s": wait_s,
             "train_s": busy_s,
             "publish_s": self.publisher.last_s,
+            "checkpoints_damaged": self.saver.damaged,
             "tokens_per_s": metrics["tokens"] / busy_s,
         }
         times |= self._speed(metrics, busy_s)
@@ -140,16 +144,24 @@ class Parts:
         await self.spiller.settle()
         await self.saver.save(self.step, self.feeder.cursor if self.feeder else DataCursor(), self.publisher)
 
+    async def is_over(self) -> bool:
+        """Whether trainer.stop ends the run before its last step. A collective where it could."""
+        if not self.job.config.stop.enabled:
+            return False
+        verdict = self.recorder.why_over() if self.recorder is not None else None
+        self.over = str(await self.in_torch(self.ranks.from_first, verdict or ""))
+        return bool(self.over)
+
     def evaluate(self) -> None:
         if self.evaluator is not None:
             self.evaluator.start(self.step)
 
     async def finish(self) -> None:
-        """Publish, save and commit what is trained; after the last step also the final model and evaluation."""
+        """Publish, save and commit what is trained; where the run is over also the final model and evaluation."""
         await self.publisher.settle()
         await self.save()
         await self.saver.settle()
-        if self.step < self.job.config.steps:
+        if self.step < self.job.config.steps and not self.over:
             return
         folder = self.job.run_dir / "final_model"
         await self.in_torch(save_final_model, self.engine, self.ranks, self.job.model, folder)
@@ -157,6 +169,8 @@ class Parts:
             await self.in_torch(self.engine.save_adapter, self.job.run_dir / "final_adapter")
         if self.evaluator is not None:
             await self.evaluator.finish(self.step, self.job.eval_timeout_s)
+        if self.recorder is not None:
+            self.recorder.ended(self.step, self.over or f"all {self.step} steps are trained")
 
     async def _resume(self) -> None:
         self.step = await self.saver.restore()
@@ -183,7 +197,7 @@ def _first_rank_parts(job: TrainJob) -> tuple[Feeder, Recorder, Evaluator]:
     stream = Stream(len(rows), job.seed, job.shuffle)
     sampling = {"greedy_member": GREEDY_MEMBER} if "greedy" in needs_of_advantage(job.config) else None
     feeder = Feeder(job.ledger, job.limits, rows, stream, job.config.steps, sampling=sampling)
-    recorder = Recorder(job.run_dir, job.model, job.config.save_trajectories)
+    recorder = Recorder(job.run_dir, job.model, job.config.save_trajectories, Stopping(job.config.stop))
     return feeder, recorder, Evaluator(job.ledger, eval_rows, recorder)
 
 

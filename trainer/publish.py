@@ -157,7 +157,7 @@ class Publisher:
         """Servers that would take part in a round; 0 where there are no rounds."""
         if not outlet.makes_rounds:
             return 0
-        return sum(server.accepting for server in await self._ledger.servers())
+        return sum(server.accepting and not server.evaluates for server in await self._ledger.servers())
 
     async def _ledger_version(self) -> int | None:
         return (await self._ledger.status()).version if self._ranks.first else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from torch import Tensor
 from penstock.trainer.batch import StepBatch
 from penstock.trainer.jsonl import append_line, read_lines, rewrite_lines
 from penstock.trainer.readable import readable_trajectory
+from penstock.trainer.stopping import Stopping
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +25,14 @@ class Recorder:
     Lines are flushed as they are written; a rewritten file is replaced atomically.
     """
 
-    def __init__(self, run_dir: Path, model: str, save_trajectories: int) -> None:
+    def __init__(self, run_dir: Path, model: str, save_trajectories: int, stopping: Stopping) -> None:
         self._metrics = run_dir / "metrics.jsonl"
         self._steps = run_dir / "steps.jsonl"
         self._evaluations = run_dir / "eval.jsonl"
         self._trajectories = run_dir / "trajectories"
+        self._ended = run_dir / "ended.json"
         self._save_trajectories = save_trajectories
+        self._stopping = stopping
         self._one_at_a_time = threading.Lock()
         self._trajectories.mkdir(parents=True, exist_ok=True)
         self._tokenizer = _tokenizer(model)
@@ -39,6 +43,8 @@ class Recorder:
         for path, last in ((self._metrics, step - 1), (self._steps, step - 1)):
             rewrite_lines(path, (line for line in read_lines(path) if line["step"] <= last))
         rewrite_lines(self._evaluations, (line for line in read_lines(self._evaluations) if line["version"] <= step))
+        self._ended.unlink(missing_ok=True)
+        self._stopping.begin(read_lines(self._metrics))
 
     def step(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
         """Everything of one step. The step's episodes are written first: the account is never behind the metrics."""
@@ -48,6 +54,8 @@ class Recorder:
             self._write_trajectories(batch, advantages)
             append_line(self._metrics, metrics)
             self._to_board(metrics, batch.step + 1)
+        self._stopping.see(batch.step + 1, metrics)
+        self._stopping.check(metrics)
 
     def evaluation(self, version: int, result: Mapping[str, float], wall_s: float) -> None:
         """A line of ``eval.jsonl``; its numbers also join the line of the step that made the version."""
@@ -57,6 +65,16 @@ class Recorder:
             lines = [{**line, **named} if line["version"] == version else line for line in read_lines(self._metrics)]
             rewrite_lines(self._metrics, lines)
             self._to_board(named, version)
+        self._stopping.see(version, named)
+
+    def ended(self, version: int, why: str) -> None:
+        """``ended.json``: the run is over, and why. Gone where it goes on after all."""
+        logger.info("the run is over at version %d: %s", version, why)
+        self._ended.write_text(json.dumps({"version": version, "why": why}) + "\n")
+
+    def why_over(self) -> str | None:
+        """See `Stopping.why`."""
+        return self._stopping.why()
 
     def close(self) -> None:
         if self._board is not None:

@@ -40,6 +40,11 @@ class Saver:
         self._task: asyncio.Task[None] | None = None
         self._saved = -1
 
+    @property
+    def damaged(self) -> int:
+        """Checkpoints of this run that were found damaged and set aside, in all its lives."""
+        return self._store.damaged
+
     async def restore(self) -> int:
         """Load the newest whole checkpoint; returns the step to go on with, 0 for a fresh run.
 

@@ -135,6 +135,8 @@ class ServerInfo:
     accepting: bool = True
     in_flight_tokens: int = 0
     """Of the requests in flight: prompts, and what is still expected of the answers."""
+    evaluates: bool = False
+    """It takes the episodes of evaluations, no others, and keeps its version while one is on."""
     age_s: float = field(default=0.0, compare=False)
     """How long ago it said so, by the ledger's clock when the registry was read; written by the ledger alone."""
 

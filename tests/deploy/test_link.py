@@ -14,6 +14,7 @@ from penstock.deploy.launch import role_specs
 from penstock.deploy.link import Link
 from penstock.deploy.own_redis import own_redis
 from penstock.deploy.run_dir import RunDir
+from penstock.rollout_server.config import RolloutConfig
 from penstock.transfer_queue.connection import Connection
 from penstock.transfer_queue.ledger import LedgerError
 from penstock.transfer_queue.redis_binary import RedisBinary, find_redis_server
@@ -33,6 +34,14 @@ def test_each_role_gets_its_own_login(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (spec.env["PENSTOCK_REDIS_USER"], spec.env["PENSTOCK_REDIS_PASSWORD"]) == (role, PASSWORDS[role])
         secrets_of_others = {LINK.password, *PASSWORDS.values()} - {PASSWORDS[role]}
         assert not secrets_of_others & set(spec.env.values())
+
+
+def test_a_server_for_evaluations_is_one_more(tmp_path: Path) -> None:
+    rollout = RolloutConfig(evaluation_server=True, servers=2, port=7000)
+    specs = role_specs(CONFIG.model_copy(update={"rollout": rollout}), RunDir(tmp_path), LINK)
+    servers = {spec.name: spec for spec in specs if spec.env["PENSTOCK_REDIS_USER"] == "rollout"}
+    assert [name for name, spec in servers.items() if "--evaluates" in spec.argv] == ["rollout-eval"]
+    assert [spec.argv[spec.argv.index("--port") + 1] for spec in servers.values()] == ["7000", "7001", "7002"]
 
 
 def test_a_ledger_without_users_of_roles_is_joined_as_given(tmp_path: Path) -> None:

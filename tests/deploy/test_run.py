@@ -13,6 +13,9 @@ from penstock.deploy.load_config import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(600)]
 
+FIRST_STEP_KL = 1e-4
+"""Between engine and trainer in float32, before anything is learned: they are the same policy."""
+
 SHORT = ("trainer.steps=4", "groups_per_step=4", "group_size=4", "data.eval_limit=16", "trainer.checkpoint_every=2")
 
 
@@ -26,6 +29,8 @@ def test_a_short_run_leaves_what_is_promised(start_run) -> None:
     assert summary["staleness_max"] <= 2
     assert summary["logprob_abs_diff_mean"] <= 1e-3
     assert summary["eval_episodes"] == 16
+    assert summary["kl_first_step"] <= FIRST_STEP_KL
+    assert summary["ended"] == "all 4 steps are trained"
     assert_accounts_balance(summary)
     for name in (
         "config.yaml",
@@ -58,13 +63,19 @@ def test_a_stock_server_is_one_override_away(start_run, engine: str) -> None:
     assert summary["weight_updates"] >= 3
     assert summary["staleness_max"] <= 2
     assert summary["logprob_abs_diff_mean"] <= 1e-3
+    assert summary["kl_first_step"] <= FIRST_STEP_KL
     assert_accounts_balance(summary)
 
 
 def test_synchronous_is_the_same_recipe_with_another_value(start_run) -> None:
-    summary = start_run("sync", *SHORT, "max_staleness=sync").finish()
+    """With a server for evaluations beside it: each of them is sampled by one version, while training goes on."""
+    run = start_run("sync", *SHORT, "max_staleness=sync", "rollout.evaluation_server=true", "trainer.eval_every=1")
+    summary = run.finish()
     assert summary["staleness_max"] == 0
     assert_accounts_balance(summary)
+    evaluations = [json.loads(line) for line in (run.root / "eval.jsonl").read_text().splitlines()]
+    assert evaluations[-1]["version"] == 4
+    assert all(one["version_oldest"] == one["version_newest"] >= one["version"] for one in evaluations)
 
 
 @pytest.mark.parametrize("transport", ["http", "collective"])

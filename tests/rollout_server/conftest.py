@@ -19,7 +19,7 @@ from penstock.rollout_server.fake_engine import FakeEngine, next_token
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, GenerateRequest, Generation, Sampling
 from penstock.rollout_server.server import ServerJob, serve
 from penstock.rollout_server.spans import join_chunks
-from penstock.transfer_queue.ledger import Announcement, LedgerUnavailable, ServerInfo, WeightUpdate
+from penstock.transfer_queue.ledger import Announcement, LedgerUnavailable, ServerInfo, Status, WeightUpdate
 
 VOCAB = 512
 TOKEN = "a-token-of-this-run"
@@ -145,6 +145,8 @@ class StubLedger:
         self.registered: dict[str, ServerInfo] = {}
         self.heartbeats: list[ServerInfo] = []
         self.reported: list[WeightUpdate] = []
+        self.lanes: dict[str, dict[str, int]] = {}
+        """Of evaluations, as `Status.other_lanes`."""
         self.down = False
 
     def _check(self) -> None:
@@ -170,6 +172,10 @@ class StubLedger:
     async def servers(self) -> list[ServerInfo]:
         self._check()
         return list(self.registered.values())
+
+    async def status(self) -> Status:
+        self._check()
+        return Status(0, 0, 0, {}, {}, 0, {}, {}, other_lanes=self.lanes)
 
     async def report_update(self, update: WeightUpdate) -> None:
         self._check()

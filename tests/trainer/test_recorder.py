@@ -12,9 +12,11 @@ pytest.importorskip("torch")
 
 from trainer_support import make_trajectory
 
+from penstock.trainer.config import StopConfig
 from penstock.trainer.jsonl import read_lines
 from penstock.trainer.readable import mask_runs, readable_trajectory
 from penstock.trainer.recorder import Recorder
+from penstock.trainer.stopping import Stopping
 
 pytestmark = pytest.mark.torch
 
@@ -23,7 +25,7 @@ def test_a_rewind_forgets_later_steps_and_cut_lines(tmp_path: Path, tiny_model: 
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps({"step": n, "version": n + 1}) + "\n" for n in range(5)) + '{"step": 5, "ver')
     (tmp_path / "eval.jsonl").write_text('{"version": 2}\n{"version": 4}\n')
-    recorder = Recorder(tmp_path, tiny_model, save_trajectories=1)
+    recorder = Recorder(tmp_path, tiny_model, save_trajectories=1, stopping=Stopping(StopConfig()))
     recorder.rewind(3)
     assert [line["step"] for line in read_lines(metrics)] == [0, 1, 2]
     assert [line["version"] for line in read_lines(tmp_path / "eval.jsonl")] == [2]

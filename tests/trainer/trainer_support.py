@@ -251,6 +251,27 @@ def make_job(folder: Path, model: str, config: Mapping[str, Any] | None = None, 
     return TrainJob(**values)
 
 
+def assert_books_balance(status: Status, run_dir: Path, steps: int) -> list[dict[str, Any]]:
+    """A run of `make_job` has ended: each of its trajectories is in one committed step, and nothing else is left.
+
+    Returns the lines of ``metrics.jsonl``.
+    """
+    assert (status.version, status.committed_step, status.bytes) == (steps, steps, 0)
+    left = ("queued", "admitted", "ready", "shipped", "trained", "dead", "dropped_over_age")
+    assert [status.groups[name] for name in left] == [0] * len(left)
+    assert status.groups["committed"] == steps * 2
+    assert (status.episodes["trained"], status.episodes["committed"]) == (steps * 8, steps * 8)
+    lines = [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(steps))
+    assert sorted(e for line in lines for e in line["episodes"]) == sorted(
+        f"{task_name(n)}#{m}" for n in range(steps * 2) for m in range(4)
+    )
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == list(range(steps))
+    assert all(line["tokens_masked"] == 0 for line in metrics)
+    return metrics
+
+
 def episodes(rewards: Sequence[float], group: Sequence[int], turns: Any = None, **changes: Any) -> Any:
     """`Episodes` by hand. `turns`: per episode the numbers of tokens of its turns; one turn of one token by default."""
     import torch

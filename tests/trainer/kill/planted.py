@@ -1,0 +1,110 @@
+"""Gaps in a real trainer: between a step, its records, its spill, its checkpoint and its commit.
+
+`plant` wraps the product's own methods in this process; nothing in the product knows of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from faults.gaps import Gaps
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from penstock.rollout_server.weights import WeightPublisher
+from penstock.trainer import parts, recorder
+from penstock.trainer.checkpoint import CheckpointStore
+from penstock.trainer.engine import FSDPEngine
+from penstock.trainer.learner import Learner
+from penstock.trainer.recorder import Recorder
+from penstock.transfer_queue.batch_log import BatchLog
+from penstock.transfer_queue.ledger import Batch
+from penstock.transfer_queue.redis_ledger import RedisLedger
+
+STEP = ("before_lease", "after_lease", "before_update", "after_update")
+PUBLISH = ("before_weights", "after_weights", "before_publish", "in_publish", "after_publish")
+RECORD = ("before_record", "in_record", "after_record")
+SPILL = ("before_spill", "in_spill", "after_log", "after_spill")
+CHECKPOINT = ("before_save", "before_shards", "before_metadata", "before_seal", "in_seal", "after_seal")
+COMMIT = ("before_commit", "in_commit", "after_commit")
+RESUME = ("after_load", "after_rewind")
+END = ("before_final_model", "after_final_model")
+GAPS = (*STEP, *PUBLISH, *RECORD, *SPILL, *CHECKPOINT, *COMMIT, *RESUME, *END)
+LONGEST_LIFE_S = 2.5
+"""Within which a trainer that is to die anywhere dies; a life of these tests takes about as long."""
+
+
+def plant(gaps: Gaps) -> None:
+    _around(RedisLedger, "lease_batch", "lease", gaps, counts=lambda answer: isinstance(answer, Batch))
+    _around(RedisLedger, "publish_version", "publish", gaps)
+    _around(RedisLedger, "spill", "spill", gaps)
+    _around(RedisLedger, "commit", "commit", gaps)
+    _around(RedisLedger, "rewind", "rewind", gaps)
+    _around_blocking(Learner, "update", "update", gaps)
+    _around_blocking(WeightPublisher, "write", "weights", gaps)
+    _around_blocking(Recorder, "step", "record", gaps)
+    _around_blocking(BatchLog, "append", "log", gaps)
+    _around_blocking(FSDPEngine, "begin_save", "save", gaps)
+    _around_blocking(FSDPEngine, "load", "load", gaps)
+    _around_blocking(FileSystemWriter, "write_data", "shards", gaps)
+    _around_blocking(FileSystemWriter, "finish", "metadata", gaps)
+    _around_blocking(CheckpointStore, "seal", "seal", gaps)
+    _around_blocking(parts, "save_final_model", "final_model", gaps)
+    # `complete` is written and the folder has not its name yet; the step's episodes are recorded and its metrics not.
+    _before("penstock.trainer.checkpoint", "sync_tree", "in_seal", gaps)
+    _before(recorder.__name__, "readable_trajectory", "in_record", gaps)
+
+
+def die_anywhere(chance: random.Random) -> None:
+    """At some moment of this life."""
+    timer = threading.Timer(chance.uniform(0.0, LONGEST_LIFE_S), os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
+def _around(
+    owner: type, method: str, name: str, gaps: Gaps, counts: Callable[[Any], bool] = lambda answer: True
+) -> None:
+    work = getattr(owner, method)
+
+    @functools.wraps(work)
+    async def done(*args: Any, **kwargs: Any) -> Any:
+        gaps.at(f"before_{name}")
+        gaps.during(f"in_{name}")
+        answer = await work(*args, **kwargs)
+        if counts(answer):
+            gaps.at(f"after_{name}")
+        return answer
+
+    setattr(owner, method, done)
+
+
+def _around_blocking(owner: Any, method: str, name: str, gaps: Gaps) -> None:
+    work = getattr(owner, method)
+
+    @functools.wraps(work)
+    def done(*args: Any, **kwargs: Any) -> Any:
+        gaps.at(f"before_{name}")
+        answer = work(*args, **kwargs)
+        gaps.at(f"after_{name}")
+        return answer
+
+    setattr(owner, method, done)
+
+
+def _before(module: str, function: str, gap: str, gaps: Gaps) -> None:
+    place = importlib.import_module(module)
+    work = getattr(place, function)
+
+    @functools.wraps(work)
+    def done(*args: Any, **kwargs: Any) -> Any:
+        gaps.at(gap)
+        return work(*args, **kwargs)
+
+    setattr(place, function, done)

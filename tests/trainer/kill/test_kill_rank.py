@@ -1,0 +1,133 @@
+"""One rank of two killed with -9: supervision starts all of them again, within its limit, from the last checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from kill_stage import PASSWORD, SETTINGS, STEPS, KilledRun
+from trainer_support import write_rows
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.launch import role_specs
+from penstock.deploy.link import Link, limits_of
+from penstock.deploy.load_config import dump_config, parse_config
+from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy.run_dir import RunDir
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.torch,
+    pytest.mark.crash,
+    pytest.mark.asyncio(loop_scope="session"),
+]
+PAUSE_S = 0.05
+"""Before each episode: a step takes that eight times longer, so that a kill falls into the middle of the run."""
+GLOO_ROUNDING = 2e-5
+
+
+@dataclass
+class RankedRun(KilledRun):
+    """A run of two ranks, its trainer started as `penstock run` starts it."""
+
+    @property
+    def root(self) -> Path:
+        return self.folder / self.name
+
+    def config(self) -> RunConfig:
+        trainer = {**self.settings, "ranks": 2, "lr": 1e-3, "eps": 1e-4, "max_restarts": 1}
+        return parse_config(
+            {
+                "name": self.name,
+                "runs_dir": str(self.folder),
+                "model": self.model,
+                "max_staleness": 1,
+                "group_size": 4,
+                "groups_per_step": 2,
+                "data": {"train": write_rows(self.folder / "train.jsonl")},
+                "rollout": {"weight_transport": "disk"},
+                "transfer_queue": {"lease_ttl_s": 30.0},
+                "trainer": trainer,
+            },
+            source="the test",
+        )
+
+    async def spec(self) -> RoleSpec:
+        """Of the trainer; its run is in the ledger."""
+        config = self.config()
+        ledger = await self.ledger()
+        await ledger.create_run(limits_of(config), dump_config(config))
+        await ledger.close()
+        run = RunDir.of(config)
+        run.logs.mkdir(parents=True)
+        spec = role_specs(config, run, Link(self.server.url, self.name, PASSWORD, token="t"))[-1]
+        source = str(Path(__file__).parents[3] / "src")
+        return replace(spec, env={**spec.env, "PYTHONPATH": source})
+
+    def steps(self) -> int:
+        metrics = self.root / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+@asynccontextmanager
+async def supervised(spec: RoleSpec) -> AsyncIterator[tuple[RoleProcess, asyncio.Task[None]]]:
+    trainer = RoleProcess(spec)
+    running = asyncio.create_task(trainer.run())
+    try:
+        yield trainer, running
+    finally:
+        await trainer.stop()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def kill_rank(trainer: RoleProcess, rank: int) -> None:
+    assert trainer.pid is not None
+    for child in psutil.Process(trainer.pid).children(recursive=True):
+        if child.environ().get("RANK") == str(rank):
+            os.kill(child.pid, signal.SIGKILL)
+            return
+    raise AssertionError(f"no rank {rank}")
+
+
+async def until(condition: Callable[[], bool], running: asyncio.Task[None], log: Path) -> None:
+    async with asyncio.timeout(120):
+        while not condition():
+            assert not running.done(), log.read_text()[-4000:]
+            await asyncio.sleep(0.02)
+
+
+async def test_all_ranks_go_on_from_the_last_checkpoint_as_often_as_the_limit_says(
+    tmp_path: Path, tiny_model: str, redis_server: Any, reference: dict[str, Any]
+) -> None:
+    run = RankedRun(tmp_path, tiny_model, redis_server, f"ranks-{os.getpid()}", {**SETTINGS, "save_trajectories": 0})
+    spec = await run.spec()
+    async with run.worker(PAUSE_S):
+        async with supervised(spec) as (trainer, running):
+            await until(lambda: run.steps() >= 4, running, spec.log)
+            await kill_rank(trainer, 1)
+            killed_at = time.monotonic()
+            await until(lambda: trainer.restarts == 1, running, spec.log)
+            noticed_s = time.monotonic() - killed_at
+            before = run.steps()
+            await until(lambda: run.steps() > before, running, spec.log)
+            print(f"noticed after {noticed_s:.1f} s, training again after {time.monotonic() - killed_at:.1f} s")
+            await kill_rank(trainer, 0)
+            with pytest.raises(RoleFailed, match="1 restarts used up"):
+                await running
+        # A person looked at it and resumes the run.
+        async with supervised(spec) as (_, running):
+            await running
+    log = spec.log.read_text()
+    assert "restored" in log
+    assert "step_00000003" in log
+    assert run.steps() == STEPS
+    await run.check(reference, atol=GLOO_ROUNDING)

@@ -1,0 +1,26 @@
+import pytest
+
+from penstock.transfer_queue.evaluation import evaluation_lane, under_evaluation
+from penstock.transfer_queue.ledger import Status
+
+
+@pytest.mark.parametrize(
+    ("lanes", "busy"),
+    [
+        ({}, False),
+        ({"eval/4": {"queued": 1, "leased": 0, "done": 0}}, True),
+        ({"eval/4": {"queued": 0, "leased": 1, "done": 3}}, True),
+        ({"eval/4": {"queued": 0, "leased": 0, "done": 4}}, False),
+        ({"eval/3": {"queued": 1}}, True),
+        ({"eval/5": {"queued": 1}}, False),
+        ({"eval/5": {"queued": 1}, "eval/2": {"leased": 1}}, True),
+        ({"by hand": {"queued": 1}}, True),
+        ({"eval/best": {"queued": 1}}, True),
+    ],
+)
+def test_which_lanes_a_server_at_version_4_is_needed_by(lanes: dict[str, dict[str, int]], busy: bool) -> None:
+    assert under_evaluation(Status(9, 9, 9, {}, {}, 0, {}, {}, other_lanes=lanes), 4) == busy
+
+
+def test_a_lane_is_named_after_its_version() -> None:
+    assert evaluation_lane(12) == "eval/12"
