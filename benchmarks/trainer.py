@@ -10,10 +10,10 @@ trl                TRL's GRPOTrainer, from `scripts/setup-trl`; its answers are 
 One model, one batch of log-normal lengths, one update per step, on every side the same gradient (figure `grad_norm`).
 Each side is a process of its own; they train in turn, in changing order. A token counts once, padding never.
 
-Environment: PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_MODEL (16m; a name of `support.model.SIZES`), PENSTOCK_BENCH_DTYPE
-(float32), PENSTOCK_BENCH_THREADS (1), PENSTOCK_BENCH_ROWS (32), PENSTOCK_BENCH_MEAN_TOKENS (256), PENSTOCK_BENCH_SIGMA
-(1.0), PENSTOCK_BENCH_MICRO_ROWS (8), PENSTOCK_BENCH_MICRO_TOKENS (2048), PENSTOCK_BENCH_LENGTHS (128,512,2048),
-PENSTOCK_BENCH_SEGMENTS (1,2,4,8), PENSTOCK_BENCH_TRL (.venv-trl; empty leaves TRL out).
+Environment: PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_MODEL (9m; a name of `support.model.SIZES`),
+PENSTOCK_BENCH_DTYPE (float32), PENSTOCK_BENCH_THREADS (1), PENSTOCK_BENCH_ROWS (32), PENSTOCK_BENCH_MEAN_TOKENS (192),
+PENSTOCK_BENCH_SIGMA (1.0), PENSTOCK_BENCH_MICRO_ROWS (8), PENSTOCK_BENCH_MICRO_TOKENS (2048), PENSTOCK_BENCH_LENGTHS
+(128,512,2048), PENSTOCK_BENCH_SEGMENTS (1,2,4,8), PENSTOCK_BENCH_TRL (.venv-trl; empty leaves TRL out).
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Extent:
     def read(cls) -> Extent:
         return cls(
             rounds=int(_read("ROUNDS", "3")),
-            model=_read("MODEL", "16m"),
+            model=_read("MODEL", "9m"),
             dtype=_read("DTYPE", "float32"),
             threads=int(_read("THREADS", "1")),
             rows=int(_read("ROWS", "32")),
-            mean_tokens=float(_read("MEAN_TOKENS", "256")),
+            mean_tokens=float(_read("MEAN_TOKENS", "192")),
             sigma=float(_read("SIGMA", "1.0")),
             micro_rows=int(_read("MICRO_ROWS", "8")),
             micro_tokens=int(_read("MICRO_TOKENS", "2048")),
@@ -142,27 +142,28 @@ async def _sides(extent: Extent, model: str, stack: AsyncExitStack, setup: dict[
     settings = json.dumps({**told, "micro_rows": extent.micro_rows, "micro_tokens": extent.micro_tokens})
     env = {"OMP_NUM_THREADS": str(extent.threads), "MKL_NUM_THREADS": str(extent.threads)}
     names = ["packed", "padded", "padded_by_length"]
-    if (version := trl_version(Path(extent.trl))) is not None:
+    if version := trl_version(extent.trl):
         names.append("trl")
-    setup["trl"] = version or f"not in {extent.trl}: scripts/setup-trl"
+    setup["trl"] = version or f"not in {extent.trl or 'an empty name'}: scripts/setup-trl"
     sides = []
     for name in names:
-        own = {**env, "PYTHONPATH": _path_of(Path(extent.trl))} if name == "trl" else env
+        own = {**env, "PYTHONPATH": _path_of(extent.trl)} if name == "trl" else env
         child = await Child.module("benchmarks.support.trainer_child", name, settings, env=own)
         stack.push_async_callback(child.stop)
         sides.append(Side(name, child))
     return sides
 
 
-def trl_version(folder: Path) -> str | None:
+def trl_version(folder: str) -> str | None:
     """Of the TRL that `scripts/setup-trl` has put there; None without one."""
-    file = folder / "complete"
-    return next((line for line in file.read_text().split() if line.startswith("trl==")), "") if file.exists() else None
+    file = Path(folder) / "complete"
+    packages = file.read_text().split() if folder and file.exists() else []
+    return next((one for one in packages if one.startswith("trl==")), None)
 
 
-def _path_of(trl: Path) -> str:
+def _path_of(trl: str) -> str:
     """TRL last: torch, transformers and all that this environment has are those of the other sides."""
-    return os.pathsep.join([str(ROOT / "src"), str(ROOT), str(trl)])
+    return os.pathsep.join([str(ROOT / "src"), str(ROOT), trl])
 
 
 async def _compare(sides: Sequence[Side], extent: Extent) -> dict[str, Any]:

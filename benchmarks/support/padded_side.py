@@ -1,4 +1,4 @@
-"""What is written first over a transformers model: rows of a micro-batch padded to its longest, logits of all of them."""
+"""What is written first over a transformers model: rows of a micro-batch padded to its longest, logits of them all."""
 
 from __future__ import annotations
 

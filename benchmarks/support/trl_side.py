@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer, its own `train` loop with its own defaults; `rollout_func` hands it answers that are there already.
+"""TRL's GRPOTrainer, its own `train` loop and defaults; `rollout_func` hands it answers that are there already.
 
 main thread                     thread of trainer.train()
 step() ── go ────────────────►  on_step_begin: the clock starts
@@ -148,6 +148,8 @@ def _answers(rows: Sequence[int], work: Work) -> dict[str, Any]:
 
 def _tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     """Id i is the word ``t{i}``: TRL decodes every answer for its reward functions."""
-    backend = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t1"))
+    words = {f"t{number}": number for number in range(vocab)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="t1"))  # noqa: S106 - no password
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="t0", eos_token="t1", padding_side="left")
+    marks = {"pad_token": "t0", "eos_token": "t1"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **marks)
