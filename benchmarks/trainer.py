@@ -183,12 +183,13 @@ async def _compare(sides: Sequence[Side], extent: Extent) -> dict[str, Any]:
 
 
 async def _cell(side: Side, work: Work, first: Mapping[str, Any]) -> dict[str, Any]:
-    rates = [work.tokens / one["seconds"] for one in side.steps]
+    rates, on_core = ([work.tokens / one[name] for one in side.steps] for name in ("seconds", "cpu_s"))
     resident = sum(peaks_mb([side.child.pid]).values())
     peak = (await side.step(memory=True))["peak_bytes"]
     return {
         "tokens_per_s": round(median(rates), 1),
         "tokens_per_s_rounds": [round(rate, 1) for rate in rates],
+        "tokens_per_cpu_s_rounds": [round(rate, 1) for rate in on_core],
         "grad_norm": first["grad_norm"],
         "tokens_computed": first["tokens_computed"] or None,
         "step_peak_mb": round(peak / 1e6, 1),
@@ -203,31 +204,31 @@ async def _logprob_peaks(packed: Side) -> dict[str, float]:
 
 async def _shapes(packed: Side, extent: Extent, works: Mapping[int, Work]) -> dict[str, dict[str, float]]:
     """shape → figures: one unmeasured step, then rounds in which each shape has its turn."""
-    seconds: dict[int, list[float]] = {shape: [] for shape in works}
+    steps: dict[int, list[dict[str, Any]]] = {shape: [] for shape in works}
     for number in range(-1, extent.rounds):
         for shape in in_turn(list(works), number):
             await packed.load(works[shape])
-            took = (await packed.step())["seconds"]
+            took = await packed.step()
             if number >= 0:
-                seconds[shape].append(took)
-    return {
-        str(shape): {
-            "tokens": works[shape].tokens,
-            "episodes": works[shape].episodes,
-            "us_per_token": round(median(seconds[shape]) / works[shape].tokens * 1e6, 1),
-        }
-        for shape in works
+                steps[shape].append(took)
+    return {str(shape): _cost(works[shape], steps[shape]) for shape in works}
+
+
+def _cost(work: Work, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    per_token = {
+        name: round(median(step[clock] for step in steps) / work.tokens * 1e6, 1)
+        for name, clock in (("us_per_token", "seconds"), ("cpu_us_per_token", "cpu_s"))
     }
+    return {"tokens": work.tokens, "episodes": work.episodes, **per_token}
 
 
 def _ratios(figures: Mapping[str, Any]) -> dict[str, float | None]:
     """Each round's own ratio, then the median over the rounds; None: the side is not here."""
-    rounds = {name: cell["tokens_per_s_rounds"] for name, cell in figures["batch"]["sides"].items()}
     peaks, cells = figures["logprob_peak_mb"], figures["batch"]["sides"]
     ratios = {
-        "tokens_over_padded_loop": _over(rounds, "padded"),
-        "tokens_over_padded_loop_by_length": _over(rounds, "padded_by_length"),
-        "tokens_over_trl": _over(rounds, "trl"),
+        **_over(cells, "padded", "padded_loop"),
+        **_over(cells, "padded_by_length", "padded_loop_by_length"),
+        **_over(cells, "trl", "trl"),
         "logprob_peak_over_activations": round(peaks["in_tiles"] / peaks["layers"], 3),
         "all_logits_peak_over_activations": round(peaks["all_logits"] / peaks["layers"], 3),
         "peak_over_padded_loop": round(cells["packed"]["step_peak_mb"] / cells["padded"]["step_peak_mb"], 3),
@@ -235,13 +236,20 @@ def _ratios(figures: Mapping[str, Any]) -> dict[str, float | None]:
     return {**ratios, **_growth(figures["by_length"], "length"), **_growth(figures["by_segments"], "segments")}
 
 
-def _over(rounds: Mapping[str, Sequence[float]], other: str) -> float | None:
-    if other not in rounds:
-        return None
-    return round(median(mine / theirs for mine, theirs in zip(rounds["packed"], rounds[other], strict=True)), 3)
+def _over(cells: Mapping[str, Mapping[str, Any]], other: str, name: str) -> dict[str, float | None]:
+    """``tokens_over_NAME`` by the clock, ``cpu_tokens_over_NAME`` by time on a core: packed over another side."""
+    found: dict[str, float | None] = {}
+    for prefix, rounds in (("tokens", "tokens_per_s_rounds"), ("cpu_tokens", "tokens_per_cpu_s_rounds")):
+        pairs = zip(cells["packed"][rounds], cells[other][rounds], strict=True) if other in cells else ()
+        ratios = [mine / theirs for mine, theirs in pairs]
+        found[f"{prefix}_over_{name}"] = round(median(ratios), 3) if ratios else None
+    return found
 
 
 def _growth(cells: Mapping[str, Mapping[str, float]], name: str) -> dict[str, float]:
-    """Cost per token, of the last shape over the first."""
+    """Cost per token of the last shape over the first, by the clock and by time on a core."""
     first, *_, last = cells
-    return {f"cost_{name}_{last}_over_{first}": round(cells[last]["us_per_token"] / cells[first]["us_per_token"], 3)}
+    return {
+        f"{prefix}_{name}_{last}_over_{first}": round(cells[last][figure] / cells[first][figure], 3)
+        for prefix, figure in (("cost", "us_per_token"), ("cpu_cost", "cpu_us_per_token"))
+    }

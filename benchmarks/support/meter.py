@@ -20,6 +20,8 @@ class Meter:
     """
 
     seconds: float = 0.0
+    cpu_s: float = 0.0
+    """On a core, of all threads of this process: what a busy machine disturbs less"""
     peak_bytes: int = 0
 
     def __init__(self, *, memory: bool = False) -> None:
@@ -31,7 +33,7 @@ class Meter:
         if self._record is not None:
             self._record.begin()
         synchronise()
-        self._began = time.perf_counter()
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
         return self
 
     def __exit__(
@@ -39,6 +41,7 @@ class Meter:
     ) -> None:
         synchronise()
         self.seconds = time.perf_counter() - self._began
+        self.cpu_s = time.process_time() - self._cpu_began
         if self._record is not None:
             self.peak_bytes = self._record.end()
 

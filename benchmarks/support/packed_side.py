@@ -33,15 +33,13 @@ class PackedSide:
         self._engine = FSDPEngine(settings.model, self._config, self._ranks)
         self._learner = Learner(self._config, self._engine, self._ranks.data)
         self._batch: StepBatch | None = None
+        self._made_before: dict[Work, StepBatch] = {}
 
     def load(self, work: Work) -> None:
         """The engine that sampled is the trainer's own model: importance weights are 1, as they are on other sides."""
-        unscored = self._made(work, None)
-        packs = pack_rows(unscored.rows, self._settings.micro_tokens)
-        logprobs = np.zeros(sum(work.lengths), dtype=np.float32)
-        for pack, found in zip(packs, self._engine.score(packs), strict=True):
-            logprobs[pack.token.numpy()] = found.numpy()
-        self._batch = self._made(work, logprobs)
+        if work not in self._made_before:
+            self._made_before[work] = self._scored(work)
+        self._batch = self._made_before[work]
 
     def step(self, *, memory: bool = False) -> Done:
         assert self._batch is not None
@@ -51,7 +49,7 @@ class PackedSide:
             metrics = self._learner.update(self._batch, scored, advantages)
         if metrics["updates"] != 1:
             raise ArithmeticError(f"the update was skipped: {metrics}")
-        return Done(meter.seconds, metrics["grad_norm"], meter.peak_bytes, metrics["tokens"])
+        return Done(meter.seconds, meter.cpu_s, metrics["grad_norm"], meter.peak_bytes, metrics["tokens"])
 
     def logprob_peaks(self) -> dict[str, int]:
         """Bytes of one forward and backward over the largest pack: of the layers alone, of everything, and of
@@ -69,6 +67,14 @@ class PackedSide:
 
     def close(self) -> None:
         self._ranks.close()
+
+    def _scored(self, work: Work) -> StepBatch:
+        unscored = self._made(work, None)
+        packs = pack_rows(unscored.rows, self._settings.micro_tokens)
+        logprobs = np.zeros(sum(work.lengths), dtype=np.float32)
+        for pack, found in zip(packs, self._engine.score(packs), strict=True):
+            logprobs[pack.token.numpy()] = found.numpy()
+        return self._made(work, logprobs)
 
     def _made(self, work: Work, logprobs: Any) -> StepBatch:
         groups = _trajectories(work, logprobs)

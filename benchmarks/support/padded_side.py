@@ -46,7 +46,7 @@ class PaddedSide:
             norm = nn.utils.clip_grad_norm_(self._model.parameters(), train_side.MAX_GRAD_NORM)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        return Done(meter.seconds, float(norm), meter.peak_bytes, computed)
+        return Done(meter.seconds, meter.cpu_s, float(norm), meter.peak_bytes, computed)
 
     def close(self) -> None:
         """Nothing is held outside of this process."""

@@ -32,6 +32,8 @@ class Done:
     """One optimizer step over the whole batch."""
 
     seconds: float
+    cpu_s: float
+    """On a core, all threads"""
     grad_norm: float
     """Before clipping. Equal on all sides in the first step: they compute the same."""
     peak_bytes: int = 0

@@ -81,7 +81,8 @@ class _Clock(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs and "grad_norm" in logs:
-            self.answers.put(Done(self._meter.seconds, logs["grad_norm"], self._meter.peak_bytes))
+            meter = self._meter
+            self.answers.put(Done(meter.seconds, meter.cpu_s, logs["grad_norm"], meter.peak_bytes))
 
 
 def _trainer(settings: Settings, work: Work, clock: _Clock) -> GRPOTrainer:

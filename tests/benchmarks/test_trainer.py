@@ -75,7 +75,7 @@ def _check(measured: dict[str, Any], sides: list[str]) -> None:
     for cell in cells.values():
         # The promise under every ratio: one batch, one loss, one gradient.
         assert cell["grad_norm"] == pytest.approx(cells["packed"]["grad_norm"], rel=1e-4)
-        assert len(cell["tokens_per_s_rounds"]) == 2
+        assert len(cell["tokens_per_s_rounds"]) == len(cell["tokens_per_cpu_s_rounds"]) == 2
         assert cell["step_peak_mb"] > 0
     assert cells["packed"]["tokens_computed"] == batch["tokens"]
     assert cells["padded"]["tokens_computed"] > cells["padded_by_length"]["tokens_computed"] > batch["tokens"]
@@ -89,12 +89,11 @@ def _check(measured: dict[str, Any], sides: list[str]) -> None:
         assert tuple(found) == shapes
         first, last = (found[shape] for shape in shapes)
         assert first["tokens"] == last["tokens"]
-        assert ratios[f"cost_{name}_{shapes[1]}_over_{shapes[0]}"] == round(
-            last["us_per_token"] / first["us_per_token"], 3
-        )
-    assert (
-        measured["figures"]["by_segments"]["2"]["episodes"] == measured["figures"]["by_segments"]["1"]["episodes"] / 2
-    )
+        growth = f"{name}_{shapes[1]}_over_{shapes[0]}"
+        assert ratios[f"cost_{growth}"] == round(last["us_per_token"] / first["us_per_token"], 3)
+        assert ratios[f"cpu_cost_{growth}"] == round(last["cpu_us_per_token"] / first["cpu_us_per_token"], 3)
+    one, two = (measured["figures"]["by_segments"][segments]["episodes"] for segments in ("1", "2"))
+    assert one == 2 * two
 
 
 def _over(measured: dict[str, Any], other: str) -> float:
