@@ -31,8 +31,10 @@ class Flops:
     learns_all: bool
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, learns_all: bool) -> Flops:
-        """Before the model is sharded."""
+    def of(cls, model: PreTrainedModel, *, learns_all: bool) -> Flops | None:
+        """Before the model is sharded. None for a mixture of experts: a token goes through a part of its weights."""
+        if any(parameter.dim() == 3 for parameter in model.parameters()):  # all experts of a layer, stacked
+            return None
         config, head = model.config.get_text_config(), model.get_output_embeddings()
         body = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
         heads = config.num_attention_heads

@@ -39,8 +39,8 @@ class Adapter:
     """The low-rank matrices in a model. Where weights are sharded, what gives tensors out is a collective."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig) -> None:
-        """Puts them into `model`, in place. Raises `ValueError` where no module has one of the target names, and
-        `ImportError` where peft is not installed."""
+        """Puts them into `model`, in place. Raises `ValueError` where no module has one of the target names, or where
+        embedding or head has one, and `ImportError` where peft is not installed."""
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
@@ -54,9 +54,17 @@ class Adapter:
             inject_adapter_in_model(self._settings, model, NAME)
         model.requires_grad_(False)
         self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
+        self._refuse_vocabulary(model)
         for layer in self._layers.values():
             for side in (layer.lora_A, layer.lora_B):
                 side[NAME].requires_grad_(True)
+
+    def _refuse_vocabulary(self, model: PreTrainedModel) -> None:
+        """Logprobs are computed from the head's own weight; an adapter beside it would learn nothing."""
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        found = [name for name, layer in self._layers.items() if any(layer is end for end in ends)]
+        if found:
+            raise ValueError(f"trainer.lora.targets has {found[0]}: embedding and head get no low-rank matrices here")
 
     def lower_base(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         """Keep what does not learn in `dtype`, in place. Before the model is sharded."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -44,7 +44,13 @@ class Sharded:
     @torch.no_grad()
     def score(self, packs: Sequence[Pack]) -> list[Any]:
         """What the module says of each pack, without gradient."""
-        return [self.module(pack.to(self._ranks.device)) for pack in self._in_step(packs)][: len(packs)]
+        found = [self.module(pack.to(self._ranks.device)) for pack in self._in_step(packs)][: len(packs)]
+        # Where there is one shard only, a forward leaves the weights as it computed with them, in bfloat16 under that
+        # dtype: who then reads them must find the masters.
+        for part in self.module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+        return found
 
     def freeze(self) -> Sharded:
         self.module.requires_grad_(False)

@@ -1,19 +1,24 @@
-"""A rank of one whole learner, started by torchrun: parallel_ranks.py FOLDER MODEL SETTINGS.
+"""Ranks of whole learners, started by torchrun: parallel_ranks.py FOLDER MODEL CASES.
 
-SETTINGS is JSON: `config` of the trainer, `steps` to train from the start or, with `resume`, from the checkpoint in
-FOLDER. Rank 0 leaves losses, gradient norms and all weights; every rank its share of a checkpoint.
+CASES is JSON: name → `config` of the trainer, `steps` to train from the start or, with `resume`, from the checkpoint in
+FOLDER/name. Rank 0 leaves losses, gradient norms and all weights there; every rank its share of a checkpoint, and the
+names of the threads it ends with. Two ranks go through `two_ranks_traps` as well: starting them is what takes time.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import two_ranks_traps
 from safetensors.torch import save_file
 from trainer_support import make_trajectory
+from two_ranks_bad import write_threads
 
 from penstock.trainer.batch import make_step_batch, share_of
 from penstock.trainer.checkpoint import CheckpointStore, begin_save, load
@@ -38,31 +43,46 @@ def train_step(learner: Learner, engine: FSDPEngine, ranks: Ranks, step: int) ->
     return learner.update(made, scored, learner.advantages(made, scored))
 
 
-def run(folder: Path, model: str, settings: dict[str, Any]) -> None:
-    config = TrainerConfig(**{"lr": 1e-3, "eps": 1e-4, "micro_batch_tokens": 64, **settings["config"]})
-    ranks = Ranks.open(120.0, config.parallel.layout)
-    try:
-        engine = FSDPEngine(model, config, ranks)
-        learner = Learner(config, engine, ranks.data)
-        store, first = CheckpointStore(folder / "checkpoints", keep=2), 0
+def run(everyone: Ranks, folder: Path, model: str, case: Mapping[str, Any]) -> None:
+    config = TrainerConfig(**{"lr": 1e-3, "eps": 1e-4, "micro_batch_tokens": 64, **case["config"]})
+    ranks = Ranks(everyone.device, everyone.background, config.parallel.layout, everyone.timeout)
+    engine = FSDPEngine(model, config, ranks)
+    learner = Learner(config, engine, ranks.data)
+    store, first = CheckpointStore(folder / "checkpoints", keep=2), 0
+    if ranks.first:
         store.open()
-        if settings.get("resume"):
-            found = store.newest()
-            assert found is not None
-            load(engine, ranks, found)
-            first = found.step
-        lines = [train_step(learner, engine, ranks, first + step) for step in range(settings["steps"])]
-        done = first + settings["steps"]
-        begin_save(engine, ranks, store.unfinished(done)).result(timeout=60)
-        weights = {name: tensor.contiguous() for name, tensor in engine.weights(torch.float32)}
-        if ranks.first:
-            store.seal(done, DataCursor(), ranks.world, {})
-            save_file(weights, folder / f"weights_{done}.safetensors")
-            (folder / f"metrics_{done}.json").write_text(json.dumps(lines))
+    if case.get("resume"):
+        found = store.newest()
+        assert found is not None
+        load(engine, ranks, found)
+        first = found.step
+    lines = [train_step(learner, engine, ranks, first + step) for step in range(case["steps"])]
+    leave(folder, store, engine, ranks, first + case["steps"], lines)
+
+
+def leave(
+    folder: Path, store: CheckpointStore, engine: FSDPEngine, ranks: Ranks, done: int, lines: list[dict[str, Any]]
+) -> None:
+    begin_save(engine, ranks, store.unfinished(done)).result(timeout=60)
+    weights = {name: tensor.contiguous() for name, tensor in engine.weights(torch.float32)}
+    if ranks.first:
+        store.seal(done, DataCursor(), ranks.world, {})
+        save_file(weights, folder / f"weights_{done}.safetensors")
+        (folder / f"metrics_{done}.json").write_text(json.dumps(lines))
+
+
+def main(folder: Path, model: str, cases: Mapping[str, Any]) -> None:
+    atexit.register(write_threads, folder)  # before the trainer registers anything: the last to be called
+    everyone = Ranks.open(120.0)
+    try:
+        for name, case in cases.items():
+            run(everyone, folder / name, model, case)
+        if everyone.world == 2:
+            two_ranks_traps.check(everyone, folder, model)
     finally:
-        ranks.close()
+        everyone.close()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))

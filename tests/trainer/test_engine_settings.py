@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from tests.tiny_model import save_tiny_model  # noqa: E402
 from trainer_support import one_pack, peak_bytes  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from penstock.trainer import sharded  # noqa: E402
 from penstock.trainer.config import TrainerConfig  # noqa: E402
@@ -55,11 +56,12 @@ def test_bfloat16_has_masters_and_moments_in_float32(tiny_model: str, ranks: Ran
 
 
 def test_a_small_change_is_not_lost_in_bfloat16(tiny_model: str, ranks: Ranks) -> None:
-    """An update far below bfloat16's spacing is in the published float32 weights."""
+    """An update far below bfloat16's spacing is in the published float32 weights, also after scoring with them."""
     config = TrainerConfig(lr=1e-6, dtype="bfloat16")
     engine, pack = FSDPEngine(tiny_model, config, ranks), one_pack(60, vocab=64)
     before = dict(engine.weights(torch.float32))
     engine.update([pack], lambda pack, outputs: -outputs.logprobs.sum(), 52.0, 0)
+    engine.score([pack])
     name = "model.layers.0.mlp.up_proj.weight"
     change = (dict(engine.weights(torch.float32))[name] - before[name]).abs()
     assert 0 < float(change.max()) < 1e-5
@@ -81,11 +83,18 @@ def test_recomputed_activations_need_less_memory(tmp_path: Path) -> None:
 def test_flops_by_hand(tmp_path: Path) -> None:
     """Hidden 32, 2 layers: q 32·32, k and v 32·16 each, o 32·32, three of 32·64; the head 64·32."""
     model = load_policy(save_tiny_model(tmp_path), 1.0).model
-    found = Flops.of(model, learns_all=True)
+    found, lora = Flops.of(model, learns_all=True), Flops.of(model, learns_all=False)
+    assert found is not None
+    assert lora is not None
     body = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64)
     assert (found.body, found.head, found.attention) == (body, 64 * 32, 2 * 4 * 8)
     assert found.of_update(10, 4, 10 * 10) == 3 * 2 * (body * 10 + 64 * 32 * 4 + 64 * 100)
-    assert Flops.of(model, learns_all=False).of_update(10, 4, 100) == pytest.approx(found.of_update(10, 4, 100) * 2 / 3)
+    assert lora.of_update(10, 4, 100) == pytest.approx(found.of_update(10, 4, 100) * 2 / 3)
+
+
+def test_a_mixture_of_experts_is_not_counted_as_if_every_token_met_them_all(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path, "Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    assert Flops.of(AutoModelForCausalLM.from_pretrained(model), learns_all=True) is None
 
 
 def test_an_unknown_device_has_no_peak_unless_it_is_told() -> None:

@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from penstock.rollout_server.weights import Merger, read_verified  # noqa: E402
 from penstock.trainer.checkpoint import CheckpointStore, load  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
+from penstock.trainer.config import LoraConfig, TrainerConfig  # noqa: E402
 from penstock.trainer.engine import FSDPEngine  # noqa: E402
 from penstock.trainer.loop import train  # noqa: E402
+from penstock.trainer.lora import Adapter  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -54,6 +55,13 @@ def test_before_training_it_is_the_model_and_only_matrices_learn(tiny_model: str
     assert all(name.endswith("_proj.weight") for name in names)
     assert len(engine.optimizer.state) == 2 * MATRICES, "no moments of anything else"
     assert not changed(given, dict(engine.weights(torch.float32, with_adapter=False)))
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_embedding_and_head_get_no_matrices(name: str, tiny_model: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with pytest.raises(ValueError, match=rf"trainer\.lora\.targets has (model\.)?{name}: embedding and head"):
+        Adapter(model, LoraConfig(rank=4, targets=("q_proj", name)))
 
 
 def test_in_bfloat16_only_the_matrices_have_masters(tmp_path: Path, ranks: Ranks) -> None:

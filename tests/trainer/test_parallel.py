@@ -11,29 +11,43 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import parallel_ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from test_ranks import torchrun  # noqa: E402
 from tests.tiny_model import save_tiny_model  # noqa: E402
 from trainer_support import make_job  # noqa: E402
 
 from penstock.trainer.job import BadJob, check_job  # noqa: E402
+from penstock.trainer.ranks import Ranks  # noqa: E402
 from penstock.trainer.tensor_parallel import CannotSplit, plan_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CRITIC = {"advantage": "gae", "critic": {"lr": 1e-2}, "entropy_bonus": 0.01, "kl": {"in_loss": 0.01}}
 LORA = {"lora": {"rank": 4}, "kl": {"in_loss": 0.01}}
-LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "FSDP": (4, {}, {}),
-    "FSDP x TP": (4, {"tensor": 2}, {}),
-    "FSDP x CP, everything": (4, {"context": 2}, CRITIC),
-    "CP x TP, everything": (4, {"context": 2, "tensor": 2}, CRITIC),
-    "TP, LoRA": (2, {"tensor": 2}, LORA),
+FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "FSDP": ({}, {}),
+    "FSDP x TP": ({"tensor": 2}, {}),
+    "FSDP x CP, everything": ({"context": 2}, CRITIC),
+    "CP x TP, everything": ({"context": 2, "tensor": 2}, CRITIC),
 }
+TWO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "FSDP, everything": ({}, CRITIC),
+    "TP, LoRA": ({"tensor": 2}, LORA),
+    "CP": ({"context": 2}, {}),
+}
+"""By number of ranks: layout, other settings."""
+RESUMED = "one saved, TP goes on"
 
 
-def run(folder: Path, model: str, settings: dict[str, Any], ranks: int) -> None:
-    folder.mkdir(exist_ok=True)
-    torchrun(folder, model, settings, ranks=ranks, name="parallel_ranks.py")
+def launch(folder: Path, model: str, ranks: int, cases: dict[str, Any]) -> Path:
+    torchrun(folder, model, cases, ranks=ranks, name="parallel_ranks.py")
+    return folder
+
+
+def cases_of(layouts: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    return {
+        name: {"config": {**config, "parallel": parallel}, "steps": 2} for name, (parallel, config) in layouts.items()
+    }
 
 
 def metrics(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -57,43 +71,81 @@ def assert_same(one: Path, other: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict[str, Path]:
-    """What one process gives: two steps of each kind of training, three of the plain one."""
-    folders = {}
-    for name, config in {"{}": {}, str(CRITIC): CRITIC, str(LORA): LORA}.items():
-        folders[name] = tmp_path_factory.mktemp("alone")
-        run(folders[name], tiny_model, {"config": config, "steps": 2}, 1)
-    plain = folders["{}"]
-    run(plain, tiny_model, {"config": {}, "steps": 1, "resume": True}, 1)
+    """What one process gives: two steps of each kind of training, and the plain one's third from its checkpoint."""
+    cases = [{"config": config, "steps": 2} for config in ({}, CRITIC, LORA)]
+    folders = {str(case["config"]): tmp_path_factory.mktemp("alone") for case in cases}
+    ranks, threads = Ranks.open(timeout_s=30), torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have
+    try:
+        for case in cases:
+            parallel_ranks.run(ranks, folders[str(case["config"])], tiny_model, case)
+        parallel_ranks.run(ranks, folders["{}"], tiny_model, {"config": {}, "steps": 1, "resume": True})
+    finally:
+        torch.set_num_threads(threads)
+        ranks.close()
     return folders
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_gives_one_process_results(
-    layout: str, alone: dict[str, Path], tmp_path: Path, tiny_model: str
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
+    return launch(tmp_path_factory.mktemp("four"), tiny_model, 4, cases_of(FOUR))
+
+
+@pytest.fixture(scope="module")
+def two(alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    copy_checkpoint(alone["{}"], folder / RESUMED)
+    resumed = {"config": {"parallel": {"tensor": 2}}, "steps": 1, "resume": True}
+    return launch(folder, tiny_model, 2, {**cases_of(TWO), RESUMED: resumed})
+
+
+def copy_checkpoint(run: Path, other: Path) -> None:
+    """That of step 2."""
+    shutil.copytree(run / "checkpoints" / "step_00000002", other / "checkpoints" / "step_00000002")
+
+
+@pytest.mark.parametrize("layout", FOUR)
+def test_four_ranks_give_one_process_results(layout: str, alone: dict[str, Path], four: Path) -> None:
+    _, config = FOUR[layout]
+    assert_same(alone[str(config)], four / layout, 2)
+
+
+@pytest.mark.parametrize("layout", TWO)
+def test_two_ranks_give_one_process_results(layout: str, alone: dict[str, Path], two: Path) -> None:
+    _, config = TWO[layout]
+    assert_same(alone[str(config)], two / layout, 2)
+
+
+def test_the_loss_has_the_same_bits_with_other_rows_on_other_ranks_in_other_packs(
+    alone: dict[str, Path], four: Path
 ) -> None:
-    ranks, parallel, config = LAYOUTS[layout]
-    run(tmp_path, tiny_model, {"config": {**config, "parallel": parallel}, "steps": 2}, ranks)
-    assert_same(alone[str(config)], tmp_path, 2)
-    if not parallel:
-        first = [metrics(folder, 2)[0]["loss"] for folder in (alone[str(config)], tmp_path)]
-        assert first[0] == first[1], "to the bit: other rows on other ranks, in other packs"
+    assert metrics(four / "FSDP", 2)[0]["loss"] == metrics(alone["{}"], 2)[0]["loss"]
 
 
-def test_another_layout_goes_on_where_a_checkpoint_stands(
-    alone: dict[str, Path], tmp_path: Path, tiny_model: str
+def test_split_matrices_go_on_where_one_process_saved(alone: dict[str, Path], two: Path) -> None:
+    assert_same(alone["{}"], two / RESUMED, 3)
+
+
+@pytest.mark.parametrize("layout", ["FSDP", "FSDP x TP"])
+def test_one_process_goes_on_where_four_ranks_saved(
+    layout: str, alone: dict[str, Path], four: Path, tmp_path: Path, tiny_model: str, ranks: Ranks
 ) -> None:
-    """One process saved after two steps; two ranks with split matrices train the third, one process the fourth."""
-    one = alone["{}"]
-    shutil.copytree(one / "checkpoints" / "step_00000002", tmp_path / "checkpoints" / "step_00000002")
-    run(tmp_path, tiny_model, {"config": {"parallel": {"tensor": 2}}, "steps": 1, "resume": True}, 2)
-    assert_same(one, tmp_path, 3)
+    copy_checkpoint(four / layout, tmp_path)
+    parallel_ranks.run(ranks, tmp_path, tiny_model, {"config": {}, "steps": 1, "resume": True})
+    assert_same(alone["{}"], tmp_path, 3)
 
 
-def test_what_is_silently_wrong_over_gloo_is_right(tmp_path: Path, tiny_model: str) -> None:
-    torchrun(tmp_path, tiny_model, "", name="two_ranks_traps.py")
-    lines = [line for rank in range(2) for line in (tmp_path / f"checked_{rank}").read_text().splitlines()]
+def test_what_is_silently_wrong_over_gloo_is_right(two: Path) -> None:
+    lines = [line for rank in range(2) for line in (two / f"checked_{rank}").read_text().splitlines()]
     assert len(lines) == 14
     assert not [line for line in lines if not line.endswith("ok")]
+
+
+@pytest.mark.parametrize(("launched", "ranks"), [("two", 2), ("four", 4)])
+def test_no_thread_of_gloo_outlives_its_groups(launched: str, ranks: int, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(launched)
+    threads = [(folder / f"threads_{rank}").read_text() for rank in range(ranks)]
+    assert not any("gloo" in names for names in threads), "one of them could abort the ending interpreter"
 
 
 @pytest.mark.parametrize(

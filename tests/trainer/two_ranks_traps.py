@@ -1,11 +1,10 @@
-"""What is silently wrong over gloo when done in the obvious way, on each of two ranks: two_ranks_traps.py FOLDER MODEL.
+"""What is silently wrong over gloo when done in the obvious way: checks for each of two ranks (`parallel_ranks`).
 
-Every check compares with one process that has everything; a rank writes the names of those that failed.
+Every check compares with one process that has everything; a rank writes how far each was off.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -128,8 +127,8 @@ def a_model_in_two_parts(model: str) -> list[tuple[Tensor, Tensor]]:
     return [(p.grad.full_tensor(), expected[name].grad) for name, p in two.named_parameters()]
 
 
-def main(folder: Path, model: str) -> None:
-    ranks = Ranks.open(120.0, Layout(context=2))
+def check(everyone: Ranks, folder: Path, model: str) -> None:
+    ranks = Ranks(everyone.device, everyone.background, Layout(context=2), everyone.timeout)
     context = ranks.mesh.context
     assert context is not None
     checks: dict[str, Callable[[], list[tuple[Tensor, Tensor]]]] = {
@@ -142,15 +141,9 @@ def main(folder: Path, model: str) -> None:
         "model": lambda: a_model_in_two_parts(model),
     }
     lines = []
-    for name, check in checks.items():
+    for name, made in checks.items():
         # Every check's collectives are done before any of its results is looked at: ranks stay in step.
-        pairs = check()
+        pairs = made()
         errors = [float((found.detach() - expected.detach()).abs().max()) for found, expected in pairs]
         lines.append(f"{name}: {max(errors):.1e} {'ok' if max(errors) < 1e-5 else 'WRONG'}")
     (folder / f"checked_{ranks.rank}").write_text("\n".join(lines))
-    ranks.close()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2])
