@@ -11,7 +11,7 @@ One model, one batch of log-normal lengths, one update per step, on every side t
 Each side is a process of its own; they train in turn, in changing order. A token counts once, padding never.
 
 Environment: PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_MODEL (9m; a name of `support.model.SIZES`),
-PENSTOCK_BENCH_DTYPE (float32), PENSTOCK_BENCH_THREADS (1), PENSTOCK_BENCH_ROWS (32), PENSTOCK_BENCH_MEAN_TOKENS (192),
+PENSTOCK_BENCH_DTYPE (float32), PENSTOCK_BENCH_THREADS (1), PENSTOCK_BENCH_ROWS (32), PENSTOCK_BENCH_MEAN_TOKENS (128),
 PENSTOCK_BENCH_SIGMA (1.0), PENSTOCK_BENCH_MICRO_ROWS (8), PENSTOCK_BENCH_MICRO_TOKENS (2048), PENSTOCK_BENCH_LENGTHS
 (128,512,2048), PENSTOCK_BENCH_SEGMENTS (1,2,4,8), PENSTOCK_BENCH_TRL (.venv-trl; empty leaves TRL out).
 """
@@ -69,7 +69,7 @@ class Extent:
             dtype=_read("DTYPE", "float32"),
             threads=int(_read("THREADS", "1")),
             rows=int(_read("ROWS", "32")),
-            mean_tokens=float(_read("MEAN_TOKENS", "192")),
+            mean_tokens=float(_read("MEAN_TOKENS", "128")),
             sigma=float(_read("SIGMA", "1.0")),
             micro_rows=int(_read("MICRO_ROWS", "8")),
             micro_tokens=int(_read("MICRO_TOKENS", "2048")),
