@@ -33,6 +33,11 @@ class Mesh:
             return init_device_mesh(device_type, (self.size,), mesh_dim_names=("shards",))
         return init_device_mesh(device_type, (self.size, self._tensor_size), mesh_dim_names=("shards", "tensor"))
 
+    def close(self) -> None:
+        """Let go of the groups. DTensor's caches keep every device mesh as long as the process lives, and a mesh keeps
+        its groups: their threads could abort the ending interpreter."""
+        getattr(self._whole, "_pg_registry", {}).clear()
+
     @property
     def shards(self) -> DeviceMesh:
         return self._whole if self._tensor_size == 1 else self._whole["shards"]

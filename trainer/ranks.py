@@ -77,6 +77,8 @@ class Ranks:
         return Mesh(self.layout, self.device.type, self.timeout)
 
     def close(self) -> None:
+        if "mesh" in self.__dict__:
+            self.mesh.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 

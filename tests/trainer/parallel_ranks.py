@@ -1,14 +1,19 @@
-"""Ranks of whole learners, started by torchrun: parallel_ranks.py FOLDER MODEL CASES.
+"""Ranks of whole learners on this machine: parallel_ranks.py RANKS FOLDER MODEL CASES.
 
 CASES is JSON: name → `config` of the trainer, `steps` to train from the start or, with `resume`, from the checkpoint in
 FOLDER/name. Rank 0 leaves losses, gradient norms and all weights there; every rank its share of a checkpoint, and the
-names of the threads it ends with. Two ranks go through `two_ranks_traps` as well: starting them is what takes time.
+names of the threads it ends with. Two ranks go through `two_ranks_traps` as well.
+
+Ranks are forked once everything is imported, since importing it takes each of them longer than all the cases do.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import os
+import signal
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,6 +63,7 @@ def run(everyone: Ranks, folder: Path, model: str, case: Mapping[str, Any]) -> N
         first = found.step
     lines = [train_step(learner, engine, ranks, first + step) for step in range(case["steps"])]
     leave(folder, store, engine, ranks, first + case["steps"], lines)
+    ranks.mesh.close()
 
 
 def leave(
@@ -83,6 +89,37 @@ def main(folder: Path, model: str, cases: Mapping[str, Any]) -> None:
         everyone.close()
 
 
+def become_ranks(count: int) -> bool:
+    """Forks `count` ranks with the environment that torchrun gives. True in each of them; False in this process, when
+    all have ended. Raises `ChildProcessError` as soon as one fails, and ends the others."""
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a lock held by another thread would stay held for ever"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]), "WORLD_SIZE": str(count)}
+    running: set[int] = set()
+    for rank in range(count):
+        pid = os.fork()
+        if not pid:
+            os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank))
+            return True
+        running.add(pid)
+    wait_for(running)
+    return False
+
+
+def wait_for(running: set[int]) -> None:
+    try:
+        while running:
+            pid, status = os.wait()
+            running.discard(pid)
+            if status:
+                raise ChildProcessError(f"a rank ended with {os.waitstatus_to_exitcode(status)}")
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))
+    if become_ranks(int(sys.argv[1])):
+        main(Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4]))

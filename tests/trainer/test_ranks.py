@@ -29,6 +29,8 @@ from penstock.trainer.replay import replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
+"""Of a rank."""
 
 
 def torchrun(
@@ -37,9 +39,8 @@ def torchrun(
     given = settings if isinstance(settings, str) else json.dumps(settings)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     program = [str(HERE / name), str(folder), model, given]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
     done = subprocess.run(
-        [*command, *program], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [*command, *program], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -109,6 +110,13 @@ def endings(folder: Path, model: str, case: str) -> list[str]:
     return [(folder / f"ended_{rank}").read_text() for rank in range(2)]
 
 
+def threads_of_gloo(folder: Path) -> list[str]:
+    """Of all ranks, at their very end."""
+    lists = [path.read_text() for path in folder.glob("threads_*")]
+    assert lists
+    return [name for names in lists for name in names.split("\n") if "gloo" in name]
+
+
 def test_a_nan_on_one_rank_is_skipped_on_both_kept_and_stops_both(tmp_path: Path) -> None:
     """Only rank 1 has the token whose embedding is NaN. Nobody waits for anybody; the dump has both ranks' rows."""
     folder, model = tmp_path / "run", poisoned(tmp_path / "model")
@@ -138,8 +146,7 @@ def test_what_one_rank_refuses_ends_both_with_its_cause(
     first, second = endings(tmp_path, tiny_model, case)
     assert first == second
     assert first.startswith(f"BadBatch: episode train/0000/00000001#0{message}")
-    threads = [(tmp_path / f"threads_{rank}").read_text() for rank in range(2)]
-    assert not any("gloo" in names for names in threads), "one of them could abort the ending interpreter"
+    assert not threads_of_gloo(tmp_path), "one of them could abort the ending interpreter"
 
 
 def test_groups_that_ranks_cannot_share_evenly_give_one_ranks_results(tmp_path: Path, tiny_model: str) -> None:
@@ -148,6 +155,7 @@ def test_groups_that_ranks_cannot_share_evenly_give_one_ranks_results(tmp_path: 
     one.mkdir()
     asyncio.run(train(job_of("uneven", one, tiny_model)))
     assert endings(two, tiny_model, "uneven") == ["trained", "trained"]
+    assert not threads_of_gloo(two), "after a sound run neither"
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)

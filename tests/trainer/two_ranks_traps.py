@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from trainer_support import one_pack
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +21,7 @@ from penstock.trainer.attention import packed_attention
 from penstock.trainer.context import Context, _Exchange
 from penstock.trainer.layout import Layout
 from penstock.trainer.logprobs import Head, token_logprobs
+from penstock.trainer.mesh import Mesh
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.tensor_parallel import plan_of, split_over
 
@@ -106,7 +107,7 @@ def a_head_in_two_parts(group: dist.ProcessGroup, rank: int) -> list[tuple[Tenso
     return list(zip(found, [*expected, of_weight[own]], strict=True))
 
 
-def a_model_in_two_parts(model: str) -> list[tuple[Tensor, Tensor]]:
+def a_model_in_two_parts(model: str, mesh: DeviceMesh) -> list[tuple[Tensor, Tensor]]:
     """Gradients of every weight; q_norm and k_norm see one rank's heads, and are in the plan."""
 
     class Owner(torch.nn.Module):
@@ -115,7 +116,6 @@ def a_model_in_two_parts(model: str) -> list[tuple[Tensor, Tensor]]:
             self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     one, two = Owner(), Owner()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     norms = [style for name, style in plan_of(two.model, 2).items() if name.endswith(("q_norm", "k_norm"))]
     assert norms == ["replicated_with_grad_allreduce"] * 4
     split_over(two, mesh)
@@ -128,9 +128,10 @@ def a_model_in_two_parts(model: str) -> list[tuple[Tensor, Tensor]]:
 
 
 def check(everyone: Ranks, folder: Path, model: str) -> None:
-    ranks = Ranks(everyone.device, everyone.background, Layout(context=2), everyone.timeout)
-    context = ranks.mesh.context
+    meshes = [Mesh(layout, "cpu", everyone.timeout) for layout in (Layout(context=2), Layout(tensor=2))]
+    context, tensor = meshes[0].context, meshes[1].tensor
     assert context is not None
+    assert tensor is not None
     checks: dict[str, Callable[[], list[tuple[Tensor, Tensor]]]] = {
         "exchange": lambda: an_exchange_takes_a_permuted_gradient(context),
         "attention": lambda: attention_over_shared_tokens(context, 2),
@@ -138,7 +139,7 @@ def check(everyone: Ranks, folder: Path, model: str) -> None:
         "join": lambda: a_joined_result_has_each_ranks_own_gradient(context),
         "parts": lambda: parts_of_a_pack(context),
         "head": lambda: a_head_in_two_parts(context.group, context.rank),
-        "model": lambda: a_model_in_two_parts(model),
+        "model": lambda: a_model_in_two_parts(model, tensor),
     }
     lines = []
     for name, made in checks.items():
@@ -146,4 +147,6 @@ def check(everyone: Ranks, folder: Path, model: str) -> None:
         pairs = made()
         errors = [float((found.detach() - expected.detach()).abs().max()) for found, expected in pairs]
         lines.append(f"{name}: {max(errors):.1e} {'ok' if max(errors) < 1e-5 else 'WRONG'}")
-    (folder / f"checked_{ranks.rank}").write_text("\n".join(lines))
+    (folder / f"checked_{everyone.rank}").write_text("\n".join(lines))
+    for mesh in meshes:
+        mesh.close()
