@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[2]))  # for benchmarks.support: what memory is, is measured in one place
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.tiny_model import save_tiny_model  # noqa: E402
-from trainer_support import one_pack, peak_bytes  # noqa: E402
+from trainer_support import one_pack  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from benchmarks.support.meter import peak_bytes  # noqa: E402
 from penstock.trainer import sharded  # noqa: E402
 from penstock.trainer.config import TrainerConfig  # noqa: E402
 from penstock.trainer.engine import FSDPEngine  # noqa: E402

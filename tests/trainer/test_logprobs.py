@@ -9,8 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import peak_bytes  # noqa: E402
-
+from benchmarks.support.meter import peak_bytes  # noqa: E402
 from penstock.trainer import logprobs  # noqa: E402
 from penstock.trainer.logprobs import Head, token_logprobs  # noqa: E402
 

@@ -333,23 +333,3 @@ def one_pack(tokens: int, vocab: int) -> Any:
     limits, half = ModelLimits(context=tokens, vocab=vocab), tokens // 2
     made = [make_segment(rng, 0, prompt=8, response=half - 8) for _ in range(2)]
     return join_rows([make_row(n, one, "", step=0, bound=0, model=limits) for n, one in enumerate(made)])
-
-
-def peak_bytes(work: Callable[[], None], module: Any) -> int:
-    """The most bytes that live at a time while `work` runs, above those from before; gradients are there before.
-
-    From the profiler's record of every allocation, also those inside an operation.
-    """
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        work()
-    events = [one for one in record.profiler.kineto_results.events() if one.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda one: one.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most

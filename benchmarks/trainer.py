@@ -1,0 +1,255 @@
+"""Our packed training step beside a padded loop and TRL's GRPOTrainer: tokens/s, memory, cost by shape of the batch.
+
+    penstock bench trainer --json
+
+packed             pack, advantages, loss, update: `trainer.learner` with the engine fsdp, as a run has them
+padded             a plain loop over the transformers model: micro-batches in the order of the batch, padded, all logits
+padded_by_length   the same with rows of like length together
+trl                TRL's GRPOTrainer, from `scripts/setup-trl`; its answers are given to it, so it generates nothing
+
+One model, one batch of log-normal lengths, one update per step, on every side the same gradient (figure `grad_norm`).
+Each side is a process of its own; they train in turn, in changing order. A token counts once, padding never.
+
+Environment: PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_MODEL (9m; a name of `support.model.SIZES`),
+PENSTOCK_BENCH_DTYPE (float32), PENSTOCK_BENCH_THREADS (1), PENSTOCK_BENCH_ROWS (32), PENSTOCK_BENCH_MEAN_TOKENS (128),
+PENSTOCK_BENCH_SIGMA (1.0), PENSTOCK_BENCH_MICRO_ROWS (8), PENSTOCK_BENCH_MICRO_TOKENS (2048), PENSTOCK_BENCH_LENGTHS
+(128,512,2048), PENSTOCK_BENCH_SEGMENTS (1,2,4,8), PENSTOCK_BENCH_TRL (.venv-trl; empty leaves TRL out).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.support.child import ROOT, Child
+from benchmarks.support.comparison import in_turn, say
+from benchmarks.support.machine import processor
+from benchmarks.support.memory import peaks_mb
+from benchmarks.support.model import SIZES, save_model
+from benchmarks.support.work import Work, log_normal_lengths
+
+PROMPT_TOKENS = 32
+STEP_TIMEOUT_S = 3600.0
+SHAPE_ROWS = 32
+"""Rows of a batch whose segments are counted."""
+SHAPE_TOKENS = 128
+"""Tokens of such a row."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured, from the environment."""
+
+    rounds: int
+    model: str
+    dtype: str
+    threads: int
+    rows: int
+    mean_tokens: float
+    sigma: float
+    micro_rows: int
+    micro_tokens: int
+    lengths: list[int]
+    segments: list[int]
+    trl: str
+
+    @classmethod
+    def read(cls) -> Extent:
+        return cls(
+            rounds=int(_read("ROUNDS", "3")),
+            model=_read("MODEL", "9m"),
+            dtype=_read("DTYPE", "float32"),
+            threads=int(_read("THREADS", "1")),
+            rows=int(_read("ROWS", "32")),
+            mean_tokens=float(_read("MEAN_TOKENS", "128")),
+            sigma=float(_read("SIGMA", "1.0")),
+            micro_rows=int(_read("MICRO_ROWS", "8")),
+            micro_tokens=int(_read("MICRO_TOKENS", "2048")),
+            lengths=[int(one) for one in _read("LENGTHS", "128,512,2048").split(",")],
+            segments=[int(one) for one in _read("SEGMENTS", "1,2,4,8").split(",")],
+            trl=_read("TRL", str(ROOT / ".venv-trl")),
+        )
+
+    @property
+    def size(self) -> Any:
+        return SIZES[self.model]
+
+    def work(self) -> Work:
+        """The batch that all sides train on."""
+        longest = min(self.size.context, 16 * round(self.mean_tokens)) - PROMPT_TOKENS
+        lengths = log_normal_lengths(self.rows, self.mean_tokens, self.sigma, longest)
+        return Work(lengths, PROMPT_TOKENS, self.size.vocab)
+
+    def of_length(self, tokens: int) -> Work:
+        """As many tokens at any length of its rows."""
+        rows = max(4, 4 * max(self.lengths) // tokens)
+        return Work((tokens - PROMPT_TOKENS,) * rows, PROMPT_TOKENS, self.size.vocab, group_size=2)
+
+    def of_segments(self, segments: int) -> Work:
+        """The same rows, as episodes of so many segments."""
+        lengths = (SHAPE_TOKENS - PROMPT_TOKENS,) * SHAPE_ROWS
+        return Work(lengths, PROMPT_TOKENS, self.size.vocab, segments=segments)
+
+
+def _read(name: str, default: str) -> str:
+    return os.environ.get(f"PENSTOCK_BENCH_{name}", default)
+
+
+def measure() -> dict[str, Any]:
+    return asyncio.run(_measure(Extent.read()))
+
+
+async def _measure(extent: Extent) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    setup = {**asdict(extent), **processor(), "prompt_tokens": PROMPT_TOKENS}
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        setup["values"] = save_model(extent.size, Path(folder), "float32")
+        async with AsyncExitStack() as stack:
+            sides = await _sides(extent, folder, stack, setup)
+            figures["batch"] = await _compare(sides, extent)
+            packed = next(side for side in sides if side.name == "packed")
+            figures["logprob_peak_mb"] = await _logprob_peaks(packed)
+            figures["by_length"] = await _shapes(packed, extent, {n: extent.of_length(n) for n in extent.lengths})
+            figures["by_segments"] = await _shapes(packed, extent, {n: extent.of_segments(n) for n in extent.segments})
+    return {"bench": "trainer", "ratio": _ratios(figures), "figures": figures, "setup": setup}
+
+
+@dataclass
+class Side:
+    """A child that trains, and what its steps took."""
+
+    name: str
+    child: Child
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    async def load(self, work: Work) -> None:
+        await self.child.ask({"do": "load", "work": work.told()}, STEP_TIMEOUT_S)
+
+    async def step(self, *, memory: bool = False) -> dict[str, Any]:
+        return await self.child.ask({"do": "step", "memory": memory}, STEP_TIMEOUT_S)
+
+
+async def _sides(extent: Extent, model: str, stack: AsyncExitStack, setup: dict[str, Any]) -> list[Side]:
+    told = {"model": model, "dtype": extent.dtype}
+    settings = json.dumps({**told, "micro_rows": extent.micro_rows, "micro_tokens": extent.micro_tokens})
+    env = {"OMP_NUM_THREADS": str(extent.threads), "MKL_NUM_THREADS": str(extent.threads)}
+    names = ["packed", "padded", "padded_by_length"]
+    if version := trl_version(extent.trl):
+        names.append("trl")
+    setup["trl"] = version or f"not in {extent.trl or 'an empty name'}: scripts/setup-trl"
+    sides = []
+    for name in names:
+        own = {**env, "PYTHONPATH": _path_of(extent.trl)} if name == "trl" else env
+        child = await Child.module("benchmarks.support.trainer_child", name, settings, env=own)
+        stack.push_async_callback(child.stop)
+        sides.append(Side(name, child))
+    return sides
+
+
+def trl_version(folder: str) -> str | None:
+    """Of the TRL that `scripts/setup-trl` has put there; None without one."""
+    file = Path(folder) / "complete"
+    packages = file.read_text().split() if folder and file.exists() else []
+    return next((one for one in packages if one.startswith("trl==")), None)
+
+
+def _path_of(trl: str) -> str:
+    """TRL last: torch, transformers and all that this environment has are those of the other sides."""
+    return os.pathsep.join([str(ROOT / "src"), str(ROOT), trl])
+
+
+async def _compare(sides: Sequence[Side], extent: Extent) -> dict[str, Any]:
+    """One unmeasured step each, whose gradients must agree; then rounds in which each side trains once."""
+    work = extent.work()
+    first = {}
+    for side in sides:
+        await side.load(work)
+        first[side.name] = await side.step()
+    for number in range(extent.rounds):
+        for side in in_turn(sides, number):
+            side.steps.append(await side.step())
+            rate = work.tokens / side.steps[-1]["seconds"]
+            say(f"trainer: round {number + 1} of {extent.rounds}, {side.name}: {rate:.0f} tokens/s")
+    cells = {side.name: await _cell(side, work, first[side.name]) for side in sides}
+    return {"tokens": work.tokens, "longest": max(work.lengths), "sides": cells}
+
+
+async def _cell(side: Side, work: Work, first: Mapping[str, Any]) -> dict[str, Any]:
+    rates, on_core = ([work.tokens / one[name] for one in side.steps] for name in ("seconds", "cpu_s"))
+    resident = sum(peaks_mb([side.child.pid]).values())
+    peak = (await side.step(memory=True))["peak_bytes"]
+    return {
+        "tokens_per_s": round(median(rates), 1),
+        "tokens_per_s_rounds": [round(rate, 1) for rate in rates],
+        "tokens_per_cpu_s_rounds": [round(rate, 1) for rate in on_core],
+        "grad_norm": first["grad_norm"],
+        "tokens_computed": first["tokens_computed"] or None,
+        "step_peak_mb": round(peak / 1e6, 1),
+        "peak_rss_mb": resident,
+    }
+
+
+async def _logprob_peaks(packed: Side) -> dict[str, float]:
+    peaks = await packed.child.ask({"do": "logprob_peaks"}, STEP_TIMEOUT_S)
+    return {name: round(held / 1e6, 1) for name, held in peaks.items()}
+
+
+async def _shapes(packed: Side, extent: Extent, works: Mapping[int, Work]) -> dict[str, dict[str, float]]:
+    """shape → figures: one unmeasured step, then rounds in which each shape has its turn."""
+    steps: dict[int, list[dict[str, Any]]] = {shape: [] for shape in works}
+    for number in range(-1, extent.rounds):
+        for shape in in_turn(list(works), number):
+            await packed.load(works[shape])
+            took = await packed.step()
+            if number >= 0:
+                steps[shape].append(took)
+    return {str(shape): _cost(works[shape], steps[shape]) for shape in works}
+
+
+def _cost(work: Work, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    per_token = {
+        name: round(median(step[clock] for step in steps) / work.tokens * 1e6, 1)
+        for name, clock in (("us_per_token", "seconds"), ("cpu_us_per_token", "cpu_s"))
+    }
+    return {"tokens": work.tokens, "episodes": work.episodes, **per_token}
+
+
+def _ratios(figures: Mapping[str, Any]) -> dict[str, float | None]:
+    """Each round's own ratio, then the median over the rounds; None: the side is not here."""
+    peaks, cells = figures["logprob_peak_mb"], figures["batch"]["sides"]
+    ratios = {
+        **_over(cells, "padded", "padded_loop"),
+        **_over(cells, "padded_by_length", "padded_loop_by_length"),
+        **_over(cells, "trl", "trl"),
+        "logprob_peak_over_activations": round(peaks["in_tiles"] / peaks["layers"], 3),
+        "all_logits_peak_over_activations": round(peaks["all_logits"] / peaks["layers"], 3),
+        "peak_over_padded_loop": round(cells["packed"]["step_peak_mb"] / cells["padded"]["step_peak_mb"], 3),
+    }
+    return {**ratios, **_growth(figures["by_length"], "length"), **_growth(figures["by_segments"], "segments")}
+
+
+def _over(cells: Mapping[str, Mapping[str, Any]], other: str, name: str) -> dict[str, float | None]:
+    """``tokens_over_NAME`` by the clock, ``cpu_tokens_over_NAME`` by time on a core: packed over another side."""
+    found: dict[str, float | None] = {}
+    for prefix, rounds in (("tokens", "tokens_per_s_rounds"), ("cpu_tokens", "tokens_per_cpu_s_rounds")):
+        pairs = zip(cells["packed"][rounds], cells[other][rounds], strict=True) if other in cells else ()
+        ratios = [mine / theirs for mine, theirs in pairs]
+        found[f"{prefix}_over_{name}"] = round(median(ratios), 3) if ratios else None
+    return found
+
+
+def _growth(cells: Mapping[str, Mapping[str, float]], name: str) -> dict[str, float]:
+    """Cost per token of the last shape over the first, by the clock and by time on a core."""
+    first, *_, last = cells
+    return {
+        f"{prefix}_{name}_{last}_over_{first}": round(cells[last][figure] / cells[first][figure], 3)
+        for prefix, figure in (("cost", "us_per_token"), ("cpu_cost", "cpu_us_per_token"))
+    }
