@@ -60,7 +60,7 @@ class Tokens:
 
 
 class RequireScope:
-    """401 for data without a token, 403 for a change without the right to write; the scope lies in ``request.state``."""
+    """401 for data without a token, 403 for a change without the right to write; ``request.state.scope`` says which."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self.app = app

@@ -1,9 +1,9 @@
 """Which half of a run waits for the other, and how to split the devices so that neither does.
 
-One step takes `wall` seconds; the trainer works T = wall − wait of them. In a steady run one step's episodes are made in
-the same wall, of which rollout workers stand still a share i because admission refuses them: R = wall · (1 − i).
-With n_r devices for rollouts and n_t for training, device-seconds per step are R·n_r and T·n_t. Both halves take equally
-long when their devices are in that ratio:
+One step takes `wall` seconds; the trainer works T = wall − wait of them. In a steady run one step's episodes are made
+in the same wall, of which rollout workers stand still a share i because admission refuses them: R = wall · (1 − i).
+With n_r devices for rollouts and n_t for training, device-seconds per step are R·n_r and T·n_t. Both halves take
+equally long when their devices are in that ratio:
 
     share of devices for rollouts = R·n_r / (R·n_r + T·n_t)
 
@@ -44,7 +44,7 @@ class Split:
 
 
 def advise(rows: Sequence[Mapping[str, Any]], rollout_idle: float | None, devices: Devices) -> Split:
-    """From rows of ``metrics.jsonl``, oldest first; the first step, which waits for everything to start, is left out."""
+    """From rows of ``metrics.jsonl``, oldest first, without the first step, which waits for everything to start."""
     recent = [row for row in rows[1:] if row.get("wall_s")][-RECENT_STEPS:]
     wall_s, wait_s = sum(row["wall_s"] for row in recent), sum(row.get("wait_s", 0.0) for row in recent)
     if not wall_s:

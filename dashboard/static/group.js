@@ -19,6 +19,6 @@ export async function group(root, { run, params, go, keys }) {
       h("section", { class: "column" },
         h("h3", {}, h("a", { href: address(run, "trajectory", { episode: rows[i].episode, step: rows[i].step }) }, visible(rows[i].episode.slice(task.length)))),
         h("p", { class: "facts" }, "reward ", h("b", {}, number(record.reward)), " advantage ", h("b", {}, number(record.advantage)), ` ${visible(record.outcome.kind)}, ${number(rows[i].tokens)} tokens`),
-        drawTurns(record, []).flat(2).filter(Boolean)))));
+        drawTurns(record, [], { prompt: false }).flat(2).filter(Boolean)))));
   keys({ Escape: () => go("trajectories", { task, step }) });
 }

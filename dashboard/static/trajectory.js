@@ -58,7 +58,7 @@ function facts(record, step) {
 }
 
 /** All turns of a record in the present form and colours; `runs` gets each drawn run by its number. */
-export function drawTurns(record, runs) {
+export function drawTurns(record, runs, { prompt: open = true } = {}) {
   const all = record.segments.flatMap((segment) => segment.runs), held = all.flatMap(versions);
   const oldest = held.reduce((a, b) => Math.min(a, b), Infinity), newest = held.reduce((a, b) => Math.max(a, b), -Infinity);
   const models = (record.extra.trace ?? []).filter(([kind]) => kind === "model");
@@ -66,7 +66,7 @@ export function drawTurns(record, runs) {
   const names = { turn: 0 };
   const segments = record.segments.map((segment, i) => {
     const text = kept.form === "raw" ? raw(segment.prompt) : rendered(segment.prompt);
-    const prompt = h("details", { class: "turn prompt", open: segment.prompt.length < 2000 }, h("summary", {}, `prompt${record.segments.length > 1 ? ` of segment ${i + 1}` : ""} · ${number(segment.prompt_tokens)} tokens`), text);
+    const prompt = h("details", { class: "turn prompt", open: open && segment.prompt.length < 2000 }, h("summary", {}, `prompt${record.segments.length > 1 ? ` of segment ${i + 1}` : ""} · ${number(segment.prompt_tokens)} tokens`), text);
     return h("section", { class: "segment" }, prompt, segment.runs.map((run) => {
       if (run.mask) names.turn += 1;
       return turn(run, runs.push(run) - 1, names, oldest, run.mask && known ? models[names.turn - 1] : null);
