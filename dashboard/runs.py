@@ -51,7 +51,9 @@ class RunFiles:
     @property
     def devices(self) -> Devices:
         config = flat(self.config())
-        per_server = int(config.get("rollout.tensor_parallel") or 1)
+        engine = config.get("rollout.engine")
+        ranks = (config.get(f"rollout.{engine}_args.{name}") for name in ("tensor_parallel_size", "tp_size"))
+        per_server = int(next(filter(None, ranks), 1))
         servers = int(config.get("rollout.servers") or 1)
         return Devices(max(1, servers) * per_server, int(config.get("trainer.ranks") or 1))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import yaml
 from tests.dashboard.browser import CHROMIUM, Tab, chromium, page_process
 from tests.dashboard.recorded import ANSWER, CALL, record, said, told, write_config, write_rows, write_step
 
@@ -26,6 +28,19 @@ ATTACK = (
     "<script>window.attacked=1</script><img src=x onerror='window.attacked=2'><svg onload='window.attacked=3'>"
     "<a href=\"javascript:window.attacked=4\">go</a>\"'><iframe srcdoc='<script>parent.attacked=5</script>'></iframe>"
     "\x1b[2J\x1b[31mred\x1b[0m\x07 \u202egnp.exe\u202c \u2066x\u2069 \u200bz </pre></textarea>"
+)
+METRIC = "entropy_<img src=x onerror='window.attacked=9'>"
+FORCED = """async episode => {
+    const { post } = await import("/static/api.js");
+    return post("runs/living/dead-letters/requeue", { episode }).catch((error) => error.status);
+}"""
+"""Around the button that is disabled."""
+FLING = "part => { const box = document.querySelector('.rows'); box.scrollTop = part * box.scrollHeight; }"
+SINKS = (
+    "document.body.innerHTML = '<b>x</b>'",
+    "document.write('x')",
+    "document.createElement('script').textContent = 'window.attacked = 10'",
+    "document.createElement('iframe').srcdoc = 'x'",
 )
 PLAIN_ATTACK = "<img src=x onerror='window.attacked=6'>\x1b[31m\u202eb"
 
@@ -81,10 +96,9 @@ def _write_many(run: Path) -> None:
 
 
 def _write_attack(run: Path) -> None:
-    write_config(
-        run, f"agent: {{parser: hermes}}\nnote: {PLAIN_ATTACK!r}\ntrainer: {{lr: 0.1}}\n".replace("\\u202e", "x")
-    )
-    call = '<tool_call>\n{"name": "<img src=x onerror=\'window.attacked=7\'>", "arguments": {"<b>": "<script>attacked=8</script>"}}\n</tool_call>'
+    write_config(run, yaml.safe_dump({"agent": {"parser": "hermes"}, "note": ATTACK, "trainer": {"lr": 0.1}}))
+    called = {"name": "<img src=x onerror='window.attacked=7'>", "arguments": {"<b>": "<script>attacked=8</script>"}}
+    call = f"<tool_call>\n{json.dumps(called)}\n</tool_call>"
     runs = [said(ATTACK, 0), told(ATTACK), said(call, 1), said(ATTACK, 1)]
     one = record(f"train/{PLAIN_ATTACK}#0", runs, kind="truncated", worker=ATTACK, agent=ATTACK)
     one |= {"data_source": ATTACK, "outcome": {"kind": "truncated", "reason": ATTACK, "component": ATTACK}}
@@ -92,13 +106,7 @@ def _write_attack(run: Path) -> None:
     one["metrics"][ATTACK] = 1.0
     one["segments"][0]["prompt"] = ATTACK
     write_step(run, 0, [one])
-    write_rows(
-        run,
-        [
-            {"step": step, "reward": 0.5, "entropy_<img src=x onerror='attacked=9'>": 1.0, ATTACK: 2.0}
-            for step in range(3)
-        ],
-    )
+    write_rows(run, [{"step": step, "reward": 0.5, METRIC: 1.0, ATTACK: 2.0} for step in range(3)])
 
 
 async def picture(tab: Tab, name: str) -> None:
@@ -124,21 +132,19 @@ async def test_a_living_run(runs_dir: Path, open_tab: Callable[..., Any]) -> Non
         for _ in range(3):  # the picture follows the run
             await run.step()
         await tab.until(version, "15")
-        await tab.until(
-            "() => document.querySelector('.waits')?.textContent.includes('the trainer waits for episodes')"
-        )
-        await tab.until("() => document.querySelector('#advice')?.textContent.includes('The trainer waits 25%')")
+        says = "([where, what]) => document.querySelector(where)?.textContent.includes(what)"
+        await tab.until(says, [".waits", "the trainer waits for episodes"])
+        await tab.until(says, ["#advice", "The trainer waits 25%"])
         await run.heartbeat()
         await picture(tab, "overview")
 
         await tab.press("2")
         await tab.until("() => document.querySelectorAll('.chart svg').length >= 12")
-        figures = dict(await tab.page.eval_on_selector_all(
-            ".chart", "all => all.map(one => [one.querySelector('figcaption').textContent, one.querySelector('.readout')?.textContent])"
-        ))  # fmt: skip
-        assert figures["reward"].startswith("step 14 reward 0.817"), figures
+        texts = "all => all.map(one => ['figcaption', '.readout'].map(name => one.querySelector(name)?.textContent))"
+        figures = dict(await tab.page.eval_on_selector_all(".chart", texts))
+        assert figures["reward"].startswith("step 14reward 0.817"), figures
         assert figures["bubble: share of a step that the trainer waits"].endswith("25 %")
-        assert figures["entropy"].startswith("step 14 entropy 0.731")
+        assert figures["entropy"].startswith("step 14entropy 0.731")
         assert figures["staleness of trained tokens, versions"] == "0 old1 old2 old"
         await picture(tab, "curves")
 
@@ -163,7 +169,8 @@ async def _check_trajectory(tab: Tab) -> None:
     assert set(await tab.page.eval_on_selector_all(".turn.model [data-token]", kinds)) == {"said"}
     assert set(await tab.page.eval_on_selector_all(".turn.tools [data-token]", kinds)) == {"fed"}
     await tab.press("v")
-    assert await tab.page.eval_on_selector_all(".turn.model", "all => all.map(one => one.querySelector('[data-token]').classList[1])") == ["a0", "a1"]  # fmt: skip
+    first = "all => all.map(one => one.querySelector('[data-token]').classList[1])"
+    assert await tab.page.eval_on_selector_all(".turn.model", first) == ["a0", "a1"]
     await tab.press("l")
     assert len(set(await tab.page.eval_on_selector_all(".turn.model [data-token]", kinds))) >= 3
     await tab.page.hover(".turn.model [data-token='0']")
@@ -177,7 +184,8 @@ async def _check_trajectory(tab: Tab) -> None:
     assert '"logprobs"' in await tab.text("pre.record")
     await tab.press("r", "g")
     await tab.page.wait_for_selector(".column")
-    assert await tab.page.eval_on_selector_all(".column h3", "all => all.map(one => one.textContent)") == ["#0", "#1", "#2", "#3"]  # fmt: skip
+    members = await tab.page.eval_on_selector_all(".column h3", "all => all.map(one => one.textContent)")
+    assert members == ["#0", "#1", "#2", "#3"]
 
 
 async def _check_letters(tab: Tab, run: Any) -> None:
@@ -192,8 +200,7 @@ async def _check_letters(tab: Tab, run: Any) -> None:
     await tab.page.evaluate("() => sessionStorage.setItem('penstock-token', 'looks')")
     await tab.page.reload()
     await tab.page.wait_for_selector(".letter button:disabled")
-    forced = "async episode => (await (await import('/static/api.js')).post('runs/living/dead-letters/requeue', {episode}).catch(e => e.status))"
-    assert await tab.page.evaluate(forced, letter) == 403
+    assert await tab.page.evaluate(FORCED, letter) == 403
     assert (await run.ledger.status()).groups["dead"] == 1
     await tab.page.evaluate("() => sessionStorage.setItem('penstock-token', 'writes')")
     await tab.page.reload()
@@ -225,9 +232,7 @@ async def test_ten_thousand_trajectories(open_tab: Callable[..., Any]) -> None:
         "() => document.querySelector(\".row[data-index='9999'] .episode\")?.textContent === 'train/00000#7'"
     )
     for part in (0.2, 0.8, 0.5):  # flung about: what is in sight is loaded, the rest is not
-        await tab.page.evaluate(
-            "part => { const box = document.querySelector('.rows'); box.scrollTop = part * box.scrollHeight; }", part
-        )
+        await tab.page.evaluate(FLING, part)
         first = int(part * 10_000) + 5
         await tab.until("i => document.querySelector(`.row[data-index='${i}'] .episode`)", first)
         assert await tab.page.evaluate(elements) < 60
@@ -249,13 +254,14 @@ async def test_ten_thousand_trajectories(open_tab: Callable[..., Any]) -> None:
 async def test_an_attack_in_a_trajectory_does_nothing(open_tab: Callable[..., Any]) -> None:
     tab: Tab = await open_tab()
     await tab.sign_in()
-    for view, shown in (("trajectories", ".row"), ("curves", ".chart svg"), ("compare?with=many", ".chart svg"), ("overview", ".advice")):  # fmt: skip
+    chart = ".chart svg"
+    views = {"trajectories": ".row", "curves": chart, "compare?with=many": chart, "overview": ".advice"}
+    for view, shown in views.items():
         await tab.go(f"#/attack/{view}", shown)
         await _nothing_happened(tab)
-    metric = "entropy_<img src=x onerror='attacked=9'>"
-    await tab.page.evaluate("name => { location.hash = `#/attack/curves?metric=${encodeURIComponent(name)}`; }", metric)
+    await tab.page.evaluate("name => { location.hash = `#/attack/curves?metric=${encodeURIComponent(name)}`; }", METRIC)
     await tab.until(
-        "name => [...document.querySelectorAll('figcaption')].some(one => one.textContent === name)", metric
+        "name => [...document.querySelectorAll('figcaption')].some(one => one.textContent === name)", METRIC
     )
     await tab.go("#/attack/trajectories?text=%3Cscript%3E", ".row")
     await tab.press("j", "Enter")
@@ -270,20 +276,19 @@ async def test_an_attack_in_a_trajectory_does_nothing(open_tab: Callable[..., An
     await tab.press("g")
     await tab.page.wait_for_selector(".column")
     await _nothing_happened(tab)
-    sinks = ["document.body.innerHTML = '<b>x</b>'", "document.write('x')", "eval('1')", "new Function('1')()"]
-    for sink in sinks:  # who forgets the rule is stopped by the policy
+    for sink in SINKS:  # who forgets the rule is stopped by the policy
         blocked = await tab.page.evaluate(f"() => {{ try {{ {sink}; return false; }} catch (e) {{ return true; }} }}")
         assert blocked, sink
-    tab.trouble = [one for one in tab.trouble if "TrustedHTML" not in one and "TrustedScript" not in one and "unsafe-eval" not in one]  # fmt: skip
+    assert await tab.page.evaluate("() => window.attacked") is None
+    assert len(tab.trouble) == len([one for one in tab.trouble if "requires 'Trusted" in one]) >= len(SINKS)
+    tab.trouble.clear()
 
 
 async def _nothing_happened(tab: Tab) -> None:
     await asyncio.sleep(0.05)
     assert await tab.page.evaluate("() => window.attacked") is None
-    assert await tab.page.eval_on_selector_all("main :is(script, img, iframe, object, embed, base, form[action])", "all => all.length") == 0  # fmt: skip
-    assert await tab.page.eval_on_selector_all(
-        "main a", "all => all.every(one => one.getAttribute('href').startsWith('#/'))"
-    )
+    assert await tab.page.locator("main :is(script, img, iframe, object, embed, base, form[action])").count() == 0
+    assert await tab.page.locator("main a:not([href^='#/'])").count() == 0
     assert tab.trouble == []
 
 
@@ -298,7 +303,7 @@ async def test_the_token_stays_in_the_tab(open_tab: Callable[..., Any]) -> None:
     await tab.press("Enter")
     await tab.page.wait_for_selector("nav a[aria-current]")
     assert await tab.text("#scope") == "read only"
-    kept = "() => [document.cookie, JSON.stringify(localStorage), location.href, document.documentElement.outerHTML].join()"
+    kept = "() => [document.cookie, JSON.stringify(localStorage), location.href, document.body.outerHTML].join()"
     assert "looks" not in await tab.page.evaluate(kept)
     assert not [one for one in tab.requests if "looks" in one or "wrong" in one]
     await tab.page.reload()
@@ -328,8 +333,7 @@ async def test_on_a_telephone_and_by_keys_alone(open_tab: Callable[..., Any]) ->
     await tab.page.wait_for_selector(".runs input[value=attack]")
     await tab.page.click(".runs input[value=attack]")
     await tab.page.wait_for_selector("#differences")
-    rows = await tab.page.eval_on_selector_all(
-        "#differences tbody tr", "all => all.map(one => [...one.cells].map(cell => cell.textContent))"
-    )
+    cells = "all => all.map(one => [...one.cells].map(cell => cell.textContent))"
+    rows = await tab.page.eval_on_selector_all("#differences tbody tr", cells)
     assert ["trainer.lr", "0.001", "0.1"] in rows
     assert await tab.page.evaluate(wide) <= 0
