@@ -10,6 +10,7 @@ import typer
 
 from penstock.deploy.commands import data, queue
 from penstock.deploy.commands.bench import bench
+from penstock.deploy.commands.dashboard import dashboard
 from penstock.deploy.commands.export import export
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.reward_server import reward_server
@@ -29,6 +30,7 @@ train_app = typer.Typer(invoke_without_command=True)
 app.add_typer(train_app, name="train")
 app.command()(bench)
 app.command()(search_server)
+app.command()(dashboard)
 app.command()(reward_server)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]

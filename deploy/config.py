@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from penstock.agent_loops.config import AgentConfig
+from penstock.dashboard.config import DashboardConfig
 from penstock.rollout_server.config import RolloutConfig
 from penstock.sandbox.config import SandboxConfig
 from penstock.tools.config import ToolConfig
@@ -60,3 +61,4 @@ class RunConfig(BaseModel):
     rollout: RolloutConfig = RolloutConfig()
     transfer_queue: TransferQueueConfig = TransferQueueConfig()
     trainer: TrainerConfig = TrainerConfig()
+    dashboard: DashboardConfig = DashboardConfig()

@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from penstock.deploy.config import RunConfig
@@ -28,7 +29,7 @@ from penstock.deploy.data.generate import materialise
 from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of, redis_login
 from penstock.deploy.load_config import dump_config
 from penstock.deploy.own_redis import own_redis
-from penstock.deploy.processes import RoleProcess, RoleSpec
+from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.report import Reporter, StalledRun
 from penstock.deploy.roles import TRAINER_STOP_S, local_weights_dir, weights_dir
 from penstock.deploy.run_dir import RunDir, RunLock
@@ -37,6 +38,7 @@ from penstock.transfer_queue.capacity import check_step_bytes
 from penstock.transfer_queue.redis_ledger import RedisLedger
 
 logger = logging.getLogger("penstock.run")
+PAGE_RESTARTS = 3
 
 
 async def launch(config: RunConfig, *, resume: bool = False) -> Path:
@@ -111,6 +113,8 @@ async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLe
     reporter = Reporter(config, run, ledger, processes)
     interrupt = _interrupt_event()
     tasks = [asyncio.create_task(p.run(), name=p.spec.name) for p in processes]
+    page = [RoleProcess(spec) for spec in page_specs(config, run, link)]
+    beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
     watchers = [
         asyncio.create_task(reporter.run(), name="reporter"),
         asyncio.create_task(_raise_when_set(interrupt), name="interrupt"),
@@ -125,15 +129,23 @@ async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLe
     finally:
         for watcher in watchers:
             watcher.cancel()
-        await _stop_in_order(processes)
-        await asyncio.gather(*tasks, *watchers, return_exceptions=True)
+        await _stop_in_order([*processes, *page])
+        await asyncio.gather(*tasks, *watchers, *beside, return_exceptions=True)
         reporter.close()
         await write_summary(config, run, ledger, wall_s=time.time() - started, processes=processes)
 
 
 async def _stop_in_order(processes: Sequence[RoleProcess]) -> None:
-    for kind in ("trainer", "agent", "rollout"):
+    for kind in ("trainer", "agent", "rollout", "dashboard"):
         await asyncio.gather(*(p.stop() for p in processes if p.spec.name.startswith(kind)))
+
+
+async def _beside(process: RoleProcess) -> None:
+    """Run a process that the run goes on without: one that fails for good is told, no more."""
+    try:
+        await process.run()
+    except RoleFailed as error:
+        logger.warning("the run goes on without its page: %s", error)
 
 
 def _interrupt_event() -> asyncio.Event:
@@ -162,13 +174,7 @@ class Interrupted(Exception):
 
 def role_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
     """The processes of a run on one machine, the trainer last."""
-    command = [sys.executable, "-m", "penstock.deploy.cli"]
-    settings = {"PENSTOCK_SUPERVISED": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-    def spec(name: str, *argv: str, max_restarts: int, stop_grace_s: float = 15.0) -> RoleSpec:
-        own = link.of_role(name.partition("-")[0])
-        env = {**os.environ, **own.environment(), "OMP_NUM_THREADS": "1", **settings}
-        return RoleSpec(name, [*command, *argv], env, run.logs / f"{name}.log", max_restarts, stop_grace_s)
+    spec = partial(_spec, run, link)
 
     def port(server: int) -> str:
         return str(config.rollout.port and config.rollout.port + server)
@@ -187,6 +193,25 @@ def role_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
     ]
     trainer = spec("trainer", "train", max_restarts=config.trainer.max_restarts, stop_grace_s=TRAINER_STOP_S + 15)
     return [*rollouts, *agents, trainer]
+
+
+def page_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
+    """The page beside the run, where it is configured. An agent's rights are enough to queue dead letters again."""
+    page = config.dashboard
+    if not page.enabled:
+        return []
+    argv = ("dashboard", str(run.root.parent), "--host", page.host, "--port", str(page.port))
+    return [_spec(run, link, "dashboard", *argv, rights="agent", max_restarts=PAGE_RESTARTS)]
+
+
+def _spec(
+    run: RunDir, link: Link, name: str, *argv: str, rights: str = "", max_restarts: int, stop_grace_s: float = 15.0
+) -> RoleSpec:
+    command = [sys.executable, "-m", "penstock.deploy.cli", *argv]
+    settings = {"PENSTOCK_SUPERVISED": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    own = link.of_role(rights or name.partition("-")[0])
+    env = {**os.environ, **own.environment(), "OMP_NUM_THREADS": "1", **settings}
+    return RoleSpec(name, command, env, run.logs / f"{name}.log", max_restarts, stop_grace_s)
 
 
 __all__ = ["Interrupted", "StalledRun", "launch", "role_specs"]

@@ -53,6 +53,17 @@ class Link:
         username, password = redis_login()
         return cls(str(url), str(run), password, str(token), username)
 
+    @classmethod
+    def from_lines(cls, text: str) -> Link:
+        """What `shell_lines` wrote, without the logins of single roles. Raises `ConfigError` naming what is missing."""
+        words = [word for line in text.splitlines() if line.startswith("export ") for word in shlex.split(line[7:])]
+        found = dict(word.split("=", 1) for word in words if "=" in word)
+        for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE):
+            if not found.get(name):
+                raise ConfigError(f"{name} is not among the lines of this connect.env")
+        password, username = (found.get(name) or None for name in (PASSWORD_VARIABLE, USER_VARIABLE))
+        return cls(found[URL_VARIABLE], found[RUN_VARIABLE], password, found[TOKEN_VARIABLE], username)
+
     def of_role(self, role: str) -> Link:
         """What a process of that role is told: its own user of the ledger, and nobody else's password."""
         if role not in self.role_passwords:

@@ -45,6 +45,9 @@ class Reporter:
             self._task = self._bar.add_task("starting", total=config.trainer.steps)
         self._say(f"run {config.name}: {describe(config)}")
         self._say(f"  everything it leaves: {run.root}")
+        if config.dashboard.enabled:
+            where = f"port {config.dashboard.port}" if config.dashboard.port else "a port told in logs/dashboard.log"
+            self._say(f"  page: {config.dashboard.host}, {where}; its token is PENSTOCK_TOKEN in connect.env")
 
     async def run(self) -> None:
         """Until cancelled; raises `StalledRun`."""

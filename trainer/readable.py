@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.trainer.token_ends import token_ends
 from penstock.transfer_queue.trajectory import Segment, Trajectory
 
 
@@ -39,7 +40,13 @@ def _segment(segment: Segment, tokenizer: Any) -> dict[str, Any]:
 
 def _run(segment: Segment, start: int, end: int, tokenizer: Any) -> dict[str, Any]:
     sampled = bool(segment.response_mask[start])
-    run = {"mask": int(sampled), "tokens": end - start, "text": _text(segment.response_ids[start:end], tokenizer)}
+    run: dict[str, Any] = {
+        "mask": int(sampled),
+        "tokens": end - start,
+        "text": _text(segment.response_ids[start:end], tokenizer),
+    }
+    if tokenizer is not None:
+        run["ends"] = token_ends(segment.response_ids[start:end].tolist(), run["text"], tokenizer)
     if sampled:
         run["versions"] = [
             [int(version), int(min(last, end) - max(first, start))]

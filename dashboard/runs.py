@@ -1,0 +1,113 @@
+"""The runs in a folder: what each has written so far."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.dashboard.advice import Devices
+from penstock.dashboard.index import TrajectoryIndex
+from penstock.dashboard.metrics import MetricsFile
+from penstock.dashboard.plain import plain
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of a run, as `name` of its recipe has it; no name leads out of the folder."""
+DEFAULT_PARSER = "hermes"
+
+
+class NoSuchRun(LookupError):
+    """Neither a folder nor a living run has this name."""
+
+
+class RunFiles:
+    """One run's folder, which may not be there (yet)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.metrics = MetricsFile(root / "metrics.jsonl")
+        self._index: TrajectoryIndex | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def index(self) -> TrajectoryIndex:
+        with self._lock:
+            if self._index is None:
+                self._index = TrajectoryIndex(self.root / "trajectories", self.root / "trajectories.sqlite")
+            return self._index
+
+    def config(self) -> dict[str, Any]:
+        """The resolved recipe; empty where it is not there."""
+        try:
+            tree = yaml.safe_load((self.root / "config.yaml").read_text(encoding="utf-8"))
+        except (FileNotFoundError, yaml.YAMLError):
+            return {}
+        return tree if isinstance(tree, dict) else {}
+
+    @property
+    def devices(self) -> Devices:
+        config = flat(self.config())
+        engine = config.get("rollout.engine")
+        ranks = (config.get(f"rollout.{engine}_args.{name}") for name in ("tensor_parallel_size", "tp_size"))
+        per_server = int(next(filter(None, ranks), 1))
+        servers = int(config.get("rollout.servers") or 1)
+        return Devices(max(1, servers) * per_server, int(config.get("trainer.ranks") or 1))
+
+    def overview(self) -> dict[str, Any]:
+        """A line of the list of runs."""
+        rows = self.metrics.rows()
+        file = self.root / "metrics.jsonl"
+        return {
+            "steps": len(rows),
+            "steps_planned": flat(self.config()).get("trainer.steps"),
+            "reward": plain(rows[-1].get("reward")) if rows else None,
+            "written_unix_s": file.stat().st_mtime if file.exists() else None,
+            "finished": (self.root / "summary.json").exists(),
+        }
+
+    def close(self) -> None:
+        with self._lock:
+            if self._index is not None:
+                self._index.close()
+                self._index = None
+
+
+class RunFolders:
+    """The folders below `root`, and runs that live elsewhere, by name."""
+
+    def __init__(self, root: Path, living: Callable[[], Sequence[str]]) -> None:
+        self._root = root
+        self._living = living
+        self._open: dict[str, RunFiles] = {}
+        self._lock = threading.Lock()
+
+    def names(self) -> list[str]:
+        """Those that live, then the newest first."""
+        found = {path.parent.name: path.stat().st_mtime for path in self._root.glob("*/config.yaml")}
+        living = self._living()
+        names = {name for name in {*found, *living} if NAME.fullmatch(name)}
+        return sorted(names, key=lambda name: (name not in living, -found.get(name, 0.0), name))
+
+    def run(self, name: str) -> RunFiles:
+        """Raises `NoSuchRun`."""
+        root = self._root / name
+        if not NAME.fullmatch(name) or not (root.is_dir() or name in self._living()):
+            raise NoSuchRun(f"no run called {name[:80]!r} in {self._root}")
+        with self._lock:
+            return self._open.setdefault(name, RunFiles(root))
+
+    def close(self) -> None:
+        for run in self._open.values():
+            run.close()
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return found

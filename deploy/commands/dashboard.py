@@ -1,0 +1,70 @@
+"""`penstock dashboard`: the page over a folder of runs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.deploy.load_config import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.dashboard.access import Tokens
+    from penstock.deploy.link import Link
+
+VIEW_TOKEN_VARIABLE = "PENSTOCK_VIEW_TOKEN"  # noqa: S105 - the variable's name, not a secret
+
+
+def dashboard(
+    runs_dir: Annotated[Path, typer.Argument(help="Folder that holds the runs.", metavar="[RUNS]")] = Path("runs"),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 8600,
+) -> None:
+    """Serve the page: pipeline, curves, trajectories, dead letters and comparison of the runs in a folder.
+
+    Sign in with PENSTOCK_TOKEN where that is set, else with a token that is made and printed;
+    PENSTOCK_VIEW_TOKEN, where set, looks and changes nothing.
+    """
+    from penstock.dashboard.serve import CannotListen, serve
+    from penstock.deploy.live_ledgers import FolderLedgers
+    from penstock.deploy.roles import run_role
+
+    tokens = _tokens()
+
+    async def role() -> None:
+        ledgers = FolderLedgers(runs_dir.resolve(), _own_link())
+        await serve(runs_dir.resolve(), ledgers, tokens, host=host, port=port, say=_say)
+
+    try:
+        run_role(role)
+    except (ConfigError, CannotListen) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+
+
+def _say(url: str) -> None:
+    typer.echo(f"page: {url}", err=True)
+
+
+def _tokens() -> Tokens:
+    from penstock.dashboard.access import Tokens
+    from penstock.deploy.link import TOKEN_VARIABLE
+
+    write, read = os.environ.get(TOKEN_VARIABLE), os.environ.get(VIEW_TOKEN_VARIABLE, "")
+    if not write:
+        write = secrets.token_urlsafe(24)
+        typer.echo(f"token for signing in: {write}", err=True)
+    if read == write:
+        raise typer.BadParameter(f"{VIEW_TOKEN_VARIABLE} and {TOKEN_VARIABLE} are the same")
+    return Tokens(write, read)
+
+
+def _own_link() -> Link | None:
+    """The run that this shell or supervisor belongs to; None: only those in the folder."""
+    from penstock.deploy.link import RUN_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE, Link
+
+    named = all(os.environ.get(name) for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE))
+    return Link.from_environment() if named else None

@@ -1,0 +1,67 @@
+"""The ledgers of the living runs in a folder: found by their ``connect.env``, connected when somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.deploy.link import Link
+from penstock.deploy.load_config import ConfigError
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.ledger import Ledger
+
+SETTINGS = TransferQueueConfig(deadline_s=4.0)
+"""A person looks: say soon that a ledger is away."""
+
+
+@dataclass(slots=True)
+class _Open:
+    link: Link
+    ledger: Ledger
+
+
+class FolderLedgers:
+    """`own` is the run of this process's environment, wherever its folder is; the others are in `runs_dir`.
+
+    A run that ended takes its ``connect.env`` away; one that was resumed has another, and is connected anew.
+    """
+
+    def __init__(self, runs_dir: Path, own: Link | None) -> None:
+        self._runs_dir = runs_dir
+        self._own = own
+        self._open: dict[str, _Open] = {}
+        self._one_at_a_time = asyncio.Lock()
+
+    def names(self) -> Sequence[str]:
+        found = [path.parent.name for path in self._runs_dir.glob("*/connect.env")]
+        return sorted({*found, *([self._own.run] if self._own is not None else [])})
+
+    async def ledger(self, run: str) -> Ledger | None:
+        """See `LiveLedgers`."""
+        link = await asyncio.to_thread(self._link, run)
+        async with self._one_at_a_time:
+            opened = self._open.get(run)
+            if opened is not None and opened.link != link:
+                del self._open[run]
+                await opened.ledger.close()
+            if link is None:
+                return None
+            if run not in self._open:
+                self._open[run] = _Open(link, await link.connect(SETTINGS))
+            return self._open[run].ledger
+
+    async def close(self) -> None:
+        async with self._one_at_a_time:
+            for opened in self._open.values():
+                await opened.ledger.close()
+            self._open.clear()
+
+    def _link(self, run: str) -> Link | None:
+        if self._own is not None and run == self._own.run:
+            return self._own
+        try:
+            return Link.from_lines((self._runs_dir / run / "connect.env").read_text(encoding="utf-8"))
+        except (OSError, ConfigError):  # it ended, is another person's, or is being written
+            return None

@@ -1,0 +1,178 @@
+"""A run that lives in the test: a real redis ledger, trained on by nobody, recorded by the trainer's own recorder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.deploy.link import Link
+from penstock.trainer.batch import ModelLimits, make_step_batch
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.ledger import Announcement, Batch, Lease, Limits, ServerInfo, WeightUpdate
+from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue.trajectory import (
+    COMPLETED,
+    DataCursor,
+    JournalEntry,
+    JournalKind,
+    Outcome,
+    OutcomeKind,
+    Segment,
+    Task,
+    Trajectory,
+)
+
+MODEL = Path(__file__).parents[2] / "recipes" / "calculator" / "model"
+PROMPT = "<|im_start|>user\nWhat is {}*7?<|im_end|>\n<|im_start|>assistant\n"
+CALL = '<tool_call>\n{{"name": "python", "arguments": {{"code": "print({}*7)"}}}}\n</tool_call><|im_end|>'
+ANSWER = "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+LIMITS = Limits(group_size=4, groups_per_step=1, max_staleness=2, max_attempts=1)
+
+
+class LivingRun:
+    """`async with` it; `step()` is one step of all parts together."""
+
+    def __init__(self, runs_dir: Path, name: str) -> None:
+        from tokenizers import Tokenizer
+
+        self.name, self.root = name, runs_dir / name
+        self.tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+        self.redis = RedisServer(runs_dir.parent / f"redis-of-{name}", "only-for-this-test")
+        self.steps = 0
+
+    async def __aenter__(self) -> LivingRun:
+        from penstock.trainer.recorder import Recorder
+
+        await self.redis.start()
+        link = Link(self.redis.url, self.name, "only-for-this-test", "writes")
+        self.ledger: RedisLedger = await link.connect(TransferQueueConfig())
+        await self.ledger.create_run(LIMITS, "config: true")
+        self.root.mkdir(parents=True)
+        (self.root / "config.yaml").write_text(
+            f"model: {MODEL}\nmax_staleness: 2\ngroups_per_step: 1\ngroup_size: 4\nagent: {{workers: 1}}\n"
+            "rollout: {servers: 2, max_concurrent: 8}\ntrainer: {steps: 50, ranks: 1}\n"
+        )
+        (self.root / "connect.env").write_text(link.shell_lines())
+        self.recorder = await asyncio.to_thread(Recorder, self.root, str(MODEL), 8)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.recorder.close()
+        (self.root / "connect.env").unlink(missing_ok=True)
+        await self.ledger.close()
+        await self.redis.stop()
+
+    async def step(self, *, said: str | None = None, extra: dict[str, Any] | None = None) -> None:
+        """One group through the whole ledger; `said` is the last answer of each of its members."""
+        step = self.steps
+        await self._submit(step)
+        for lease in await self.ledger.lease_episodes("agent-0", LIMITS.group_size, max(0, step - 1)):
+            await self.ledger.complete(lease, self._trajectory(lease, step, said, extra or {}))
+        batch = await self.ledger.lease_batch(step)
+        assert isinstance(batch, Batch), batch
+        await asyncio.to_thread(self._record, batch, await self.ledger.read(batch.groups[0]))
+        await self.ledger.publish_version(Announcement(step + 1, {}))
+        await self.ledger.add_wait("trainer", "batch", 0.5)
+        await self.ledger.report_update(WeightUpdate("rollout-0", step + 1, 0.002, 0.03, 0.01, 5))
+        self.steps += 1
+        await self.heartbeat()
+
+    async def heartbeat(self) -> None:
+        """Two servers, one of them a version behind."""
+        await self.ledger.heartbeat(ServerInfo("rollout-0", "http://127.0.0.1:1", self.steps, 5, True, 900))
+        await self.ledger.heartbeat(ServerInfo("rollout-1", "http://127.0.0.1:2", max(0, self.steps - 1), 2, True, 300))
+
+    async def bury(self, reason: str) -> str:
+        """A group that is given up; returns its first dead letter."""
+        await self._submit(self.steps)
+        for lease in await self.ledger.lease_episodes("agent-0", LIMITS.group_size, self.steps):
+            ids = np.array(self._ids("I will look."), dtype=np.int32)
+            spans, logprobs = np.array([[0, 0, len(ids)]], dtype=np.int32), np.full(len(ids), -0.1, dtype=np.float32)
+            entry = JournalEntry(JournalKind.SAMPLED, 3, 7, ids, logprobs, spans, {"finish_reason": "stop"})
+            await self.ledger.journal(lease, entry)
+            await self.ledger.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, reason, "sandbox"))
+        (letter, *_) = await self.ledger.dead_letters()
+        return letter.episode_id
+
+    async def _submit(self, number: int) -> None:
+        at = await self.ledger.cursor()
+        task = Task(f"train/{at.index:08d}", "train", [{"role": "user", "content": f"{number}*7"}], "calculator", "1")
+        await self.ledger.submit([task], cursor=DataCursor(0, at.index + 1))
+
+    def _trajectory(self, lease: Lease, step: int, said: str | None, extra: dict[str, Any]) -> Trajectory:
+        right = lease.member % 2 == 0
+        last = said if said is not None else f"{step * 7 if right else step + 7}<|im_end|>"
+        parts = [(1, CALL.format(step)), (0, ANSWER.format(step * 7)), (1, last)]
+        return Trajectory(
+            lease.episode_id,
+            lease.task.task_id,
+            [self._segment(PROMPT.format(step), parts, max(0, step - 1), step)],
+            float(right),
+            COMPLETED,
+            num_turns=2,
+            metrics={"tool_calls": 1.0, "latency_s": 1.2},
+            extra={"agent": "ToolAgentLoop", "worker": "agent-0", "attempt": 0, "trace": TRACE, **extra},
+            data_source="calculator",
+        )
+
+    def _segment(self, prompt: str, parts: Sequence[tuple[int, str]], first: int, last: int) -> Segment:
+        """The first part was sampled at version `first`, later ones at `last`."""
+        ids = [self._ids(text) for _, text in parts]
+        mask = np.concatenate([np.full(len(one), mask, np.uint8) for one, (mask, _) in zip(ids, parts, strict=True)])
+        starts = np.cumsum([0, *map(len, ids)])
+        sampled = [i for i, (kind, _) in enumerate(parts) if kind]
+        spans = [[first if i == 0 else last, starts[i], starts[i + 1]] for i in sampled]
+        noise = -np.random.default_rng(len(mask)).exponential(0.6, len(mask))
+        return Segment(
+            np.array(self._ids(prompt), dtype=np.int32),
+            np.concatenate(ids).astype(np.int32),
+            mask,
+            np.where(mask == 1, noise, 0.0).astype(np.float32),
+            np.array(spans, dtype=np.int32),
+            np.array([starts[i] for i in sampled], dtype=np.int32),
+        )
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return ids
+
+    def _record(self, batch: Batch, trajectories: Sequence[Trajectory]) -> None:
+        import torch
+
+        made = make_step_batch(batch, [0], trajectories, 2, ModelLimits(4096, 10_000))
+        self.recorder.step(made, step_numbers(batch.step), torch.tensor([1.0, -1.0, 1.0, -1.0]))
+
+
+TRACE = [["model", "", 0.0, 0.5], ["tool", "python", 0.5, 0.3], ["model", "", 0.8, 0.3], ["reward", "", 1.15, 0.05]]
+
+
+def step_numbers(step: int) -> dict[str, Any]:
+    """A line of metrics.jsonl of a run that learns."""
+    return {
+        "step": step,
+        "version": step + 1,
+        "reward": 1 - 0.8 * 0.9**step,
+        "reward_std": 0.4,
+        "response_length_mean": 40.0 + step,
+        "sampled_length_mean": 30.0 + step,
+        "num_turns_mean": 2.0,
+        "kl_k3": 0.001 * step,
+        "entropy": 1.5 * 0.95**step,
+        "staleness_mean": min(step, 2) * 0.6,
+        "staleness_max": min(step, 2),
+        "staleness_tokens": {str(age): 100 // (age + 1) for age in range(min(step, 2) + 1)},
+        "logprob_abs_diff_mean": 1e-4,
+        "logprob_abs_diff_max": 1e-2,
+        "effective_sample_share": 0.98,
+        "tokens_per_s": 2000.0 + 10 * step,
+        "wall_s": 2.0,
+        "wait_s": 0.5,
+        "train_s": 1.5,
+        "publish_s": 0.01,
+        "grad_norm": 0.5,
+    }

@@ -1,0 +1,151 @@
+"""The index of trajectories: complete, in order, and a cache that may vanish or lie damaged at any time."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.dashboard.recorded import ANSWER, CALL, record, said, told, write_config, write_step
+
+from penstock.dashboard.index import TrajectoryIndex
+from penstock.dashboard.query import Query
+
+
+def episodes(index: TrajectoryIndex, **wanted: object) -> list[str]:
+    return [row["episode"] for row in index.page(Query(**wanted), 0, 500)[1]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "mine"
+    write_config(folder)
+    write_step(folder, 0, [record(f"train/a#{m}", [said("first words", 0)], float(m)) for m in range(3)])
+    write_step(
+        folder, 1, [record("train/b#0", [said(CALL, 1), told(ANSWER), said("it is 42", 2)], None, kind="truncated")]
+    )
+    return folder
+
+
+@pytest.fixture
+def index(run: Path):
+    made = TrajectoryIndex(run / "trajectories", run / "trajectories.sqlite")
+    made.refresh(10)
+    yield made
+    made.close()
+
+
+def test_newest_first_and_columns(index: TrajectoryIndex) -> None:
+    assert episodes(index) == ["train/b#0", "train/a#0", "train/a#1", "train/a#2"]
+    row = index.page(Query(), 0, 1)[1][0]
+    assert (row["step"], row["outcome"], row["reward"], row["turns"], row["tool_calls"]) == (1, "truncated", None, 2, 1)
+    assert (row["oldest"], row["newest"], row["snippet"], row["task"]) == (1, 2, "it is 42", "train/b")
+
+
+def test_conditions_and_orders(index: TrajectoryIndex) -> None:
+    assert episodes(index, outcome="truncated") == ["train/b#0"]
+    assert episodes(index, reward_min=1, reward_max=1) == ["train/a#1"]
+    assert episodes(index, step=0, order="reward") == ["train/a#2", "train/a#1", "train/a#0"]
+    assert episodes(index, order="reward", descending=False)[-1] == "train/b#0", "no reward comes last both ways"
+    assert episodes(index, task="train/a", descending=False) == ["train/a#0", "train/a#1", "train/a#2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("PRINT(6*7)", 1),
+        ("42\n</tool", 1),
+        ("train/a#1", 1),
+        ("What is", 4),
+        ("%", 0),
+        ("_", 1),
+        ("'; DROP TABLE files", 0),
+    ],
+)
+def test_text_is_searched_as_it_is(index: TrajectoryIndex, text: str, found: int) -> None:
+    assert index.page(Query(text=text), 0, 10)[0] == found
+
+
+def test_a_step_that_is_trained_again_replaces_itself(index: TrajectoryIndex, run: Path) -> None:
+    assert index.record("train/b#0", 1)["num_turns"] == 2
+    write_step(run, 1, [record("train/c#0", [said("another")])])
+    assert index.record("train/b#0", 1) is None, "the place in the file holds something else now"
+    generation = index.generation
+    assert index.refresh(10) == 0
+    assert index.generation > generation
+    assert episodes(index, step=1) == ["train/c#0"]
+    (run / "trajectories" / "step_000000.jsonl").unlink()
+    index.refresh(10)
+    assert episodes(index) == ["train/c#0"]
+
+
+def test_work_stops_at_the_budget_and_goes_on(tmp_path: Path) -> None:
+    for step in range(5):
+        write_step(tmp_path, step, [record(f"train/{step}#0", [said("x")])])
+    index = TrajectoryIndex(tmp_path / "trajectories", tmp_path / "trajectories.sqlite")
+    assert [index.refresh(0) for _ in range(5)] == [4, 3, 2, 1, 0]
+    assert episodes(index)[0] == "train/4#0"
+    index.close()
+
+
+def test_a_second_start_reads_nothing_again(index: TrajectoryIndex, run: Path, monkeypatch) -> None:
+    again = TrajectoryIndex(run / "trajectories", run / "trajectories.sqlite")
+    monkeypatch.setattr(again, "_read_file", lambda *_: pytest.fail("it was indexed already"))
+    assert again.refresh(10) == 0
+    assert len(episodes(again)) == 4
+    again.close()
+
+
+@pytest.mark.parametrize("damage", [b"no database at all" * 100, b""])
+def test_a_damaged_index_is_made_anew(run: Path, damage: bytes) -> None:
+    (run / "trajectories.sqlite").write_bytes(damage)
+    index = TrajectoryIndex(run / "trajectories", run / "trajectories.sqlite")
+    index.refresh(10)
+    assert len(episodes(index)) == 4
+    index.close()
+
+
+def test_an_index_of_another_shape_is_made_anew(run: Path) -> None:
+    with sqlite3.connect(run / "trajectories.sqlite") as database:
+        database.executescript("CREATE TABLE files(other); PRAGMA user_version = 999;")
+    index = TrajectoryIndex(run / "trajectories", run / "trajectories.sqlite")
+    index.refresh(10)
+    assert len(episodes(index)) == 4
+    index.close()
+
+
+def test_where_no_file_can_be_kept_it_is_kept_in_memory(run: Path) -> None:
+    index = TrajectoryIndex(run / "trajectories", run / "nowhere" / "trajectories.sqlite")
+    index.refresh(10)
+    assert len(episodes(index)) == 4
+    index.close()
+
+
+def test_a_line_that_is_no_trajectory_hides_no_other(tmp_path: Path) -> None:
+    path = write_step(tmp_path, 0, [record("train/a#0", [said("x")])])
+    whole = path.read_text()
+    path.write_text("[1]\n{}\n" + whole + '{"episode_id": "cut')
+    index = TrajectoryIndex(tmp_path / "trajectories", tmp_path / "trajectories.sqlite")
+    index.refresh(10)
+    assert episodes(index) == ["train/a#0"]
+    assert index.record("train/a#0", 0) == json.loads(whole)
+    index.close()
+
+
+async def test_over_http(page: httpx.AsyncClient, run: Path) -> None:
+    told = (await page.get("/api/runs/mine/trajectories", params={"limit": 2, "offset": 1})).json()
+    assert (told["total"], told["pending"], [row["episode"] for row in told["rows"]]) == (
+        4,
+        0,
+        ["train/a#0", "train/a#1"],
+    )
+    assert (await page.get("/api/runs/mine/trajectories", params={"colour": "red"})).status_code == 422
+    one = (await page.get("/api/runs/mine/trajectory", params={"episode": "train/b#0", "step": 1})).json()
+    called, answered, _ = one["segments"][0]["runs"]
+    assert [(call["name"], call["arguments"]) for call in called["calls"]] == [("python", {"code": "print(6*7)"})]
+    assert "".join(called["pieces"]) == called["text"]
+    assert (answered["calls"], answered["pieces"]) == ([], [ANSWER])
+    missing = await page.get("/api/runs/mine/trajectory", params={"episode": "train/z#0", "step": 1})
+    assert (missing.status_code, missing.json()["error"]["field"]) == (404, "episode")

@@ -1,0 +1,62 @@
+"""Columns from metrics.jsonl while it grows, is cut and is written anew."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.dashboard.recorded import write_config, write_rows
+
+from penstock.dashboard.metrics import MetricsFile, columns, staleness
+from penstock.trainer.jsonl import append_line
+
+
+def row(step: int, **values: object) -> dict[str, object]:
+    return {"step": step, "reward": float(step), "wall_s": 4.0, "wait_s": 1.0, **values}
+
+
+def test_a_step_that_is_trained_again_ends_what_was_behind_it(tmp_path: Path) -> None:
+    write_rows(tmp_path, [row(0), row(1), row(2)])
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    assert [one["step"] for one in file.rows()] == [0, 1, 2]
+    append_line(tmp_path / "metrics.jsonl", row(1, reward=9.0))
+    assert [(one["step"], one["reward"]) for one in file.rows()] == [(0, 0.0), (1, 9.0)]
+    append_line(tmp_path / "metrics.jsonl", row(2))
+    assert [one["bubble"] for one in file.rows()] == [0.25] * 3
+
+
+def test_many_steps_become_as_many_points_as_asked() -> None:
+    rows = [row(step) for step in range(1000)]
+    thin = columns(rows, ["reward", "absent"], 100)
+    assert len(thin["steps"]) == 100
+    assert (thin["steps"][0], thin["series"]["reward"][0]) == (9, 4.5)
+    assert thin["series"]["absent"] == [None] * 100
+
+
+def test_what_json_cannot_say_is_nothing() -> None:
+    assert columns([row(0, reward=math.nan)], ["reward"], 10)["series"]["reward"] == [None]
+
+
+def test_staleness_shares_add_up() -> None:
+    told = staleness([row(0, staleness_tokens={"0": 30, "2": 10}), row(1)], 10)
+    assert told == {"steps": [0], "ages": [0, 1, 2], "shares": [[0.75, 0.0, 0.25]]}
+
+
+async def test_columns_are_asked_for_by_name(page: httpx.AsyncClient, tmp_path: Path) -> None:
+    write_config(tmp_path / "mine", "trainer: {steps: 7}\n")
+    write_rows(tmp_path / "mine", [row(0, note="text", eval=True), row(1)])
+    told = (await page.get("/api/runs/mine/metrics", params={"name": ["reward", "bubble"]})).json()
+    assert told["names"] == ["bubble", "reward", "wait_s", "wall_s"]
+    assert told["series"] == {"reward": [0.0, 1.0], "bubble": [0.25, 0.25]}
+    assert (await page.get("/api/runs/mine/config")).json() == {"trainer.steps": 7}
+    (listed,) = (await page.get("/api/runs")).json()
+    assert (listed["name"], listed["steps"], listed["steps_planned"], listed["reward"]) == ("mine", 2, 7, 1.0)
+
+
+@pytest.mark.parametrize("query", ["points=1", "points=100000", "points=x"])
+async def test_a_bad_query_names_its_field(page: httpx.AsyncClient, tmp_path: Path, query: str) -> None:
+    write_config(tmp_path / "mine")
+    answer = await page.get(f"/api/runs/mine/metrics?{query}")
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "query.points")
