@@ -54,7 +54,7 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
         raise NotImplementedError(f"{type(module).__name__} does not hand on the bounds of packed rows")
     if context is not None:
         query, key, value = (context.to_heads(part) for part in _even_heads(query, key, value, context.size))
-    attend = _by_kernel if query.is_cuda and query.dtype in HALF and varlen_attn else _row_by_row
+    attend = _by_kernel if query.is_cuda and query.dtype in HALF and varlen_attn is not None else _row_by_row
     seen = seen or Seen(cu_seq_lens_q, cu_seq_lens_q)
     joined = attend(query, seen.of_runs(key), seen.of_runs(value), seen, scaling=scaling, window=sliding_window)
     if context is not None:
@@ -100,11 +100,16 @@ def _by_kernel(
 ) -> Tensor:
     """All [1, heads, L, D]; the kernel wants [L, heads, D]. Its causal mask ends at the last key of the last query."""
     assert varlen_attn is not None
-    flat = [part[0].transpose(0, 1).contiguous() for part in (query, key, value)]
-    longest = [int(bounds.diff().max()) for bounds in (seen.queries, seen.keys)]
+    q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
+    bounds = seen.queries, seen.keys
+    longest_query, longest_key = (int(each.diff().max()) for each in bounds)
     left = -1 if window is None else window - 1
     gqa = query.shape[1] != key.shape[1]
-    found = varlen_attn(*flat, seen.queries, seen.keys, *longest, scale=scaling, window_size=(left, 0), enable_gqa=gqa)
+    window_size = (left, 0)
+    found = varlen_attn(
+        q, k, v, *bounds, longest_query, longest_key, scale=scaling, window_size=window_size, enable_gqa=gqa
+    )
+    assert isinstance(found, Tensor), "no further results were asked for"
     return found.transpose(0, 1)[None]
 
 
