@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -127,14 +128,17 @@ class BadBatches:
             lines = [json.dumps(readable_trajectory(one, None, None)) for one in batch.trajectories]
             (folder / f"episodes_{number:02d}.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
-        problem = _attempt(lambda: self._write_model(folder / "model"))
+        problem = self._write_model(folder / "model")
         # Ranks that share a copy of the model hold the same rows.
         return problem or (_attempt(write) if self._ranks.leads else "")
 
-    def _write_model(self, folder: Path) -> None:
-        save_final_model(self._engine, self._ranks, self._model, folder, with_adapter=False)
-        if self._engine.adapter_settings is not None:
-            self._engine.save_adapter(folder / ADAPTER)
+    def _write_model(self, folder: Path) -> str:
+        """What went wrong. The adapter is gathered also where rank 0 could not write: the other ranks are there."""
+        engine, ranks = self._engine, self._ranks
+        problem = _attempt(lambda: save_final_model(engine, ranks, self._model, folder, with_adapter=False))
+        if engine.adapter_settings is None:
+            return problem
+        return _attempt(lambda: engine.save_adapter(folder / ADAPTER)) or problem
 
     def _about(self, config: TrainerConfig, batch: StepBatch, place: Place, update: Update) -> dict[str, Any]:
         return {
@@ -194,7 +198,7 @@ def _attempt(work: Any) -> str:
     """What went wrong with the disk, or nothing."""
     try:
         work()
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -177,3 +177,7 @@ class TrainerConfig(BaseModel):
     )
     max_restarts: int = Field(3, ge=0, description="Restarts of the trainer after a crash.")
     save_trajectories: int = Field(8, ge=0, description="Trajectories written out per step for people to read.")
+
+    def anywhere(self) -> TrainerConfig:
+        """Without what concerns speed and memory alone: that may ask for a machine or packages that are not here."""
+        return self.model_copy(update={"liger": False, "compile": False, "offload": False})

@@ -122,10 +122,9 @@ class _Join(torch.autograd.Function):
         ctx.own = slice(start, start + counts[context.rank])
         padded = values.new_zeros(max(counts))
         padded[: len(values)] = values
-        received = values.new_empty(context.size * max(counts))
+        parts = [torch.empty_like(padded) for _ in counts]
         if max(counts):
-            dist.all_gather_into_tensor(received, padded, group=context.group)
-        parts = received.view(context.size, -1) if max(counts) else received.view(context.size, 0)
+            dist.all_gather(parts, padded, group=context.group)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     @staticmethod

@@ -42,8 +42,9 @@ def export_checkpoint(checkpoint: Path, model: str, config: TrainerConfig, folde
 
     if config.engine != "fsdp":
         raise ValueError(f"the run's engine is {config.engine}: only checkpoints of the engine fsdp are read here")
-    # What concerns speed and memory alone may ask for a machine that this is not.
-    config = config.model_copy(update={"liger": False, "compile": False, "offload": False})
+    if folder.exists():
+        raise FileExistsError(f"{folder} is there already: name a folder that is not")
+    config = config.anywhere()
     found = read_marker(checkpoint)
     ranks = Ranks.open(TIMEOUT_S)
     try:

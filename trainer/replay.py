@@ -62,10 +62,11 @@ def same(given: float, recorded: float) -> bool:
 
 
 def _replay(dump: Dump, ranks: Ranks) -> Replayed:
-    policy = load_policy(str(dump.model), dump.temperature, dump.config)
+    config = dump.config.anywhere()
+    policy = load_policy(str(dump.model), dump.temperature, config)
     if policy.adapter is not None:
         policy.adapter.load(dump.model / ADAPTER)
-    learning = Learning(policy, dump.config, ranks)
+    learning = Learning(policy, config, ranks)
     finder = Finder()
     finder.look("weight", learning.module.named_parameters())
     for share in dump.shares:

@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors import SafetensorError  # noqa: E402
 from tests.tiny_model import save_poisoned_model  # noqa: E402
 from trainer_support import make_trajectory  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
@@ -174,16 +175,23 @@ def test_the_message_names_the_dump_and_there_are_no_more_than_asked_for(
     assert none.dumps() == []
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SafetensorError("I/O error: No space left")])
 def test_a_disk_that_refuses_ends_no_run(
-    tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    tmp_path: Path,
+    tiny_model: str,
+    ranks: Ranks,
+    broken: Any,
+    monkeypatch: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     run = Run(tmp_path, tiny_model, ranks, loss=broken(lambda batch, per_token: per_token * math.nan))
     monkeypatch.setattr("penstock.trainer.bad_batch.save_file", full)
     assert run.step(run.batch())["updates_skipped"] == 1
-    assert "could not be kept for a replay: OSError: [Errno 28] No space left" in caplog.text
+    assert f"could not be kept for a replay: {type(error).__name__}: {error}" in caplog.text
     assert run.dumps() == []
 
 

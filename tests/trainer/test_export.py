@@ -37,6 +37,9 @@ async def test_a_checkpoint_becomes_a_folder_that_a_run_starts_from(
     for arguments in ([str(newest)], [str(older), "--step", "2"]):
         done = CliRunner().invoke(app, ["train", "export", str(job.run_dir), *arguments])
         assert done.exit_code == 0, done.output
+    again = CliRunner().invoke(app, ["train", "export", str(job.run_dir), str(newest), "--step", "2"])
+    assert again.exit_code == 2, "what is in a folder is not thrown away"
+    assert "is there already" in again.output
     final = load_file(job.run_dir / "final_model" / "model.safetensors")
     exported = load_file(newest / "model.safetensors")
     assert exported.keys() == final.keys()

@@ -167,3 +167,20 @@ def test_a_bad_batch_is_replayed_with_its_adapter(tmp_path: Path, tiny_model: st
     assert result.reproduced
     assert result.loss == pytest.approx(result.dump.loss, rel=1e-6)
     assert ".lora_" in result.causes[0]
+
+
+def test_a_disk_that_refuses_the_model_lets_no_rank_wait_for_the_adapter(
+    tmp_path: Path, tiny_model: str, ranks: Ranks, broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are gathered by all ranks: where the first cannot be written, the second is gathered all the same."""
+    gathered: list[Path] = []
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    run = Run(tmp_path, tiny_model, ranks, lora=LORA, loss=broken(lambda batch, per_token: per_token * float("nan")))
+    monkeypatch.setattr("penstock.trainer.bad_batch.save_final_model", full)
+    monkeypatch.setattr(run.engine, "save_adapter", gathered.append)
+    assert run.step(run.batch())["updates_skipped"] == 1
+    assert len(gathered) == 1
+    assert run.dumps() == []

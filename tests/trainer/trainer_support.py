@@ -13,6 +13,7 @@ import xxhash
 
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.job import TrainJob
+from penstock.transfer_queue.codec import encode_trajectory, get_fields
 from penstock.transfer_queue.ledger import Announcement, BadPayload, Batch, Limits, Status, StepError, Waiting
 from penstock.transfer_queue.trajectory import COMPLETED, DataCursor, FieldValues, Segment, Task, Trajectory
 
@@ -141,12 +142,7 @@ class ScriptedLedger:
         return [everything[e] for e in episode_ids]
 
     async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
-        """Of segments only."""
-        found = await self.read(episode_ids)
-        return [
-            FieldValues(t.episode_id, {}, [{name: getattr(segment, name) for name in fields} for segment in t.segments])
-            for t in found
-        ]
+        return [get_fields(encode_trajectory(found), fields) for found in await self.read(episode_ids)]
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         self._maybe_crash(f"before:spill:{step}")
