@@ -36,7 +36,7 @@ class Optimizer:
         # Not None: then megatron would mark norms for no weight decay, which its scheduler alone heeds, and fsdp decays
         # all parameters.
         self.megatron: Any = get_megatron_optimizer(settings, list(models), config_overrides={})
-        self._models = models
+        self._models: Sequence[Any] = models  # DistributedDataParallel of megatron
         self.updates = 0
 
     def step(self, lr: float, loss: float) -> Update:
