@@ -36,6 +36,8 @@ PATHS = (Path(penstock.__file__).resolve().parents[1], HERE, HERE.parent, HERE.p
 PASSWORD = "a-test-password"
 STEPS = 8
 SETTINGS = {"steps": STEPS, "checkpoint_every": 3, "save_trajectories": 1}
+LOADING_TIMEOUT_S = 240.0
+"""Torch and transformers, on a machine that has much else to do."""
 LIFE_TIMEOUT_S = 90.0
 KILLED = -signal.SIGKILL
 
@@ -51,6 +53,7 @@ class Nursery:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
+        assert await self._said(LOADING_TIMEOUT_S) == "ready"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -61,12 +64,16 @@ class Nursery:
     async def live(self, life: Mapping[str, Any]) -> int:
         """Its exit code; negative where a signal ended it."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(life).encode() + b"\n")
-        async with asyncio.timeout(LIFE_TIMEOUT_S):
-            answer = await self._process.stdout.readline()
-        assert answer, "the nursery ended"
-        return int(json.loads(answer)["code"])
+        return int((await self._said(LIFE_TIMEOUT_S))["code"])
+
+    async def _said(self, timeout_s: float) -> Any:
+        """The next line of its output."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(timeout_s):
+            line = await self._process.stdout.readline()
+        assert line, "the nursery ended"
+        return json.loads(line)
 
 
 @dataclass
@@ -138,6 +145,9 @@ class KilledRun:
     async def ledger(self) -> RedisLedger:
         return await RedisLedger.connect(self.server.url, self.name, TransferQueueConfig(), PASSWORD)
 
+    async def create(self, ledger: RedisLedger) -> None:
+        await ledger.create_run(make_job(self.folder, self.model).limits, "kills: 1")
+
     def log(self) -> str:
         return (self.folder / "trainer.log").read_text(errors="replace")
 
@@ -154,7 +164,7 @@ class Worker:
 
     async def __aenter__(self) -> None:
         self._ledger = await self._run.ledger()
-        await self._ledger.create_run(make_job(self._run.folder, self._run.model).limits, "kills: 1")
+        await self._run.create(self._ledger)
         self._task = asyncio.create_task(self._work())
 
     async def __aexit__(self, *_: object) -> None:

@@ -81,6 +81,7 @@ def become(life: Life) -> NoReturn:
 
 
 def main() -> None:
+    print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -23,6 +23,7 @@ from penstock.deploy.link import Link, limits_of
 from penstock.deploy.load_config import dump_config, parse_config
 from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import RunDir
+from penstock.transfer_queue.redis_ledger import RedisLedger
 
 pytestmark = [
     pytest.mark.redis,
@@ -61,12 +62,14 @@ class RankedRun(KilledRun):
             source="the test",
         )
 
-    async def spec(self) -> RoleSpec:
-        """Of the trainer; its run is in the ledger."""
+    async def create(self, ledger: RedisLedger) -> None:
+        """The trainer finds its settings in the ledger."""
         config = self.config()
-        ledger = await self.ledger()
         await ledger.create_run(limits_of(config), dump_config(config))
-        await ledger.close()
+
+    def spec(self) -> RoleSpec:
+        """Of the trainer."""
+        config = self.config()
         run = RunDir.of(config)
         run.logs.mkdir(parents=True)
         spec = role_specs(config, run, Link(self.server.url, self.name, PASSWORD, token="t"))[-1]
@@ -109,7 +112,7 @@ async def test_all_ranks_go_on_from_the_last_checkpoint_as_often_as_the_limit_sa
     tmp_path: Path, tiny_model: str, redis_server: Any, reference: dict[str, Any]
 ) -> None:
     run = RankedRun(tmp_path, tiny_model, redis_server, f"ranks-{os.getpid()}", {**SETTINGS, "save_trajectories": 0})
-    spec = await run.spec()
+    spec = run.spec()
     async with run.worker(PAUSE_S):
         async with supervised(spec) as (trainer, running):
             await until(lambda: run.steps() >= 4, running, spec.log)
