@@ -12,7 +12,7 @@ import yaml
 
 from penstock.dashboard.advice import Devices
 from penstock.dashboard.index import TrajectoryIndex
-from penstock.dashboard.metrics import MetricsFile
+from penstock.dashboard.metrics import MetricsFile, newest_row
 from penstock.dashboard.plain import plain
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -59,12 +59,12 @@ class RunFiles:
 
     def overview(self) -> dict[str, Any]:
         """A line of the list of runs."""
-        rows = self.metrics.rows()
         file = self.root / "metrics.jsonl"
+        row = newest_row(file) or {}
         return {
-            "steps": len(rows),
+            "steps": int(row.get("step", -1)) + 1,
             "steps_planned": flat(self.config()).get("trainer.steps"),
-            "reward": plain(rows[-1].get("reward")) if rows else None,
+            "reward": plain(row.get("reward")),
             "written_unix_s": file.stat().st_mtime if file.exists() else None,
             "finished": (self.root / "summary.json").exists(),
         }
