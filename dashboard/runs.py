@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,12 @@ class RunFiles:
         per_server = int(next(filter(None, ranks), 1))
         servers = int(config.get("rollout.servers") or 1)
         return Devices(max(1, servers) * per_server, int(config.get("trainer.ranks") or 1))
+
+    @property
+    def quiet_s(self) -> float:
+        """Since the last step was written."""
+        file = self.root / "metrics.jsonl"
+        return max(0.0, time.time() - file.stat().st_mtime) if file.exists() else 0.0
 
     def overview(self) -> dict[str, Any]:
         """A line of the list of runs."""
