@@ -13,7 +13,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from penstock.dashboard.access import DATA, READ, RequireScope, SecureHeaders, Tokens
-from penstock.dashboard.live import LiveLedgers, NotAlive, Pulse
+from penstock.dashboard.live import DEADLINE_S, LiveLedgers, NotAlive, Pulse
 from penstock.dashboard.live_routes import live_routes
 from penstock.dashboard.run_routes import run_routes
 from penstock.dashboard.runs import NoSuchRun, RunFolders
@@ -64,6 +64,10 @@ def _add_own_errors(app: FastAPI) -> None:
     @app.exception_handler(NotAlive)
     async def not_alive(_request: Request, error: Exception) -> JSONResponse:
         return error_response(409, "run", str(error))
+
+    @app.exception_handler(TimeoutError)
+    async def late(_request: Request, _error: Exception) -> JSONResponse:
+        return error_response(503, "", f"the ledger did not answer within {DEADLINE_S:g} s")
 
     @app.exception_handler(LedgerError)
     async def refused(_request: Request, error: Exception) -> JSONResponse:

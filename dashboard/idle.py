@@ -14,9 +14,10 @@ WAIT = "agent:admission"
 
 def rollout_idle(files: RunFiles, rows: Sequence[Mapping[str, Any]], status: Mapping[str, Any] | None) -> float | None:
     """Share of the agent workers' time for which admission refused episodes; None where nobody counted."""
-    elapsed_s = sum(row.get("wall_s", 0.0) for row in rows)
     if status is None:
         status, elapsed_s = _summary(files)
+    else:  # waits are counted up to now, rows up to the last step
+        elapsed_s = sum(row.get("wall_s", 0.0) for row in rows) + files.quiet_s
     waited_s = status.get("waits_s", {}).get(WAIT)
     workers = max(len(status.get("workers", {})), int(flat(files.config()).get("agent.workers") or 1))
     return min(1.0, waited_s / (workers * elapsed_s)) if waited_s is not None and elapsed_s else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sqlite3
 import threading
 import time
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 SHAPE = 1
 """Of the tables; another number makes the index anew."""
 REMEMBERED = 16
+"""Answers to queries, as lists of ids."""
+STEP_FILE = re.compile(r"step_\d+\.jsonl")
 NAMES = ", ".join(COLUMNS)
 TABLES = f"""
 CREATE TABLE files(name TEXT PRIMARY KEY, mark TEXT NOT NULL) WITHOUT ROWID;
@@ -46,7 +49,7 @@ class TrajectoryIndex:
         self._folder = folder
         self._lock = threading.Lock()
         self._database = open_database(file)
-        self._found: OrderedDict[tuple[Query, int], Sequence[int]] = OrderedDict()
+        self._found: OrderedDict[tuple[Query, int, int], Sequence[int]] = OrderedDict()
         self.generation = 0
         """Grows when episodes came or went."""
 
@@ -84,7 +87,7 @@ class TrajectoryIndex:
             marks = ",".join("?" * len(wanted))
             sql = f"SELECT id, {NAMES} FROM episodes WHERE id IN ({marks})"  # noqa: S608 - names and marks are ours
             rows = {row["id"]: dict(row) for row in self._database.execute(sql, wanted)}
-        return len(ids), [rows[number] for number in wanted]
+        return len(ids), [rows[number] for number in wanted if number in rows]
 
     def record(self, episode: str, step: int) -> dict[str, Any] | None:
         """The recorded line; None where there is none (any more)."""
@@ -95,7 +98,8 @@ class TrajectoryIndex:
         return found if found and found.get("episode_id") == episode else None
 
     def _matches(self, query: Query) -> Sequence[int]:
-        key = (query, self.generation)
+        # Another page may write the same index: its rows have other numbers then.
+        key = (query, self.generation, self._database.execute("PRAGMA data_version").fetchone()[0])
         if key not in self._found:
             sql, values = query.sql()
             self._found[key] = [row["id"] for row in self._database.execute(sql, values)]
@@ -110,7 +114,7 @@ class TrajectoryIndex:
         self._database.execute("DELETE FROM files WHERE name = ?", (name,))
 
     def _read_file(self, name: str, mark: str) -> None:
-        step = int(name.removeprefix("step_").removesuffix(".jsonl"))
+        step = int(name[len("step_") : -len(".jsonl")])
         marks = ", ".join("?" * (len(COLUMNS) + 3))
         into = f"INSERT INTO episodes(file, offset, bytes, {NAMES}) VALUES ({marks})"  # noqa: S608
         for offset, line in _lines(self._folder / name):
@@ -156,8 +160,9 @@ def _marks(folder: Path) -> dict[str, str]:
     """Step files by name, each with what changes when it is written again."""
     found = {}
     for path in folder.glob("step_*.jsonl"):
-        state = path.stat()
-        found[path.name] = f"{state.st_ino} {state.st_size} {state.st_mtime_ns}"
+        if STEP_FILE.fullmatch(path.name):
+            state = path.stat()
+            found[path.name] = f"{state.st_ino} {state.st_size} {state.st_mtime_ns}"
     return found
 
 

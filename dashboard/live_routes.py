@@ -16,7 +16,7 @@ from penstock.dashboard.live import DEADLINE_S, Pulse
 from penstock.dashboard.runs import RunFolders, flat
 from penstock.rollout_server.errors import error_response
 
-LIMITS = ("group_size", "groups_per_step", "max_staleness", "trainer.steps", "rollout.max_concurrent")
+LIMITS = ("groups_per_step", "max_staleness", "trainer.steps", "rollout.max_concurrent", "agent.workers")
 
 
 class Requeue(BaseModel):

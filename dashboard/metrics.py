@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from penstock.trainer.jsonl import LineTail
 Row = dict[str, Any]
 HISTOGRAM = "staleness_tokens"
 BUBBLE = "bubble"
+LONGEST_LINE = 1 << 16
+"""Bytes."""
 LOOK_BACK = 200
 """Rows in which the names of columns are looked for."""
 
@@ -41,6 +44,18 @@ def _with_bubble(row: Row) -> Row:
     """bubble = wait_s / wall_s, the share of the step in which the trainer had nothing to train on."""
     wall_s, wait_s = row.get("wall_s"), row.get("wait_s")
     return row if not wall_s or wait_s is None else {**row, BUBBLE: wait_s / wall_s}
+
+
+def newest_row(path: Path) -> Row | None:
+    """The last whole line, without reading those before; None where there is none."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LONGEST_LINE))
+        lines = file.read().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith(b"\n")]
+    row: Row | None = json.loads(whole[-1]) if whole else None
+    return row
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:

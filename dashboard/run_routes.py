@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import JSONResponse
+from pydantic import Field
 
 from penstock.dashboard.access import DATA
 from penstock.dashboard.advice import advise
@@ -20,15 +21,14 @@ from penstock.rollout_server.errors import error_response
 
 REFRESH_S = 0.4
 """Of each answer, for reading step files that are new; the page asks again while some are left."""
-MOST_ROWS = 500
 Points = Annotated[int, Query(ge=10, le=2000)]
 
 
 class Page(Wanted):
     """The list's query, and which part of the answer."""
 
-    offset: int = 0
-    limit: int = 100
+    offset: int = Field(0, ge=0)
+    limit: int = Field(100, ge=0, le=500)
 
 
 def run_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
@@ -77,7 +77,7 @@ def _add_trajectories(router: APIRouter, folders: RunFolders) -> None:
         index = folders.run(run).index
         pending = index.refresh(REFRESH_S)
         wanted = Wanted(**page.model_dump(exclude={"offset", "limit"}))
-        total, rows = index.page(wanted, max(0, page.offset), min(max(0, page.limit), MOST_ROWS))
+        total, rows = index.page(wanted, page.offset, page.limit)
         return {"total": total, "pending": pending, "generation": index.generation, "rows": rows}
 
     @router.get("/{run}/trajectory", response_model=None)

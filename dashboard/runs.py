@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import yaml
 
 from penstock.dashboard.advice import Devices
 from penstock.dashboard.index import TrajectoryIndex
-from penstock.dashboard.metrics import MetricsFile
+from penstock.dashboard.metrics import MetricsFile, newest_row
 from penstock.dashboard.plain import plain
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -57,14 +58,20 @@ class RunFiles:
         servers = int(config.get("rollout.servers") or 1)
         return Devices(max(1, servers) * per_server, int(config.get("trainer.ranks") or 1))
 
+    @property
+    def quiet_s(self) -> float:
+        """Since the last step was written."""
+        file = self.root / "metrics.jsonl"
+        return max(0.0, time.time() - file.stat().st_mtime) if file.exists() else 0.0
+
     def overview(self) -> dict[str, Any]:
         """A line of the list of runs."""
-        rows = self.metrics.rows()
         file = self.root / "metrics.jsonl"
+        row = newest_row(file) or {}
         return {
-            "steps": len(rows),
+            "steps": int(row.get("step", -1)) + 1,
             "steps_planned": flat(self.config()).get("trainer.steps"),
-            "reward": plain(rows[-1].get("reward")) if rows else None,
+            "reward": plain(row.get("reward")),
             "written_unix_s": file.stat().st_mtime if file.exists() else None,
             "finished": (self.root / "summary.json").exists(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class FolderLedgers:
         self._runs_dir = runs_dir
         self._own = own
         self._open: dict[str, _Open] = {}
-        self._one_at_a_time = asyncio.Lock()
+        self._one_at_a_time: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def names(self) -> Sequence[str]:
         found = [path.parent.name for path in self._runs_dir.glob("*/connect.env")]
@@ -41,7 +42,7 @@ class FolderLedgers:
     async def ledger(self, run: str) -> Ledger | None:
         """See `LiveLedgers`."""
         link = await asyncio.to_thread(self._link, run)
-        async with self._one_at_a_time:
+        async with self._one_at_a_time[run]:  # a ledger that is away holds up nobody who looks at another
             opened = self._open.get(run)
             if opened is not None and opened.link != link:
                 del self._open[run]
@@ -53,10 +54,9 @@ class FolderLedgers:
             return self._open[run].ledger
 
     async def close(self) -> None:
-        async with self._one_at_a_time:
-            for opened in self._open.values():
-                await opened.ledger.close()
-            self._open.clear()
+        while self._open:
+            _, opened = self._open.popitem()
+            await opened.ledger.close()
 
     def _link(self, run: str) -> Link | None:
         if self._own is not None and run == self._own.run:

@@ -35,7 +35,7 @@ function trouble(message) {
 async function repeat(signal, work, every_ms) {
   while (!signal.aborted) {
     try {
-      if (!document.hidden) await work();
+      if (!document.hidden || !every_ms) await work();
       if (!signal.aborted) trouble(null);
     } catch (error) {
       if (signal.aborted) return;
@@ -75,7 +75,10 @@ function tabs(run, view) {
 
 async function runs() {
   const found = await get("runs"), { run } = place();
-  at("run").replaceChildren(...found.map(({ name, steps }) => h("option", { value: name }, `${name} (${steps})`)));
+  const names = found.map(({ name, steps }) => `${name} (${steps})`);
+  if (names.join() !== [...at("run").options].map((one) => one.text).join()) {
+    at("run").replaceChildren(...found.map(({ name }, i) => h("option", { value: name }, names[i])));
+  }
   if (run) at("run").value = run;
   else if (found.length) location.hash = address(found[0].name, "overview");
   else trouble("there are no runs in this folder yet");
@@ -122,6 +125,7 @@ document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
   const writing = event.target.matches("input, select, textarea");
   if (writing && event.key !== "Escape") return;
+  if (event.key === "Enter" && event.target.matches("a, button, summary")) return;
   const { run } = place();
   if (event.key === "?") help();
   else if (writing) event.target.blur();
@@ -131,6 +135,7 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 at("help-button").addEventListener("click", help);
+at("run").addEventListener("focus", () => runs().catch((error) => trouble(error.message)));
 at("run").addEventListener("change", (event) => { location.hash = address(event.target.value, place().view in { trajectory: 1, group: 1 } ? "trajectories" : place().view); });
 window.addEventListener("hashchange", () => { if (place().run) { at("run").value = place().run; show(); } else start(); });
 start();

@@ -16,13 +16,14 @@ export function waiting(samples) {
   const [first, last] = [samples[0], samples.at(-1)];
   const elapsed = last.at_unix_s - first.at_unix_s;
   if (!(elapsed > 0)) return [];
-  const workers = Math.max(1, Object.keys(last.status.workers).length);
+  const workers = Math.max(1, last.limits["agent.workers"] ?? 0, Object.keys(last.status.workers).length);
   return Object.entries(last.status.waits_s)
     .map(([key, total]) => {
       const [role, cause] = [key.slice(0, key.indexOf(":")), key.slice(key.indexOf(":") + 1)];
       const share = (total - (first.status.waits_s[key] ?? 0)) / elapsed / (role === "agent" ? workers : 1);
       return { role, cause, share: Math.min(1, share), total };
     })
+    .filter(({ share, total }) => share >= 0.005 || total >= 0.1)
     .sort((a, b) => b.share - a.share);
 }
 
@@ -37,7 +38,7 @@ const SAID = {
 
 function waits(samples) {
   const found = waiting(samples);
-  if (!found.length) return h("p", { class: "quiet" }, "Watching for a few seconds …");
+  if (!found.length) return h("p", { class: "quiet" }, samples.length > 1 ? "Nobody has waited." : "Watching for a few seconds …");
   const lines = found.map(({ role, cause, share, total }) =>
     h("li", { class: share > 0.3 ? "warn" : "" }, h("meter", { min: 0, max: 1, value: share }), ` ${percent(share)} `,
       visible(SAID[`${role}:${cause}`] ?? `${role} waits: ${cause}`), h("small", {}, ` (${seconds(total)} since the run began)`)));

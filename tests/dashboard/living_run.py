@@ -59,9 +59,12 @@ class LivingRun:
         )
         (self.root / "connect.env").write_text(link.shell_lines())
         self.recorder = await asyncio.to_thread(Recorder, self.root, str(MODEL), 8)
+        self.beating = asyncio.create_task(self._beat())
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.beating.cancel()
+        await asyncio.wait([self.beating])
         self.recorder.close()
         (self.root / "connect.env").unlink(missing_ok=True)
         await self.ledger.close()
@@ -80,10 +83,14 @@ class LivingRun:
         await self.ledger.add_wait("trainer", "batch", 0.5)
         await self.ledger.report_update(WeightUpdate("rollout-0", step + 1, 0.002, 0.03, 0.01, 5))
         self.steps += 1
-        await self.heartbeat()
 
-    async def heartbeat(self) -> None:
-        """Two servers, one of them a version behind."""
+    async def _beat(self) -> None:
+        """Two servers, one of them a version behind, as they tell the registry every second."""
+        while True:
+            await self._tell_servers()
+            await asyncio.sleep(1.0)
+
+    async def _tell_servers(self) -> None:
         await self.ledger.heartbeat(ServerInfo("rollout-0", "http://127.0.0.1:1", self.steps, 5, True, 900))
         await self.ledger.heartbeat(ServerInfo("rollout-1", "http://127.0.0.1:2", max(0, self.steps - 1), 2, True, 300))
 

@@ -90,6 +90,17 @@ def test_work_stops_at_the_budget_and_goes_on(tmp_path: Path) -> None:
     index.close()
 
 
+def test_two_pages_share_an_index(index: TrajectoryIndex, run: Path) -> None:
+    assert len(episodes(index)) == 4
+    other = TrajectoryIndex(run / "trajectories", run / "trajectories.sqlite")
+    write_step(run, 1, [record("train/c#0", [said("another")])])
+    other.refresh(10)
+    other.close()
+    assert "train/c#0" in episodes(index)
+    assert index.refresh(10) == 0
+    assert len(episodes(index)) == 4
+
+
 def test_a_second_start_reads_nothing_again(index: TrajectoryIndex, run: Path, monkeypatch) -> None:
     again = TrajectoryIndex(run / "trajectories", run / "trajectories.sqlite")
     monkeypatch.setattr(again, "_read_file", lambda *_: pytest.fail("it was indexed already"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import httpx
@@ -48,6 +49,19 @@ async def test_a_ledger_that_is_away_is_a_cause_not_a_failure(page: httpx.AsyncC
     run.status = away  # type: ignore[method-assign,assignment]
     told = (await page.get("/api/runs/mine/live")).json()
     assert (told["alive"], told["cause"]) == (False, "status: redis did not answer in 4 s")
+
+
+async def test_a_ledger_that_does_not_answer_is_not_waited_for(page, run: MemoryLedger, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.dashboard.live.DEADLINE_S", 0.05)
+    monkeypatch.setattr("penstock.dashboard.live_routes.DEADLINE_S", 0.05)
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    run.status = run.requeue = never  # type: ignore[method-assign,assignment]
+    assert "did not answer within" in (await page.get("/api/runs/mine/live")).json()["cause"]
+    answer = await page.post("/api/runs/mine/dead-letters/requeue", json={"episode": "train/0#0"})
+    assert (answer.status_code, "did not answer" in answer.json()["error"]["message"]) == (503, True)
 
 
 async def test_a_run_that_ended(page: httpx.AsyncClient, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from tests.dashboard.recorded import write_config, write_rows
 
-from penstock.dashboard.metrics import MetricsFile, columns, staleness
+from penstock.dashboard.metrics import MetricsFile, columns, newest_row, staleness
 from penstock.trainer.jsonl import append_line
 
 
@@ -25,6 +25,15 @@ def test_a_step_that_is_trained_again_ends_what_was_behind_it(tmp_path: Path) ->
     assert [(one["step"], one["reward"]) for one in file.rows()] == [(0, 0.0), (1, 9.0)]
     append_line(tmp_path / "metrics.jsonl", row(2))
     assert [one["bubble"] for one in file.rows()] == [0.25] * 3
+
+
+def test_the_newest_row_is_found_without_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert newest_row(file) is None
+    write_rows(tmp_path, [row(step, note="x" * 1000) for step in range(200)])
+    with file.open("a") as end:
+        end.write('{"step": 200, "rew')
+    assert newest_row(file)["step"] == 199
 
 
 def test_many_steps_become_as_many_points_as_asked() -> None:
