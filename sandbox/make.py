@@ -41,5 +41,5 @@ def _remote(config: SandboxConfig, token: str | None, episode_deadline_s: float 
     if config.url is None:
         raise SandboxError("sandbox.backend is remote: set sandbox.url to a `penstock sandbox` server")
     if not token:
-        raise SandboxError("sandbox.backend is remote: its server's token is needed (the run token)")
+        raise SandboxError("sandbox.backend is remote: its server's token is needed (the run's: set PENSTOCK_TOKEN)")
     return RemoteSandbox(config, config.url, token, ttl_of(episode_deadline_s or USUAL_DEADLINE_S))

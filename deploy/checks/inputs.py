@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+from penstock.deploy.checks.boxes import open_sandbox
 from penstock.deploy.checks.check import Check
 from penstock.deploy.checks.sources import data_sources
 from penstock.deploy.config import RunConfig
@@ -57,14 +59,17 @@ def check_template(config: RunConfig) -> Check | None:
     if not Path(config.model).is_dir():
         return None
     from penstock.agent_loops.chat import TemplateError, chat_of
-    from penstock.sandbox.make import make_sandbox
-    from penstock.sandbox.protocol import SandboxError
+    from penstock.sandbox.protocol import Sandbox, SandboxError
     from penstock.tools.registry import make_tools
 
+    sandbox: Sandbox | None = None
     try:
-        sandbox = make_sandbox(config.sandbox, owner="doctor") if config.tools else None
+        sandbox = open_sandbox(config) if config.tools else None
         schemas = [tool.schema for tool in make_tools(config.tools, sandbox).values()]
         chat_of(config.model, config.agent).prove(schemas)
     except (TemplateError, SandboxError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
+    finally:
+        if sandbox is not None:
+            asyncio.run(sandbox.close())
     return Check("chat template", True, "splices exactly")

@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from penstock.deploy.checks.boxes import try_sandbox
 from penstock.deploy.checks.check import Check
 from penstock.deploy.checks.sources import rewards_of
 from penstock.deploy.config import RunConfig
@@ -96,11 +97,10 @@ def check_shared_memory(config: RunConfig) -> Check | None:
 def check_sandbox(config: RunConfig) -> Check | None:
     if not config.tools and "code" not in rewards_of(config):
         return None
-    from penstock.sandbox.make import make_sandbox
     from penstock.sandbox.protocol import SandboxError
 
     try:
-        make_sandbox(config.sandbox, owner="doctor")
+        try_sandbox(config)
     except SandboxError as error:
         return Check("sandbox", False, config.sandbox.backend, str(error))
     return Check("sandbox", True, config.sandbox.backend)

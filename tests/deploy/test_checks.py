@@ -1,8 +1,11 @@
 """Each planted fault is found, named and mended before a run costs anything."""
 
+import http.server
 import json
 import shutil
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -158,3 +161,34 @@ def test_rows_whose_programs_are_run_need_boxes_without_tools_too(
     monkeypatch.setenv("PATH", str(tmp_path))
     found = failures("tools=[]", "agent.reward=by_data_source", f"data.train={tmp_path / 'rows.jsonl'}")
     assert ("sandbox" in found) is needed
+
+
+@pytest.fixture
+def health() -> Iterator[str]:
+    """URL of what answers like a sandbox server to whoever has the token."""
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.headers["Authorization"] == "Bearer of-this-run" and self.path == "/health"
+            self.send_response(200 if known else 401)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Not to this test's stderr."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_sandbox_server_is_asked_with_the_runs_token(health: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = ("sandbox.backend=remote", f"sandbox.url={health}")
+    monkeypatch.setenv("PENSTOCK_TOKEN", "of-this-run")
+    assert failures(*remote) == {}
+    monkeypatch.setenv("PENSTOCK_TOKEN", "another")
+    assert "refuses this token" in failures(*remote)["sandbox"].mend
+    monkeypatch.delenv("PENSTOCK_TOKEN")
+    assert "set PENSTOCK_TOKEN" in failures(*remote)["sandbox"].mend
