@@ -77,6 +77,7 @@ class Simulation(Section):
     trainer: Trainer
     weights: Weights = Weights()
     cores: float = Field(0, ge=0, description="All roles share so many CPU cores; 0: each has its own machine.")
+    background: float = Field(0, ge=0, description="Processes of others that want those cores all the time.")
     steps: int = Field(12, ge=2, description="Steps to simulate.")
     warmup: int = Field(3, ge=0, description="Steps that are not counted: the pipeline fills.")
     seed: int = Field(0, ge=0, description="Of all draws. Settings are compared on the same episodes.")

@@ -35,7 +35,7 @@ class Model:
         return 2 * self.parameters
 
 
-HOST_BYTES_PER_S = 4.1e9
+HOST_BYTES_PER_S = 4.2e9
 MACHINES = {
     "H20": Machine(148e12, 4.0e12, 25e9, HOST_BYTES_PER_S),
     "H100": Machine(989e12, 3.35e12, 50e9, HOST_BYTES_PER_S),

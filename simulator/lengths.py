@@ -19,19 +19,22 @@ class LogNormal(BaseModel):
 
     median: float = Field(ge=0, description="Half of the draws are below. Tokens or seconds, as the key says.")
     sigma: float = Field(1.0, ge=0, description="Spread of the logarithm; 0: all the same. Measured lengths: 0.7 to 1.3.")
-    longest: float = Field(math.inf, gt=0, description="Ceiling: the token limit, or the time-out.")
+    longest: float | None = Field(None, gt=0, description="Ceiling: the token limit, or the time-out. None: none.")
 
     def of(self, z: Draws) -> Draws:
-        return np.minimum(self.longest, self.median * np.exp(self.sigma * z))
+        drawn = self.median * np.exp(self.sigma * z)
+        return drawn if self.longest is None else np.minimum(self.longest, drawn)
 
     @property
     def mean(self) -> float:
         """Closed form: E[min(L, X)] = m·e^(σ²/2)·Φ(c − σ) + L·(1 − Φ(c)) with c = ln(L/m)/σ."""
-        if not self.sigma or not self.median or math.isinf(self.longest):
-            return min(self.longest, self.median * math.exp(self.sigma**2 / 2))
+        uncut = self.median * math.exp(self.sigma**2 / 2)
+        if self.longest is None:
+            return uncut
+        if not self.sigma or not self.median:
+            return min(self.longest, uncut)
         normal, cut = NormalDist(), math.log(self.longest / self.median) / self.sigma
-        below = self.median * math.exp(self.sigma**2 / 2) * normal.cdf(cut - self.sigma)
-        return below + self.longest * (1 - normal.cdf(cut))
+        return uncut * normal.cdf(cut - self.sigma) + self.longest * (1 - normal.cdf(cut))
 
 
 def reaching(longest: float, draws: int, sigma: float) -> LogNormal:

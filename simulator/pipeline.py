@@ -27,7 +27,7 @@ class Pipeline:
     def __init__(self, config: Simulation) -> None:
         self.config = config
         self.clock = Clock()
-        host = Host(config.cores) if config.cores else None
+        host = Host(config.cores, config.background) if config.cores else None
         self.rollouts = Rollouts(self.clock, config, host, self._ended)
         self.trainer = Stage(self.clock, lambda _: 1.0, 1, host)
         self.accounts = Accounts(config)
@@ -119,6 +119,7 @@ class Pipeline:
             trained_s=self.trainer.busy_s,
             decoding_s=sum(stage.busy_s for stage in stages),
             decoded=sum(stage.work_done for stage in stages),
+            calling_s=sum(stage.present_s for stage in stages),
             ready=len(self._ready),
             running=self.rollouts.running,
         )

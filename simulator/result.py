@@ -19,6 +19,8 @@ class StepRecord:
     decoding_s: float
     """Summed over servers: each counts while at least one sequence is decoded."""
     decoded: float
+    calling_s: float
+    """Summed over requests: seconds at the servers."""
     ready: int
     running: int
 
@@ -39,6 +41,8 @@ class Result:
     """Share of trained tokens by age in versions."""
     staleness_mean: float
     staleness_max: int
+    calling_s: float
+    """Seconds that an episode spends at the servers, all its calls together."""
     ready_groups: float
     running_episodes: float
     gpus: float
@@ -53,7 +57,7 @@ class Accounts:
 
     def __init__(self, config: Simulation) -> None:
         self._config = config
-        self._steps = [StepRecord(0.0, 0.0, 0.0, 0.0, 0, 0)]
+        self._steps = [StepRecord(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)]
         self._ages: Counter[int] = Counter()
         self._oldest = 0
         self.tokens = 0.0
@@ -76,7 +80,7 @@ class Accounts:
         first, last = self._steps[self._config.warmup], self._steps[-1]
         counted = self._steps[self._config.warmup + 1 :]
         wall_s = last.ended_s - first.ended_s
-        servers = self._config.rollout.servers
+        servers, episodes = self._config.rollout.servers, self._config.groups_per_step * self._config.group_size
         total = sum(self._ages.values()) or 1.0
         ages = {age: self._ages[age] / total for age in sorted(self._ages)}
         return Result(
@@ -89,6 +93,7 @@ class Accounts:
             staleness=ages,
             staleness_mean=sum(age * share for age, share in ages.items()),
             staleness_max=max(ages, default=0),
+            calling_s=(last.calling_s - first.calling_s) / (len(counted) * episodes),
             ready_groups=sum(record.ready for record in counted) / len(counted),
             running_episodes=sum(record.running for record in counted) / len(counted),
             gpus=self._config.gpus,

@@ -26,15 +26,17 @@ class Job:
 
 
 class Host:
-    """Cores that stages of one machine share equally: where they ask for more than there is, all become slower."""
+    """Cores that stages of one machine share equally, `background` strangers among them: where all together ask for
+    more than there is, all become slower."""
 
-    def __init__(self, cores: float) -> None:
+    def __init__(self, cores: float, background: float = 0.0) -> None:
         self.cores = cores
+        self.background = background
         self.share = 1.0
         self.stages: list[Stage] = []
 
     def rebalance(self) -> None:
-        demand = sum(stage.demand for stage in self.stages)
+        demand = self.background + sum(stage.demand for stage in self.stages)
         share = min(1.0, self.cores / demand) if demand else 1.0
         if share == self.share:
             return
@@ -52,6 +54,8 @@ class Stage:
         self.progress = 0.0
         self.busy_s = 0.0
         self.work_done = 0.0
+        self.present_s = 0.0
+        """Summed over jobs: seconds in which they waited or ran here."""
         self.waiting: deque[Job] = deque()
         self._clock, self._speed, self._capacity, self._host = clock, speed, capacity, host
         self._one_core = one_core
@@ -97,6 +101,7 @@ class Stage:
         """Bring progress and accounts to this moment, at the speed that held since the last change."""
         passed_s = self._clock.now_s - self._settled_s
         self._settled_s = self._clock.now_s
+        self.present_s += passed_s * self.load
         if self._running and passed_s > 0:
             made = passed_s * self._rate()
             self.progress += made
