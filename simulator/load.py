@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from penstock.simulator.config import Simulation
-from penstock.simulator.local import calibrate, local_case, simulation
+from penstock.simulator.local import calibrate, local_case, predicted
 from penstock.simulator.published import Calibration, cases
 
 
@@ -29,9 +29,10 @@ def of_case(name: str) -> Simulation:
     if name in published:
         return Calibration(published[name]).asynchronous
     local = local_case()
-    for run in local.runs:
-        if name == f"local-{run.name}":
-            return simulation(run, calibrate(local.run(local.calibrated_on)))
+    for pair in local.pairs:
+        for run in (local.run(pair.calibrated_on), local.run(pair.predicted)):
+            if name == f"local-{run.name}":
+                return predicted(run, calibrate(local.run(pair.calibrated_on)))
     raise BadSetup(f"--case {name}: there are {', '.join(case_names())}")
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-
 from pydantic import Field
 
 from penstock.simulator.config import Rollout, Section, Simulation, Trainer, Weights, Work
@@ -36,7 +34,7 @@ class Record(Section):
     workers: int
     concurrency: int
     cores: int = Field(description="Of the machine.")
-    background: float = Field(description="Load average less the run's own processes: what others wanted of the cores.")
+    load: float = Field(description="Mean load average: processes that wanted a core, the run's own among them.")
     steps: int = Field(description="Steps counted.")
     wall_s: float = Field(description="Per step; so are the next two.")
     train_s: float = Field(description="The trainer's own time.")
@@ -49,11 +47,17 @@ class Record(Section):
     observation_tokens: float
 
 
+class Pair(Section):
+    """Two runs, one right after the other."""
+
+    calibrated_on: str
+    predicted: str
+
+
 class LocalCase(Section):
     machine: str
     recorded: str = Field(description="Date, and what else ran.")
-    calibrated_on: str
-    predicted: list[str]
+    pairs: list[Pair]
     runs: list[Record]
 
     def run(self, name: str) -> Record:
@@ -64,7 +68,7 @@ def local_case(path: Path = FILE) -> LocalCase:
     return LocalCase.model_validate(json.loads(path.read_text()))
 
 
-def record(run_dir: Path, background: float, cores: int) -> Record:
+def record(run_dir: Path, load: float, cores: int) -> Record:
     """Read a finished run. Raises `OSError`, `KeyError` where the folder is no run."""
     import yaml
 
@@ -86,7 +90,7 @@ def record(run_dir: Path, background: float, cores: int) -> Record:
         workers=config["agent"]["workers"],
         concurrency=config["agent"]["concurrency"],
         cores=cores,
-        background=background,
+        load=load,
         steps=len(rows),
         wall_s=mean("wall_s"),
         train_s=mean("train_s"),
@@ -108,8 +112,9 @@ class Rates(Section):
     trained_token_s: float = Field(description="Per trained token.")
 
 
-def simulation(run: Record, rates: Rates) -> Simulation:
-    """All roles share the machine's cores; boxes start two at a time in each worker (sandbox/maker.py)."""
+def simulation(run: Record, rates: Rates, background: float) -> Simulation:
+    """All roles share the machine's cores, with `background` processes of others; boxes start as many at a time as there
+    are cores, at least two, in each worker (sandbox/maker.py)."""
     return Simulation(
         max_staleness=run.max_staleness,
         group_size=run.group_size,
@@ -130,7 +135,7 @@ def simulation(run: Record, rates: Rates) -> Simulation:
         trainer=Trainer(tokens_per_s=1 / rates.trained_token_s),
         weights=Weights(sync_s=run.publish_s + ADMISSION_S),
         cores=run.cores,
-        background=run.background,
+        background=background,
         steps=24,
         warmup=6,
     )
@@ -142,14 +147,28 @@ def calibrate(run: Record) -> Rates:
     Each rate moves its own figure most, so each is scaled by measured over simulated until all three agree.
     """
     rates = Rates(start_s=run.wall_s / (run.group_size * run.groups_per_step), token_s=1e-3, trained_token_s=1e-4)
+    background = 0.0
     for _ in range(ROUNDS):
-        found = simulate(simulation(run, rates))
+        found = simulate(simulation(run, rates, background))
+        background = _others(run, found)
         rates = Rates(
             start_s=rates.start_s * run.wall_s / found.step_s,
             token_s=rates.token_s * run.call_s / found.calling_s,
             trained_token_s=rates.trained_token_s * run.train_s / found.train_s,
         )
     return rates
+
+
+def predicted(run: Record, rates: Rates) -> Simulation:
+    """The run's settings under the machine's load, of which the simulated processes are a part."""
+    background = 0.0
+    for _ in range(ROUNDS // 2):
+        background = _others(run, simulate(simulation(run, rates, background)))
+    return simulation(run, rates, background)
+
+
+def _others(run: Record, found: Result) -> float:
+    return max(0.0, run.load - found.cores_wanted)
 
 
 class LocalPrediction(Section):
@@ -160,14 +179,12 @@ class LocalPrediction(Section):
 
 
 def predict_local(case: LocalCase) -> list[LocalPrediction]:
-    rates = calibrate(case.run(case.calibrated_on))
-    return [_prediction(case.run(name), simulate(simulation(case.run(name), rates))) for name in case.predicted]
+    """Of each pair the second run, from rates of the first."""
+    return [_prediction(case.run(p.predicted), calibrate(case.run(p.calibrated_on))) for p in case.pairs]
 
 
-def _prediction(run: Record, found: Result) -> LocalPrediction:
-    error = abs(found.step_s / run.wall_s - 1)
-    return LocalPrediction(name=run.name, measured_s=run.wall_s, predicted_s=found.step_s, error=error)
-
-
-def plain(case: LocalCase) -> dict[str, Any]:
-    return case.model_dump(mode="json")
+def _prediction(run: Record, rates: Rates) -> LocalPrediction:
+    step_s = simulate(predicted(run, rates)).step_s
+    return LocalPrediction(
+        name=run.name, measured_s=run.wall_s, predicted_s=step_s, error=abs(step_s / run.wall_s - 1)
+    )

@@ -27,7 +27,7 @@ class Pipeline:
     def __init__(self, config: Simulation) -> None:
         self.config = config
         self.clock = Clock()
-        host = Host(config.cores, config.background) if config.cores else None
+        self.host = host = Host(self.clock, config.cores, config.background) if config.cores else None
         self.rollouts = Rollouts(self.clock, config, host, self._ended)
         self.trainer = Stage(self.clock, lambda _: 1.0, 1, host)
         self.accounts = Accounts(config)
@@ -114,12 +114,15 @@ class Pipeline:
         stages = [server.stage for server in self.rollouts.servers]
         for stage in (*stages, self.trainer):
             stage.settle()
+        if self.host is not None:
+            self.host.settle()
         return StepRecord(
             ended_s=self.clock.now_s,
             trained_s=self.trainer.busy_s,
             decoding_s=sum(stage.busy_s for stage in stages),
             decoded=sum(stage.work_done for stage in stages),
             calling_s=sum(stage.present_s for stage in stages),
+            wanted_s=self.host.wanted_s if self.host is not None else 0.0,
             ready=len(self._ready),
             running=self.rollouts.running,
         )

@@ -21,6 +21,8 @@ class StepRecord:
     decoded: float
     calling_s: float
     """Summed over requests: seconds at the servers."""
+    wanted_s: float
+    """Summed over time: cores asked for, where roles share them."""
     ready: int
     running: int
 
@@ -45,6 +47,8 @@ class Result:
     """Seconds that an episode spends at the servers, all its calls together."""
     ready_groups: float
     running_episodes: float
+    cores_wanted: float
+    """Mean number of cores asked for, where roles share them; else 0."""
     gpus: float
     advice: str = ""
 
@@ -57,7 +61,7 @@ class Accounts:
 
     def __init__(self, config: Simulation) -> None:
         self._config = config
-        self._steps = [StepRecord(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)]
+        self._steps = [StepRecord(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)]
         self._ages: Counter[int] = Counter()
         self._oldest = 0
         self.tokens = 0.0
@@ -96,6 +100,7 @@ class Accounts:
             calling_s=(last.calling_s - first.calling_s) / (len(counted) * episodes),
             ready_groups=sum(record.ready for record in counted) / len(counted),
             running_episodes=sum(record.running for record in counted) / len(counted),
+            cores_wanted=(last.wanted_s - first.wanted_s) / wall_s,
             gpus=self._config.gpus,
         )
 

@@ -24,8 +24,8 @@ GROUP_SIZE = 16
 MAX_STALENESS = 2
 TOKEN_BYTES = 12
 """Of a packed trajectory: id, logprob and version span of a token; 100k tokens pack into 1.2 MB."""
-DELTA_SHARE = 0.064
-"""Size of a delta beside a full version at a learning rate of 1e-6, as docs/weight_sync.md measures it."""
+DELTA_SHARE = 0.021
+"""Mean size of a delta beside a full version at a learning rate of 1e-6, as docs/weight_sync.md measures it."""
 
 
 @dataclass(frozen=True)

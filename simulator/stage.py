@@ -29,14 +29,23 @@ class Host:
     """Cores that stages of one machine share equally, `background` strangers among them: where all together ask for
     more than there is, all become slower."""
 
-    def __init__(self, cores: float, background: float = 0.0) -> None:
+    def __init__(self, clock: Clock, cores: float, background: float = 0.0) -> None:
         self.cores = cores
+        self.wanted_s = 0.0
+        """Summed over time: cores that the stages asked for."""
         self.background = background
         self.share = 1.0
         self.stages: list[Stage] = []
+        self._clock, self._settled_s, self._wanted = clock, clock.now_s, 0.0
+
+    def settle(self) -> None:
+        self.wanted_s += self._wanted * (self._clock.now_s - self._settled_s)
+        self._settled_s = self._clock.now_s
 
     def rebalance(self) -> None:
-        demand = self.background + sum(stage.demand for stage in self.stages)
+        self.settle()
+        self._wanted = sum(stage.demand for stage in self.stages)
+        demand = self.background + self._wanted
         share = min(1.0, self.cores / demand) if demand else 1.0
         if share == self.share:
             return

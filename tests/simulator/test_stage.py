@@ -36,7 +36,8 @@ def test_a_pause_delays_by_its_length() -> None:
 
 
 def test_stages_of_a_host_slow_each_other_down_only_while_both_work() -> None:
-    clock, host = Clock(), Host(cores=1)
+    clock = Clock()
+    host = Host(clock, cores=1)
     first, second = (Stage(clock, lambda _: 1.0, 4, host) for _ in range(2))
     found: dict[str, float] = {}
     first.submit(1.0, lambda _: found.update(first=clock.now_s))
