@@ -12,8 +12,8 @@ from penstock.transfer_queue.arithmetic import may_ship
 def may_admit(config: Simulation, admitted: int, version: int) -> bool:
     """``admitted < (version + 1 + max_staleness) * groups_per_step``, `version` being what rollout servers have.
 
-    The closed form of the ledger's admission (`transfer_queue.arithmetic.may_admit`) for groups that arrive in the order
-    of their versions; a test holds the two against each other. AReaL (arXiv:2505.24298, eq. 3) paces by the same
+    The closed form of the ledger's admission (`transfer_queue.arithmetic.may_admit`) for groups that arrive in order of
+    their versions; a test holds the two against each other. AReaL (arXiv:2505.24298, eq. 3) paces by the same
     formula, and verl's staleness_threshold is its fraction.
     """
     return admitted < (version + 1 + config.max_staleness) * config.groups_per_step

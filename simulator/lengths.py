@@ -18,7 +18,9 @@ class LogNormal(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     median: float = Field(ge=0, description="Half of the draws are below. Tokens or seconds, as the key says.")
-    sigma: float = Field(1.0, ge=0, description="Spread of the logarithm; 0: all the same. Measured lengths: 0.7 to 1.3.")
+    sigma: float = Field(
+        1.0, ge=0, description="Spread of the logarithm; 0: all the same. Measured lengths: 0.7 to 1.3."
+    )
     longest: float | None = Field(None, gt=0, description="Ceiling: the token limit, or the time-out. None: none.")
 
     def of(self, z: Draws) -> Draws:

@@ -3,12 +3,20 @@
 A record holds what a run left in ``metrics.jsonl`` (means over its steps after the first few) and how busy the machine
 was. Three rates are solved for on the calibration run: CPU seconds per episode start, per decoded token and per trained
 token; another run then differs in its stated settings and in the machine's load alone.
+
+    python -m penstock.simulator.local runs/FIRST:2.5 runs/SECOND:2.0 > simulator/cases/local.json
+
+records pairs of runs, the first of each for calibration; after the colon the mean load average while it ran.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+
 from pydantic import Field
 
 from penstock.simulator.config import Rollout, Section, Simulation, Trainer, Weights, Work
@@ -113,8 +121,8 @@ class Rates(Section):
 
 
 def simulation(run: Record, rates: Rates, background: float) -> Simulation:
-    """All roles share the machine's cores, with `background` processes of others; boxes start as many at a time as there
-    are cores, at least two, in each worker (sandbox/maker.py)."""
+    """All roles share the machine's cores, with `background` processes of others. In each worker as many boxes start
+    at a time as there are cores, at least two (sandbox/maker.py)."""
     return Simulation(
         max_staleness=run.max_staleness,
         group_size=run.group_size,
@@ -185,6 +193,21 @@ def predict_local(case: LocalCase) -> list[LocalPrediction]:
 
 def _prediction(run: Record, rates: Rates) -> LocalPrediction:
     step_s = simulate(predicted(run, rates)).step_s
-    return LocalPrediction(
-        name=run.name, measured_s=run.wall_s, predicted_s=step_s, error=abs(step_s / run.wall_s - 1)
-    )
+    return LocalPrediction(name=run.name, measured_s=run.wall_s, predicted_s=step_s, error=abs(step_s / run.wall_s - 1))
+
+
+def recorded(arguments: Sequence[str], machine: str, company: str) -> LocalCase:
+    """The case of runs given as ``RUN_DIR:LOAD``, two and two. Raises `ValueError` where they are no pairs."""
+    if not arguments or len(arguments) % 2:
+        raise ValueError("give pairs of RUN_DIR:LOAD, the first of each for calibration")
+    runs = []
+    for argument in arguments:
+        folder, _, load = argument.rpartition(":")
+        runs.append(record(Path(folder), float(load), os.cpu_count() or 1))
+    pairs = [Pair(calibrated_on=a.name, predicted=b.name) for a, b in zip(runs[::2], runs[1::2], strict=True)]
+    return LocalCase(machine=machine, recorded=company, pairs=pairs, runs=runs)
+
+
+if __name__ == "__main__":
+    found = recorded(sys.argv[1:], f"{os.cpu_count()} CPU cores", "")
+    print(json.dumps(found.model_dump(mode="json"), indent=2))

@@ -106,7 +106,9 @@ class Stated(Section):
     rollout_parallel: int = Field(description="GPUs of one engine.")
     sequence_parallel: int = Field(description="GPUs that share one training sequence.")
     shards: int = Field(description="GPUs that together hold one copy of the trained weights.")
-    optimizer: Literal["shards", "all"] = Field("shards", description="Optimizer state is split over these, or over all.")
+    optimizer: Literal["shards", "all"] = Field(
+        "shards", description="Optimizer state is split over these, or over all."
+    )
     synchronous: SynchronousRow
     asynchronous: AsynchronousRow
 
@@ -221,7 +223,9 @@ class Calibration:
     @cached_property
     def tokens_per_s(self) -> float:
         """Of one rank: stated update time, less what does not depend on tokens, against its slowest ranks' tokens."""
-        return self.slowest_tokens(self.stated.synchronous.gpus // self.stated.sequence_parallel) / self._update_tokens_s
+        return (
+            self.slowest_tokens(self.stated.synchronous.gpus // self.stated.sequence_parallel) / self._update_tokens_s
+        )
 
     @property
     def _update_tokens_s(self) -> float:

@@ -103,5 +103,3 @@ class Accounts:
             cores_wanted=(last.wanted_s - first.wanted_s) / wall_s,
             gpus=self._config.gpus,
         )
-
-

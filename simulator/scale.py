@@ -1,17 +1,19 @@
 """Arithmetic from one GPU to thousands: a planned cluster, its step, what its ledger carries, how long weights travel.
 
-    python -m penstock.simulator.scale        the tables of docs/scale.md
+python -m penstock.simulator.scale        the tables of docs/scale.md
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from penstock.simulator.config import Rollout, Simulation, Trainer, Weights, Work
 from penstock.simulator.hardware import MACHINES, MODELS, Model, gradient_exchange_s, token_s, token_s_per_sequence
 from penstock.simulator.lengths import LogNormal
 from penstock.simulator.pipeline import simulate
+from penstock.simulator.result import Result
 
 MACHINE = MACHINES["H100"]
 DECODE_FACTOR = 3.5
@@ -89,7 +91,12 @@ def setup(plan: Plan, max_staleness: float = MAX_STALENESS) -> Simulation:
     )
 
 
-# weights ---------------------------------------------------------------------------------------------------------------
+@cache
+def simulated(plan: Plan, max_staleness: float) -> Result:
+    return simulate(setup(plan, max_staleness))
+
+
+# weights -------------------------------------------------------------------------------------------------------
 def collective_s(model: Model) -> float:
     """A broadcast to all servers at once: each receives a full copy, pipelined, at the network's rate."""
     return model.bytes / MACHINE.network_bytes_per_s
@@ -106,7 +113,7 @@ def from_trainer_s(model: Model, servers: int, link_bytes_per_s: float = 12.5e9)
     return servers * model.bytes / link_bytes_per_s
 
 
-# ledger ----------------------------------------------------------------------------------------------------------------
+# ledger --------------------------------------------------------------------------------------------------------
 def ledger_operations_per_s(config: Simulation, step_s: float) -> float:
     """Leases, two journal entries per turn (before and after its tools), completions, and the step's own calls.
 
@@ -122,7 +129,7 @@ def ledger_bytes_per_s(config: Simulation, step_s: float) -> float:
 
 
 def ledger_bytes_held(config: Simulation) -> float:
-    """At most (max_staleness + 1) steps' trajectories, and the journals of what runs; steps that are trained are spilled."""
+    """At most: (max_staleness + 1) steps of trajectories, or their journals; steps that are trained are spilled."""
     return (config.max_staleness + 1) * TOKEN_BYTES * _tokens_per_step(config)
 
 
@@ -132,12 +139,27 @@ def _tokens_per_step(config: Simulation) -> float:
     return config.group_size * config.groups_per_step * tokens
 
 
-# tables ----------------------------------------------------------------------------------------------------------------
+# tables --------------------------------------------------------------------------------------------------------
+def head(*columns: str) -> Iterator[str]:
+    """A table's first two lines."""
+    yield f"| {' | '.join(columns)} |"
+    yield f"| {' | '.join('---' for _ in columns)} |"
+
+
 def step_table() -> Iterator[str]:
-    yield "| GPUs | model | servers × GPUs | ranks × GPUs | step, synchronous | step, staleness 2 | trainer waits | servers wait | tokens/s |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    yield from head(
+        "GPUs",
+        "model",
+        "servers × GPUs",
+        "ranks × GPUs",
+        "step: sync",
+        "staleness 2",
+        "trainer waits",
+        "servers wait",
+        "tokens/s",
+    )
     for plan in PLANS:
-        found, waiting = simulate(setup(plan)), simulate(setup(plan, 0))
+        found, waiting = simulated(plan, MAX_STALENESS), simulated(plan, 0)
         yield (
             f"| {plan.gpus} | {plan.model} | {plan.servers} × {plan.server_gpus} | {plan.ranks} × {plan.rank_gpus} "
             f"| {waiting.step_s:.0f} s | {found.step_s:.0f} s | {found.trainer_bubble:.0%} "
@@ -146,8 +168,15 @@ def step_table() -> Iterator[str]:
 
 
 def weight_table() -> Iterator[str]:
-    yield "| model | full version | servers | broadcast | HTTP, handed on | the same as a delta | HTTP, all from the trainer |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    yield from head(
+        "model",
+        "full version",
+        "servers",
+        "broadcast",
+        "HTTP, handed on",
+        "the same as a delta",
+        "HTTP, all from the trainer",
+    )
     for plan in PLANS:
         model, servers = MODELS[plan.model], plan.servers
         yield (
@@ -158,11 +187,10 @@ def weight_table() -> Iterator[str]:
 
 
 def ledger_table() -> Iterator[str]:
-    yield "| GPUs | episodes per step | operations/s | written | held at most |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield from head("GPUs", "episodes per step", "operations/s", "written", "held at most")
     for plan in PLANS:
         config = setup(plan)
-        step_s = simulate(config).step_s
+        step_s = simulated(plan, MAX_STALENESS).step_s
         yield (
             f"| {plan.gpus} | {config.group_size * config.groups_per_step:,} "
             f"| {ledger_operations_per_s(config, step_s):,.0f} | {ledger_bytes_per_s(config, step_s) / 1e6:.1f} MB/s "

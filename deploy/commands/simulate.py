@@ -15,12 +15,16 @@ COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "stalen
 
 
 def simulate(
-    setup: Annotated[Path | None, typer.Argument(help="A YAML file of a cluster and its work, see docs/scale.md.")] = None,
+    setup: Annotated[
+        Path | None, typer.Argument(help="A YAML file of a cluster and its work, see docs/scale.md.")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
     *,
     case: Annotated[str | None, typer.Option(help="A run that comes with Penstock; `list` names them.")] = None,
     sweep: Annotated[str | None, typer.Option(help="key=a,b,c: one run for each value, as a table.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Predict published and local runs and tell the errors.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Predict published and local runs and tell the errors.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Simulate a run: step time, throughput, who waits for whom, staleness, and which split would be faster.
@@ -124,9 +128,13 @@ def _check(as_json: bool) -> int:
         return 0 if found["ok"] else 1
     for name, row in found["published"].items():
         note = "  (a constant comes from it: not counted)" if row["calibrates"] else ""
-        typer.echo(f"{name:32} published {row['published']:.2f}x  predicted {row['predicted']:.2f}x  {row['error']:.1%}{note}")
+        typer.echo(
+            f"{name:32} published {row['published']:.2f}x  predicted {row['predicted']:.2f}x  {row['error']:.1%}{note}"
+        )
     for name, row in found["local"].items():
-        typer.echo(f"{name:32} measured {row['measured_s']:.2f} s  predicted {row['predicted_s']:.2f} s  {row['error']:.1%}")
+        typer.echo(
+            f"{name:32} measured {row['measured_s']:.2f} s  predicted {row['predicted_s']:.2f} s  {row['error']:.1%}"
+        )
     for name, value in found["figures"].items():
         typer.echo(f"{name}: {value:.3f}")
     return 0 if found["ok"] else 1

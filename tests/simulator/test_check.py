@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from penstock.deploy.cli import app
 from penstock.simulator.check import WITHIN_LOCAL, WITHIN_PUBLISHED
 from penstock.simulator.hardware import HOST_BYTES_PER_S
 from penstock.simulator.local import calibrate, local_case, predicted
+from penstock.simulator.page import checked_tables, tables_in
 from penstock.simulator.pipeline import simulate
 from penstock.simulator.published import HOST_RATE_CASE, Calibration, Case, cases, host_bytes_per_s
 
@@ -53,7 +55,9 @@ def test_the_asynchronous_outcome_is_not_an_input() -> None:
 
 def test_the_synchronous_row_is_met_by_construction(checked: dict[str, Any]) -> None:
     case = cases()["verl-one-step-off-megatron"]
-    assert simulate(Calibration(case).synchronous).step_s == pytest.approx(case.stated.synchronous.phases.step_s, rel=0.01)
+    assert simulate(Calibration(case).synchronous).step_s == pytest.approx(
+        case.stated.synchronous.phases.step_s, rel=0.01
+    )
 
 
 def test_the_rate_of_offloading_follows_from_its_case() -> None:
@@ -61,7 +65,7 @@ def test_the_rate_of_offloading_follows_from_its_case() -> None:
 
 
 def test_a_drifting_baseline_is_compared_where_it_is_steady() -> None:
-    """The 32-GPU run takes 494 s a step for 200 steps and more than twice as much later; those of 64 GPUs never change."""
+    """The 32-GPU run takes 494 s a step for 200 steps and twice as much later; the one of 64 GPUs never changes."""
     assert cases()["verl-7b-16-16"].window == 200
     assert cases()["verl-7b-32-32"].window == 400
 
@@ -81,3 +85,9 @@ def test_every_case_names_its_source_and_what_it_assumes(case: Case) -> None:
     assert case.source.startswith("https://")
     assert case.settings_from
     assert case.assumed
+
+
+def test_the_page_tells_the_errors_as_they_are(checked: dict[str, Any]) -> None:
+    """`python -m penstock.simulator.page docs/scale.md` writes them."""
+    tables = tables_in((Path(__file__).parents[2] / "docs" / "scale.md").read_text())
+    assert {name: tables[name] for name in ("published", "local")} == checked_tables(checked)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.simulator.conftest import cluster
 
 from penstock.simulator.gate import may_admit
 from penstock.transfer_queue import arithmetic
-from tests.simulator.conftest import cluster
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.lists(st.sampled_from(["admit", "ship", "publish"]), max_size=80))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.simulator.conftest import cluster
 
 from penstock.simulator.lengths import LogNormal, reaching
 from penstock.simulator.training import slowest_ranks, train_s
-from tests.simulator.conftest import cluster
 
 
 @pytest.mark.parametrize("longest", [None, 500.0, 2000.0])

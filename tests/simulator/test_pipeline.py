@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.simulator.conftest import cluster
 
 from penstock.simulator.config import Rollout, Simulation, Trainer, Weights, Work
+from penstock.simulator.episodes import Group
 from penstock.simulator.lengths import LogNormal
 from penstock.simulator.pipeline import Pipeline, simulate
-from tests.simulator.conftest import cluster
 
 
 def changed(config: Simulation, **parts: dict[str, Any]) -> Simulation:
@@ -51,23 +52,28 @@ def test_weights_on_their_way_delay_a_synchronous_step_by_their_time() -> None:
 
 
 def test_requests_go_on_over_a_swap_and_their_tokens_have_both_versions() -> None:
-    """Rollout takes 10 s, training 4: the second batch is admitted at version 0 with the first; the third comes at 14 s,
-    when version 1 does, and is half done when version 2 arrives."""
-    pipeline = Pipeline(cluster(max_staleness=1, trainer=Trainer(tokens_per_s=10.0), rollout=Rollout(token_s=1.0)))
-    groups = []
+    """Two batches are admitted at 0 s and ready at 10; training takes 4 s. Version 1 comes at 14 s and admits the third
+    batch, version 2 at 18 s, when that batch has 4 of its 10 tokens."""
+    pipeline = Pipeline(cluster(max_staleness=1, trainer=Trainer(tokens_per_s=10.0)))
+    found: dict[int, list[dict[int, float]]] = {}
     ended = pipeline.rollouts._ended
-    pipeline.rollouts._ended = lambda group: (groups.append(group), ended(group))
+
+    def remember(group: Group) -> None:
+        found[group.number] = [dict(episode.versions) for episode in group.episodes]
+        ended(group)
+
+    pipeline.rollouts._ended = remember
     pipeline.run()
-    versions = [dict(episode.versions) for group in groups for episode in group.episodes]
-    assert versions[0] == {0: pytest.approx(10)}
-    assert any(len(found) == 2 for found in versions)
-    assert all(sum(found.values()) == pytest.approx(10) for found in versions)
+    assert found[0] == found[3] == [{0: pytest.approx(10)}] * 2
+    assert found[4] == found[5] == [{1: pytest.approx(4), 2: pytest.approx(6)}] * 2
 
 
 def test_turns_tools_and_box_starts_add_up() -> None:
     """4 boxes, one after the other at 1 s; two calls of 5 s, a tool of 7 s; the last is done at 4 + 17."""
     config = cluster(
-        work=Work(prompt_tokens=0, response=LogNormal(median=10, sigma=0), turns=2, tool_s=LogNormal(median=7, sigma=0)),
+        work=Work(
+            prompt_tokens=0, response=LogNormal(median=10, sigma=0), turns=2, tool_s=LogNormal(median=7, sigma=0)
+        ),
         rollout=Rollout(token_s=1.0, start_s=1.0),
     )
     assert simulate(config).step_s == pytest.approx(4 + 17 + 10)
@@ -93,7 +99,7 @@ def test_whole_batches_wait_for_the_batch_before() -> None:
     assert streamed.step_s < whole.step_s
 
 
-# what always holds ------------------------------------------------------------------------------------------------------
+# what always holds -------------------------------------------------------------------------------------------------
 def test_the_same_config_gives_the_same_result(noisy: Simulation) -> None:
     assert simulate(noisy) == simulate(noisy)
     assert simulate(changed(noisy, seed=1)) != simulate(noisy)

@@ -48,5 +48,5 @@ def test_stages_of_a_host_slow_each_other_down_only_while_both_work() -> None:
 
 
 def test_a_simulation_in_which_nothing_can_happen_says_so() -> None:
-    with pytest.raises(StuckSimulation, match="nothing more happens after 0.0 s"):
+    with pytest.raises(StuckSimulation, match=r"nothing more happens after 0\.0 s"):
         Clock().run(lambda: False)
