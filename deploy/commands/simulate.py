@@ -1,0 +1,140 @@
+"""`penstock simulate`: what a cluster would do, before it costs GPU hours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.simulator.config import Simulation
+
+COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "staleness_mean", "staleness_max")
+
+
+def simulate(
+    setup: Annotated[
+        Path | None, typer.Argument(help="A YAML file of a cluster and its work, see docs/scale.md.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
+    *,
+    case: Annotated[str | None, typer.Option(help="A run that comes with Penstock; `list` names them.")] = None,
+    sweep: Annotated[str | None, typer.Option(help="key=a,b,c: one run for each value, as a table.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Predict published and local runs and tell the errors.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Simulate a run: step time, throughput, who waits for whom, staleness, and which split would be faster.
+
+    Nothing is started; a discrete-event model plays servers, gate and trainer in seconds.
+
+    Examples: penstock simulate simulator/setups/agentic-64.yaml
+    penstock simulate simulator/setups/agentic-64.yaml --sweep max_staleness=0,1,2,4
+    penstock simulate --case verl-7b-64-64 --json · penstock simulate --check
+    """
+    from penstock.simulator.clock import StuckSimulation
+    from penstock.simulator.load import BadSetup
+
+    try:
+        if check:
+            raise typer.Exit(_check(as_json))
+        if case == "list":
+            _list()
+            return
+        config = _config(setup, case, overrides or [])
+        if sweep is None:
+            _one(config, as_json)
+        else:
+            _sweep(config, sweep, as_json)
+    except (BadSetup, StuckSimulation) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+
+
+def _config(setup: Path | None, case: str | None, overrides: list[str]) -> Simulation:
+    from penstock.simulator.load import BadSetup, changed, of_case, of_file
+
+    if case is not None and setup is not None:
+        overrides = [str(setup), *overrides]  # with --case the first argument is an override already
+        setup = None
+    if case is not None:
+        return changed(of_case(case), overrides)
+    if setup is None:
+        raise BadSetup("name a setup file, --case NAME (--case list shows them), or --check; --help has examples")
+    return changed(of_file(setup), overrides)
+
+
+def _list() -> None:
+    from penstock.simulator.load import case_names
+
+    for name in case_names():
+        typer.echo(name)
+
+
+def _one(config: Simulation, as_json: bool) -> None:
+    from penstock.simulator.split import advised
+
+    found = advised(config)
+    if as_json:
+        typer.echo(json.dumps({"setup": config.model_dump(mode="json"), "figures": found.plain()}))
+        return
+    typer.echo(f"{config.gpus:g} GPUs: {config.rollout.servers} rollout servers, {config.trainer.ranks} trainer ranks")
+    typer.echo(f"step            {found.step_s:.2f} s, of which the trainer trains {found.train_s:.2f} s")
+    typer.echo(f"throughput      {found.tokens_per_s:.0f} trained tokens/s")
+    typer.echo(f"bubbles         trainer {found.trainer_bubble:.0%}, rollout {found.rollout_bubble:.0%}")
+    ages = ", ".join(f"{age}: {share:.0%}" for age, share in found.staleness.items())
+    typer.echo(f"staleness       mean {found.staleness_mean:.2f}, by versions {ages}")
+    typer.echo(f"in the pipeline {found.running_episodes:.0f} episodes running, {found.ready_groups:.0f} groups ready")
+    typer.echo(f"advice          {found.advice}")
+
+
+def _sweep(config: Simulation, sweep: str, as_json: bool) -> None:
+    from penstock.simulator.load import BadSetup, changed
+    from penstock.simulator.pipeline import simulate as run
+
+    key, equals, values = sweep.partition("=")
+    if not equals or not values:
+        raise BadSetup(f"--sweep {sweep}: write it as key=a,b,c, for example --sweep max_staleness=0,1,2")
+    rows = []
+    for value in values.split(","):
+        found = run(changed(config, [f"{key}={value}"])).plain()
+        rows.append({key: value, **{column: found[column] for column in COLUMNS}})
+    typer.echo(json.dumps({"sweep": rows}) if as_json else _table(rows))
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """Columns as wide as their widest cell."""
+    cells = [list(rows[0]), *([_cell(name, value) for name, value in row.items()] for row in rows)]
+    widths = [max(len(line[n]) for line in cells) for n in range(len(cells[0]))]
+    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, str | int):
+        return str(value)
+    return f"{value:.0%}" if name.endswith("bubble") else f"{value:.2f}"
+
+
+def _check(as_json: bool) -> int:
+    """0 where both largest errors are within their bounds."""
+    from penstock.simulator.check import check
+
+    found = check()
+    if as_json:
+        typer.echo(json.dumps(found))
+        return 0 if found["ok"] else 1
+    for name, row in found["published"].items():
+        note = "  (a constant comes from it: not counted)" if row["calibrates"] else ""
+        typer.echo(
+            f"{name:32} published {row['published']:.2f}x  predicted {row['predicted']:.2f}x  {row['error']:.1%}{note}"
+        )
+    for name, row in found["local"].items():
+        typer.echo(
+            f"{name:32} measured {row['measured_s']:.2f} s  predicted {row['predicted_s']:.2f} s  {row['error']:.1%}"
+        )
+    for name, value in found["figures"].items():
+        typer.echo(f"{name}: {value:.3f}")
+    return 0 if found["ok"] else 1

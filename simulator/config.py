@@ -1,0 +1,100 @@
+"""A cluster and its work, as `penstock simulate FILE` reads them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from penstock.simulator.lengths import LogNormal
+
+STALENESS_NAMES = {"sync": 0, "one_step_off": 1, "fully_async": 2}
+
+
+def _staleness(value: Any) -> Any:
+    return STALENESS_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Work(Section):
+    prompt_tokens: float = Field(256, ge=0, description="Tokens of a prompt.")
+    response: LogNormal = Field(description="Tokens sampled per episode, all turns together: median, sigma, longest.")
+    turns: float = Field(1, ge=1, description="Model calls per episode; 1.7: two for 70 %, one for the others.")
+    tool_s: LogNormal = Field(LogNormal(median=0), description="Seconds that the tools of a turn take.")
+    observation_tokens: float = Field(0, ge=0, description="Tokens that the tools of a turn answer.")
+
+
+class Rollout(Section):
+    servers: int = Field(1, ge=1, description="Rollout servers.")
+    gpus: float = Field(1, gt=0, description="GPUs of one server.")
+    concurrent: int = Field(256, ge=1, description="Most sequences that one server decodes together; more wait.")
+    token_s: float = Field(gt=0, description="Seconds per token of a sequence that is alone on its server.")
+    token_s_per_sequence: float = Field(
+        0, ge=0, description="Seconds added to that by each further sequence: servers saturate at its inverse."
+    )
+    prefill_tokens_per_s: float = Field(0, ge=0, description="Of one request; 0: prompts cost nothing.")
+    in_flight: int = Field(0, ge=0, description="Most episodes of all agent workers together; 0: any.")
+    start_s: float = Field(0, ge=0, description="Work before an episode's first call, such as starting its box.")
+    starts_at_once: int = Field(1, ge=1, description="So many are started together.")
+    whole_batches: bool = Field(False, description="A step's groups begin only when all earlier groups have ended.")
+
+
+class Trainer(Section):
+    ranks: int = Field(1, ge=1, description="Data-parallel ranks; the slowest ends an update.")
+    gpus: float = Field(1, gt=0, description="GPUs of one rank (tensor, context and sequence parallel).")
+    tokens_per_s: float = Field(gt=0, description="Tokens trained per second by one rank.")
+    updates: int = Field(1, ge=1, description="Optimizer updates per step.")
+    update_fixed_s: float = Field(0, ge=0, description="Seconds per update that more ranks do not shorten.")
+    scoring: float = Field(0, ge=0, description="Forward passes before the update, as a share of its token time.")
+    step_fixed_s: float = Field(0, ge=0, description="Seconds per step that do not depend on tokens.")
+    chunks: int = Field(1, ge=1, description="Parts in which a step's groups are taken, each as soon as it is ready.")
+    balanced: bool = Field(False, description="Ranks get equal shares of tokens (longest first), not of episodes.")
+
+
+class Weights(Section):
+    sync_s: float = Field(0, ge=0, description="From the end of a step until servers have its version.")
+    pause_s: float = Field(0, ge=0, description="Of each server at a swap; what it was decoding goes on after it.")
+    trainer_waits: bool = Field(False, description="The trainer goes on only when the servers have the version.")
+
+
+class Simulation(Section):
+    """One run. Colocated synchronous training is `max_staleness: sync` with `colocated: true`."""
+
+    max_staleness: Annotated[float, BeforeValidator(_staleness)] = Field(
+        2, ge=0, le=64, description="sync, one_step_off, fully_async, or a number; a fraction only with first_ready."
+    )
+    shipping: Literal["bounded", "first_ready"] = Field(
+        "bounded", description="Which groups a step takes: as the ledger does, none over-age; or whichever ended first."
+    )
+    colocated: bool = Field(False, description="Rollout and training take turns on the same GPUs.")
+    group_size: int = Field(8, ge=1, description="Episodes per task.")
+    groups_per_step: int = Field(8, ge=1, description="Tasks per step.")
+    work: Work
+    rollout: Rollout
+    trainer: Trainer
+    weights: Weights = Weights()
+    cores: float = Field(0, ge=0, description="All roles share so many CPU cores; 0: each has its own machine.")
+    background: float = Field(0, ge=0, description="Processes of others that want those cores all the time.")
+    steps: int = Field(12, ge=2, description="Steps to simulate.")
+    warmup: int = Field(3, ge=0, description="Steps that are not counted: the pipeline fills.")
+    seed: int = Field(0, ge=0, description="Of all draws. Settings are compared on the same episodes.")
+
+    @property
+    def gpus(self) -> float:
+        rollout, trainer = self.rollout.servers * self.rollout.gpus, self.trainer.ranks * self.trainer.gpus
+        return max(rollout, trainer) if self.colocated else rollout + trainer
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.colocated and self.max_staleness:
+            raise ValueError("colocated: roles that take turns are synchronous; set max_staleness: sync")
+        if self.groups_per_step % self.trainer.chunks:
+            raise ValueError(f"trainer.chunks: {self.groups_per_step} groups do not divide into {self.trainer.chunks}")
+        if self.shipping == "bounded" and (self.max_staleness % 1 or self.trainer.chunks > 1):
+            raise ValueError("shipping: bounded takes a whole max_staleness and trainer.chunks: 1; or first_ready")
+        if self.warmup >= self.steps:
+            raise ValueError(f"warmup: {self.warmup} of {self.steps} steps leave nothing to count")
+        return self

@@ -1,0 +1,62 @@
+"""The tables of docs/scale.md: `python -m penstock.simulator.page docs/scale.md` writes them anew."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.simulator.check import check
+from penstock.simulator.published import cases
+from penstock.simulator.scale import head, rendered
+
+PLACE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+def tables_in(page: str) -> dict[str, str]:
+    """What stands between the marks now, by name."""
+    return {name: text.strip("\n") for name, text in PLACE.findall(page)}
+
+
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """Tables that are not in `tables` stay. A mark without a table is a mistake of the page: `KeyError`."""
+    kept = {**tables_in(page), **tables}
+    return PLACE.sub(lambda found: f"<!-- table: {found[1]} -->\n{kept[found[1]]}\n<!-- end -->", page)
+
+
+def published_table(checked: Mapping[str, Any]) -> Iterator[str]:
+    yield from head(
+        "case",
+        "rollout : trainer",
+        "staleness",
+        "speed-up published, by steps",
+        "compared",
+        "predicted",
+        "error",
+        "furthest window",
+    )
+    for name, case in cases().items():
+        row, mode = checked["published"][name], case.stated.asynchronous
+        stated = ", ".join(f"{steps}: {speedup:.2f}" for steps, speedup in case.published.items())
+        error = "calibrates" if row["calibrates"] else f"{row['error']:.1%}"
+        yield (
+            f"| `{name}` | {mode.rollout_gpus} : {mode.trainer_gpus} | {mode.staleness:g} | {stated} "
+            f"| {row['published']:.2f} | {row['predicted']:.2f} | {error} | {row['error_any_window']:.0%} |"
+        )
+
+
+def local_table(checked: Mapping[str, Any]) -> Iterator[str]:
+    yield from head("run", "measured step", "predicted", "error")
+    for name, row in checked["local"].items():
+        yield f"| `{name}` | {row['measured_s']:.2f} s | {row['predicted_s']:.2f} s | {row['error']:.1%} |"
+
+
+def checked_tables(checked: Mapping[str, Any]) -> dict[str, str]:
+    return {"published": "\n".join(published_table(checked)), "local": "\n".join(local_table(checked))}
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(with_tables(path.read_text(), {**rendered(), **checked_tables(check())}))

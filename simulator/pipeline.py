@@ -1,0 +1,128 @@
+"""The simulation: groups are admitted, rolled out, taken by the trainer; a step's end makes a version.
+
+    admit ──► rollouts ──► ready ──► trainer ──► version ──► servers, and room at the gate
+
+Who wakes whom: a version that reaches the servers wakes `admit`; a group that ends wakes `_try_train`; the end of
+training wakes both.
+"""
+
+from __future__ import annotations
+
+from penstock.simulator.clock import Clock
+from penstock.simulator.config import Simulation
+from penstock.simulator.episodes import Group, draw, trained_tokens
+from penstock.simulator.gate import may_admit, take
+from penstock.simulator.result import Accounts, Result, StepRecord
+from penstock.simulator.rollouts import Rollouts
+from penstock.simulator.stage import Host, Stage
+from penstock.simulator.training import train_s
+
+
+def simulate(config: Simulation) -> Result:
+    """Deterministic: the same config gives the same result. Raises `StuckSimulation`."""
+    return Pipeline(config).run()
+
+
+class Pipeline:
+    def __init__(self, config: Simulation) -> None:
+        self.config = config
+        self.clock = Clock()
+        self.host = host = Host(self.clock, config.cores, config.background) if config.cores else None
+        self.rollouts = Rollouts(self.clock, config, host, self._ended)
+        self.trainer = Stage(self.clock, lambda _: 1.0, 1, host)
+        self.accounts = Accounts(config)
+        self.admitted = 0
+        self.version = 0
+        """What rollout servers have; the trainer is at `step`."""
+        self.step = 0
+        self._part: list[Group] = []
+        self._trained_parts = 0
+        self._training = False
+        self._running: dict[int, Group] = {}
+        self._ready: list[Group] = []
+
+    def run(self) -> Result:
+        self._admit()
+        self.clock.run(lambda: self.step >= self.config.steps)
+        return self.accounts.result()
+
+    # rollouts ------------------------------------------------------------------------------------------------------
+    def _admit(self) -> None:
+        while may_admit(self.config, self.admitted, self.version) and self._batch_may_begin():
+            group = draw(self.config, self.admitted, self.version)
+            self.admitted += 1
+            self._running[group.number] = group
+            self.rollouts.begin(group)
+
+    def _batch_may_begin(self) -> bool:
+        """With whole batches: inside a batch always, at the start of one only when nothing runs."""
+        if not self.config.rollout.whole_batches:
+            return True
+        return self.admitted % self.config.groups_per_step != 0 or not self._running
+
+    def _ended(self, group: Group) -> None:
+        del self._running[group.number]
+        self._ready.append(group)
+        self._admit()
+        self._try_train()
+
+    # training ------------------------------------------------------------------------------------------------------
+    def _try_train(self) -> None:
+        if self._training or self.step >= self.config.steps:
+            return
+        taken = take(self.config, self._ready, list(self._running.values()), self.step)
+        if taken is None:
+            return
+        chosen = {group.number for group in taken}
+        self._ready = [group for group in self._ready if group.number not in chosen]
+        self._part, self._training = taken, True
+        self.trainer.submit(self._work_s(taken), lambda _: self._part_trained())
+
+    def _work_s(self, groups: list[Group]) -> float:
+        trainer = self.config.trainer
+        tokens = [trained_tokens(self.config, episode) for group in groups for episode in group.episodes]
+        seed = (self.config.seed, self.step, self._trained_parts)
+        updates = max(1, round(trainer.updates / trainer.chunks))
+        return train_s(trainer, tokens, updates, seed) + trainer.step_fixed_s / trainer.chunks
+
+    def _part_trained(self) -> None:
+        self.accounts.trained(self._part, self.step)
+        self._trained_parts = (self._trained_parts + 1) % self.config.trainer.chunks
+        if self._trained_parts:
+            self._training = False
+            self._try_train()
+            return
+        self.step += 1
+        version = self.step
+        self.accounts.stepped(self._record())
+        self.clock.after(self.config.weights.sync_s, lambda: self._arrived(version))
+        if not self.config.weights.trainer_waits:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._training = False
+        self._try_train()
+
+    def _arrived(self, version: int) -> None:
+        self.version = version
+        self.rollouts.swap(version)
+        if self.config.weights.trainer_waits:
+            self._go_on()
+        self._admit()
+
+    def _record(self) -> StepRecord:
+        stages = [server.stage for server in self.rollouts.servers]
+        for stage in (*stages, self.trainer):
+            stage.settle()
+        if self.host is not None:
+            self.host.settle()
+        return StepRecord(
+            ended_s=self.clock.now_s,
+            trained_s=self.trainer.busy_s,
+            decoding_s=sum(stage.busy_s for stage in stages),
+            decoded=sum(stage.work_done for stage in stages),
+            calling_s=sum(stage.present_s for stage in stages),
+            wanted_s=self.host.wanted_s if self.host is not None else 0.0,
+            ready=len(self._ready),
+            running=self.rollouts.running,
+        )

@@ -1,0 +1,317 @@
+"""Published runs as cases: calibrate on the synchronous row of a table, predict the asynchronous one, compare.
+
+The rules are the same for every case (docs/scale.md gives the reasons). Into a case goes what its source states. From
+the synchronous run's own times two rates follow: the trainer's tokens/s from its update time, and one factor on the
+datasheet's decode times from its generation time. Nothing of the asynchronous run is used but its settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import Field
+
+from penstock.simulator.config import Rollout, Section, Simulation, Trainer, Weights, Work
+from penstock.simulator.episodes import draw, trained_tokens
+from penstock.simulator.hardware import (
+    MACHINES,
+    MODELS,
+    gradient_exchange_s,
+    offload_s,
+    offloaded_bytes,
+    token_s,
+    token_s_per_sequence,
+)
+from penstock.simulator.lengths import reaching
+from penstock.simulator.pipeline import simulate
+from penstock.simulator.result import Result
+from penstock.simulator.training import slowest_ranks
+
+FOLDER = Path(__file__).parent / "cases"
+SIGMA = 1.0
+"""Of response lengths, where the source gives none but the maximum."""
+PROMPT_TOKENS = 150
+"""Of a competition problem with its template."""
+CONCURRENT = 1024
+"""verl's `max_num_seqs`."""
+SYNC_BYTES_PER_S = 8.25e9
+"""verl's NCCL checkpoint engine, as its own documentation measures it."""
+STEADY = 0.25
+CALIBRATION_STEPS = 3
+HOST_RATE_CASE = "verl-one-step-off-fsdp"
+"""How fast weights and optimizer go to CPU memory and back is in no datasheet. This case's table tells it, so this case
+is calibration and no prediction; see `host_bytes_per_s`."""
+
+
+class Phases(Section):
+    """Mean seconds per step of the synchronous run."""
+
+    step_s: float = Field(gt=0, description="The whole step.")
+    generation_s: float = Field(gt=0, description="Sampling alone, where the source separates it.")
+    switching_s: float = Field(0, ge=0, description="Of the generation phase: what is not sampling.")
+    update_s: float = Field(gt=0, description="The policy's update.")
+    scoring_s: dict[str, float] = Field(default_factory=dict, description="Forward passes by name.")
+
+
+class SynchronousRow(Section):
+    gpus: int = Field(description="All of them, for both roles in turn.")
+    phases: Phases = Field(description="As the table states them.")
+    offload: bool = Field(description="Weights and optimizer rest in CPU memory while others use the GPU.")
+    total_minutes: dict[int, float] = Field(default_factory=dict, description="Total time after so many steps.")
+
+    @property
+    def steady_window(self) -> int | None:
+        """Steps of the longest stated window whose mean step is within STEADY of the first window's; None: no totals.
+
+        Later the run does other work than it did at first (responses have become longer), and than the run it is
+        compared with; nothing but the synchronous run's own pace decides.
+        """
+        pace = {steps: minutes / steps for steps, minutes in sorted(self.total_minutes.items())}
+        first = next(iter(pace.values()), 0.0)
+        return max((steps for steps, mean in pace.items() if abs(mean / first - 1) <= STEADY), default=None)
+
+    @property
+    def window_scale(self) -> float:
+        """Mean step of the steady window over that of the whole run, whose means `phases` are."""
+        window = self.steady_window
+        if window is None:
+            return 1.0
+        last = max(self.total_minutes)
+        return (self.total_minutes[window] / window) / (self.total_minutes[last] / last)
+
+
+class AsynchronousRow(Section):
+    rollout_gpus: int = Field(description="GPUs that only sample.")
+    trainer_gpus: int = Field(description="GPUs that only train.")
+    staleness: float = Field(description="Share of a step's samples that may be ahead.")
+    chunks: int = Field(1, description="Parts of a step that the trainer takes as they are ready.")
+    whole_batches: bool = Field(False, description="A batch's sampling begins when the one before has ended.")
+    scoring: list[str] = Field(default_factory=list, description="Forward passes that this mode keeps.")
+    offload: bool = Field(False, description="As above.")
+    update_s: float | None = Field(None, description="Stated update time; read for `HOST_RATE_CASE` alone.")
+
+
+class Stated(Section):
+    machine: str = Field(description="A name in hardware.MACHINES.")
+    model: str = Field(description="A name in hardware.MODELS.")
+    response_longest: int = Field(description="Maximum response length, in tokens.")
+    groups_per_step: int = Field(description="Prompts per step.")
+    group_size: int = Field(description="Responses per prompt.")
+    updates: int = Field(description="Optimizer updates per step: prompts per step over prompts per mini-batch.")
+    rollout_parallel: int = Field(description="GPUs of one engine.")
+    sequence_parallel: int = Field(description="GPUs that share one training sequence.")
+    shards: int = Field(description="GPUs that together hold one copy of the trained weights.")
+    optimizer: Literal["shards", "all"] = Field(
+        "shards", description="Optimizer state is split over these, or over all."
+    )
+    synchronous: SynchronousRow
+    asynchronous: AsynchronousRow
+
+
+class Case(Section):
+    name: str
+    source: str = Field(description="Address, table and date.")
+    settings_from: str = Field(description="Where settings stand that the table leaves out.")
+    assumed: list[str] = Field(description="What no source states, and what was taken in its place.")
+    stated: Stated
+    published: dict[int, float] = Field(description="Speed-ups as the source states them, by steps from the start.")
+
+    @property
+    def window(self) -> int:
+        """Steps of the window that is compared."""
+        return self.stated.synchronous.steady_window or max(self.published)
+
+    @property
+    def speedup(self) -> float:
+        return self.published[self.window]
+
+
+def cases() -> dict[str, Case]:
+    """Every case of the folder, by name."""
+    found = [_read(path) for path in sorted(FOLDER.glob("*.yaml"))]
+    return {case.name: case for group in found for case in group}
+
+
+def _read(path: Path) -> list[Case]:
+    tree = yaml.safe_load(path.read_text())
+    return [Case.model_validate(_merged(tree["shared"], case)) for case in tree["cases"]]
+
+
+def _merged(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
+    """Mappings are merged, everything else of `above` wins."""
+    both = {**below, **above}
+    for key in below.keys() & above.keys():
+        lower, upper = below[key], above[key]
+        if isinstance(lower, Mapping) and isinstance(upper, Mapping):
+            both[key] = _merged(lower, upper)
+    return both
+
+
+@dataclass(frozen=True)
+class Prediction:
+    case: Case
+    synchronous: Result
+    asynchronous: Result
+
+    @property
+    def speedup(self) -> float:
+        return self.synchronous.step_s / self.asynchronous.step_s
+
+    @property
+    def error(self) -> float:
+        """|predicted − published| / published, in the compared window."""
+        return abs(self.speedup / self.case.speedup - 1)
+
+    @property
+    def largest_error(self) -> float:
+        """The same against the furthest of all stated windows."""
+        return max(abs(self.speedup / published - 1) for published in self.case.published.values())
+
+
+def predict(case: Case) -> Prediction:
+    calibrated = Calibration(case)
+    return Prediction(case, simulate(calibrated.synchronous), simulate(calibrated.asynchronous))
+
+
+class Calibration:
+    """From a synchronous row to both simulations."""
+
+    def __init__(self, case: Case) -> None:
+        self.stated = case.stated
+        self.machine = MACHINES[self.stated.machine]
+        self.model = MODELS[self.stated.model]
+        row = self.stated.synchronous
+        self.phases = row.phases
+        self.scale = row.window_scale
+        self.response = reaching(
+            self.stated.response_longest, self.stated.groups_per_step * self.stated.group_size, SIGMA
+        )
+
+    @cached_property
+    def synchronous(self) -> Simulation:
+        """Its step is the stated one by construction: both rates are solved for."""
+        sampled = simulate(self._simulation(self._synchronous_parts(1.0, self.tokens_per_s)))
+        generation_s = sampled.step_s - sampled.train_s
+        factor = self.scale * self.phases.generation_s / generation_s
+        return self._simulation(self._synchronous_parts(factor, self.tokens_per_s))
+
+    @cached_property
+    def asynchronous(self) -> Simulation:
+        row, sync = self.stated.asynchronous, self.synchronous
+        kept_s = sum(self.phases.scoring_s[name] for name in row.scoring)
+        engines = row.rollout_gpus // self.stated.rollout_parallel
+        rollout = sync.rollout.model_copy(update={"servers": engines, "whole_batches": row.whole_batches})
+        trainer = self._trainer(row.trainer_gpus, self.tokens_per_s, kept_s, row.offload, switching_s=0.0)
+        return sync.model_copy(
+            update={
+                "max_staleness": row.staleness,
+                "shipping": "first_ready",
+                "colocated": False,
+                "rollout": rollout,
+                "trainer": trainer.model_copy(update={"chunks": row.chunks}),
+                "weights": Weights(sync_s=self.model.bytes / SYNC_BYTES_PER_S, trainer_waits=True),
+                "steps": 6,
+                "warmup": 2,
+            }
+        )
+
+    @cached_property
+    def tokens_per_s(self) -> float:
+        """Of one rank: stated update time, less what does not depend on tokens, against its slowest ranks' tokens."""
+        return (
+            self.slowest_tokens(self.stated.synchronous.gpus // self.stated.sequence_parallel) / self._update_tokens_s
+        )
+
+    @property
+    def _update_tokens_s(self) -> float:
+        """The synchronous update's seconds that tokens take; the rest is exchange of gradients, and offloading."""
+        row, update_s = self.stated.synchronous, self.scale * self.phases.update_s
+        fixed_s = self.stated.updates * self.exchange_s(row.gpus) + self._offload_s(row.gpus, row.offload)
+        if update_s <= fixed_s:
+            raise ValueError(f"an update of {update_s:.0f} s cannot hold {fixed_s:.0f} s of copying")
+        return update_s - fixed_s
+
+    def slowest_tokens(self, ranks: int) -> float:
+        """Summed over the updates of a step, the mean of some steps."""
+        config = self._simulation((Rollout(token_s=1.0), Trainer(tokens_per_s=1.0)))
+        total, per_step = 0.0, config.groups_per_step
+        for step in range(CALIBRATION_STEPS):
+            groups = [draw(config, step * per_step + n, step) for n in range(per_step)]
+            tokens = [trained_tokens(config, episode) for group in groups for episode in group.episodes]
+            total += sum(slowest_ranks(tokens, self.stated.updates, ranks, False, (config.seed, step, 0)))
+        return total / CALIBRATION_STEPS
+
+    def _synchronous_parts(self, decode_factor: float, tokens_per_s: float) -> tuple[Rollout, Trainer]:
+        row, scoring_s = self.stated.synchronous, sum(self.phases.scoring_s.values())
+        gpus, context = self.stated.rollout_parallel, PROMPT_TOKENS + self.response.mean
+        rollout = Rollout(
+            servers=row.gpus // gpus,
+            gpus=gpus,
+            concurrent=CONCURRENT,
+            token_s=decode_factor * token_s(self.model, self.machine, gpus),
+            token_s_per_sequence=decode_factor * token_s_per_sequence(self.model, self.machine, gpus, context),
+        )
+        return rollout, self._trainer(row.gpus, tokens_per_s, scoring_s, row.offload, self.phases.switching_s)
+
+    def _trainer(self, gpus: int, tokens_per_s: float, scoring_s: float, offload: bool, switching_s: float) -> Trainer:
+        phases, stated = self.phases, self.stated
+        known_s = phases.generation_s + phases.switching_s + phases.update_s + sum(phases.scoring_s.values())
+        other_s = max(0.0, phases.step_s - known_s)
+        return Trainer(
+            ranks=gpus // stated.sequence_parallel,
+            gpus=stated.sequence_parallel,
+            tokens_per_s=tokens_per_s,
+            updates=stated.updates,
+            update_fixed_s=self.exchange_s(gpus),
+            scoring=self.scale * scoring_s / self._update_tokens_s,
+            step_fixed_s=self.scale * (other_s + switching_s) + self._offload_s(gpus, offload),
+        )
+
+    def exchange_s(self, gpus: int) -> float:
+        return gradient_exchange_s(self.model, self.machine, self.stated.shards, gpus)
+
+    def _offload_s(self, gpus: int, offload: bool) -> float:
+        shards = gpus if self.stated.optimizer == "all" else self.stated.shards
+        return offload_s(self.model, self.machine, shards) if offload else 0.0
+
+    def _simulation(self, parts: tuple[Rollout, Trainer]) -> Simulation:
+        rollout, trainer = parts
+        return Simulation(
+            max_staleness="sync",
+            shipping="first_ready",
+            colocated=True,
+            group_size=self.stated.group_size,
+            groups_per_step=self.stated.groups_per_step,
+            work=Work(prompt_tokens=PROMPT_TOKENS, response=self.response),
+            rollout=rollout,
+            trainer=trainer,
+            steps=CALIBRATION_STEPS,
+            warmup=0,
+        )
+
+
+def host_bytes_per_s(case: Case) -> float:
+    """The rate of offloading, from an update with it on all GPUs and one without it on fewer.
+
+    With r tokens/s of a rank, S the tokens of the slowest ranks and X the exchange of gradients:
+    update_async = S_async/r + X_async gives r;  update_sync = S_sync/r + X_sync + offload gives the offload's seconds.
+    """
+    stated, calibration = case.stated, Calibration(case)
+    row, few = stated.synchronous, stated.asynchronous
+    if few.update_s is None:
+        raise ValueError(f"{case.name}: the asynchronous update time is not stated")
+
+    def slowest(gpus: int) -> float:
+        return calibration.slowest_tokens(gpus // stated.sequence_parallel)
+
+    def exchange_s(gpus: int) -> float:
+        return stated.updates * calibration.exchange_s(gpus)
+
+    rate = slowest(few.trainer_gpus) / (few.update_s - exchange_s(few.trainer_gpus))
+    seconds = row.phases.update_s - slowest(row.gpus) / rate - exchange_s(row.gpus)
+    return offloaded_bytes(MODELS[stated.model], stated.shards) / seconds

@@ -1,0 +1,108 @@
+"""Rollout servers and the episodes on them: start, then model calls and tools in turn, on one server per episode."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from penstock.simulator.clock import Clock
+from penstock.simulator.config import Rollout, Simulation
+from penstock.simulator.episodes import Episode, Group
+from penstock.simulator.stage import Host, Job, Stage
+
+
+class Server:
+    """One engine. Remembers at which progress which version came, so that tokens can be told apart afterwards."""
+
+    def __init__(self, clock: Clock, config: Rollout, host: Host | None) -> None:
+        def speed(running: int) -> float:
+            return 1.0 / (config.token_s + config.token_s_per_sequence * (running - 1))
+
+        self.stage = Stage(clock, speed, config.concurrent, host, one_core=True)
+        self.episodes = 0
+        self._versions: list[tuple[float, int]] = [(0.0, 0)]
+
+    def swap(self, version: int) -> None:
+        self.stage.settle()
+        self._versions.append((self.stage.progress, version))
+
+    def count_tokens(self, episode: Episode, job: Job) -> None:
+        """Add the job's tokens to the versions under which they were decoded."""
+        upper = job.entered + job.work
+        for since, version in reversed(self._versions):
+            lower = max(since, job.entered)
+            if upper > lower:
+                episode.versions[version] = episode.versions.get(version, 0.0) + upper - lower
+                upper = lower
+            if since <= job.entered:
+                return
+
+
+class Rollouts:
+    """Runs the episodes of groups that were begun and says when a group has ended."""
+
+    def __init__(self, clock: Clock, config: Simulation, host: Host | None, ended: Callable[[Group], None]) -> None:
+        self.servers = [Server(clock, config.rollout, host) for _ in range(config.rollout.servers)]
+        self.starts = Stage(clock, lambda _: 1.0, config.rollout.starts_at_once, host)
+        self.running = 0
+        self._clock, self._config, self._ended = clock, config, ended
+        self._queue: deque[Episode] = deque()
+
+    def begin(self, group: Group) -> None:
+        self._queue.extend(group.episodes)
+        self._lease()
+
+    def swap(self, version: int) -> None:
+        """All servers load the version, each pausing for the swap; requests in flight go on under it."""
+        for server in self.servers:
+            server.swap(version)
+            if self._config.weights.pause_s:
+                server.stage.pause()
+                self._clock.after(self._config.weights.pause_s, server.stage.resume)
+
+    def _lease(self) -> None:
+        most = self._config.rollout.in_flight
+        while self._queue and (not most or self.running < most):
+            self.running += 1
+            self._start(self._queue.popleft())
+
+    def _start(self, episode: Episode) -> None:
+        if not self._config.rollout.start_s:
+            self._place(episode)
+            return
+        self.starts.submit(self._config.rollout.start_s, lambda _: self._place(episode))
+
+    def _place(self, episode: Episode) -> None:
+        """New episodes go to the server with the fewest."""
+        server = min(self.servers, key=lambda s: s.episodes)
+        server.episodes += 1
+        self._call(episode, server, self._config.work.prompt_tokens)
+
+    def _call(self, episode: Episode, server: Server, new_tokens: float) -> None:
+        rate = self._config.rollout.prefill_tokens_per_s
+        share = episode.tokens / episode.turns
+
+        def decoded(job: Job) -> None:
+            server.count_tokens(episode, job)
+            self._answered(episode, server)
+
+        if rate and new_tokens:
+            self._clock.after(new_tokens / rate, lambda: server.stage.submit(share, decoded))
+        else:
+            server.stage.submit(share, decoded)
+
+    def _answered(self, episode: Episode, server: Server) -> None:
+        episode.turn += 1
+        if episode.turn == episode.turns:
+            self._finish(episode, server)
+            return
+        observed = self._config.work.observation_tokens
+        self._clock.after(episode.tool_s[episode.turn - 1], lambda: self._call(episode, server, observed))
+
+    def _finish(self, episode: Episode, server: Server) -> None:
+        server.episodes -= 1
+        self.running -= 1
+        episode.group.running -= 1
+        self._lease()
+        if not episode.group.running:
+            self._ended(episode.group)

@@ -1,0 +1,64 @@
+"""Advice: what limits a described cluster, and which split of the same GPUs would be faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.simulator.config import Simulation
+from penstock.simulator.pipeline import simulate
+from penstock.simulator.result import Result
+
+SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+"""Of the GPUs, for rollout: the splits that are tried."""
+WORTH_IT = 0.97
+"""A split that is not 3 % faster is not recommended."""
+
+
+def advised(config: Simulation) -> Result:
+    """The run with `advice` filled in. Simulates the other splits too, so it takes some times as long."""
+    found = simulate(config)
+    return replace(found, advice=f"{limit(config, found)} {_split(config, found)}")
+
+
+def limit(config: Simulation, found: Result) -> str:
+    """Who waits for whom, in one sentence."""
+    trainer, rollout = found.trainer_bubble, found.rollout_bubble
+    if config.max_staleness == 0:
+        return f"Synchronous: the trainer waits {trainer:.0%} of the time, rollout servers {rollout:.0%}."
+    if trainer < 0.05:
+        return f"The trainer is the limit: it waits {trainer:.0%} of the time, rollout servers {rollout:.0%}."
+    if rollout < 0.05:
+        return f"Rollout is the limit: servers wait {rollout:.0%} of the time, the trainer {trainer:.0%}."
+    return (
+        f"Neither is busy all the time: the trainer waits {trainer:.0%}, rollout servers {rollout:.0%}. "
+        "A higher max_staleness, or shorter stragglers, would let them overlap."
+    )
+
+
+def splits(config: Simulation) -> list[Simulation]:
+    """The same GPUs, divided otherwise; servers and ranks keep their sizes, and at least one of each stays."""
+    found: dict[tuple[int, int], Simulation] = {}
+    for share in SHARES:
+        servers = max(1, round(share * config.gpus / config.rollout.gpus))
+        ranks = int((config.gpus - servers * config.rollout.gpus) // config.trainer.gpus)
+        if ranks < 1 or (servers, ranks) == (config.rollout.servers, config.trainer.ranks):
+            continue
+        rollout = config.rollout.model_copy(update={"servers": servers})
+        trainer = config.trainer.model_copy(update={"ranks": ranks})
+        found[servers, ranks] = config.model_copy(update={"rollout": rollout, "trainer": trainer})
+    return list(found.values())
+
+
+def _split(config: Simulation, found: Result) -> str:
+    if config.colocated or config.cores:
+        return "Roles share their machines, so there is no split to change."
+    tried = [(simulate(other).step_s, other) for other in splits(config)]
+    if not tried:
+        return "There are too few GPUs for another split."
+    step_s, best = min(tried, key=lambda pair: pair[0])
+    if step_s > WORTH_IT * found.step_s:
+        return f"No other split of the {config.gpus:g} GPUs that was tried is faster."
+    return (
+        f"{best.rollout.servers} servers and {best.trainer.ranks} ranks on the same {config.gpus:g} GPUs would take "
+        f"{step_s:.1f} s per step instead of {found.step_s:.1f} s."
+    )

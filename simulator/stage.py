@@ -1,0 +1,153 @@
+"""Machines that several jobs share: rollout servers, places where boxes start, the trainer.
+
+All running jobs of a stage advance at one speed, which depends on how many run: so one number, the progress that a job
+present from the beginning would have made, says when each job ends (processor sharing, exact between events).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.simulator.clock import Clock
+
+Speed = Callable[[int], float]
+"""Work per second of one job while so many run."""
+
+
+@dataclass(slots=True)
+class Job:
+    work: float
+    done: Callable[[Job], None]
+    entered: float = 0.0
+    """The stage's progress when the job began to run; it ends at `entered + work`."""
+
+
+class Host:
+    """Cores that stages of one machine share equally, `background` strangers among them: where all together ask for
+    more than there is, all become slower."""
+
+    def __init__(self, clock: Clock, cores: float, background: float = 0.0) -> None:
+        self.cores = cores
+        self.wanted_s = 0.0
+        """Summed over time: cores that the stages asked for."""
+        self.background = background
+        self.share = 1.0
+        self.stages: list[Stage] = []
+        self._clock, self._settled_s, self._wanted = clock, clock.now_s, 0.0
+
+    def settle(self) -> None:
+        self.wanted_s += self._wanted * (self._clock.now_s - self._settled_s)
+        self._settled_s = self._clock.now_s
+
+    def rebalance(self) -> None:
+        self.settle()
+        self._wanted = sum(stage.demand for stage in self.stages)
+        demand = self.background + self._wanted
+        share = min(1.0, self.cores / demand) if demand else 1.0
+        if share == self.share:
+            return
+        for stage in self.stages:
+            stage.settle()
+        self.share = share
+        for stage in self.stages:
+            stage.plan()
+
+
+class Stage:
+    """At most `capacity` jobs run, further ones wait in order. A pause stops progress, not the queue."""
+
+    def __init__(self, clock: Clock, speed: Speed, capacity: int, host: Host | None = None, one_core: bool = False):
+        self.progress = 0.0
+        self.busy_s = 0.0
+        self.work_done = 0.0
+        self.present_s = 0.0
+        """Summed over jobs: seconds in which they waited or ran here."""
+        self.waiting: deque[Job] = deque()
+        self._clock, self._speed, self._capacity, self._host = clock, speed, capacity, host
+        self._one_core = one_core
+        self._running: list[tuple[float, int, Job]] = []
+        self._entered = 0
+        self._settled_s = clock.now_s
+        self._plan = 0
+        self._paused = False
+        if host is not None:
+            host.stages.append(self)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def load(self) -> int:
+        return len(self._running) + len(self.waiting)
+
+    @property
+    def demand(self) -> float:
+        """Cores asked for: one for the whole stage, or one per job."""
+        if self._paused:
+            return 0.0
+        return float(min(1, self.running) if self._one_core else self.running)
+
+    def submit(self, work: float, done: Callable[[Job], None]) -> None:
+        self.settle()
+        self.waiting.append(Job(work, done))
+        self._fill()
+
+    def pause(self) -> None:
+        self.settle()
+        self._paused = True
+        self._changed()
+
+    def resume(self) -> None:
+        self.settle()
+        self._paused = False
+        self._changed()
+
+    def settle(self) -> None:
+        """Bring progress and accounts to this moment, at the speed that held since the last change."""
+        passed_s = self._clock.now_s - self._settled_s
+        self._settled_s = self._clock.now_s
+        self.present_s += passed_s * self.load
+        if self._running and passed_s > 0:
+            made = passed_s * self._rate()
+            self.progress += made
+            self.work_done += made * len(self._running)
+            self.busy_s += passed_s
+
+    def plan(self) -> None:
+        """Say when the next job ends; an earlier word about it no longer counts."""
+        self._plan += 1
+        rate = self._rate()
+        if self._running and rate > 0:
+            plan, left = self._plan, self._running[0][0] - self.progress
+            self._clock.after(left / rate, lambda: self._end_first(plan))
+
+    def _rate(self) -> float:
+        if self._paused or not self._running:
+            return 0.0
+        return self._speed(len(self._running)) * (self._host.share if self._host else 1.0)
+
+    def _end_first(self, plan: int) -> None:
+        if plan != self._plan:
+            return
+        self.settle()
+        end, _, job = heapq.heappop(self._running)
+        self.progress = end  # exactly, so that rounding never leaves a job with a last 1e-12 of work
+        self._fill()
+        job.done(job)
+
+    def _fill(self) -> None:
+        while self.waiting and len(self._running) < self._capacity:
+            job = self.waiting.popleft()
+            job.entered = self.progress
+            self._entered += 1
+            heapq.heappush(self._running, (job.entered + job.work, self._entered, job))
+        self._changed()
+
+    def _changed(self) -> None:
+        if self._host is not None:
+            self._host.rebalance()
+        self.plan()

@@ -1,0 +1,187 @@
+"""Whole simulations: tiny ones against hand-worked times, noisy ones against what must always hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.simulator.conftest import cluster
+
+from penstock.simulator.config import Rollout, Simulation, Trainer, Weights, Work
+from penstock.simulator.episodes import Group
+from penstock.simulator.lengths import LogNormal
+from penstock.simulator.pipeline import Pipeline, simulate
+
+
+def changed(config: Simulation, **parts: dict[str, Any]) -> Simulation:
+    """`changed(config, rollout={"servers": 2}, seed=3)`"""
+    tree = config.model_dump()
+    for name, part in parts.items():
+        tree[name] = {**tree[name], **part} if isinstance(part, dict) else part
+    return Simulation.model_validate(tree)
+
+
+def test_a_synchronous_step_is_rollout_then_training() -> None:
+    found = simulate(cluster())
+    assert found.step_s == pytest.approx(20)
+    assert (found.trainer_bubble, found.rollout_bubble) == (pytest.approx(0.5), pytest.approx(0.5))
+    assert found.staleness == {0: 1.0}
+    assert found.tokens_per_s == pytest.approx(40 / 20)
+
+
+def test_one_step_off_overlaps_the_two() -> None:
+    found = simulate(cluster(max_staleness=1))
+    assert found.step_s == pytest.approx(10)
+    assert found.staleness == {1: 1.0}
+    assert found.trainer_bubble == pytest.approx(0)
+
+
+def test_a_slow_trainer_is_the_limit_however_stale_data_may_be() -> None:
+    found = simulate(cluster(max_staleness=3, trainer=Trainer(tokens_per_s=2.0), steps=10, warmup=6))
+    assert found.step_s == pytest.approx(20)
+    assert found.staleness_max == 3
+    assert found.rollout_bubble == pytest.approx(0.5)
+
+
+def test_weights_on_their_way_delay_a_synchronous_step_by_their_time() -> None:
+    assert simulate(cluster(weights=Weights(sync_s=3))).step_s == pytest.approx(23)
+    assert simulate(cluster(weights=Weights(sync_s=3, pause_s=2))).step_s == pytest.approx(25)
+
+
+def test_requests_go_on_over_a_swap_and_their_tokens_have_both_versions() -> None:
+    """Two batches are admitted at 0 s and ready at 10; training takes 4 s. Version 1 comes at 14 s and admits the third
+    batch, version 2 at 18 s, when that batch has 4 of its 10 tokens."""
+    pipeline = Pipeline(cluster(max_staleness=1, trainer=Trainer(tokens_per_s=10.0)))
+    found: dict[int, list[dict[int, float]]] = {}
+    ended = pipeline.rollouts._ended
+
+    def remember(group: Group) -> None:
+        found[group.number] = [dict(episode.versions) for episode in group.episodes]
+        ended(group)
+
+    pipeline.rollouts._ended = remember
+    pipeline.run()
+    assert found[0] == found[3] == [{0: pytest.approx(10)}] * 2
+    assert found[4] == found[5] == [{1: pytest.approx(4), 2: pytest.approx(6)}] * 2
+
+
+def test_turns_tools_and_box_starts_add_up() -> None:
+    """4 boxes, one after the other at 1 s; two calls of 5 s, a tool of 7 s; the last is done at 4 + 17."""
+    config = cluster(
+        work=Work(
+            prompt_tokens=0, response=LogNormal(median=10, sigma=0), turns=2, tool_s=LogNormal(median=7, sigma=0)
+        ),
+        rollout=Rollout(token_s=1.0, start_s=1.0),
+    )
+    assert simulate(config).step_s == pytest.approx(4 + 17 + 10)
+
+
+def test_roles_that_share_a_core_take_as_long_as_their_work_together() -> None:
+    alone = simulate(cluster(max_staleness=1, steps=40, warmup=20))
+    shared = simulate(cluster(max_staleness=1, cores=1, steps=40, warmup=20))
+    assert alone.step_s == pytest.approx(10)
+    assert shared.step_s == pytest.approx(20, rel=0.02)
+
+
+def test_a_stranger_on_the_core_halves_the_speed() -> None:
+    assert simulate(cluster(cores=1, background=1)).step_s == pytest.approx(40)
+
+
+def test_whole_batches_wait_for_the_batch_before() -> None:
+    """Rollout is the limit: without the barrier two batches share the server at full speed each, with it they queue."""
+    slow = {"rollout": Rollout(token_s=3.0), "max_staleness": 1, "steps": 12}
+    streamed = simulate(cluster(**slow))
+    whole = simulate(cluster(**{**slow, "rollout": Rollout(token_s=3.0, whole_batches=True)}))
+    assert whole.step_s == pytest.approx(30)
+    assert streamed.step_s < whole.step_s
+
+
+# what always holds -------------------------------------------------------------------------------------------------
+def test_the_same_config_gives_the_same_result(noisy: Simulation) -> None:
+    assert simulate(noisy) == simulate(noisy)
+    assert simulate(changed(noisy, seed=1)) != simulate(noisy)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_trained_token_is_over_the_bound(noisy: Simulation, staleness: int) -> None:
+    found = simulate(changed(noisy, max_staleness=staleness))
+    assert found.staleness_max <= staleness
+    assert sum(found.staleness.values()) == pytest.approx(1)
+
+
+def test_whoever_ended_first_does_go_over_the_bound(noisy: Simulation) -> None:
+    """The check above can fail: without the ledger's shipping rule stragglers become too old."""
+    tail = {"response": {"median": 60, "sigma": 2.0, "longest": 20000}}
+    found = simulate(changed(noisy, shipping="first_ready", max_staleness=1, work=tail, steps=60))
+    assert found.staleness_max > 1
+
+
+def test_each_group_is_trained_once_and_nothing_is_trained_that_was_not_decoded(noisy: Simulation) -> None:
+    pipeline = Pipeline(noisy)
+    pipeline.run()
+    trained = pipeline.accounts.episodes
+    assert set(trained.values()) == {1}
+    assert len(trained) == noisy.steps * noisy.groups_per_step
+    left = {group.number for group in pipeline._ready} | set(pipeline._running)
+    assert len(trained) + len(left) == pipeline.admitted
+    assert not left & set(trained)
+
+
+def test_work_is_conserved(noisy: Simulation) -> None:
+    """Tokens that servers made = tokens of calls that ended + progress of calls that run."""
+    pipeline = Pipeline(noisy)
+    counted = 0.0
+    for server in pipeline.rollouts.servers:
+        count = server.count_tokens
+
+        def both(episode: Any, job: Any, count: Any = count) -> None:
+            nonlocal counted
+            counted += job.work
+            count(episode, job)
+
+        server.count_tokens = both
+    pipeline.run()
+    running = sum(
+        server.stage.progress - job.entered
+        for server in pipeline.rollouts.servers
+        for _, _, job in server.stage._running
+    )
+    made = sum(server.stage.work_done for server in pipeline.rollouts.servers)
+    assert made == pytest.approx(counted + running)
+
+
+def test_synchronous_roles_never_overlap(noisy: Simulation) -> None:
+    found = simulate(changed(noisy, max_staleness=0, rollout={"servers": 1, "in_flight": 0}, work={"turns": 1}))
+    assert (1 - found.trainer_bubble) + (1 - found.rollout_bubble) == pytest.approx(1)
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 50), staleness=st.integers(0, 2))
+def test_more_of_anything_is_never_slower(seed: int, staleness: int) -> None:
+    """Nor is a looser bound. (More servers may be: placing anew can put two long episodes together.)"""
+    work = Work(prompt_tokens=0, response=LogNormal(median=10, sigma=0.8, longest=80))
+    base = cluster(seed=seed, max_staleness=staleness, work=work, steps=10, warmup=0)
+    step_s = simulate(base).step_s
+    slack = 1 + 1e-9
+    assert simulate(changed(base, trainer={"tokens_per_s": 8.0})).step_s <= step_s * slack
+    assert simulate(changed(base, rollout={"token_s": 0.5})).step_s <= step_s * slack
+    assert simulate(changed(base, max_staleness=staleness + 1)).step_s <= step_s * slack
+
+
+def test_advice_names_the_limit_and_a_faster_split() -> None:
+    from penstock.simulator.split import advised
+
+    lopsided = cluster(
+        max_staleness=2,
+        group_size=4,
+        groups_per_step=4,
+        rollout=Rollout(servers=7, concurrent=2, token_s=1.0),
+        trainer=Trainer(ranks=1, tokens_per_s=1.0),
+    )
+    found = advised(lopsided)
+    assert found.advice.startswith("The trainer is the limit")
+    assert "ranks on the same 8 GPUs would take" in found.advice
+    assert replace(found, advice="") == simulate(lopsided)
