@@ -22,7 +22,8 @@ import aiohttp
 
 from penstock.rollout_server.answer import Answer
 from penstock.rollout_server.protocol import Chunk, EngineError, GenerateRequest, Generation
-from penstock.rollout_server.routing import Registry, Router, Sent
+from penstock.rollout_server.routing import Registry, Router
+from penstock.rollout_server.since import Sent
 from penstock.rollout_server.streams import first_to_speak, until
 from penstock.transfer_queue.ledger import LedgerError, ServerInfo
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rollout_server.conftest import StubLedger
 
-from penstock.rollout_server.routing import CACHE_S, Router, Sent
+from penstock.rollout_server.routing import CACHE_S, Router
+from penstock.rollout_server.since import Sent
 from penstock.transfer_queue.ledger import ServerInfo
 
 
