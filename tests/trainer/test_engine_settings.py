@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,28 @@ def trained(model: str, ranks: Ranks, **settings: Any) -> tuple[FSDPEngine, list
     return engine, [engine.update([pack], loss, 52.0, step) for step in range(3)]
 
 
-@pytest.mark.parametrize("setting", ["recompute", "offload", pytest.param("compile", marks=pytest.mark.slow)])
+COMPILED = pytest.param("compile", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"))
+
+
+@pytest.mark.parametrize("setting", ["recompute", "offload", COMPILED])
 def test_a_setting_changes_no_number(setting: str, tiny_model: str, ranks: Ranks) -> None:
-    plain, expected = trained(tiny_model, ranks)
-    engine, found = trained(tiny_model, ranks, **{setting: True})
+    assert_equal(trained(tiny_model, ranks), trained(tiny_model, ranks, **{setting: True}))
+
+
+def test_compiled_layers_change_no_number_and_share_their_graphs(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graphs of their own would be too many in a deep model: torch then stops compiling, with a warning. What torch
+    makes of a graph is its own affair, and would take minutes on a CPU: the graphs are run as they were captured."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    layers, graphs = 3, torch._dynamo.utils.counters["stats"]
+    model, before = save_tiny_model(tmp_path, num_hidden_layers=layers), graphs["unique_graphs"]
+    assert_equal(trained(model, ranks), trained(model, ranks, compile=True))
+    assert 0 < graphs["unique_graphs"] - before < 2 * layers, "attention cuts each layer in two"
+
+
+def assert_equal(given_by: tuple[FSDPEngine, list[Update]], found_by: tuple[FSDPEngine, list[Update]]) -> None:
+    (plain, expected), (engine, found) = given_by, found_by
     for one, other in zip(found, expected, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
