@@ -60,7 +60,7 @@ class Stopping:
         config, window = self._config, self._config.window
         if not config.enabled or len(values) < window:
             return None
-        means = np.convolve([value for _, value in values], np.full(window, 1 / window), mode="valid")
+        means = np.convolve([value for _, value in values], np.ones(window), mode="valid") / window
         better = means if config.better == "higher" else -means
         what = config.metric if window == 1 else f"the mean of {window} values of {config.metric}"
         version, best = values[-1][0], int(better.argmax())
