@@ -2,13 +2,19 @@
 
 import { h, number, svg } from "./dom.js";
 
-const WIDTH = 480, HEIGHT = 190, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 22;
+const WIDTH = 480,
+  HEIGHT = 190,
+  LEFT = 46,
+  RIGHT = 8,
+  TOP = 8,
+  BOTTOM = 22;
 export const COLOURS = 8;
 
 /** Round numbers that cover a range, about `count` of them. */
 export function ticks(low, high, count = 4) {
   const span = high - low || Math.abs(high) || 1;
-  const rough = span / count, power = 10 ** Math.floor(Math.log10(rough));
+  const rough = span / count,
+    power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough) ?? 10 * power;
   const found = [];
   for (let at = Math.ceil(low / step); at * step <= high + step * 1e-9; at += 1) found.push(at * step);
@@ -52,9 +58,11 @@ export function lineChart(title, lines, { low = null, high = null, format = numb
   }
   const steps = lines.flatMap((line) => line.x);
   const [first, last] = [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))];
-  let bottom = low ?? values.reduce((a, b) => Math.min(a, b)), top = high ?? values.reduce((a, b) => Math.max(a, b));
+  let bottom = low ?? values.reduce((a, b) => Math.min(a, b)),
+    top = high ?? values.reduce((a, b) => Math.max(a, b));
   if (bottom === top) [bottom, top] = [bottom - (Math.abs(bottom) * 0.1 || 1), top + (Math.abs(top) * 0.1 || 1)];
-  const x = scale(first, last, LEFT, WIDTH - RIGHT), y = scale(bottom, top, HEIGHT - BOTTOM, TOP);
+  const x = scale(first, last, LEFT, WIDTH - RIGHT),
+    y = scale(bottom, top, HEIGHT - BOTTOM, TOP);
   const drawn = lines.flatMap((line, i) =>
     pieces(line, x, y).map((piece) =>
       piece.length > 1
@@ -65,7 +73,11 @@ export function lineChart(title, lines, { low = null, high = null, format = numb
   const cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, x1: -9, x2: -9 });
   const readout = h("p", { class: "readout" });
   const show = (step) => readout.replaceChildren(...legend(lines, step, format));
-  const [figure, picture] = frame(title, [...axes(x, y, ticks(first, last, 5), ticks(bottom, top)), drawn, cursor], readout);
+  const [figure, picture] = frame(
+    title,
+    [...axes(x, y, ticks(first, last, 5), ticks(bottom, top)), drawn, cursor],
+    readout,
+  );
   picture.addEventListener("pointermove", (event) => {
     const box = picture.getBoundingClientRect();
     const at = ((event.clientX - box.left) / box.width) * WIDTH;
@@ -92,14 +104,22 @@ export function stackedBars(title, steps, kinds, shares) {
   if (!steps.length) {
     return h("figure", { class: "chart empty" }, h("figcaption", {}, title), h("p", {}, "not recorded in this run"));
   }
-  const width = (WIDTH - LEFT - RIGHT) / steps.length, y = scale(0, 1, HEIGHT - BOTTOM, TOP);
+  const width = (WIDTH - LEFT - RIGHT) / steps.length,
+    y = scale(0, 1, HEIGHT - BOTTOM, TOP);
   const bars = shares.flatMap((row, i) => {
     let under = 0;
     return row.map((share, kind) => {
-      const bar = svg("rect", {
-        class: `bar a${Math.min(kind, COLOURS - 1)}`, x: LEFT + i * width, width: Math.max(width - 0.5, 0.5),
-        y: y(under + share), height: y(under) - y(under + share),
-      }, svg("title", {}, `step ${steps[i]}: ${Math.round(100 * share)} % ${kinds[kind]}`));
+      const bar = svg(
+        "rect",
+        {
+          class: `bar a${Math.min(kind, COLOURS - 1)}`,
+          x: LEFT + i * width,
+          width: Math.max(width - 0.5, 0.5),
+          y: y(under + share),
+          height: y(under) - y(under + share),
+        },
+        svg("title", {}, `step ${steps[i]}: ${Math.round(100 * share)} % ${kinds[kind]}`),
+      );
       under += share;
       return bar;
     });
@@ -108,7 +128,10 @@ export function stackedBars(title, steps, kinds, shares) {
   const marks = ticks(0, steps.length - 1, 5).filter(Number.isInteger);
   const names = marks.map((i) => svg("text", { class: "tick x", x: at(i), y: HEIGHT - 6 }, number(steps[i])));
   const levels = [0, 0.5, 1].map((v) => svg("text", { class: "tick y", x: LEFT - 5, y: y(v) + 3 }, `${100 * v} %`));
-  const readout = h("p", { class: "readout" },
-    kinds.map((kind, i) => h("span", { class: `entry a${Math.min(i, COLOURS - 1)}` }, kind)));
+  const readout = h(
+    "p",
+    { class: "readout" },
+    kinds.map((kind, i) => h("span", { class: `entry a${Math.min(i, COLOURS - 1)}` }, kind)),
+  );
   return frame(title, [bars, names, levels], readout)[0];
 }

@@ -5,14 +5,14 @@ import { lineChart, stackedBars } from "./chart.js";
 import { h, percent } from "./dom.js";
 
 const EVERY_MS = 3000;
-/** title → names of columns, or what they begin with where they end in `*` */
+/** Title, names of columns, settings of the chart. */
 export const CHARTS = [
   ["reward", ["reward", "eval/reward"]],
   ["reward, spread in a step", ["reward_std"]],
   ["lengths, tokens", ["response_length_mean", "sampled_length_mean"]],
   ["turns and tool calls per episode", ["num_turns_mean", "episode/tool_calls", "episode/tool_errors"]],
-  ["KL", ["kl_k3", "kl_proximal", "kl_*"]],
-  ["entropy", ["entropy", "policy_entropy", "entropy_*"]],
+  ["KL", ["kl_k3", "kl_proximal", "kl_reference"]],
+  ["entropy", ["entropy"]],
   ["staleness, versions", ["staleness_mean", "staleness_max"]],
   ["mismatch: |Δ logprob| mean", ["logprob_abs_diff_mean"]],
   ["mismatch: |Δ logprob| max", ["logprob_abs_diff_max"]],
@@ -24,31 +24,57 @@ export const CHARTS = [
   ["gradient norm", ["grad_norm"]],
 ];
 
+/** Those of the wanted columns that there are. */
 export function columns(wanted, names) {
-  const found = wanted.flatMap((name) => (name.endsWith("*") ? names.filter((one) => one.startsWith(name.slice(0, -1))) : names.filter((one) => one === name)));
-  return [...new Set(found)];
+  return wanted.filter((name) => names.includes(name));
 }
 
 export async function curves(root, { run, repeat, params, go }) {
-  const advice = h("p", { class: "advice" }), grid = h("div", { class: "charts" }), own = h("div", { class: "charts" });
-  const picker = h("select", { "aria-label": "another metric", onchange: () => go("curves", { metric: picker.value }) });
+  const advice = h("p", { class: "advice" }),
+    grid = h("div", { class: "charts" }),
+    own = h("div", { class: "charts" });
+  const picker = h("select", {
+    "aria-label": "another metric",
+    onchange: () => go("curves", { metric: picker.value }),
+  });
   root.append(h("h2", {}, "Curves"), advice, grid, h("h2", {}, "Any metric"), picker, own);
-  let seen = -1, names = [];
+  let seen = -1,
+    names = [];
   const fill = () => {
     const chosen = params.get("metric") ?? "";
-    picker.replaceChildren(h("option", { value: "" }, "choose …"), ...names.map((name) => h("option", { value: name }, name)));
+    picker.replaceChildren(
+      h("option", { value: "" }, "choose …"),
+      ...names.map((name) => h("option", { value: name }, name)),
+    );
     picker.value = chosen;
   };
   await repeat(async () => {
     const { names: all, rows } = await get(of(run, "metrics"), { points: 10 });
     if (rows === seen) return;
-    if (all.join() !== names.join()) { names = all; fill(); }
+    if (all.join() !== names.join()) {
+      names = all;
+      fill();
+    }
     const picked = params.get("metric");
     const wanted = [...new Set([...CHARTS.flatMap(([, some]) => columns(some, names)), ...(picked ? [picked] : [])])];
-    const [{ steps, series }, old, split] = await Promise.all([get(of(run, "metrics"), { name: wanted }), get(of(run, "staleness")), get(of(run, "split"))]);
-    const draw = ([title, some, options]) => lineChart(title, columns(some, names).map((name) => ({ name, x: steps, y: series[name] })), options);
+    const [{ steps, series }, old, split] = await Promise.all([
+      get(of(run, "metrics"), { name: wanted }),
+      get(of(run, "staleness")),
+      get(of(run, "split")),
+    ]);
+    const draw = ([title, some, options]) =>
+      lineChart(
+        title,
+        columns(some, names).map((name) => ({ name, x: steps, y: series[name] })),
+        options,
+      );
     const drawn = CHARTS.map(draw);
-    const bars = stackedBars("staleness of trained tokens, versions", old.steps, old.ages.map((age) => `${age} old`), old.shares);
+    const bars = stackedBars(
+      "staleness of trained tokens, versions",
+      old.steps,
+      old.ages.map((age) => `${age} old`),
+      old.shares,
+    );
     drawn.splice(CHARTS.findIndex(([title]) => title.startsWith("staleness")) + 1, 0, bars);
     grid.replaceChildren(...drawn);
     own.replaceChildren(...(picked ? [draw([picked, [picked]])] : []));

@@ -23,7 +23,8 @@ export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
+const HIDDEN =
+  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
 
 /** Text with what would hide, reorder or colour it made visible: ANSI escapes, bidi controls, blanks without width. */
 export function visible(text) {
@@ -64,7 +65,17 @@ export function seconds(value) {
 
 /** A table from column names and rows of nodes or text. */
 export function table(names, rows, attributes = {}) {
-  const head = h("tr", {}, names.map((name) => h("th", { scope: "col" }, name)));
-  const body = rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell))));
+  const head = h(
+    "tr",
+    {},
+    names.map((name) => h("th", { scope: "col" }, name)),
+  );
+  const body = rows.map((row) =>
+    h(
+      "tr",
+      {},
+      row.map((cell) => h("td", {}, cell)),
+    ),
+  );
   return h("div", { class: "scroll" }, h("table", attributes, h("thead", {}, head), h("tbody", {}, body)));
 }

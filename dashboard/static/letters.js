@@ -7,13 +7,22 @@ const PAGE = 100;
 
 function event(one, i) {
   const data = Object.keys(one.data).length ? h("pre", {}, visible(JSON.stringify(one.data, null, 1))) : null;
-  return h("article", { class: `turn ${one.kind === "sampled" ? "model" : "tools"}` }, h("h4", {}, `${i + 1}. ${visible(one.kind)}`, h("small", {}, one.tokens ? ` ${number(one.tokens)} tokens` : "")), one.text && h("bdi", { class: "prose" }, visible(one.text)), data);
+  return h(
+    "article",
+    { class: `turn ${one.kind === "sampled" ? "model" : "tools"}` },
+    h("h4", {}, `${i + 1}. ${visible(one.kind)}`, h("small", {}, one.tokens ? ` ${number(one.tokens)} tokens` : "")),
+    one.text && h("bdi", { class: "prose" }, visible(one.text)),
+    data,
+  );
 }
 
 export async function letters(root, { run, session, keys }) {
-  const list = h("div", { id: "letters" }), state = h("p", { class: "quiet", role: "status" });
+  const list = h("div", { id: "letters" }),
+    state = h("p", { class: "quiet", role: "status" });
   root.append(h("h2", {}, "Dead letters"), state, list);
-  let start = 0, chosen = -1, items = [];
+  let start = 0,
+    chosen = -1,
+    items = [];
   const may = session.scope === "write";
 
   const requeue = async (episode, button) => {
@@ -30,20 +39,71 @@ export async function letters(root, { run, session, keys }) {
   const open = async (letter, box) => {
     if (box.childElementCount) return;
     const whole = await get(of(run, "dead-letter"), { episode: letter.episode });
-    box.replaceChildren(...whole.journal.map(event), whole.journal.length ? "" : h("p", { class: "quiet" }, "no journal is kept of it"));
+    box.replaceChildren(
+      ...whole.journal.map(event),
+      whole.journal.length ? "" : h("p", { class: "quiet" }, "no journal is kept of it"),
+    );
   };
   const item = (letter) => {
     const journal = h("div", { class: "journal" });
-    const button = h("button", { type: "button", disabled: !may, title: may ? "queue its whole group again" : "this token may look, not change", onclick: (e) => { e.preventDefault(); requeue(letter.episode, button); } }, "requeue");
-    return h("details", { class: "letter", ontoggle: (e) => e.target.open && open(letter, journal).catch((error) => { journal.textContent = error.message; }) },
-      h("summary", {}, h("b", {}, visible(letter.episode)), " ", h("span", { class: "bad" }, visible(`${letter.component}: ${letter.reason}`)), h("small", {}, ` ${number(letter.attempts)} attempts, ${number(letter.events)} events `), button), journal);
+    const button = h(
+      "button",
+      {
+        type: "button",
+        disabled: !may,
+        title: may ? "queue its whole group again" : "this token may look, not change",
+        onclick: (e) => {
+          e.preventDefault();
+          requeue(letter.episode, button);
+        },
+      },
+      "requeue",
+    );
+    return h(
+      "details",
+      {
+        class: "letter",
+        ontoggle: (e) =>
+          e.target.open &&
+          open(letter, journal).catch((error) => {
+            journal.textContent = error.message;
+          }),
+      },
+      h(
+        "summary",
+        {},
+        h("b", {}, visible(letter.episode)),
+        " ",
+        h("span", { class: "bad" }, visible(`${letter.component}: ${letter.reason}`)),
+        h("small", {}, ` ${number(letter.attempts)} attempts, ${number(letter.events)} events `),
+        button,
+      ),
+      journal,
+    );
   };
   async function load(quiet = false) {
     try {
       const { letters: found } = await get(of(run, "dead-letters"), { start, limit: PAGE });
       items = found.map(item);
-      const turn = (by, text, there) => h("button", { type: "button", disabled: !there, onclick: () => { start = Math.max(0, start + by); load(); } }, text);
-      list.replaceChildren(...items, ...(start || found.length === PAGE ? [turn(-PAGE, "older", start > 0), turn(PAGE, "newer", found.length === PAGE)] : []));
+      const turn = (by, text, there) =>
+        h(
+          "button",
+          {
+            type: "button",
+            disabled: !there,
+            onclick: () => {
+              start = Math.max(0, start + by);
+              load();
+            },
+          },
+          text,
+        );
+      list.replaceChildren(
+        ...items,
+        ...(start || found.length === PAGE
+          ? [turn(-PAGE, "older", start > 0), turn(PAGE, "newer", found.length === PAGE)]
+          : []),
+      );
       if (!quiet) state.textContent = found.length ? "" : "None: no episode was given up.";
     } catch (error) {
       if (!(error instanceof Refused) || error.status === 401) throw error;

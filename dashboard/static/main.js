@@ -16,8 +16,14 @@ const TITLES = { letters: "dead letters" };
 const VIEWS = { overview, curves, trajectories, trajectory, group, letters, compare };
 const KEYS = [
   ["1 – 5", "overview, curves, trajectories, dead letters, compare"],
-  ["/", "search"], ["j, k or ↓, ↑", "next, previous"], ["Enter", "open"], ["g", "the group side by side"],
-  ["m, l, v", "colour tokens by mask, logprob, version"], ["r", "rendered, raw, record"], ["Esc", "back"], ["?", "these keys"],
+  ["/", "search"],
+  ["j, k or ↓, ↑", "next, previous"],
+  ["Enter", "open"],
+  ["g", "the group side by side"],
+  ["m, l, v", "colour tokens by mask, logprob, version"],
+  ["r", "rendered, raw, record"],
+  ["Esc", "back"],
+  ["?", "these keys"],
 ];
 const at = (id) => document.getElementById(id);
 
@@ -50,7 +56,8 @@ async function repeat(signal, work, every_ms) {
 async function show() {
   leave.abort();
   leave = new AbortController();
-  const { signal } = leave, { run, params, view: asked } = place();
+  const { signal } = leave,
+    { run, params, view: asked } = place();
   const view = asked in VIEWS ? asked : "overview";
   keys = {};
   const root = h("div", { class: `view ${view}` });
@@ -59,9 +66,16 @@ async function show() {
   tabs(run, view);
   if (!run) return;
   const context = {
-    run, params, signal, session,
-    go: (name, values) => { location.hash = address(run, name, values); },
-    keys: (wanted) => { keys = wanted; },
+    run,
+    params,
+    signal,
+    session,
+    go: (name, values) => {
+      location.hash = address(run, name, values);
+    },
+    keys: (wanted) => {
+      keys = wanted;
+    },
     repeat: (work, every_ms = 0) => repeat(signal, work, every_ms),
   };
   await repeat(signal, () => VIEWS[view](root, context));
@@ -69,12 +83,16 @@ async function show() {
 
 function tabs(run, view) {
   const shown = { trajectory: "trajectories", group: "trajectories" }[view] ?? view;
-  at("nav").replaceChildren(...TABS.map((name) =>
-    h("a", { href: address(run, name), "aria-current": name === shown && "page" }, TITLES[name] ?? name)));
+  at("nav").replaceChildren(
+    ...TABS.map((name) =>
+      h("a", { href: address(run, name), "aria-current": name === shown && "page" }, TITLES[name] ?? name),
+    ),
+  );
 }
 
 async function runs() {
-  const found = await get("runs"), { run } = place();
+  const found = await get("runs"),
+    { run } = place();
   const names = found.map(({ name, steps }) => `${name} (${steps})`);
   if (names.join() !== [...at("run").options].map((one) => one.text).join()) {
     at("run").replaceChildren(...found.map(({ name }, i) => h("option", { value: name }, names[i])));
@@ -99,11 +117,16 @@ async function start() {
 function signIn(message) {
   const box = at("sign-in");
   const field = h("input", { type: "password", id: "token", autocomplete: "off", required: true });
-  const form = h("form", { method: "dialog" },
+  const form = h(
+    "form",
+    { method: "dialog" },
     h("h2", {}, "Sign in"),
     h("p", {}, "The token is PENSTOCK_TOKEN of the run (in its connect.env), or what `penstock dashboard` printed."),
     message && h("p", { class: "bad" }, message),
-    h("label", { for: "token" }, "token "), field, h("button", { type: "submit" }, "sign in"));
+    h("label", { for: "token" }, "token "),
+    field,
+    h("button", { type: "submit" }, "sign in"),
+  );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     token.set(field.value.trim());
@@ -116,8 +139,20 @@ function signIn(message) {
 
 function help() {
   const rows = KEYS.flatMap(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)]);
-  const out = h("button", { type: "button", onclick: () => { token.forget(); location.reload(); } }, "sign out");
-  at("help").replaceChildren(h("form", { method: "dialog" }, h("h2", {}, "Keys"), h("dl", {}, rows), h("button", {}, "close"), out));
+  const out = h(
+    "button",
+    {
+      type: "button",
+      onclick: () => {
+        token.forget();
+        location.reload();
+      },
+    },
+    "sign out",
+  );
+  at("help").replaceChildren(
+    h("form", { method: "dialog" }, h("h2", {}, "Keys"), h("dl", {}, rows), h("button", {}, "close"), out),
+  );
   at("help").showModal();
 }
 
@@ -136,6 +171,16 @@ document.addEventListener("keydown", (event) => {
 });
 at("help-button").addEventListener("click", help);
 at("run").addEventListener("focus", () => runs().catch((error) => trouble(error.message)));
-at("run").addEventListener("change", (event) => { location.hash = address(event.target.value, place().view in { trajectory: 1, group: 1 } ? "trajectories" : place().view); });
-window.addEventListener("hashchange", () => { if (place().run) { at("run").value = place().run; show(); } else start(); });
+at("run").addEventListener("change", (event) => {
+  location.hash = address(
+    event.target.value,
+    place().view in { trajectory: 1, group: 1 } ? "trajectories" : place().view,
+  );
+});
+window.addEventListener("hashchange", () => {
+  if (place().run) {
+    at("run").value = place().run;
+    show();
+  } else start();
+});
 start();

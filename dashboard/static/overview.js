@@ -7,8 +7,17 @@ const REMEMBER_S = 30;
 
 function stage(name, value, most, detail, state = "") {
   const share = most ? Math.min(1, value / most) : 0;
-  const gauge = most ? h("meter", { min: 0, max: 1, value: share, "aria-label": `${name}: ${number(value)} of ${number(most)}` }) : null;
-  return h("li", { class: `stage ${state}`, "data-stage": name }, h("h3", {}, name), h("b", { class: "count" }, number(value)), gauge, detail.map((line) => h("small", {}, line)));
+  const gauge = most
+    ? h("meter", { min: 0, max: 1, value: share, "aria-label": `${name}: ${number(value)} of ${number(most)}` })
+    : null;
+  return h(
+    "li",
+    { class: `stage ${state}`, "data-stage": name },
+    h("h3", {}, name),
+    h("b", { class: "count" }, number(value)),
+    gauge,
+    detail.map((line) => h("small", {}, line)),
+  );
 }
 
 /** Seconds waited by role and cause since the oldest sample, as shares of that time. */
@@ -38,10 +47,18 @@ const SAID = {
 
 function waits(samples) {
   const found = waiting(samples);
-  if (!found.length) return h("p", { class: "quiet" }, samples.length > 1 ? "Nobody has waited." : "Watching for a few seconds …");
+  if (!found.length)
+    return h("p", { class: "quiet" }, samples.length > 1 ? "Nobody has waited." : "Watching for a few seconds …");
   const lines = found.map(({ role, cause, share, total }) =>
-    h("li", { class: share > 0.3 ? "warn" : "" }, h("meter", { min: 0, max: 1, value: share }), ` ${percent(share)} `,
-      visible(SAID[`${role}:${cause}`] ?? `${role} waits: ${cause}`), h("small", {}, ` (${seconds(total)} since the run began)`)));
+    h(
+      "li",
+      { class: share > 0.3 ? "warn" : "" },
+      h("meter", { min: 0, max: 1, value: share }),
+      ` ${percent(share)} `,
+      visible(SAID[`${role}:${cause}`] ?? `${role} waits: ${cause}`),
+      h("small", {}, ` (${seconds(total)} since the run began)`),
+    ),
+  );
   return h("ul", { class: "waits" }, lines);
 }
 
@@ -52,51 +69,129 @@ function pipeline({ status, servers, updates, limits }) {
   const tokens = servers.reduce((sum, server) => sum + server.in_flight_tokens, 0);
   const lag = Math.max(0, ...servers.map((server) => server.lag));
   const old = (name) => (name in ages ? `oldest ${seconds(ages[name])}` : "none waits");
-  return h("ol", { class: "pipeline", "aria-label": "pipeline" },
-    stage("queued groups", groups.queued ?? 0, null, [old("queued"), status.parked ? `${status.parked} parked by quota` : ""]),
-    stage("groups in flight", groups.admitted ?? 0, admitted, [old("admitted"), `${number(episodes.leased ?? 0)} episodes leased`]),
-    stage("requests at servers", flight, (limits["rollout.max_concurrent"] ?? 0) * servers.length, [`${number(tokens)} tokens`, `${servers.length} servers`], servers.length ? "" : "bad"),
+  return h(
+    "ol",
+    { class: "pipeline", "aria-label": "pipeline" },
+    stage("queued groups", groups.queued ?? 0, null, [
+      old("queued"),
+      status.parked ? `${status.parked} parked by quota` : "",
+    ]),
+    stage("groups in flight", groups.admitted ?? 0, admitted, [
+      old("admitted"),
+      `${number(episodes.leased ?? 0)} episodes leased`,
+    ]),
+    stage(
+      "requests at servers",
+      flight,
+      (limits["rollout.max_concurrent"] ?? 0) * servers.length,
+      [`${number(tokens)} tokens`, `${servers.length} servers`],
+      servers.length ? "" : "bad",
+    ),
     stage("groups ready", groups.ready ?? 0, limits.groups_per_step, [old("ready")]),
-    stage("groups in training", groups.shipped ?? 0, limits.groups_per_step, [`step ${number(status.step)} of ${number(limits["trainer.steps"])}`, `${number(status.committed_step)} durable`]),
-    stage("policy version", status.version, null, [lag ? `a server is ${lag} behind` : "all servers hold it", `pause p50 ${number(updates.pause_ms_p50)} ms, p99 ${number(updates.pause_ms_p99)} ms`], lag ? "warn" : ""));
+    stage("groups in training", groups.shipped ?? 0, limits.groups_per_step, [
+      `step ${number(status.step)} of ${number(limits["trainer.steps"])}`,
+      `${number(status.committed_step)} durable`,
+    ]),
+    stage(
+      "policy version",
+      status.version,
+      null,
+      [
+        lag ? `a server is ${lag} behind` : "all servers hold it",
+        `pause p50 ${number(updates.pause_ms_p50)} ms, p99 ${number(updates.pause_ms_p99)} ms`,
+      ],
+      lag ? "warn" : "",
+    ),
+  );
 }
 
 function servers(list) {
-  const rows = list.map((server) => [visible(server.server_id), number(server.version), server.lag ? h("b", { class: "warn" }, `${server.lag} behind`) : "newest",
-    number(server.in_flight), number(server.in_flight_tokens), server.accepting ? "yes" : h("b", { class: "bad" }, "no"), visible(server.url)]);
-  return table(["server", "version", "lag", "in flight", "tokens", "takes requests", "address"], rows, { id: "servers" });
+  const rows = list.map((server) => [
+    visible(server.server_id),
+    number(server.version),
+    server.lag ? h("b", { class: "warn" }, `${server.lag} behind`) : "newest",
+    number(server.in_flight),
+    number(server.in_flight_tokens),
+    server.accepting ? "yes" : h("b", { class: "bad" }, "no"),
+    visible(server.url),
+  ]);
+  return table(["server", "version", "lag", "in flight", "tokens", "takes requests", "address"], rows, {
+    id: "servers",
+  });
 }
 
 function counts({ status }) {
-  const pairs = (values) => Object.entries(values).sort().map(([name, value]) => h("span", { class: "pair" }, `${visible(name)} `, h("b", {}, number(value))));
-  const lanes = Object.entries(status.other_lanes).map(([name, lane]) => h("p", {}, h("i", {}, `${visible(name)}: `), pairs(lane)));
-  return h("div", { class: "counts" }, h("p", {}, h("i", {}, "episodes: "), pairs(status.episodes)), h("p", {}, h("i", {}, "groups: "), pairs(status.groups)),
-    h("p", {}, h("i", {}, "workers hold: "), pairs(status.workers)), lanes, h("p", {}, h("i", {}, "ledger: "), bytes(status.bytes)));
+  const pairs = (values) =>
+    Object.entries(values)
+      .sort()
+      .map(([name, value]) => h("span", { class: "pair" }, `${visible(name)} `, h("b", {}, number(value))));
+  const lanes = Object.entries(status.other_lanes).map(([name, lane]) =>
+    h("p", {}, h("i", {}, `${visible(name)}: `), pairs(lane)),
+  );
+  return h(
+    "div",
+    { class: "counts" },
+    h("p", {}, h("i", {}, "episodes: "), pairs(status.episodes)),
+    h("p", {}, h("i", {}, "groups: "), pairs(status.groups)),
+    h("p", {}, h("i", {}, "workers hold: "), pairs(status.workers)),
+    lanes,
+    h("p", {}, h("i", {}, "ledger: "), bytes(status.bytes)),
+  );
 }
 
 function swaps({ updates }) {
-  const rows = updates.newest.map((swap) => [visible(swap.server_id), number(swap.version), `${number(1000 * swap.pause_s)} ms`, seconds(swap.fetch_s), seconds(swap.load_s), number(swap.in_flight)]);
+  const rows = updates.newest.map((swap) => [
+    visible(swap.server_id),
+    number(swap.version),
+    `${number(1000 * swap.pause_s)} ms`,
+    seconds(swap.fetch_s),
+    seconds(swap.load_s),
+    number(swap.in_flight),
+  ]);
   return table(["server", "version", "pause", "fetch", "load", "requests that went on"], rows);
 }
 
 async function split(run, box) {
   const told = await get(of(run, "split"));
-  box.replaceChildren(h("p", { class: "advice" }, told.advice),
-    h("small", {}, `trainer waits ${percent(told.bubble)}, rollouts held back ${percent(told.rollout_idle)}, over the last ${told.steps} steps`));
+  box.replaceChildren(
+    h("p", { class: "advice" }, told.advice),
+    h(
+      "small",
+      {},
+      `trainer waits ${percent(told.bubble)}, rollouts held back ${percent(told.rollout_idle)}, over the last ${told.steps} steps`,
+    ),
+  );
 }
 
 export async function overview(root, { run, repeat }) {
-  const state = h("p", { class: "quiet" }), picture = h("div"), who = h("div"), held = h("div"), swapped = h("div"), counted = h("div");
+  const state = h("p", { class: "quiet" }),
+    picture = h("div"),
+    who = h("div"),
+    held = h("div"),
+    swapped = h("div"),
+    counted = h("div");
   const advice = h("section", { id: "advice" });
-  const live = h("section", { id: "live", hidden: true }, picture, h("h3", {}, "Who waits for whom, in the last half minute"), who,
-    h("h3", {}, "Rollout servers"), held, h("details", {}, h("summary", {}, "Swaps of weights"), swapped), h("h3", {}, "Counts"), counted);
+  const live = h(
+    "section",
+    { id: "live", hidden: true },
+    picture,
+    h("h3", {}, "Who waits for whom, in the last half minute"),
+    who,
+    h("h3", {}, "Rollout servers"),
+    held,
+    h("details", {}, h("summary", {}, "Swaps of weights"), swapped),
+    h("h3", {}, "Counts"),
+    counted,
+  );
   root.append(h("h2", {}, "Pipeline"), state, live, h("h2", {}, "Split"), advice);
   const samples = [];
   repeat(() => split(run, advice), 5000);
   await repeat(async () => {
     const now = await get(of(run, "live"));
     live.hidden = !now.alive;
-    state.textContent = now.alive ? "" : `Not alive: ${visible(now.cause)}. Curves and trajectories show what it wrote.`;
+    state.textContent = now.alive
+      ? ""
+      : `Not alive: ${visible(now.cause)}. Curves and trajectories show what it wrote.`;
     if (!now.alive) return;
     if (samples.at(-1)?.at_unix_s !== now.at_unix_s) samples.push(now);
     while (samples.length > 2 && now.at_unix_s - samples[0].at_unix_s > REMEMBER_S) samples.shift();

@@ -3,7 +3,8 @@
 import { h } from "./dom.js";
 
 export const ROW = 34; // px, as in style.css
-const PAGE = 100, SPARE = 8;
+const PAGE = 100,
+  SPARE = 8;
 
 /** `load(offset, limit)` gives `{total, rows}`; `draw(row, index)` gives the cells; `open(row)` is called for a chosen one. */
 export class Rows {
@@ -35,19 +36,29 @@ export class Rows {
   }
 
   soon() {
-    this.waiting ??= requestAnimationFrame(() => { this.waiting = undefined; this.drawNow(); });
+    this.waiting ??= requestAnimationFrame(() => {
+      this.waiting = undefined;
+      this.drawNow();
+    });
   }
 
   page(number) {
     if (!this.pages.has(number)) {
-      const { pages } = this, entry = { rows: null };
+      const { pages } = this,
+        entry = { rows: null };
       pages.set(number, entry);
-      entry.ready = this.load(number * PAGE, PAGE).then(({ total, rows }) => {
-        if (pages.get(number) !== entry) return; // asked again since
-        entry.rows = rows;
-        this.total = total;
-        this.soon();
-      }, (error) => { pages.delete(number); throw error; });
+      entry.ready = this.load(number * PAGE, PAGE).then(
+        ({ total, rows }) => {
+          if (pages.get(number) !== entry) return; // asked again since
+          entry.rows = rows;
+          this.total = total;
+          this.soon();
+        },
+        (error) => {
+          pages.delete(number);
+          throw error;
+        },
+      );
     }
     return this.pages.get(number).ready;
   }
@@ -57,7 +68,8 @@ export class Rows {
   }
 
   drawNow() {
-    const first = this.first(), last = Math.min(this.total, first + Math.ceil(this.box.clientHeight / ROW) + 2 * SPARE);
+    const first = this.first(),
+      last = Math.min(this.total, first + Math.ceil(this.box.clientHeight / ROW) + 2 * SPARE);
     for (let page = Math.floor(first / PAGE); page * PAGE < last; page += 1) this.page(page).catch(() => {});
     this.space.style.height = `${this.total * ROW}px`;
     this.box.setAttribute("aria-rowcount", this.total);
@@ -67,8 +79,13 @@ export class Rows {
   }
 
   element(index) {
-    const row = this.row(index), chosen = index === this.chosen;
-    const made = h("div", { class: "row", role: "row", "data-index": index, "aria-rowindex": index + 1, "aria-selected": chosen && "true" }, row ? this.draw(row) : h("span", { class: "quiet" }, "…"));
+    const row = this.row(index),
+      chosen = index === this.chosen;
+    const made = h(
+      "div",
+      { class: "row", role: "row", "data-index": index, "aria-rowindex": index + 1, "aria-selected": chosen && "true" },
+      row ? this.draw(row) : h("span", { class: "quiet" }, "…"),
+    );
     made.style.transform = `translateY(${index * ROW}px)`;
     return made;
   }
@@ -78,7 +95,8 @@ export class Rows {
     this.chosen = index;
     const top = index * ROW;
     if (top < this.box.scrollTop) this.box.scrollTop = top;
-    else if (top + ROW > this.box.scrollTop + this.box.clientHeight) this.box.scrollTop = top + ROW - this.box.clientHeight;
+    else if (top + ROW > this.box.scrollTop + this.box.clientHeight)
+      this.box.scrollTop = top + ROW - this.box.clientHeight;
     this.drawNow();
     const row = this.row(index);
     if (open && row) this.open(row, index);
@@ -88,8 +106,15 @@ export class Rows {
     const step = (by) => () => this.choose(Math.max(0, Math.min(this.total - 1, this.chosen + by)));
     const page = Math.max(1, Math.floor(this.box.clientHeight / ROW) - 1);
     return {
-      j: step(1), ArrowDown: step(1), k: step(-1), ArrowUp: step(-1), PageDown: step(page), PageUp: step(-page),
-      Home: () => this.choose(0), End: () => this.choose(this.total - 1), Enter: () => this.choose(this.chosen, true),
+      j: step(1),
+      ArrowDown: step(1),
+      k: step(-1),
+      ArrowUp: step(-1),
+      PageDown: step(page),
+      PageUp: step(-page),
+      Home: () => this.choose(0),
+      End: () => this.choose(this.total - 1),
+      Enter: () => this.choose(this.chosen, true),
     };
   }
 }

@@ -26,11 +26,28 @@ function colour(run, i, version, mode, oldest) {
 export function drawRun(run, mode, oldest) {
   const held = versions(run);
   if (!run.pieces.length) {
-    const bars = mode === "logprob" && run.mask ? h("span", { class: "bars" }, (run.logprobs ?? []).map((one) => h("i", { class: `p${level(one)}`, title: number(one) }))) : null;
-    return h("span", { class: "stretch" }, h("bdi", { class: colour(run, 0, held[0], mode === "logprob" ? "mask" : mode, oldest) }, visible(run.text)), bars);
+    const bars =
+      mode === "logprob" && run.mask
+        ? h(
+            "span",
+            { class: "bars" },
+            (run.logprobs ?? []).map((one) => h("i", { class: `p${level(one)}`, title: number(one) })),
+          )
+        : null;
+    return h(
+      "span",
+      { class: "stretch" },
+      h("bdi", { class: colour(run, 0, held[0], mode === "logprob" ? "mask" : mode, oldest) }, visible(run.text)),
+      bars,
+    );
   }
-  return h("bdi", { class: "stretch" }, run.pieces.map((piece, i) =>
-    h("span", { class: `t ${colour(run, i, held[i], mode, oldest)}`, "data-token": i }, visible(piece))));
+  return h(
+    "bdi",
+    { class: "stretch" },
+    run.pieces.map((piece, i) =>
+      h("span", { class: `t ${colour(run, i, held[i], mode, oldest)}`, "data-token": i }, visible(piece)),
+    ),
+  );
 }
 
 /** Words for one token. */
@@ -41,10 +58,29 @@ export function about(run, i) {
 
 export function key(mode, oldest, newest) {
   const entry = (kind, text) => h("span", { class: `t ${kind}` }, text);
-  if (mode === "logprob") return h("p", { class: "key" }, "logprob ", [...LEVELS, "less"].map((bound, i) => entry(`p${i}`, bound === "less" ? "less" : `≥ ${bound}`)), entry("fed", "fed"));
+  if (mode === "logprob")
+    return h(
+      "p",
+      { class: "key" },
+      "logprob ",
+      [...LEVELS, "less"].map((bound, i) => entry(`p${i}`, bound === "less" ? "less" : `≥ ${bound}`)),
+      entry("fed", "fed"),
+    );
   if (mode === "version") {
     const all = Array.from({ length: Math.min(8, newest - oldest + 1) || 0 }, (_, i) => oldest + i);
-    return h("p", { class: "key" }, "version ", all.map((version, i) => entry(`a${i}`, `v${version}`)), entry("fed", "fed"));
+    return h(
+      "p",
+      { class: "key" },
+      "version ",
+      all.map((version, i) => entry(`a${i}`, `v${version}`)),
+      entry("fed", "fed"),
+    );
   }
-  return h("p", { class: "key" }, "mask ", entry("said", "1: sampled, trained on"), entry("fed", "0: fed by tools and template"));
+  return h(
+    "p",
+    { class: "key" },
+    "mask ",
+    entry("said", "1: sampled, trained on"),
+    entry("fed", "0: fed by tools and template"),
+  );
 }

@@ -4,16 +4,26 @@ import { get, of } from "./api.js";
 import { h, number, seconds, visible } from "./dom.js";
 import { Rows } from "./rows.js";
 
-const WAIT_MS = 200, PENDING_MS = 300, NEWS_MS = 5000;
+const WAIT_MS = 200,
+  PENDING_MS = 300,
+  NEWS_MS = 5000;
 const OUTCOMES = ["", "completed", "truncated", "policy_error"];
-const ORDERS = { step: "newest", reward: "reward", advantage: "advantage", tokens: "tokens", turns: "turns", latency_s: "time" };
+const ORDERS = {
+  step: "newest",
+  reward: "reward",
+  advantage: "advantage",
+  tokens: "tokens",
+  turns: "turns",
+  latency_s: "time",
+};
 const FILTERS = ["text", "outcome", "reward_min", "reward_max", "step", "task", "source", "order", "descending"];
 
 /** Addresses of the rows around one, for `next` and `previous` in a trajectory. */
 export const shown = { run: "", list: [], filters: {} };
 
 function cells(row) {
-  const versions = row.oldest === null ? "–" : row.oldest === row.newest ? `v${row.oldest}` : `v${row.oldest}–${row.newest}`;
+  const versions =
+    row.oldest === null ? "–" : row.oldest === row.newest ? `v${row.oldest}` : `v${row.oldest}–${row.newest}`;
   return [
     h("span", { class: "step" }, number(row.step)),
     h("span", { class: `reward ${row.reward > 0 ? "good" : ""}` }, number(row.reward)),
@@ -27,26 +37,62 @@ function cells(row) {
 }
 
 function form(params, changed) {
-  const field = (name, attributes) => h("input", { name, value: params.get(name) ?? "", oninput: changed, ...attributes });
+  const field = (name, attributes) =>
+    h("input", { name, value: params.get(name) ?? "", oninput: changed, ...attributes });
   const select = (name, options, chosen) => {
-    const made = h("select", { name, "aria-label": name, onchange: changed }, options.map(([value, text]) => h("option", { value }, text)));
+    const made = h(
+      "select",
+      { name, "aria-label": name, onchange: changed },
+      options.map(([value, text]) => h("option", { value }, text)),
+    );
     made.value = chosen;
     return made;
   };
-  return h("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
-    field("text", { type: "search", placeholder: "search in text and tools (/)", "aria-label": "search", id: "search" }),
-    select("outcome", OUTCOMES.map((value) => [value, value || "any outcome"]), params.get("outcome") ?? ""),
+  return h(
+    "form",
+    { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
+    field("text", {
+      type: "search",
+      placeholder: "search in text and tools (/)",
+      "aria-label": "search",
+      id: "search",
+    }),
+    select(
+      "outcome",
+      OUTCOMES.map((value) => [value, value || "any outcome"]),
+      params.get("outcome") ?? "",
+    ),
     field("reward_min", { type: "number", step: "any", placeholder: "reward ≥", "aria-label": "reward at least" }),
     field("reward_max", { type: "number", step: "any", placeholder: "reward ≤", "aria-label": "reward at most" }),
     field("step", { type: "number", min: 0, placeholder: "step", "aria-label": "step" }),
     select("order", Object.entries(ORDERS), params.get("order") ?? "step"),
-    select("descending", [["true", "↓"], ["false", "↑"]], params.get("descending") ?? "true"));
+    select(
+      "descending",
+      [
+        ["true", "↓"],
+        ["false", "↑"],
+      ],
+      params.get("descending") ?? "true",
+    ),
+  );
 }
 
 export async function trajectories(root, { run, params, go, keys, repeat, signal }) {
   const state = h("p", { class: "quiet", id: "found", "aria-live": "polite" });
-  const more = h("button", { type: "button", hidden: true, onclick: () => { more.hidden = true; rows.reset(); } }, "show what is new");
-  let generation = 0, pending = 0;
+  const more = h(
+    "button",
+    {
+      type: "button",
+      hidden: true,
+      onclick: () => {
+        more.hidden = true;
+        rows.reset();
+      },
+    },
+    "show what is new",
+  );
+  let generation = 0,
+    pending = 0;
   let filters = Object.fromEntries(FILTERS.map((name) => [name, params.get(name) ?? ""]));
   const load = async (offset, limit) => {
     const told = await get(of(run, "trajectories"), { ...filters, offset, limit });
@@ -66,12 +112,21 @@ export async function trajectories(root, { run, params, go, keys, repeat, signal
       filters = { ...filters, ...Object.fromEntries(new FormData(search)) };
       const given = new URLSearchParams(Object.entries(filters).filter(([, value]) => value !== ""));
       history.replaceState(null, "", `${location.hash.split("?")[0]}?${given}`);
-      rows.reset().catch((error) => { state.textContent = error.message; });
+      rows.reset().catch((error) => {
+        state.textContent = error.message;
+      });
     }, WAIT_MS);
   });
   signal.addEventListener("abort", () => clearTimeout(typing));
   root.append(search, h("div", { class: "line" }, state, more), rows.box);
-  keys({ ...rows.keys(), "/": () => search.elements.text.focus(), g: () => { const row = rows.row(rows.chosen); if (row) go("group", { task: row.task, step: row.step }); } });
+  keys({
+    ...rows.keys(),
+    "/": () => search.elements.text.focus(),
+    g: () => {
+      const row = rows.row(rows.chosen);
+      if (row) go("group", { task: row.task, step: row.step });
+    },
+  });
   await rows.reset();
   while (pending && !signal.aborted) {
     await new Promise((done) => setTimeout(done, PENDING_MS));

@@ -10,14 +10,27 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = (os.environ.get("PENSTOCK_CHROMIUM", "chromium"), "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
 START_S = 60
+PICTURES = os.environ.get("PENSTOCK_SCREENSHOTS")
+"""A folder for the pictures of docs/dashboard.md; unset: none are taken."""
+IN_BROWSER = [
+    pytest.mark.browser,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; scripts/setup-browser installs one"),
+    pytest.mark.skipif(
+        find_spec("playwright") is None, reason="playwright is not installed: pip install penstock[dev]"
+    ),
+]
 
 
 @contextlib.contextmanager
@@ -87,6 +100,10 @@ class Tab:
 
     async def text(self, selector: str = "#main") -> str:
         return str(await self.page.inner_text(selector))
+
+    async def picture(self, name: str) -> None:
+        if PICTURES:
+            await self.page.screenshot(path=str(Path(PICTURES) / f"dashboard-{name}.png"))
 
     async def until(self, expression: str, argument: Any = None) -> None:
         """Wait until a JavaScript function of `argument` says true."""

@@ -1,0 +1,105 @@
+"""The page in a real Chromium, over 10,000 stored trajectories, on a large and on a small screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.dashboard.browser import IN_BROWSER, Tab
+from tests.dashboard.recorded import ANSWER, CALL, record, said, told, write_config, write_rows, write_step
+
+pytestmark = IN_BROWSER
+STEPS, SAVED = 1250, 8
+FLING = "part => { const box = document.querySelector('.rows'); box.scrollTop = part * box.scrollHeight; }"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def many(runs_dir: Path) -> None:
+    """10,000 trajectories; number 4,321 alone says something special. And a run with another learning rate."""
+    write_config(runs_dir / "many", "max_staleness: 2\ntrainer: {lr: 0.001, ranks: 1}\nrollout: {servers: 1}\n")
+    filler = " ".join(f"word{n}" for n in range(60))
+    for step in range(STEPS):
+        records = []
+        for member in range(SAVED):
+            number = step * SAVED + member
+            words = f"the needle {number}" if number == 4321 else f"answer {number} {filler}"
+            runs = [said(CALL, step), told(ANSWER), said(words, step)]
+            records.append(record(f"train/{step:05d}#{member}", runs, float(number % 2)))
+        write_step(runs_dir / "many", step, records)
+    write_rows(
+        runs_dir / "many",
+        [{"step": step, "reward": step / STEPS, "wall_s": 2.0, "wait_s": 1.0} for step in range(STEPS)],
+    )
+    write_config(runs_dir / "other", "max_staleness: 2\ntrainer: {lr: 0.1, ranks: 1}\nrollout: {servers: 1}\n")
+    write_rows(runs_dir / "other", [{"step": step, "reward": 0.5} for step in range(3)])
+
+
+async def test_ten_thousand_trajectories(open_tab: Callable[..., Any]) -> None:
+    tab: Tab = await open_tab()
+    await tab.sign_in("looks")
+    await tab.go("#/many/trajectories", ".row")
+    await tab.until("() => document.querySelector('#found').textContent === '10,000 trajectories'")
+    elements = "() => document.querySelectorAll('.row').length"
+    assert await tab.page.evaluate(elements) < 60, "only rows in sight exist"
+    assert "train/01249#0" in await tab.text(".row[data-index='0']")
+    tab.requests.clear()
+    await tab.page.click(".row[data-index='2'] .step", no_wait_after=True)
+    await tab.page.wait_for_selector(".turn")
+    assert "train/01249#2" in await tab.text("h2")
+    await tab.press("j")  # the next of the list
+    await tab.until("() => document.querySelector('h2')?.textContent === 'train/01249#3'")
+    await tab.press("Escape")
+    await tab.page.wait_for_selector(".row[data-index='0'] .episode")
+    await tab.press("j", "End")
+    await tab.until(
+        "() => document.querySelector(\".row[data-index='9999'] .episode\")?.textContent === 'train/00000#7'"
+    )
+    for part in (0.2, 0.8, 0.5):  # flung about: what is in sight is loaded, the rest is not
+        await tab.page.evaluate(FLING, part)
+        first = int(part * 10_000) + 5
+        await tab.until("i => document.querySelector(`.row[data-index='${i}'] .episode`)", first)
+        assert await tab.page.evaluate(elements) < 60
+    assert len([one for one in tab.requests if "/trajectories?" in one]) < 25
+    await tab.press("/")
+    await tab.page.keyboard.type("the NEEDLE")
+    await tab.until("() => document.querySelector('#found').textContent === '1 trajectories'")
+    assert "train/00540#1" in await tab.text(".row")
+    assert "text=the+NEEDLE" in tab.page.url
+    await tab.press("Escape", "j", "Enter")
+    await tab.page.wait_for_selector(".turn")
+    assert "the needle 4321" in await tab.text()
+    await tab.press("2")
+    await tab.page.wait_for_selector(".chart svg polyline")
+    points = await tab.page.get_attribute(".chart .line", "points")
+    assert 300 < len(points.split()) <= 400, "1,250 steps are thinned to what a screen shows"
+
+
+async def test_on_a_telephone_and_by_keys_alone(open_tab: Callable[..., Any]) -> None:
+    tab: Tab = await open_tab(width=390, height=780)
+    await tab.sign_in()
+    wide = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    await tab.go("#/many/overview", ".advice")
+    assert await tab.page.evaluate(wide) <= 0
+    for key, shown in (("2", ".chart svg"), ("3", ".row .step"), ("4", "[role=status]"), ("5", ".runs input")):
+        await tab.press(key)
+        await tab.page.wait_for_selector(shown)
+        assert await tab.page.evaluate(wide) <= 0, f"view {key} is wider than the screen"
+    await tab.press("3")
+    await tab.page.wait_for_selector(".row .step")
+    await tab.press("ArrowDown", "ArrowDown", "ArrowUp", "Enter")
+    await tab.page.wait_for_selector(".turn")
+    assert "train/01249#0" in await tab.text("h2")
+    assert await tab.page.evaluate(wide) <= 0
+    await tab.picture("telephone")
+    await tab.press("?")
+    assert "colour tokens" in await tab.text("#help")
+    await tab.press("Escape", "5")
+    await tab.page.wait_for_selector(".runs input[value=other]")
+    await tab.page.click(".runs input[value=other]")
+    await tab.page.wait_for_selector("#differences")
+    cells = "all => all.map(one => [...one.cells].map(cell => cell.textContent))"
+    rows = await tab.page.eval_on_selector_all("#differences tbody tr", cells)
+    assert ["trainer.lr", "0.001", "0.1"] in rows
+    assert await tab.page.evaluate(wide) <= 0
