@@ -37,6 +37,7 @@ class Rollout(Section):
     )
     prefill_tokens_per_s: float = Field(0, ge=0, description="Of one request; 0: prompts cost nothing.")
     in_flight: int = Field(0, ge=0, description="Most episodes of all agent workers together; 0: any.")
+    groups_in_flight: int = Field(0, ge=0, description="Most groups that run at once; 0: any.")
     start_s: float = Field(0, ge=0, description="Work before an episode's first call, such as starting its box.")
     starts_at_once: int = Field(1, ge=1, description="So many are started together.")
     whole_batches: bool = Field(False, description="A step's groups begin only when all earlier groups have ended.")

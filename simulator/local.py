@@ -28,6 +28,8 @@ FILE = Path(__file__).parent / "cases" / "local.json"
 SKIPPED = 4
 """First steps of a run: engines warm up, the pipeline fills."""
 ROUNDS = 12
+COMPARABLE = 0.25
+"""Two runs of a pair whose loads differ by more saw different company: their prediction is listed and not counted."""
 ADMISSION_S = 0.1
 """An agent worker that was refused looks again after 0.05 to 0.2 s (agent_loops/worker.py, BACK_OFF_S)."""
 
@@ -184,16 +186,27 @@ class LocalPrediction(Section):
     measured_s: float
     predicted_s: float
     error: float
+    loads: tuple[float, float] = Field(description="Load average in the run of the rates, and in this one.")
+
+    @property
+    def counted(self) -> bool:
+        return abs(self.loads[1] / self.loads[0] - 1) <= COMPARABLE
 
 
 def predict_local(case: LocalCase) -> list[LocalPrediction]:
     """Of each pair the second run, from rates of the first."""
-    return [_prediction(case.run(p.predicted), calibrate(case.run(p.calibrated_on))) for p in case.pairs]
+    return [_prediction(case.run(pair.calibrated_on), case.run(pair.predicted)) for pair in case.pairs]
 
 
-def _prediction(run: Record, rates: Rates) -> LocalPrediction:
-    step_s = simulate(predicted(run, rates)).step_s
-    return LocalPrediction(name=run.name, measured_s=run.wall_s, predicted_s=step_s, error=abs(step_s / run.wall_s - 1))
+def _prediction(first: Record, second: Record) -> LocalPrediction:
+    step_s = simulate(predicted(second, calibrate(first))).step_s
+    return LocalPrediction(
+        name=second.name,
+        measured_s=second.wall_s,
+        predicted_s=step_s,
+        error=abs(step_s / second.wall_s - 1),
+        loads=(first.load, second.load),
+    )
 
 
 def recorded(arguments: Sequence[str], machine: str, company: str) -> LocalCase:

@@ -48,9 +48,13 @@ def published_table(checked: Mapping[str, Any]) -> Iterator[str]:
 
 
 def local_table(checked: Mapping[str, Any]) -> Iterator[str]:
-    yield from head("run", "measured step", "predicted", "error")
+    yield from head("run", "load: calibration, run", "measured step", "predicted", "error", "counted")
     for name, row in checked["local"].items():
-        yield f"| `{name}` | {row['measured_s']:.2f} s | {row['predicted_s']:.2f} s | {row['error']:.1%} |"
+        first, second = row["loads"]
+        yield (
+            f"| `{name}` | {first:.1f}, {second:.1f} | {row['measured_s']:.2f} s | {row['predicted_s']:.2f} s "
+            f"| {row['error']:.1%} | {'yes' if row['counted'] else 'no: loads differ'} |"
+        )
 
 
 def checked_tables(checked: Mapping[str, Any]) -> dict[str, str]:

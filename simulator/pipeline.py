@@ -48,11 +48,15 @@ class Pipeline:
 
     # rollouts ------------------------------------------------------------------------------------------------------
     def _admit(self) -> None:
-        while may_admit(self.config, self.admitted, self.version) and self._batch_may_begin():
+        while may_admit(self.config, self.admitted, self.version) and self._has_room() and self._batch_may_begin():
             group = draw(self.config, self.admitted, self.version)
             self.admitted += 1
             self._running[group.number] = group
             self.rollouts.begin(group)
+
+    def _has_room(self) -> bool:
+        most = self.config.rollout.groups_in_flight
+        return not most or len(self._running) < most
 
     def _batch_may_begin(self) -> bool:
         """With whole batches: inside a batch always, at the start of one only when nothing runs."""

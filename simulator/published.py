@@ -37,6 +37,8 @@ SIGMA = 1.0
 """Of response lengths, where the source gives none but the maximum."""
 PROMPT_TOKENS = 150
 """Of a competition problem with its template."""
+PROMPTS_PER_ENGINE = 16
+"""verl's rollouter keeps no more in flight (`max_concurrent_samples` in fully_async_rollouter.py)."""
 CONCURRENT = 1024
 """verl's `max_num_seqs`."""
 SYNC_BYTES_PER_S = 8.25e9
@@ -205,7 +207,9 @@ class Calibration:
         row, sync = self.stated.asynchronous, self.synchronous
         kept_s = sum(self.phases.scoring_s[name] for name in row.scoring)
         engines = row.rollout_gpus // self.stated.rollout_parallel
-        rollout = sync.rollout.model_copy(update={"servers": engines, "whole_batches": row.whole_batches})
+        in_flight = 0 if row.whole_batches else PROMPTS_PER_ENGINE * engines
+        changes = {"servers": engines, "whole_batches": row.whole_batches, "groups_in_flight": in_flight}
+        rollout = sync.rollout.model_copy(update=changes)
         trainer = self._trainer(row.trainer_gpus, self.tokens_per_s, kept_s, row.offload, switching_s=0.0)
         return sync.model_copy(
             update={

@@ -62,8 +62,7 @@ class Accounts:
     def __init__(self, config: Simulation) -> None:
         self._config = config
         self._steps = [StepRecord(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)]
-        self._ages: Counter[int] = Counter()
-        self._oldest = 0
+        self._ages: dict[int, float] = {}
         self.tokens = 0.0
         self.episodes: Counter[int] = Counter()
         """How often each group was trained; a test holds it against once."""
@@ -75,7 +74,7 @@ class Accounts:
         for episode in (episode for group in groups for episode in group.episodes):
             self.tokens += episode.tokens
             for version, tokens in episode.versions.items():
-                self._ages[step - version] += tokens
+                self._ages[step - version] = self._ages.get(step - version, 0.0) + tokens
 
     def stepped(self, record: StepRecord) -> None:
         self._steps.append(record)

@@ -16,7 +16,7 @@ COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "stalen
 
 def simulate(
     setup: Annotated[
-        Path | None, typer.Argument(help="A YAML file of a cluster and its work, see docs/scale.md.")
+        Path | None, typer.Argument(help="A YAML file of a cluster and its work, see docs/scale.md.", metavar="SETUP")
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
     *,
@@ -128,13 +128,12 @@ def _check(as_json: bool) -> int:
         return 0 if found["ok"] else 1
     for name, row in found["published"].items():
         note = "  (a constant comes from it: not counted)" if row["calibrates"] else ""
-        typer.echo(
-            f"{name:32} published {row['published']:.2f}x  predicted {row['predicted']:.2f}x  {row['error']:.1%}{note}"
-        )
+        said = f"published {row['published']:.2f}x  predicted {row['predicted']:.2f}x"
+        typer.echo(f"{name:32} {said}  {row['error']:.1%}{note}")
     for name, row in found["local"].items():
-        typer.echo(
-            f"{name:32} measured {row['measured_s']:.2f} s  predicted {row['predicted_s']:.2f} s  {row['error']:.1%}"
-        )
+        note = "" if row["counted"] else "  (the machine's load changed: not counted)"
+        said = f"measured {row['measured_s']:.2f} s  predicted {row['predicted_s']:.2f} s"
+        typer.echo(f"{name:32} {said}  {row['error']:.1%}{note}")
     for name, value in found["figures"].items():
         typer.echo(f"{name}: {value:.3f}")
     return 0 if found["ok"] else 1

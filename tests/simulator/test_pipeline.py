@@ -99,6 +99,11 @@ def test_whole_batches_wait_for_the_batch_before() -> None:
     assert streamed.step_s < whole.step_s
 
 
+def test_groups_in_flight_are_bounded() -> None:
+    """One group of two at a time: two groups of 10 s each, then training."""
+    assert simulate(cluster(rollout=Rollout(token_s=1.0, groups_in_flight=1))).step_s == pytest.approx(30)
+
+
 # what always holds -------------------------------------------------------------------------------------------------
 def test_the_same_config_gives_the_same_result(noisy: Simulation) -> None:
     assert simulate(noisy) == simulate(noisy)
