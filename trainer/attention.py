@@ -8,6 +8,7 @@ its attention interface takes it.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -17,14 +18,21 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from penstock.trainer.context import Context
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # older than torch 2.10, or built without it
-    varlen_attn = None  # type: ignore[assignment]
-
 NAME = "penstock_packed"
 HALF = (torch.bfloat16, torch.float16)
 """What the kernel computes in."""
+
+
+def _kernel() -> Any:
+    """torch's ``varlen_attn``; None where it does not take grouped heads and windows yet, or is not built."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if {"enable_gqa", "window_size"} <= signature(varlen_attn).parameters.keys() else None
+
+
+KERNEL = _kernel()
 
 
 @torch.compiler.disable  # lengths of rows are read on the host: a compiled layer is cut here
@@ -51,7 +59,7 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
         raise NotImplementedError(f"{type(module).__name__} does not hand on the bounds of packed rows")
     if context is not None:
         query, key, value = (context.to_heads(part) for part in _even_heads(query, key, value, context.size))
-    attend = _by_kernel if query.is_cuda and query.dtype in HALF and varlen_attn else _row_by_row
+    attend = _by_kernel if query.is_cuda and query.dtype in HALF and KERNEL else _row_by_row
     joined = attend(query, key, value, cu_seq_lens_q, scaling=scaling, window=sliding_window)
     if context is not None:
         joined = context.to_tokens(joined)
@@ -70,12 +78,13 @@ def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *, scaling: float | None, window: int | None
 ) -> Tensor:
     """All [1, heads, L, D]; the kernel wants [L, heads, D]."""
-    assert varlen_attn is not None
     longest = int(bounds.diff().max())
     flat = [part[0].transpose(0, 1).contiguous() for part in (query, key, value)]
     left = -1 if window is None else window - 1
     gqa = query.shape[1] != key.shape[1]
-    found = varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=gqa)
+    found: Tensor = KERNEL(
+        *flat, bounds, bounds, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=gqa
+    )
     return found.transpose(0, 1)[None]
 
 
