@@ -9,6 +9,7 @@ its attention interface takes it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -19,14 +20,21 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from penstock.trainer.context import Context
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # older than torch 2.10, or built without it
-    varlen_attn = None  # type: ignore[assignment]
-
 NAME = "penstock_packed"
 HALF = (torch.bfloat16, torch.float16)
 """What the kernel computes in."""
+
+
+def _kernel() -> Any:
+    """torch's ``varlen_attn``; None where it does not take grouped heads and windows yet, or is not built."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if {"enable_gqa", "window_size"} <= signature(varlen_attn).parameters.keys() else None
+
+
+KERNEL = _kernel()
 
 
 @torch.compiler.disable  # lengths of rows are read on the host: a compiled layer is cut here
@@ -54,7 +62,7 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
         raise NotImplementedError(f"{type(module).__name__} does not hand on the bounds of packed rows")
     if context is not None:
         query, key, value = (context.to_heads(part) for part in _even_heads(query, key, value, context.size))
-    attend = _by_kernel if query.is_cuda and query.dtype in HALF and varlen_attn is not None else _row_by_row
+    attend = _by_kernel if query.is_cuda and query.dtype in HALF and KERNEL else _row_by_row
     seen = seen or Seen(cu_seq_lens_q, cu_seq_lens_q)
     joined = attend(query, seen.of_runs(key), seen.of_runs(value), seen, scaling=scaling, window=sliding_window)
     if context is not None:
@@ -99,17 +107,13 @@ def _by_kernel(
     query: Tensor, key: Tensor, value: Tensor, seen: Seen, *, scaling: float | None, window: int | None
 ) -> Tensor:
     """All [1, heads, L, D]; the kernel wants [L, heads, D]. Its causal mask ends at the last key of the last query."""
-    assert varlen_attn is not None
-    q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
-    bounds = seen.queries, seen.keys
-    longest_query, longest_key = (int(each.diff().max()) for each in bounds)
+    flat = [part[0].transpose(0, 1).contiguous() for part in (query, key, value)]
+    longest = [int(bounds.diff().max()) for bounds in (seen.queries, seen.keys)]
     left = -1 if window is None else window - 1
     gqa = query.shape[1] != key.shape[1]
-    window_size = (left, 0)
-    found = varlen_attn(
-        q, k, v, *bounds, longest_query, longest_key, scale=scaling, window_size=window_size, enable_gqa=gqa
+    found: Tensor = KERNEL(
+        *flat, seen.queries, seen.keys, *longest, scale=scaling, window_size=(left, 0), enable_gqa=gqa
     )
-    assert isinstance(found, Tensor), "no further results were asked for"
     return found.transpose(0, 1)[None]
 
 

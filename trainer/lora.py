@@ -45,9 +45,10 @@ class Adapter:
         from peft import inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
 
+        alpha: Any = config.alpha  # an int to peft's types, any number to its arithmetic
         targets: Any = config.targets if isinstance(config.targets, str) else list(config.targets)
         self._settings = PeftConfig(
-            r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
+            r=config.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
         )
         with torch.random.fork_rng():
             torch.manual_seed(SEED)

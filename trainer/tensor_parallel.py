@@ -110,9 +110,10 @@ def plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
 def _with_vocabulary(model: PreTrainedModel, size: int, plan: Mapping[str, str]) -> dict[str, str]:
     """Embedding and head share out the vocabulary where that goes up; else both stay whole."""
     names = {id(module): name for name, module in model.named_modules()}
-    embedding, head = names[id(model.get_input_embeddings())], names.get(id(model.get_output_embeddings()))
+    vocabulary: Any = model.get_input_embeddings()
+    embedding, head = names[id(vocabulary)], names.get(id(model.get_output_embeddings()))
     others = {name: style for name, style in plan.items() if name not in (embedding, head)}
-    if model.get_input_embeddings().weight.shape[0] % size:
+    if vocabulary.weight.shape[0] % size:
         return others
     return others | {embedding: "embedding_rowwise"} | ({head: "colwise_gather_output"} if head else {})
 

@@ -41,6 +41,7 @@ def test_a_setting_changes_no_number(setting: str, tiny_model: str, ranks: Ranks
     assert_equal(trained(tiny_model, ranks), trained(tiny_model, ranks, **{setting: True}))
 
 
+@pytest.mark.slow
 def test_compiled_layers_change_no_number_and_share_their_graphs(
     tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
