@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.redis,
     pytest.mark.torch,
     pytest.mark.crash,
+    pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="session"),
 ]
 PAUSE_S = 0.05
