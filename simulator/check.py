@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.simulator.local import local_case, predict_local
-from penstock.simulator.published import HOST_RATE_CASE, Prediction, cases, predict
+from penstock.simulator.published import HOST_RATE_CASE, Prediction, predict
+from penstock.simulator.stated import cases
 
 WITHIN_PUBLISHED = 0.25
 WITHIN_LOCAL = 0.15

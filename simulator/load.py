@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from penstock.simulator.config import Simulation
 from penstock.simulator.local import calibrate, local_case, predicted
-from penstock.simulator.published import Calibration, cases
+from penstock.simulator.published import Calibration
+from penstock.simulator.stated import cases
 
 
 class BadSetup(Exception):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.simulator.check import check
-from penstock.simulator.published import cases
 from penstock.simulator.scale import head, rendered
+from penstock.simulator.stated import cases
 
 PLACE = re.compile(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", re.DOTALL)
 

@@ -15,7 +15,8 @@ from penstock.simulator.hardware import HOST_BYTES_PER_S
 from penstock.simulator.local import calibrate, local_case, predicted
 from penstock.simulator.page import checked_tables, tables_in
 from penstock.simulator.pipeline import simulate
-from penstock.simulator.published import HOST_RATE_CASE, Calibration, Case, cases, host_bytes_per_s
+from penstock.simulator.published import HOST_RATE_CASE, Calibration, host_bytes_per_s
+from penstock.simulator.stated import Case, cases
 
 
 @pytest.fixture(scope="module")
