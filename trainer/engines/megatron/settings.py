@@ -21,10 +21,17 @@ def check(config: TrainerConfig) -> None:
             f"trainer.advantage={config.advantage} needs a critic, and trainer.engine megatron has none: take an "
             "estimator without one, or trainer.engine fsdp"
         )
-    foreign = {"lora.rank": config.lora.rank, "compile": config.compile, "liger": config.liger, "offload": config.offload}
+    foreign = {
+        "lora.rank": config.lora.rank,
+        "compile": config.compile,
+        "liger": config.liger,
+        "offload": config.offload,
+    }
     for name, is_set in foreign.items():
         if is_set:
-            raise BadJob(f"trainer.{name} is of trainer.engine fsdp; trainer.engine megatron has no such thing: unset it")
+            raise BadJob(
+                f"trainer.{name} is of trainer.engine fsdp; trainer.engine megatron has no such thing: unset it"
+            )
     per_stage = config.ranks // config.parallel.pipeline
     if per_stage % config.parallel.expert:
         raise BadJob(
