@@ -138,7 +138,8 @@ class RolloutClient:
 
     async def _ask(self, server: ServerInfo, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """One server's chunks, and the router's notes of how it did. No await before `opened`: see there."""
-        sent = self._router.opened(server.url, len(request.token_ids) + request.sampling.max_new_tokens)
+        tokens = len(request.token_ids) + request.sampling.max_new_tokens
+        sent = self._router.opened(server.url, tokens, comes_back=bool(request.episode_id))
         try:
             async with aclosing(self._post(server.url, request)) as chunks:
                 async for chunk in chunks:

@@ -137,9 +137,10 @@ class Router:
             self._sticky.popitem(last=False)
 
     # how it went: `opened` first, `closed` last ---------------------------------------------------------------------
-    def opened(self, url: str, tokens: int = 1) -> Sent:
-        """A request goes to `url` now. No await between `pick` and this: a half-open server gets one request."""
-        sent = Sent(url, tokens, time.monotonic())
+    def opened(self, url: str, tokens: int = 1, *, comes_back: bool = True) -> Sent:
+        """A request goes to `url` now; `comes_back`: see `Sent`. No await between `pick` and this: a half-open server
+        gets one request."""
+        sent = Sent(url, tokens, time.monotonic(), comes_back)
         known = self._known[url]
         known.opened(sent)
         known.breaker.begin(sent)

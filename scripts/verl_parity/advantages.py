@@ -18,6 +18,9 @@ class OneRank:
     def sum(self, value: float) -> float:
         return value
 
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
 
 def ours(name: str, batch: Episodes, **options: Any) -> Advantages:
     return whitened(ADVANTAGES.bind(name, options)(batch), batch.trained, OneRank())  # type: ignore[arg-type]

@@ -11,6 +11,8 @@ import numpy as np
 
 from penstock.deploy.link import Link
 from penstock.trainer.batch import ModelLimits, make_step_batch
+from penstock.trainer.config import StopConfig
+from penstock.trainer.stopping import Stopping
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.ledger import Announcement, Batch, Lease, Limits, ServerInfo, WeightUpdate
 from penstock.transfer_queue.redis_ledger import RedisLedger
@@ -58,7 +60,7 @@ class LivingRun:
             "rollout: {servers: 2, max_concurrent: 8}\ntrainer: {steps: 50, ranks: 1}\n"
         )
         (self.root / "connect.env").write_text(link.shell_lines())
-        self.recorder = await asyncio.to_thread(Recorder, self.root, str(MODEL), 8)
+        self.recorder = await asyncio.to_thread(Recorder, self.root, str(MODEL), 8, Stopping(StopConfig()))
         self.beating = asyncio.create_task(self._beat())
         return self
 

@@ -262,6 +262,29 @@ async def test_what_is_over_since_an_old_heartbeat_no_longer_counts(ledger: Stub
     assert chosen == {"http://a": 8, "http://b": 8}
 
 
+async def test_what_is_over_and_does_not_come_back_keeps_no_episodes_away(
+    ledger: StubLedger, clock: list[float]
+) -> None:
+    """Requests of no episode, some sent right before the heartbeat, some after it, all answered."""
+    router = Router(ledger, seed=0)
+    earlier = [router.opened("http://a", 448, comes_back=False) for _ in range(5)]
+    clock[0] += 0.03
+    register(ledger, "a", in_flight=5, in_flight_tokens=5 * 448)
+    register(ledger, "b")
+    await router.servers()
+    earlier += [router.opened("http://a", 448, comes_back=False) for _ in range(5)]
+    clock[0] += 0.1
+    for sent in earlier:
+        router.closed(sent)
+    chosen = Counter[str]()
+    for number in range(16):
+        url = await url_of(router, f"e{number}")
+        assert url is not None
+        router.opened(url, 128)
+        chosen[url] += 1
+    assert chosen == {"http://a": 8, "http://b": 8}
+
+
 async def test_what_others_have_in_flight_counts_however_old_the_heartbeat(
     ledger: StubLedger, clock: list[float]
 ) -> None:

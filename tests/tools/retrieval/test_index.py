@@ -76,7 +76,9 @@ def test_a_killed_build_leaves_no_index_and_the_next_starts_over(corpus: Path) -
     folder = corpus.with_name("corpus.jsonl.index")
     assert not folder.exists()
     assert len(open_or_build(corpus)) == 3
-    assert sorted(path.name for path in corpus.parent.iterdir()) == ["corpus.jsonl", "corpus.jsonl.index"]
+    found = {path.name: path for path in corpus.parent.iterdir()}
+    assert sorted(found) == ["corpus.jsonl", "corpus.jsonl.index", "corpus.jsonl.index.lock"]
+    assert found["corpus.jsonl.index.lock"].stat().st_size == 0
 
 
 @pytest.mark.parametrize(
