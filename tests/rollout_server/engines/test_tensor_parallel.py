@@ -64,10 +64,14 @@ async def check_goes_on(subject: Subject, reference: Reference, process_group: i
 
 
 async def test_an_update_under_load_reaches_both_ranks(subject: Subject, reference: Reference) -> None:
-    before = await subject.load(reference, reference.first)
-    await check_holds(subject, reference, before)
-    tasks = await subject.under_load(3, 1900)
-    report = await subject.report_of(reference, reference.other(1))
+    for _ in range(3):
+        before = await subject.load(reference, reference.first)
+        await check_holds(subject, reference, before)
+        tasks = await subject.under_load(3, 1900)
+        report = await subject.report_of(reference, reference.other(1))
+        if report.in_flight:
+            break
+        await asyncio.gather(*tasks)  # whole before the swap: where others have the cores, the first token comes late
     assert report.in_flight == 3
     for i, answer in enumerate(await asyncio.gather(*tasks)):
         assert [version for version, _, _ in answer.version_spans] == [before, report.version]
