@@ -243,6 +243,17 @@ async def test_short_answers_do_not_all_follow_one_old_heartbeat(ledger: StubLed
     assert abs(chosen["http://busy"] - chosen["http://idle"]) <= 2
 
 
+async def sixteen_new_episodes(router: Router) -> Counter[str]:
+    """Where they go when all begin at once."""
+    chosen = Counter[str]()
+    for number in range(16):
+        url = await url_of(router, f"e{number}")
+        assert url is not None
+        router.opened(url, 128)
+        chosen[url] += 1
+    return chosen
+
+
 async def test_what_is_over_since_an_old_heartbeat_no_longer_counts(ledger: StubLedger, clock: list[float]) -> None:
     """A busy machine's heartbeat is late: it tells of answers that this client has had long since."""
     router = Router(ledger, seed=0)
@@ -253,13 +264,7 @@ async def test_what_is_over_since_an_old_heartbeat_no_longer_counts(ledger: Stub
     clock[0] += 2.0
     register(ledger, "a", in_flight=5, in_flight_tokens=5 * 448, age_s=2.2)
     register(ledger, "b", age_s=0.1)
-    chosen = Counter[str]()
-    for number in range(16):
-        url = await url_of(router, f"e{number}")
-        assert url is not None
-        router.opened(url, 128)
-        chosen[url] += 1
-    assert chosen == {"http://a": 8, "http://b": 8}
+    assert await sixteen_new_episodes(router) == {"http://a": 8, "http://b": 8}
 
 
 async def test_what_is_over_and_does_not_come_back_keeps_no_episodes_away(
@@ -276,13 +281,7 @@ async def test_what_is_over_and_does_not_come_back_keeps_no_episodes_away(
     clock[0] += 0.1
     for sent in earlier:
         router.closed(sent)
-    chosen = Counter[str]()
-    for number in range(16):
-        url = await url_of(router, f"e{number}")
-        assert url is not None
-        router.opened(url, 128)
-        chosen[url] += 1
-    assert chosen == {"http://a": 8, "http://b": 8}
+    assert await sixteen_new_episodes(router) == {"http://a": 8, "http://b": 8}
 
 
 async def test_what_others_have_in_flight_counts_however_old_the_heartbeat(
