@@ -171,7 +171,7 @@ def _follow(process: subprocess.Popen[bytes], run: LearningRun, common: Common, 
         for row in tail.read():
             if (row["step"] + 1) % every == 0:
                 say(f"learning: {run.name}: step {row['step'] + 1} of {common.steps}, reward {row['reward']:.2f}")
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # nothing else waits in this process: runs are carried out one after the other
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -85,6 +85,7 @@ os.read(ready, 1)
 
 
 async def test_memory_of_a_living_daemon_stays(session: Session) -> None:
+    """The child sleeps until its box ends; the first segment it holds, the second is of a maker that lives."""
     await session.run(["python3", "-c", DAEMON])
     segments = (await session.run(["cat", "/proc/sysvipc/shm"])).stdout.splitlines()[1:]
     assert [line.split()[0] for line in segments] == ["7", "8"]
