@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +39,10 @@ app.command()(simulate)
 Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]
 LedgerUrl = Annotated[str | None, typer.Option("--ledger", help="redis:// URL of the run's ledger [PENSTOCK_LEDGER].")]
+WaitS = Annotated[
+    float,
+    typer.Option("--wait-s", min=0, help="Wait so many seconds for a ledger that is away or a run that has not begun."),
+]
 RunName = Annotated[str | None, typer.Option("--run", help="Name of the run [PENSTOCK_RUN].")]
 
 
@@ -67,39 +72,46 @@ def doctor(recipe: Recipe, overrides: Overrides = None) -> None:
 
 @app.command()
 def rollout(
-    name: Annotated[str, typer.Option(help="Unique name of this server in the run.")],
+    name: Annotated[
+        str | None, typer.Option(help="Unique in the run; default: rollout- and this machine's name.")
+    ] = None,
     ledger: LedgerUrl = None,
     run: RunName = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: the recipe's.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one; default: the recipe's.")] = None,
     *,
     evaluates: Annotated[bool, typer.Option(help="Take evaluations alone, each at one version.")] = False,
+    wait_s: WaitS = 0.0,
 ) -> None:
     """Start one rollout server (sidecar and engine) and join a running ledger."""
     from penstock.deploy import roles
 
-    _run(lambda: roles.rollout(_link(ledger, run), name, host, port, evaluates=evaluates))
+    own = name or f"rollout-{socket.gethostname()}"
+    _run(lambda: roles.rollout(_link(ledger, run), own, host, port, evaluates=evaluates, wait_s=wait_s))
 
 
 @app.command()
 def agent(
-    name: Annotated[str, typer.Option(help="Unique name of this worker in the run.")],
+    name: Annotated[
+        str | None, typer.Option(help="Unique in the run; default: agent- and this machine's name.")
+    ] = None,
     ledger: LedgerUrl = None,
     run: RunName = None,
+    wait_s: WaitS = 0.0,
 ) -> None:
     """Start one agent worker and join a running ledger."""
     from penstock.deploy import roles
 
-    _run(lambda: roles.agent(_link(ledger, run), name))
+    _run(lambda: roles.agent(_link(ledger, run), name or f"agent-{socket.gethostname()}", wait_s=wait_s))
 
 
 @train_app.callback()
-def train(context: typer.Context, ledger: LedgerUrl = None, run: RunName = None) -> None:
+def train(context: typer.Context, ledger: LedgerUrl = None, run: RunName = None, wait_s: WaitS = 0.0) -> None:
     """Start the trainer (torchrun with trainer.ranks processes) and join a running ledger."""
     from penstock.deploy.commands.train import exec_torchrun
 
     if context.invoked_subcommand is None:
-        _guarded(lambda: exec_torchrun(_link(ledger, run)))
+        _guarded(lambda: exec_torchrun(_link(ledger, run), wait_s=wait_s))
 
 
 train_app.command()(replay)

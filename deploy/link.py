@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -14,9 +17,11 @@ from penstock.deploy.load_config import ConfigError, parse_config
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Limits
+from penstock.transfer_queue.ledger import LedgerUnavailable, Limits, NoSuchRun
 from penstock.transfer_queue.redis_ledger import RedisLedger
 
+logger = logging.getLogger("penstock.run")
+JOIN_AGAIN_S = 0.5
 URL_VARIABLE = "PENSTOCK_LEDGER"
 RUN_VARIABLE = "PENSTOCK_RUN"
 USER_VARIABLE = "PENSTOCK_REDIS_USER"
@@ -94,13 +99,32 @@ class Link:
             batch_log=batch_log,
         )
 
-    async def join(self, *, with_batch_log: bool = False) -> tuple[RedisLedger, RunConfig]:
-        """The ledger and the run's configuration, as `penstock run` stored it there. A trainer asks for a batch log."""
-        ledger = await self.connect()
-        config = parse_config(yaml.safe_load(await ledger.config()), source=f"the ledger's run {self.run!r}")
-        await ledger.close()
+    async def join(self, *, with_batch_log: bool = False, wait_s: float = 0.0) -> tuple[RedisLedger, RunConfig]:
+        """The ledger and the run's configuration, as `penstock run` stored it there. A trainer asks for a batch log.
+
+        A ledger that is away and a run that has not begun are waited for, `wait_s` seconds. Raises `LedgerError` then.
+        """
+        text = await self._config_of_run(time.monotonic() + wait_s)
+        config = parse_config(yaml.safe_load(text), source=f"the ledger's run {self.run!r}")
         batch_log = BatchLog(RunDir.of(config).batches) if with_batch_log else None
         return await self.connect(config.transfer_queue, batch_log), config
+
+    async def _config_of_run(self, deadline: float) -> str:
+        told = False
+        while True:
+            try:
+                ledger = await self.connect()
+                try:
+                    return await ledger.config()
+                finally:
+                    await ledger.close()
+            except (NoSuchRun, LedgerUnavailable) as error:
+                if time.monotonic() >= deadline:
+                    raise
+                if not told:
+                    logger.info("waiting for run %s: %s", self.run, error)
+                    told = True
+            await asyncio.sleep(JOIN_AGAIN_S)
 
 
 def redis_login() -> tuple[str | None, str | None]:

@@ -78,12 +78,14 @@ async def _until_told(main: Coroutine[Any, Any, None]) -> None:
         logging.getLogger("penstock").info("stopped on request")
 
 
-async def rollout(link: Link, name: str, host: str | None, port: int | None, *, evaluates: bool = False) -> None:
+async def rollout(
+    link: Link, name: str, host: str | None, port: int | None, *, evaluates: bool = False, wait_s: float = 0.0
+) -> None:
     from penstock.agent_loops.capture.mount import CaptureJob, mount
     from penstock.rollout_server.protocol import EngineError
     from penstock.rollout_server.server import ServerJob, serve
 
-    ledger, config = await link.join()
+    ledger, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' reward functions by dotted path
     recorded = CaptureJob(
         config=config.agent,
@@ -112,7 +114,7 @@ async def rollout(link: Link, name: str, host: str | None, port: int | None, *, 
         await _closing(ledger, serve(job))
 
 
-async def agent(link: Link, name: str) -> None:
+async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
     from penstock.agent_loops.errors import AgentError
     from penstock.agent_loops.job import WorkerJob
     from penstock.agent_loops.worker import run_worker
@@ -120,7 +122,7 @@ async def agent(link: Link, name: str) -> None:
     from penstock.sandbox.protocol import SandboxError
     from penstock.tools.registry import ToolConfigError
 
-    ledger, config = await link.join()
+    ledger, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' loops and tools by dotted path
     hedge_after_s = config.rollout.hedge_after_s
     client = RolloutClient(ledger, link.token, config.rollout.request_timeout_s, hedge_after_s=hedge_after_s)

@@ -39,6 +39,10 @@ class LedgerError(Exception):
     """Base of everything a ledger raises."""
 
 
+class NoSuchRun(LedgerError):
+    """The ledger holds no run of this name (yet)."""
+
+
 class LeaseLost(LedgerError):
     """The fencing token is not the newest: another worker owns the episode now. Stop working on it."""
 
@@ -221,7 +225,7 @@ class Ledger(Protocol):
         """Create the run, or check that an existing one has the same limits. `config` is the resolved YAML."""
 
     async def config(self) -> str:
-        """The resolved YAML of the run. Raises `LedgerError` where no such run exists."""
+        """The resolved YAML of the run. Raises `NoSuchRun`."""
 
     # data ----------------------------------------------------------------------------------------------------------
     async def submit(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.ledger import BadPayload, LedgerError, Limits, ServerInfo, WeightUpdate
+from penstock.transfer_queue.ledger import BadPayload, LedgerError, Limits, NoSuchRun, ServerInfo, WeightUpdate
 from penstock.transfer_queue.memory_state import Member, MemoryState, split_episode
 from penstock.transfer_queue.rows import check_limits
 
@@ -43,7 +43,7 @@ class MemoryRun:
 
     async def config(self) -> str:
         if self._config is None:
-            raise LedgerError("no such run: create_run comes first")
+            raise NoSuchRun("no such run: create_run comes first")
         return self._config
 
     async def drop_run(self) -> int:

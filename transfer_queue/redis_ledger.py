@@ -29,6 +29,7 @@ from penstock.transfer_queue.ledger import (
     LeaseLost,
     LedgerError,
     Limits,
+    NoSuchRun,
     ServerInfo,
     Status,
     StepError,
@@ -106,7 +107,7 @@ class RedisLedger:
     async def config(self) -> str:
         config = await self._connection.command("HGET", self._keys.run, "config")
         if config is None:
-            raise LedgerError(f"no run {self._run} in this ledger")
+            raise NoSuchRun(f"no run {self._run} in this ledger")
         return str(config.decode())
 
     # data ----------------------------------------------------------------------------------------------------------

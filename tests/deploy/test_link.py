@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shlex
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 from penstock.deploy import own_redis as module
 from penstock.deploy.config import DataConfig, RunConfig
 from penstock.deploy.launch import role_specs
-from penstock.deploy.link import Link
+from penstock.deploy.link import Link, limits_of
+from penstock.deploy.load_config import dump_config
 from penstock.deploy.own_redis import own_redis
 from penstock.deploy.run_dir import RunDir
 from penstock.rollout_server.config import RolloutConfig
 from penstock.transfer_queue.connection import Connection
-from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.ledger import LedgerError, NoSuchRun
 from penstock.transfer_queue.redis_binary import RedisBinary, find_redis_server
 
 CONFIG = RunConfig(name="mine", model="m", data=DataConfig(train="t"))
@@ -66,6 +68,21 @@ def test_the_lines_for_a_shell_are_safe_to_source() -> None:
     told = dict(word.split("=", 1) for line in exports for word in shlex.split(line)[1:])
     assert told == dict(link.environment())
     assert "# agent alone: export PENSTOCK_REDIS_USER=agent PENSTOCK_REDIS_PASSWORD=agents-own" in link.shell_lines()
+
+
+@pytest.mark.redis
+async def test_a_role_waits_for_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    async with own_redis(CONFIG, RunDir(tmp_path), "token") as link:
+        with pytest.raises(NoSuchRun, match="no run mine"):
+            await link.of_role("agent").join()
+        joining = asyncio.create_task(link.of_role("agent").join(wait_s=30))
+        ledger = await link.connect()
+        await asyncio.sleep(0.1)
+        assert not joining.done()
+        await ledger.create_run(limits_of(CONFIG), dump_config(CONFIG))
+        joined, config = await joining
+        assert config == CONFIG
+        await asyncio.gather(joined.close(), ledger.close())
 
 
 @pytest.mark.redis
