@@ -44,7 +44,9 @@ class Record(Section):
     workers: int
     concurrency: int
     cores: int = Field(description="Of the machine.")
-    load: float = Field(description="Mean load average: processes that wanted a core, the run's own among them.")
+    load: float = Field(
+        description="Mean load average: processes that wanted a core, the run's own too; 0: nothing beside the run."
+    )
     steps: int = Field(description="Steps counted.")
     wall_s: float = Field(description="Per step; so are the next two.")
     train_s: float = Field(description="The trainer's own time.")
@@ -190,7 +192,7 @@ class LocalPrediction(Section):
 
     @property
     def counted(self) -> bool:
-        return abs(self.loads[1] / self.loads[0] - 1) <= COMPARABLE
+        return abs(self.loads[1] - self.loads[0]) <= COMPARABLE * max(self.loads)
 
 
 def predict_local(case: LocalCase) -> list[LocalPrediction]:

@@ -1,23 +1,73 @@
-"""Where plain (not async) code of users runs: one that computes or waits must not stop the worker's other episodes."""
+"""Where plain (not async) code of users runs: one that computes or waits must not stop the worker's other episodes.
+
+A thread cannot be killed. A call that outlives its deadline is left behind, and its place is free for the next one:
+calls that never return cost a thread each, and the rest go on. Too many of them are an error that says whose they are.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import inspect
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-THREADS = 64
-_POOL = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="user-code")
+from anyio import CapacityLimiter, to_thread
+
+AT_ONCE = 64
+LEFT_BEHIND_MOST = 256
+
+
+class TooManyLeftBehind(RuntimeError):
+    """So many plain calls never returned that no further one is begun."""
+
+
+class UserThreads:
+    """At most `at_once` calls that somebody waits for, and `left_behind_most` that nobody waits for any more."""
+
+    def __init__(self, at_once: int = AT_ONCE, left_behind_most: int = LEFT_BEHIND_MOST) -> None:
+        self._limiter = CapacityLimiter(at_once)
+        self._left_behind_most = left_behind_most
+        self._left_behind: set[_Call] = set()
+
+    async def run(self, function: Callable[[], Any], name: str) -> Any:
+        """What `function` returns or raises. Cancelled, it runs on in its thread. Raises `TooManyLeftBehind`."""
+        self._left_behind = {call for call in self._left_behind if call.running}
+        if len(self._left_behind) >= self._left_behind_most:
+            names = ", ".join(sorted({call.name for call in self._left_behind}))
+            raise TooManyLeftBehind(
+                f"{len(self._left_behind)} calls never returned ({names}): give what they wait for a timeout,"
+                " or write them async so that they can be cancelled"
+            )
+        call = _Call(function, name)
+        try:
+            return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
+        except asyncio.CancelledError:
+            self._left_behind.add(call)
+            raise
+
+
+class _Call:
+    def __init__(self, function: Callable[[], Any], name: str) -> None:
+        self._function = function
+        self.name = name
+        self.running = False
+
+    def __call__(self) -> Any:
+        self.running = True
+        try:
+            return self._function()
+        finally:
+            self.running = False
+
+
+_THREADS = UserThreads()
 
 
 async def call_users(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(…)`: awaited where it is async, in a thread where it is plain. Context variables are the caller's."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    work = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
-    value = await asyncio.get_running_loop().run_in_executor(_POOL, work)
+    name = getattr(function, "__qualname__", repr(function))
+    value = await _THREADS.run(functools.partial(function, *args, **kwargs), name)
     return await value if inspect.isawaitable(value) else value

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from penstock.agent_loops.errors import LoadError
 from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
+from penstock.tools.threads import UserThreads
 
-THREADS = 16
-"""Plain functions run in these: one that computes, or waits, must not stop the other episodes."""
+AT_ONCE = 16
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 log = logging.getLogger(__name__)
 
@@ -29,6 +27,7 @@ class FunctionReward(BaseReward):
         self._compute_score = compute_score
         self._name = name
         self._in_thread = not _is_async(compute_score)
+        self._threads = UserThreads(AT_ONCE)
 
     async def score(self, answer: Answer) -> Value:
         given = (answer.data_source, answer.solution, answer.ground_truth, answer.extra_info)
@@ -39,7 +38,7 @@ class FunctionReward(BaseReward):
 
     async def _in_a_thread(self, call: Callable[[], Any]) -> Any:
         try:
-            return await asyncio.get_running_loop().run_in_executor(_pool(), call)
+            return await self._threads.run(call, self._name)
         except ValueError as error:
             # What `signal.signal` says outside the main thread; timeouts of math graders are made with it.
             if "main thread" not in str(error):
@@ -47,11 +46,6 @@ class FunctionReward(BaseReward):
         self._in_thread = False
         log.warning("%s needs the main thread: it is called in the event loop and blocks the worker", self._name)
         return call()
-
-
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
