@@ -138,7 +138,9 @@ def link_of_run(config: RunConfig) -> Link:
     try:
         return Link.from_lines(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}: run {config.name} does not live here; source its connect.env") from None
+        raise ConfigError(
+            f"{file}: {error.strerror}: run {config.name} does not live here; source its connect.env"
+        ) from None
 
 
 def redis_login() -> tuple[str | None, str | None]:

@@ -6,7 +6,7 @@ import contextlib
 import resource
 
 MOST = 65536
-"""Far above what a role needs; some kernels' hard limit is a billion, which makes programs that close all files slow."""
+"""Far above what a role needs; a hard limit may be a billion, which makes programs that close all files slow."""
 
 
 def raise_open_files() -> None:
@@ -14,5 +14,5 @@ def raise_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # what there is stays; `penstock doctor` says where it is too little
+        with contextlib.suppress(OSError, ValueError):  # what there is stays; the doctor says where it is too little
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

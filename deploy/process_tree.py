@@ -48,7 +48,7 @@ class Processes:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def is_held(self, root: int) -> bool:
-        """Whether SIGSTOP or a debugger holds a role of ours in the tree; what code in a box does to itself is its own."""
+        """Whether SIGSTOP or a debugger holds a role of ours in the tree; boxes may do so to themselves."""
         held = [pid for pid in self.tree_of(root) if self.fields.get(pid, "?")[_STATE] in ("T", "t")]
         return any(_is_ours(pid) for pid in held)
 

@@ -1,7 +1,7 @@
 """What a person sees while a run goes on, and what other processes may read: ``roles.json``.
 
-The reporter consumes metrics.jsonl, the ledger's status and its registry once a second; it is woken by nothing else. What
-it has read, the watchdog judges.
+The reporter consumes metrics.jsonl, the ledger's status and its registry once a second; it is woken by nothing else.
+What it has read, the watchdog judges.
 """
 
 from __future__ import annotations

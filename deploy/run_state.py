@@ -1,4 +1,4 @@
-"""What a run is doing, or did: from its folder and, where it lives, its ledger. One plain mapping, for eyes and programs."""
+"""What a run is doing, or did: from its folder and, where it lives, its ledger. One plain mapping."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
         "step": done,
         "steps": steps,
         "eta_s": _eta_s(rows, done, steps) if live["alive"] else None,
-        "quiet_s": round(files.quiet_s, 1),
+        "quiet_s": round(files.quiet_s, 1) if rows else None,
         **_learning(rows),
         **_pipeline(status),
         "bound_groups": _bound(config),

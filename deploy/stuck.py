@@ -86,7 +86,9 @@ def _trainer_has_a_batch(scene: Scene, status: Status) -> Stuck | None:
     if groups.get("shipped", 0):
         return Stuck("trainer", f"it has leased step {status.step - 1} and published only version {status.version}")
     if groups.get("ready", 0) >= scene.groups_per_step and not groups.get("admitted", 0):
-        return Stuck("trainer", f"{groups['ready']} groups are ready, {scene.groups_per_step} make a step: none is taken")
+        return Stuck(
+            "trainer", f"{groups['ready']} groups are ready, {scene.groups_per_step} make a step: none is taken"
+        )
     return None
 
 

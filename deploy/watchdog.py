@@ -2,8 +2,8 @@
 
     every second: progress? ──no, for stall_timeout_s──► find_stuck ─► stacks into logs/NAME.log ─► warn | stop
 
-Progress is any of: a step told in metrics.jsonl, a version, a commit, a finished episode, a lane's counts, and a server or
-worker that comes for the first time.
+Progress is any of: a step told in metrics.jsonl, a version, a commit, a finished episode, a lane's counts, and a server
+or worker that comes for the first time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What must hold before a run costs anything.
 
-`penstock run` refuses on a failure of those in `FACTS`: cheap, and certain to end the run. `penstock doctor` asks those in
-`TRIALS` too: they take seconds, write, connect, open boxes, run the user's code, or estimate.
+`penstock run` refuses on a failure of those in `FACTS`: cheap, and certain to end the run. `penstock doctor` asks those
+in `TRIALS` too: they take seconds, write, connect, open boxes, run the user's code, or estimate.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ OF_THIS_MACHINE = {check_ports, check_engine, check_trainer, check_shared_memory
 
 
 def run_checks(config: RunConfig, *, here: bool = True) -> Iterator[Check]:
-    """Those that refuse a run, cheapest first, one at a time so that a person sees them come. `here`: roles run here."""
+    """Those that refuse a run, cheapest first, one at a time so that a person sees them come.
+
+    `here`: the roles run on this machine.
+    """
     return _ask([check for check in FACTS if here or check not in OF_THIS_MACHINE], config)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from penstock.sandbox.protocol import SandboxError, Session
 ATTACK_S = 30.0
 OUTSIDE = ("1.1.1.1", 53)
 """A name server that everybody reaches who reaches the internet; connected to, never asked."""
+NO_PYTHON = "no python3"
+"""What boxes of an image without it say."""
 BACKEND = "use sandbox.backend=bwrap or docker on this machine, or remote with a server that does"
 _CONNECT = """
 import socket
@@ -67,7 +70,7 @@ for entry in os.listdir('/proc'):
                 found.append('environment of process ' + entry)
     except OSError:
         pass
-print('READ' if found else 'walled', *found)
+print('READ' if found else 'walled', ', '.join(found))
 """
 
 
@@ -77,7 +80,7 @@ def check_containment(config: RunConfig) -> list[Check]:
     try:
         return asyncio.run(_attack(config))
     except SandboxError as error:
-        if "python3" in str(error):
+        if NO_PYTHON in str(error):
             return [skipped("containment", f"the attacks are written in Python: {error}")]
         return [Check("containment", False, f"no box to attack from: {error}", "see the check `sandbox`")]
 
@@ -113,20 +116,27 @@ async def _processes(session: Session, config: RunConfig) -> Check:
 
 
 async def _files(session: Session, config: RunConfig) -> Check:
+    with _secret() as secret:
+        said = await _run(session, _READ.format(paths=[str(secret), os.path.join(config.model, "config.json")]))
+    read = [said.removeprefix("READ ")] if said.startswith("READ") else []
+    return _judged("host files", read, said, "neither files nor secrets of this machine")
+
+
+@contextlib.contextmanager
+def _secret() -> Iterator[Path]:
+    """A file as open as it can be: the box's walls alone are in the way."""
     with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as folder:
-        Path(folder).chmod(0o755)  # as open as it can be: the box's walls alone are in the way
+        Path(folder).chmod(0o755)
         secret = Path(folder) / "secret"
         secret.write_text("of the host")
         secret.chmod(0o644)
-        said = await _run(session, _READ.format(paths=[str(secret), str(Path(config.model) / "config.json")]))
-    read = said.split()[1:] if said.startswith("READ") else []
-    return _judged("host files", read, said, "neither files nor secrets of this machine")
+        yield secret
 
 
 async def _run(session: Session, code: str) -> str:
     """What the attack printed. A box that ended it by a limit has held: its kind is printed instead."""
     result = await session.run_python(code, timeout_s=ATTACK_S)
-    if "python3" in result.stderr and not result.stdout:
+    if NO_PYTHON in result.stderr and not result.stdout:
         raise SandboxError(result.stderr.strip())
     return result.stdout.strip() or (f"walled {result.limit}" if result.limit else result.stderr.strip()[-300:])
 

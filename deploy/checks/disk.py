@@ -40,10 +40,11 @@ def check_room(config: RunConfig) -> Check | None:
     }
     folder = existing_folder(config)
     needed, free = sum(parts.values()), shutil.disk_usage(folder).free
+    told = ", ".join(name for name, size in parts.items() if size)
     return Check(
         "disk room",
         free > needed,
-        f"{human(needed)} needed ({', '.join(name for name, size in parts.items() if size)}), {human(free)} free in {folder}",
+        f"{human(needed)} needed ({told}), {human(free)} free in {folder}",
         "free some, set runs_dir to a larger disk, or lower trainer.keep_checkpoints or trainer.checkpoint_every",
     )
 
@@ -76,7 +77,8 @@ def check_disk(config: RunConfig) -> Check:
         return Check("disk", False, f"{human(PROBE_BYTES)} cannot be written in {folder}: {error.strerror}", mend)
     shape = model_shape(config)
     checkpoint_s = checkpoint_bytes(config, shape) / rate if shape else 0.0
-    found = f"{human(rate)}/s and {1000 * sync_s:.0f} ms per small fsync in {folder}; a checkpoint takes {checkpoint_s:.0f} s"
+    speed = f"{human(rate)}/s and {1000 * sync_s:.0f} ms per small fsync"
+    found = f"{speed} in {folder}; a checkpoint takes {checkpoint_s:.0f} s"
     if sync_s > SLOW_SYNC_S or checkpoint_s > HOPELESS_CHECKPOINT_S:
         return Check("disk", False, found, ELSEWHERE)
     if checkpoint_s > SLOW_CHECKPOINT_S:

@@ -68,7 +68,9 @@ def _together(torch: Any, ranks: int) -> Check:
     version = ".".join(map(str, torch.cuda.nccl.version()))
     if apart:
         found = f"NCCL {version}; {len(apart)} pairs of devices, such as {apart[0]}, do not reach each other's memory"
-        return warning("nccl", found, "collectives go through the host there: choose devices under one switch or NVLink")
+        return warning(
+            "nccl", found, "collectives go through the host there: choose devices under one switch or NVLink"
+        )
     return Check("nccl", True, f"NCCL {version}; all {ranks} devices reach each other")
 
 

@@ -40,9 +40,12 @@ def check_threads(config: RunConfig) -> Check | None:
         return None
     wanted = {"rollout.threads": rollout.threads if rollout.servers else 0, "trainer.threads": trainer.threads}
     key, most = max(wanted.items(), key=lambda item: item[1])
-    found = f"{have} cores; {rollout.servers} servers of {rollout.threads} threads, {trainer.ranks} ranks of {trainer.threads}"
+    servers, ranks = f"{rollout.servers} servers of {rollout.threads}", f"{trainer.ranks} ranks of {trainer.threads}"
+    found = f"{have} cores; threads: {servers}, {ranks}"
     if most > have:
-        return Check("threads", False, found, f"set {key}={have:g} or less: threads that share a core wait for each other")
+        return Check(
+            "threads", False, found, f"set {key}={have:g} or less: threads that share a core wait for each other"
+        )
     if rollout.servers * rollout.threads + trainer.ranks * trainer.threads > have:
         return warning("threads", found, "fewer servers, ranks or threads: together they ask for more than there is")
     return Check("threads", True, found)

@@ -3,18 +3,18 @@
 With P parameters, R ranks, L layers, hidden width h, query and key-value widths q and kv, MLP width i (of an expert
 times the experts of a token), T tokens of a packed row, b bytes of the arithmetic:
 
-    trainer, per rank  =  weights 4P/R + gradients 4P/R + moments 8P/R            fully sharded, masters in float32
+    trainer, per rank  =  weights 4P/R + gradients 4P/R + moments 8P/R          fully sharded, masters in float32
                           + one gathered layer b·P/L  (twice where it is prefetched)
-                          + activations T·b·L·(6h + 2q + 2kv + 3i), or with `recompute` T·b·(L·h + one layer's)
+                          + activations T·b·L·(6h + 2q + 2kv + 3i); with recompute T·b·(L·h + one layer)
     with LoRA            gradients and moments of its matrices alone
     reference, critic    weights again; all of it again
 
     server             =  weights b·P + KV cache 2·L·kv·b·tokens
     in flight          =  (max_staleness + 1) · groups · members · tokens · 9 bytes in the ledger
 
-What a layer keeps for its backward is counted for a pre-norm block with a gated MLP and fused attention: inputs of norms,
-projections and products (after Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
-arXiv:2205.05198, section 4, without dropout and attention matrices). It is an estimate: within a third in our tests.
+What a layer keeps for its backward is counted for a pre-norm block with a gated MLP and fused attention: inputs of
+norms, projections and products (after Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models", arXiv:2205.05198, section 4, without dropout and attention matrices). It is an estimate.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def check_vocabulary(config: RunConfig) -> Check | None:
         return None
     try:
         weights = read_weights(folder)
-        rows = next((shape[0] for name, shape in (weights.shapes if weights else {}).items() if name.endswith(EMBEDDING)), 0)
+        rows = next(
+            (shape[0] for name, shape in (weights.shapes if weights else {}).items() if name.endswith(EMBEDDING)), 0
+        )
         highest = _highest_id(folder / "tokenizer.json")
     except BadModel as error:
         return Check("vocabulary", False, str(error), error.mend)
@@ -77,7 +79,7 @@ def _highest_id(file: Path) -> int:
 
     try:
         return max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values())
-    except Exception as error:  # noqa: BLE001 - what tokenizers raises, from Rust, has no other type
+    except Exception as error:  # what tokenizers raises, from Rust, has no other type
         raise BadModel(f"tokenizer.json cannot be read: {error}") from error
 
 

@@ -1,7 +1,7 @@
 """A model folder's weights as its files say they are, without loading a byte of them.
 
-A ``.safetensors`` file begins with the length of its header (8 bytes, little endian) and the header, JSON: name → dtype,
-shape and place of every tensor (https://github.com/huggingface/safetensors, "Format").
+A ``.safetensors`` file begins with the length of its header (8 bytes, little endian) and the header, JSON: name →
+dtype, shape and place of every tensor (https://github.com/huggingface/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Weights:
 
 
 def read_weights(folder: Path) -> Weights | None:
-    """None where there is no ``.safetensors``. Raises `BadModel` for a shard that is missing, cut short or no weights."""
+    """None where there is no such file. Raises `BadModel` for a shard that is missing, cut short or no weights."""
     files = _shards(folder)
     if not files:
         return None
@@ -58,7 +58,9 @@ def _shards(folder: Path) -> list[Path]:
     indexed = sorted(set(_indexed(folder).values()))
     missing = [name for name in indexed if not (folder / name).is_file()]
     if missing:
-        raise BadModel(f"{len(missing)} of {len(indexed)} shards that {INDEX} names are missing: {', '.join(missing[:5])}")
+        raise BadModel(
+            f"{len(missing)} of {len(indexed)} shards that {INDEX} names are missing: {', '.join(missing[:5])}"
+        )
     return [folder / name for name in indexed] or sorted(folder.glob("*.safetensors"))
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata as metadata
 import importlib.util
 import platform
+from importlib import metadata
 from typing import Any
 
 from penstock.deploy.checks.check import Check, skipped

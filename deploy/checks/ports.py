@@ -39,7 +39,9 @@ def _listened(section: str, host: str, ports: Sequence[int], host_key: str, port
                 return Check(f"{section}.{host_key}", False, f"{host} is not of this machine", mend)
             mend = f"stop what listens there, or set {name}=0 to take free ports"
             return Check(name, False, f"{host}:{port}: {error.strerror}", mend)
-    return Check(name, True, f"{ports[0]} and up are free" if ports[0] else f"free ones of {host} are taken")
+    return Check(
+        name, True, f"{ports[0]} and up are free" if ports[0] else f"free ones of {host} are taken at the start"
+    )
 
 
 def _bind(host: str, port: int) -> None:
@@ -66,7 +68,7 @@ def check_advertised(config: RunConfig) -> Iterator[Check]:
     if rollout.weight_transport == "shm":
         yield warning(
             "rollout.weight_transport",
-            "rollout.servers is 0 and weights go through this machine's shared memory: servers elsewhere cannot read it",
+            "rollout.servers is 0, and weights go through shared memory, which servers elsewhere cannot read",
             "set rollout.weight_transport=http, or disk on a disk that all machines share",
         )
 

@@ -9,24 +9,43 @@ Agent workers are reached by nobody: they ask. What they hold is told.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import yaml
 
 from penstock.deploy.checks.check import Check, warning
 from penstock.deploy.checks.ports import LOOPBACK
 from penstock.deploy.checks.redis import ANSWER_DEADLINE_S, examine_redis
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import TOKEN_VARIABLE, Link
+from penstock.deploy.load_config import parse_config
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.ledger import Announcement, Ledger, LedgerError, ServerInfo
 
 PULL_S = 30.0
 """POST /weights answers after 10 s at most."""
 SERVED = ("http", "collective")
+
+
+async def config_of(link: Link) -> RunConfig:
+    """As the ledger has it. Raises `LedgerError`, soon."""
+    ledger = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
+    try:
+        text = await ledger.config()
+    finally:
+        await ledger.close()
+    return parse_config(yaml.safe_load(text), source=f"the ledger's run {link.run!r}")
+
+
+async def why_not(link: Link, error: LedgerError) -> list[Check]:
+    """Of a ledger that `config_of` could not read."""
+    redis = await examine_redis(link.url, link.username, link.password, TransferQueueConfig().max_bytes)
+    mend = "start it (`penstock run`), or name another with PENSTOCK_RUN; docs/deploy.md has each role's rights"
+    return [*redis, Check("ledger", False, str(error), mend)]
 
 
 async def check_run(link: Link, config: RunConfig) -> list[Check]:
@@ -40,7 +59,10 @@ async def check_run(link: Link, config: RunConfig) -> list[Check]:
         async with httpx.AsyncClient(headers=headers, timeout=ANSWER_DEADLINE_S) as http:
             return redis + await _ask_all(ledger, http, link)
     except LedgerError as error:
-        return [*redis, Check("ledger", False, str(error), "see the checks of redis, and docs/deploy.md, Rights per role")]
+        return [
+            *redis,
+            Check("ledger", False, str(error), "see the checks of redis, and docs/deploy.md, Rights per role"),
+        ]
     finally:
         await ledger.close()
 
@@ -104,7 +126,7 @@ async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list
         return []
     if newest.manifest.get("transport") not in SERVED:
         path = str(newest.manifest.get("path", ""))
-        if Path(path).exists():
+        if os.path.exists(path):  # noqa: ASYNC240 - a local look
             return [Check("weights", True, path)]
         mend = "no server can run on this machine; for that set rollout.weight_transport=http"
         return [warning("weights", f"{path} is not on this machine", mend)]

@@ -56,7 +56,7 @@ def check_score(config: RunConfig) -> Check | None:
         return Check("reward of a row", False, config.agent.reward, str(error))
     except InfraFailure as error:
         return Check("reward of a row", False, f"{config.agent.reward} on row 1: {error}", _mend(config, error.reason))
-    return Check("reward of a row", True, f"{config.agent.reward} gives row 1 {reward:g} for a wrong answer")
+    return Check("reward of a row", True, f"{config.agent.reward} scores row 1: {reward:g} for a wrong answer")
 
 
 async def _score(config: RunConfig, row: Row) -> float:

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from penstock.deploy.config import RunConfig
 from penstock.deploy.load_config import ConfigError, load_config
 
 if TYPE_CHECKING:
     from penstock.deploy.checks import Check
-    from penstock.deploy.link import Link
 
 STYLES = {"ok": "green", "warn": "yellow", "skip": "dim", "FAIL": "red"}
 console = Console(highlight=False)
@@ -42,12 +40,10 @@ def doctor(
     Examples: penstock doctor recipes/calculator.yaml trainer.ranks=2
     . runs/mine/connect.env; penstock doctor --join
     """
-    from penstock.transfer_queue.ledger import LedgerError
-
     try:
         checks = _joining(recipe, overrides or []) if join else _running(recipe, overrides or [])
         ok = _as_json(checks) if as_json else _as_lines(checks)
-    except (ConfigError, LedgerError) as error:
+    except ConfigError as error:
         if as_json:
             print(json.dumps({"checks": [], "ok": False, "error": str(error)}))
         else:
@@ -67,26 +63,19 @@ def _running(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
 
 def _joining(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
     """Of the run in the environment, else of the recipe's living run in its folder. Raises `ConfigError`."""
-    from penstock.deploy.checks import joining_checks
+    from penstock.deploy.checks import joining_checks, reach
     from penstock.deploy.link import TOKEN_VARIABLE, Link, link_of_run
+    from penstock.transfer_queue.ledger import LedgerError
 
     link = link_of_run(load_config(recipe, overrides)) if recipe is not None else Link.from_environment()
     os.environ.setdefault(TOKEN_VARIABLE, link.token)  # a sandbox server is asked with the run's
-    config = asyncio.run(_config_of(link))
-    yield from asyncio.run(_reached(link, config))
+    try:
+        config = asyncio.run(reach.config_of(link))
+    except LedgerError as error:
+        yield from asyncio.run(reach.why_not(link, error))
+        return
+    yield from asyncio.run(reach.check_run(link, config))
     yield from joining_checks(config)
-
-
-async def _config_of(link: Link) -> RunConfig:
-    ledger, config = await link.join()
-    await ledger.close()
-    return config
-
-
-async def _reached(link: Link, config: RunConfig) -> list[Check]:
-    from penstock.deploy.checks.reach import check_run
-
-    return await check_run(link, config)
 
 
 def _as_json(checks: Iterable[Check]) -> bool:

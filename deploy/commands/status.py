@@ -136,9 +136,10 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         f"learning  reward {_number(state['reward'])} (mean of the newest {_number(state['reward_recent'])}), "
         f"staleness {_number(state['staleness_mean'])} (most {_or_dash(state['staleness_max'])})"
     )
+    last = "no step yet" if state["quiet_s"] is None else f"the last step was {_time(state['quiet_s'])} ago"
     yield (
         f"speed     {_number(state['tokens_per_s'], 0)} trained tokens/s, {_number(state['step_s'], 1)} s per step, of "
-        f"which the trainer waits {_share(state['trainer_waits'])}; the last step was {_time(state['quiet_s'])} ago"
+        f"which the trainer waits {_share(state['trainer_waits'])}; {last}"
     )
     if state["groups"] is not None:
         queue = " → ".join(f"{name} {state['groups'].get(name, 0)}" for name in GROUPS)

@@ -80,7 +80,8 @@ def test_threads_and_tasks_are_written_and_nobody_is_ended(answering: Child) -> 
 
 def test_a_program_of_others_is_not_asked(tmp_path: Path) -> None:
     """It catches the signal for a purpose of its own, or would be ended by it."""
-    code = "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('asked')); print('up', flush=True); time.sleep(60)"
+    handler = "signal.signal(signal.SIGUSR1, lambda *_: print('asked'))"
+    code = f"import signal, time; {handler}; print('up', flush=True); time.sleep(60)"
     other = Child(tmp_path / "other.log", code)
     try:
         other.until("up")

@@ -23,7 +23,9 @@ def groups(**counts: int) -> Status:
 
 
 LEASED = replace(groups(admitted=2), episodes={"leased": 12}, workers={"agent-0": 0, "agent-1": 12})
-EVALUATION = replace(IDLE, version=10, groups={"queued": 5, "shipped": 0}, other_lanes={"eval": {"leased": 3, "queued": 0}})
+EVALUATION = replace(
+    IDLE, version=10, groups={"queued": 5, "shipped": 0}, other_lanes={"eval": {"leased": 3, "queued": 0}}
+)
 
 CASES = {
     "held": (scene(roles=(*ROLES[:3], LocalRole("trainer", running=True, held=True))), "trainer", "SIGSTOP"),

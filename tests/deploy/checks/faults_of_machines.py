@@ -18,7 +18,7 @@ from penstock.deploy.checks.sandbox import check_sandbox
 from penstock.deploy.checks.shared_memory import check_shared_memory
 
 Opened = Iterator[Sequence[str]]
-TERA = 10**12
+HUGE = 10**11
 
 
 @planted(check_ports, "rollout.port", r"rollout\.port=0")
@@ -85,7 +85,7 @@ def a_container_with_little_shared_memory(place: Place) -> Opened:
 
 @planted(check_memory, "memory", r"micro_batch_tokens|recompute|LoRA|lora")
 def a_model_that_no_machine_holds(place: Place) -> Sequence[str]:
-    return [f"model={write_huge_model(place.folder / 'model', TERA)}"]
+    return [f"model={write_huge_model(place.folder / 'model', HUGE)}"]
 
 
 @planted(check_open_files, "open files", r"ulimit -Hn")
@@ -105,7 +105,9 @@ def a_package_older_than_it_may_be(place: Place) -> Opened:
     """As pip leaves it: the metadata of an installed Penstock that asks for a newer package than there is."""
     installed = place.folder / "site" / "penstock-0.1.0.dist-info"
     installed.mkdir(parents=True)
-    metadata = "Metadata-Version: 2.1\nName: penstock\nVersion: 0.1.0\nRequires-Dist: redis>=99\nRequires-Dist: numpy>=1\n"
+    metadata = (
+        "Metadata-Version: 2.1\nName: penstock\nVersion: 0.1.0\nRequires-Dist: redis>=99\nRequires-Dist: numpy>=1\n"
+    )
     (installed / "METADATA").write_text(metadata)
     place.monkeypatch.syspath_prepend(installed.parent)
     yield []

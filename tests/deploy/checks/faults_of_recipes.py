@@ -50,7 +50,9 @@ def a_prompt_that_leaves_no_room(place: Place) -> Sequence[str]:
 
 @planted(check_score, "reward of a row", r"did you mean 'compute_score'")
 def a_reward_function_misspelt(place: Place) -> Sequence[str]:
-    file = place.file("reward.py", "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n")
+    file = place.file(
+        "reward.py", "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
+    )
     return [place.rows(GOOD_ROW), f"agent.reward={file}:compute_scores"]
 
 

@@ -100,7 +100,10 @@ def small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
     """A file system of its own of this size; skips where this user may mount none."""
     folder.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "none", str(folder)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "none", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if made.returncode:
         pytest.skip(f"a small disk is a tmpfs, and mounting one needs root: {made.stderr.strip()}")
@@ -127,7 +130,9 @@ def write_huge_model(folder: Path, parameters: int) -> Path:
     width = 4096
     shape = [parameters // width, width]
     size = 4 * shape[0] * width
-    header = json.dumps({"model.layers.0.mlp.up_proj.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}})
+    header = json.dumps(
+        {"model.layers.0.mlp.up_proj.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}
+    )
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header.encode())
         file.truncate(8 + len(header) + size)

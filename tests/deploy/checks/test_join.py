@@ -54,7 +54,9 @@ async def server(ledger: RedisLedger, tmp_path: Path) -> AsyncIterator[None]:
 
 async def served(ledger: Ledger, folder: Path, token: str) -> AsyncIterator[None]:
     """One sidecar with a fake engine, registered while this is open."""
-    job = ServerJob(name="s0", config=small_config(), ledger=ledger, model="fake", token=token, log_dir=folder, drain_s=1)
+    job = ServerJob(
+        name="s0", config=small_config(), ledger=ledger, model="fake", token=token, log_dir=folder, drain_s=1
+    )
     task = asyncio.create_task(serve(job, FakeEngine))
     async with asyncio.timeout(30):
         while not any(one.server_id == "s0" for one in await ledger.servers()):
