@@ -22,6 +22,7 @@ async def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     async with LivingRun(tmp_path / "runs", "mine") as run:
         for _ in range(3):
             await run.step()
+        await run._tell_servers()
         yield run
 
 

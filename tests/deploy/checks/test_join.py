@@ -106,12 +106,16 @@ async def test_weights_that_this_machine_cannot_fetch(link: Link, ledger: RedisL
 
 
 async def test_weights_that_a_server_cannot_fetch(tmp_path: Path) -> None:
-    """Published with a manifest that leads nowhere, as behind a firewall: the server is asked, and says so."""
+    """Published at an address that leads nowhere, as behind a firewall: the server is asked to fetch, and says so."""
+    from penstock.rollout_server.weights.chain import Link as File
+    from penstock.rollout_server.weights.manifest import build_manifest
+
     async with LivingRun(tmp_path / "runs", "mine") as run:
-        await run.step()
         run.beating.cancel()
         link = Link.from_lines((run.root / "connect.env").read_text())
+        url = f"http://127.0.0.1:{unused_port()}/weights-00000001.safetensors"
         async for _ in served(run.ledger, tmp_path, link.token):
+            await run.train(build_manifest("http", [File(1, None, url, 10, "0" * 16, "0" * 16)], []))
             found = await asked(link)
         assert not found["server s0 → weights"].ok, found
         assert "weights_host" in found["server s0 → weights"].mend
