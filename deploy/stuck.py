@@ -145,6 +145,8 @@ def _nobody_leases(scene: Scene, status: Status) -> Stuck | None:
 def _nothing_to_lease(_scene: Scene, status: Status) -> Stuck | None:
     if status.groups.get("queued", 0) or status.groups.get("admitted", 0):
         return None
+    if not status.groups.get("submitted", 0):
+        return Stuck("trainer", "it has submitted no task yet: it still loads the model, or waits for its ranks")
     return Stuck("trainer", "no task is queued: its feeder submits none")
 
 

@@ -2,8 +2,8 @@
 
     every second: progress? ──no, for stall_timeout_s──► find_stuck ─► stacks into logs/NAME.log ─► warn | stop
 
-Progress is any of: a step told in metrics.jsonl, a version, a commit, a finished episode, a lane's counts, and a server
-or worker that comes for the first time.
+Progress is any of: a step told in metrics.jsonl, a version, a commit, a finished episode, a submitted task, a lane's
+counts, and a server or worker that comes for the first time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Watchdog:
         self._seen.update(status.workers, (server.server_id for server in servers))
         lanes = (count for lane in status.other_lanes.values() for count in lane.values())
         done = (steps_done, status.version, status.episodes.get("completed", 0), status.committed_step)
-        counts = (*done, len(self._seen), *lanes)
+        counts = (*done, status.groups.get("submitted", 0), len(self._seen), *lanes)
         before, self._fingerprint = self._fingerprint, counts
         return counts != before
 

@@ -41,7 +41,8 @@ CASES = {
     "slow groups": (scene(replace(LEASED, groups={"queued": 1, "ready": 5, "admitted": 2})), "agent-1", "12 episodes"),
     "nobody": (scene(), "agent-0, agent-1", "room for 8, and nobody leases"),
     "full": (scene(groups(admitted=8)), "trainer", "all that admission allows"),
-    "no tasks": (scene(replace(IDLE, groups={"ready": 3})), "trainer", "submits none"),
+    "no tasks": (scene(replace(IDLE, groups={"ready": 3, "submitted": 9})), "trainer", "submits none"),
+    "loading": (scene(replace(IDLE, groups={})), "trainer", "submitted no task yet"),
     "evaluation": (scene(EVALUATION, (replace(UP, version=10),)), "agent-0, agent-1", "3 episodes are held"),
 }
 
