@@ -6,18 +6,15 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from penstock.dashboard.live import Pulse
 
 EVERY_S = 1.0
 GROUPS = ("queued", "admitted", "ready", "shipped", "trained")
@@ -67,8 +64,8 @@ def _others(folder: Path) -> str:
 
 
 async def _once(folder: Path, name: str, *, as_json: bool) -> None:
-    async with _looking(folder) as pulse:
-        state = await _state(folder, name, pulse)
+    async with _looking(folder, name) as look:
+        state = await look()
     if as_json:
         print(json.dumps(state))
     else:
@@ -76,37 +73,35 @@ async def _once(folder: Path, name: str, *, as_json: bool) -> None:
 
 
 async def _watch(folder: Path, name: str) -> None:
-    async with _looking(folder) as pulse:
-        state = await _state(folder, name, pulse)
+    async with _looking(folder, name) as look:
+        state = await look()
         with Live(_drawn(state), console=console, auto_refresh=False) as screen:
             while state["alive"]:
                 await asyncio.sleep(EVERY_S)
-                state = await _state(folder, name, pulse)
+                state = await look()
                 screen.update(_drawn(state), refresh=True)
 
 
 @contextlib.asynccontextmanager
-async def _looking(folder: Path) -> AsyncIterator[Pulse]:
+async def _looking(folder: Path, name: str) -> AsyncIterator[Callable[[], Awaitable[dict[str, Any]]]]:
+    """What asks for the run's state, as often as it is called; what it holds open is closed."""
     from penstock.dashboard.live import Pulse
+    from penstock.dashboard.runs import RunFiles
     from penstock.deploy.link import Link
     from penstock.deploy.live_ledgers import FolderLedgers
     from penstock.deploy.load_config import ConfigError
+    from penstock.deploy.run_state import run_state
 
     own = None
     with contextlib.suppress(ConfigError):
         own = Link.from_environment()
-    ledgers = FolderLedgers(folder, own)
+    ledgers, files = FolderLedgers(folder, own), RunFiles(folder / name)
+    pulse = Pulse(ledgers)
     try:
-        yield Pulse(ledgers)
+        yield lambda: run_state(files, name, pulse)
     finally:
+        files.close()
         await ledgers.close()
-
-
-async def _state(folder: Path, name: str, pulse: Pulse) -> dict[str, Any]:
-    from penstock.dashboard.runs import RunFiles
-    from penstock.deploy.run_state import run_state
-
-    return await run_state(RunFiles(folder / name), name, pulse)
 
 
 # drawing ------------------------------------------------------------------------------------------------------------
