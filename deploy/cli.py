@@ -12,11 +12,13 @@ import typer
 from penstock.deploy.commands import data, queue
 from penstock.deploy.commands.bench import bench
 from penstock.deploy.commands.dashboard import dashboard
+from penstock.deploy.commands.doctor import doctor
 from penstock.deploy.commands.export import export
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.reward_server import reward_server
 from penstock.deploy.commands.search_server import search_server
 from penstock.deploy.commands.simulate import simulate
+from penstock.deploy.commands.status import status
 from penstock.deploy.load_config import ConfigError
 
 app = typer.Typer(
@@ -35,6 +37,8 @@ app.command()(search_server)
 app.command()(dashboard)
 app.command()(reward_server)
 app.command()(simulate)
+app.command()(doctor)
+app.command()(status)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]
@@ -60,14 +64,6 @@ def run(
     from penstock.deploy.commands.run import run_recipe
 
     raise typer.Exit(run_recipe(recipe, overrides or [], resume=resume, dry_run=dry_run))
-
-
-@app.command()
-def doctor(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Check that this machine can run a recipe, and say what to change where it cannot."""
-    from penstock.deploy.commands.run import examine
-
-    raise typer.Exit(examine(recipe, overrides or []))
 
 
 @app.command()

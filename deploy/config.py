@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -49,7 +49,12 @@ class RunConfig(BaseModel):
     group_size: int = Field(8, ge=1, description="Episodes per task.")
     groups_per_step: int = Field(8, ge=1, description="Tasks per optimizer step.")
     stall_timeout_s: float = Field(
-        300.0, gt=0, description="A run in which nothing moves for this long stops and says who waits for whom."
+        300.0,
+        gt=0,
+        description="A run in which nothing moves for this long is stuck: the part that holds it up is told.",
+    )
+    stall_action: Literal["warn", "stop"] = Field(
+        "stop", description="What becomes of a stuck run, once every local role has written its stacks into its log."
     )
     data: DataConfig
     agent: AgentConfig = AgentConfig()

@@ -34,6 +34,7 @@ from penstock.deploy.report import Reporter, StalledRun
 from penstock.deploy.roles import TRAINER_STOP_S, local_weights_dir, weights_dir
 from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.summary import write_summary
+from penstock.trainer.jsonl import rewrite_lines
 from penstock.transfer_queue.capacity import check_step_bytes
 from penstock.transfer_queue.redis_ledger import RedisLedger
 
@@ -119,19 +120,24 @@ async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLe
         asyncio.create_task(reporter.run(), name="reporter"),
         asyncio.create_task(_raise_when_set(interrupt), name="interrupt"),
     ]
-    trainer = tasks[-1]
+    trainer, why = tasks[-1], ""
     try:
         pending = {*tasks, *watchers}
         while not trainer.done():
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()  # a role that failed for good, a stalled run or Ctrl-C ends the run here
+    except (RoleFailed, StalledRun) as error:
+        why = error.why
+        raise
     finally:
         for watcher in watchers:
             watcher.cancel()
         await _stop_in_order([*processes, *page])
         await asyncio.gather(*tasks, *watchers, *beside, return_exceptions=True)
         reporter.close()
+        if why:
+            rewrite_lines(run.ended, [{"version": reporter.steps_done, "why": why}])
         await write_summary(config, run, ledger, wall_s=time.time() - started, processes=processes)
 
 

@@ -127,6 +127,22 @@ class Link:
             await asyncio.sleep(JOIN_AGAIN_S)
 
 
+def link_of_run(config: RunConfig) -> Link:
+    """To the living run of a recipe: this shell's, where its environment names that one, else by the run's folder.
+
+    Raises `ConfigError`.
+    """
+    if os.environ.get(RUN_VARIABLE) == config.name:
+        return Link.from_environment()
+    file = RunDir.of(config).connect_env
+    try:
+        return Link.from_lines(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: {error.strerror}: run {config.name} does not live here; source its connect.env"
+        ) from None
+
+
 def redis_login() -> tuple[str | None, str | None]:
     """User and password for the ledger, from the environment; an empty one counts as none."""
     return os.environ.get(USER_VARIABLE) or None, os.environ.get(PASSWORD_VARIABLE) or None

@@ -41,6 +41,11 @@ class RoleSpec:
 class RoleFailed(Exception):
     """A role ended for good without finishing; the message ends with the last lines of its log."""
 
+    @property
+    def why(self) -> str:
+        """Its first line."""
+        return str(self).partition("\n")[0]
+
 
 class RoleProcess:
     """Owns one role's process over all its restarts. `run` until it ends; `stop` ends it from outside."""
@@ -52,6 +57,10 @@ class RoleProcess:
         self._stopping = False
         self._ended = asyncio.Event()
         self._backoff_s = _FIRST_BACKOFF_S
+
+    @property
+    def state(self) -> str:
+        return "running" if self.pid else "not running"
 
     async def run(self) -> None:
         """Start, watch, restart. Returns when the role exits 0 or was stopped; raises `RoleFailed`."""

@@ -1,13 +1,13 @@
-"""What a person sees while a run goes on, and the watchdog that ends a run that makes no progress.
+"""What a person sees while a run goes on, and what other processes may read: ``roles.json``.
 
-The reporter consumes metrics.jsonl and the ledger's status once a second; it is woken by nothing else.
+The reporter consumes metrics.jsonl, the ledger's status and its registry once a second; it is woken by nothing else.
+What it has read, the watchdog judges.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,28 +16,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.processes import RoleProcess
+from penstock.deploy.roles_file import RolesFile
 from penstock.deploy.run_dir import RunDir
+from penstock.deploy.watchdog import StalledRun, Watchdog
 from penstock.trainer.jsonl import LineTail
-from penstock.transfer_queue.ledger import Ledger, LedgerError, Status
+from penstock.transfer_queue.ledger import Ledger, LedgerError, ServerInfo, Status
 
-
-class StalledRun(Exception):
-    """Nothing moved for longer than `stall_timeout_s`; the message says what every part was waiting for."""
+__all__ = ["Reporter", "StalledRun", "describe"]
 
 
 class Reporter:
     """Draws one progress bar on a terminal, or prints one line per step elsewhere."""
 
     def __init__(self, config: RunConfig, run: RunDir, ledger: Ledger, processes: Sequence[RoleProcess]) -> None:
+        self._console = Console(stderr=True, highlight=False)
         self._config = config
         self._run = run
         self._ledger = ledger
-        self._processes = processes
+        self._roles = RolesFile(run.roles, processes)
+        self._watchdog = Watchdog(config, processes, self._say)
         self._metrics = LineTail(run.metrics)
-        self._steps_done = 0
-        self._last_change = time.monotonic()
-        self._fingerprint: tuple[int, ...] = ()
-        self._console = Console(stderr=True, highlight=False)
+        self.steps_done = 0
         self._bar: Progress | None = None
         if self._console.is_terminal:
             self._bar = _progress_bar(self._console)
@@ -53,28 +52,30 @@ class Reporter:
         """Until cancelled; raises `StalledRun`."""
         while True:
             await asyncio.sleep(1.0)
-            status = await self._status()
+            status, servers = await self._ask()
             self._show(self._metrics.read(), status)
-            self._check_progress(status)
+            self._roles.write()
+            await self._watchdog.look(self.steps_done, status, servers)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
+        self._roles.remove()
 
-    async def _status(self) -> Status | None:
+    async def _ask(self) -> tuple[Status | None, list[ServerInfo]]:
         try:
-            return await self._ledger.status()
+            return await self._ledger.status(), await self._ledger.servers()
         except LedgerError as error:
             self._say(f"  ledger: {error}")
-            return None
+            return None, []
 
     def _show(self, rows: list[dict[str, Any]], status: Status | None) -> None:
         for row in rows:
-            if row["step"] >= self._steps_done:  # a replayed step was told before
+            if row["step"] >= self.steps_done:  # a replayed step was told before
                 self._say_step(row)
-                self._steps_done = row["step"] + 1
+                self.steps_done = row["step"] + 1
         if self._bar is not None:
-            self._bar.update(self._task, completed=self._steps_done, description=_pipeline(status))
+            self._bar.update(self._task, completed=self.steps_done, description=_pipeline(status))
 
     def _say_step(self, row: dict[str, Any]) -> None:
         self._say(
@@ -82,26 +83,6 @@ class Reporter:
             f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  tokens {row['tokens']}  "
             f"train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s"
         )
-
-    def _check_progress(self, status: Status | None) -> None:
-        if status is not None:
-            moved = (self._steps_done, status.version, status.episodes.get("completed", 0), status.committed_step)
-            lanes = tuple(n for lane in status.other_lanes.values() for n in lane.values())
-            if (*moved, *lanes) != self._fingerprint:
-                self._fingerprint = (*moved, *lanes)
-                self._last_change = time.monotonic()
-        quiet_s = time.monotonic() - self._last_change
-        if quiet_s > self._config.stall_timeout_s:
-            raise StalledRun(f"no progress for {quiet_s:.0f} s.\n{self._who_waits(status)}")
-
-    def _who_waits(self, status: Status | None) -> str:
-        lines = [f"  {p.spec.name}: {'running' if p.pid else 'not running'}, {p.restarts} restarts, see {p.spec.log}"
-                 for p in self._processes]  # fmt: skip
-        if status is not None:
-            lines.append(
-                f"  ledger: version {status.version}, groups {dict(status.groups)}, episodes {dict(status.episodes)}"
-            )
-        return "\n".join(lines)
 
     def _say(self, line: str) -> None:
         console = self._bar.console if self._bar is not None else self._console

@@ -15,8 +15,10 @@ from typing import Any
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of
 from penstock.deploy.load_config import ConfigError
+from penstock.deploy.open_files import raise_open_files
 from penstock.deploy.processes import STOP_FILE_VARIABLE, die_with_parent
 from penstock.deploy.run_dir import RunDir
+from penstock.deploy.stacks import answer_with_stacks
 from penstock.sandbox.config import SandboxConfig
 
 TRAINER_STOP_S = 25.0
@@ -34,6 +36,7 @@ def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: boo
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    raise_open_files()
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         try:
             runner.run(_until_told(main()))
@@ -72,6 +75,7 @@ async def _until_told(main: Coroutine[Any, Any, None]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
+    answer_with_stacks(loop)
     try:
         await task
     except asyncio.CancelledError:
@@ -153,6 +157,7 @@ async def train_rank(link: Link) -> None:
     from penstock.trainer.loop import train
     from penstock.trainer.registry import UnknownName
     from penstock.trainer.source import BatchTimeout
+    from penstock.transfer_queue.ledger import TooManyFiltered
 
     # Also where nothing is spilled (any more): an earlier life of the run may have spilled what is to be replayed.
     ledger, config = await link.join(with_batch_log=True)
@@ -179,7 +184,8 @@ async def train_rank(link: Link) -> None:
         spill=config.transfer_queue.spill,
         stop_timeout_s=TRAINER_STOP_S,
     )
-    with _no_use_restarting(BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged):
+    final = (BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered)
+    with _no_use_restarting(*final):
         await _closing(ledger, train(job))
 
 

@@ -71,6 +71,11 @@ class RunDir:
         return self.root / "ended.json"
 
     @property
+    def roles(self) -> Path:
+        """Processes of the living run on its machine, with their restarts; gone when the run ends."""
+        return self.root / "roles.json"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

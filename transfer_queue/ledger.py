@@ -55,6 +55,10 @@ class StepError(LedgerError):
     """A step number from the past, or out of order."""
 
 
+class TooManyFiltered(LedgerError):
+    """More groups with equal rewards than `max_filtered_steps` allows: asking again gets the same answer."""
+
+
 class LedgerUnavailable(LedgerError):
     """The store did not answer within the operation's deadline; the message says which store and for how long."""
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.transfer_queue.arithmetic import may_ship
 from penstock.transfer_queue.codec import decode_trajectory, get_fields
-from penstock.transfer_queue.ledger import Announcement, Batch, LedgerError, StepError, Waiting
+from penstock.transfer_queue.ledger import Announcement, Batch, LedgerError, StepError, TooManyFiltered, Waiting
 from penstock.transfer_queue.memory_run import MemoryRun
 from penstock.transfer_queue.memory_state import Group, split_episode
 from penstock.transfer_queue.trajectory import FieldValues, Trajectory
@@ -51,7 +51,7 @@ class MemorySteps(MemoryRun):
     def _check_filtered(self, step: int) -> None:
         filtered, limits = self._state.filtered_since, self._state.limits
         if 0 < limits.max_filtered_steps * limits.groups_per_step < filtered:
-            raise LedgerError(
+            raise TooManyFiltered(
                 f"step {step}: {filtered} groups had equal rewards and were filtered, more than"
                 f" {limits.max_filtered_steps} steps of {limits.groups_per_step} (max_filtered_steps)"
             )

@@ -20,9 +20,15 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.transfer_queue.ledger import BadPayload, LeaseLost, LedgerError, StepError
+from penstock.transfer_queue.ledger import BadPayload, LeaseLost, LedgerError, StepError, TooManyFiltered
 
-_REFUSALS = {"LEASELOST": LeaseLost, "BADPAYLOAD": BadPayload, "STEP": StepError, "NORUN": LedgerError}
+_REFUSALS = {
+    "LEASELOST": LeaseLost,
+    "BADPAYLOAD": BadPayload,
+    "STEP": StepError,
+    "NORUN": LedgerError,
+    "FILTERED": TooManyFiltered,
+}
 """First words of the scripts' own refusals."""
 _PASSING = {
     "RETRY": "a script found its payload missing: the write before it did not arrive",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 from penstock.deploy.checks.check import Check
 from penstock.deploy.checks.sources import data_sources
 from penstock.deploy.config import RunConfig
+from penstock.deploy.link import limits_of
 
 
 def check_correction(config: RunConfig) -> Check:
@@ -68,7 +70,6 @@ def check_sampling(config: RunConfig) -> Check:
 
 
 def check_capacity(config: RunConfig) -> Check:
-    from penstock.deploy.link import limits_of
     from penstock.transfer_queue.capacity import check_quotas, check_step_bytes
     from penstock.transfer_queue.ledger import LedgerError
     from penstock.transfer_queue.rows import check_limits
@@ -81,3 +82,33 @@ def check_capacity(config: RunConfig) -> Check:
     except LedgerError as error:
         return Check("transfer_queue", False, "no step could be filled or held", str(error))
     return Check("transfer_queue", True, f"a step of {limits.groups_per_step} groups can be filled and held")
+
+
+def check_training_job(config: RunConfig) -> Check | None:
+    """What the trainer itself would refuse, beyond the checks above."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    above = (check_correction(config), check_algorithm(config), check_training_engine(config))
+    if not all(check is None or check.ok for check in above):
+        return None
+    from penstock.trainer.job import TrainJob, check_job
+    from penstock.transfer_queue.memory import MemoryLedger
+
+    job = TrainJob(
+        config.trainer,
+        MemoryLedger(),  # nobody asks it
+        limits_of(config),
+        config.model,
+        run_dir=Path(),
+        weights_dir=Path(),
+        train_data=config.data.train,
+        eval_data=config.data.eval,
+        transport=config.rollout.weight_transport,
+        token="made when it starts",  # noqa: S106 - in its place
+        temperature=config.agent.temperature,
+    )
+    try:
+        check_job(job)
+    except ValueError as error:
+        return Check("trainer settings", False, "the trainer would refuse them", str(error))
+    return Check("trainer settings", True, f"{config.trainer.steps} steps of {config.groups_per_step} groups")

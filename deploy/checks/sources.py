@@ -1,11 +1,17 @@
-"""The data sources of a run's rows, and what each of them needs."""
+"""The rows of a run's data, their sources, and what each of them needs."""
 
 from __future__ import annotations
 
 import contextlib
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.data.generate import PREFIX
+from penstock.deploy.data.generate import PREFIX, materialise
+
+if TYPE_CHECKING:
+    from penstock.trainer.data import Row
 
 
 def data_sources(config: RunConfig) -> set[str]:
@@ -18,6 +24,14 @@ def data_sources(config: RunConfig) -> set[str]:
         return {row.data_source for row in load_rows(config.data.train)}
     except DataError:
         return set()  # `check_data` says so
+
+
+def first_rows(config: RunConfig, limit: int) -> list[Row]:
+    """Of the training data, generated where the recipe says so. Raises `DataError`, `BadSpec`."""
+    from penstock.trainer.data import load_rows
+
+    with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as folder:
+        return load_rows(materialise(config.data.train, Path(folder)), limit)
 
 
 def rewards_of(config: RunConfig) -> set[str]:

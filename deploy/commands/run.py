@@ -1,4 +1,4 @@
-"""`penstock run` and `penstock doctor`."""
+"""`penstock run`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.deploy.checks import Check, run_checks
+from penstock.deploy.checks import run_checks
 from penstock.deploy.config import RunConfig
 from penstock.deploy.load_config import ConfigError, dump_config, load_config
 from penstock.transfer_queue.ledger import LedgerError
@@ -41,29 +41,10 @@ def run_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool, dry_run:
     return 0
 
 
-def examine(recipe: Path, overrides: Sequence[str]) -> int:
-    """Print every check; 0 where all hold."""
-    try:
-        config = load_config(recipe, overrides)
-    except ConfigError as error:
-        return _complain(str(error), 2)
-    failed = 0
-    for check in run_checks(config):
-        failed += not check.ok
-        _print_check(check)
-    return 1 if failed else 0
-
-
 def _refuse_doomed(config: RunConfig) -> None:
     failed = [check for check in run_checks(config) if not check.ok]
     if failed:
         raise ConfigError("\n".join(f"{check.name}: {check.found}\n  mend: {check.mend}" for check in failed))
-
-
-def _print_check(check: Check) -> None:
-    console.print(f"{'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.found}", markup=False, soft_wrap=True)
-    if not check.ok:
-        console.print(f"      mend: {check.mend}", markup=False, soft_wrap=True)
 
 
 def _complain(message: str, status: int) -> int:

@@ -25,13 +25,22 @@ def materialise(source: str, directory: Path) -> str:
     """
     if not source.startswith(PREFIX):
         return source
-    name, _, query = source.removeprefix(PREFIX).partition("?")
-    if name not in ("calculator/train", "calculator/eval"):
-        raise BadSpec(f"{source!r}: generators are calculator/train and calculator/eval")
-    options = _options(source, query)
+    name, options = _parsed(source)
     folder = directory / "calculator-{train}-{eval}-{seed}".format(**options)
     calculator.write(folder, options["train"], options["eval"], options["seed"])
     return str(folder / f"{name.partition('/')[2]}.parquet")
+
+
+def check_spec(source: str) -> None:
+    """Raises `BadSpec` where `materialise` would."""
+    _parsed(source)
+
+
+def _parsed(source: str) -> tuple[str, dict[str, int]]:
+    name, _, query = source.removeprefix(PREFIX).partition("?")
+    if name not in ("calculator/train", "calculator/eval"):
+        raise BadSpec(f"{source!r}: generators are calculator/train and calculator/eval")
+    return name, _options(source, query)
 
 
 def _options(source: str, query: str) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +75,22 @@ class LivingRun:
     async def step(self, *, said: str | None = None, extra: dict[str, Any] | None = None) -> None:
         """One group through the whole ledger; `said` is the last answer of each of its members."""
         step = self.steps
+        await self.train({}, said=said, extra=extra)
+        await self.ledger.add_wait("trainer", "batch", 0.5)
+        await self.ledger.report_update(WeightUpdate("rollout-0", step + 1, 0.002, 0.03, 0.01, 5))
+
+    async def train(
+        self, manifest: Mapping[str, Any], *, said: str | None = None, extra: dict[str, Any] | None = None
+    ) -> None:
+        """`step` up to the new version, whose weights are where `manifest` says."""
+        step = self.steps
         await self._submit(step)
         for lease in await self.ledger.lease_episodes("agent-0", LIMITS.group_size, max(0, step - 1)):
             await self.ledger.complete(lease, self._trajectory(lease, step, said, extra or {}))
         batch = await self.ledger.lease_batch(step)
         assert isinstance(batch, Batch), batch
         await asyncio.to_thread(self._record, batch, await self.ledger.read(batch.groups[0]))
-        await self.ledger.publish_version(Announcement(step + 1, {}))
-        await self.ledger.add_wait("trainer", "batch", 0.5)
-        await self.ledger.report_update(WeightUpdate("rollout-0", step + 1, 0.002, 0.03, 0.01, 5))
+        await self.ledger.publish_version(Announcement(step + 1, manifest))
         self.steps += 1
 
     async def _beat(self) -> None:

@@ -12,8 +12,8 @@ import pytest
 from penstock.deploy import own_redis as module
 from penstock.deploy.config import DataConfig, RunConfig
 from penstock.deploy.launch import role_specs
-from penstock.deploy.link import Link, limits_of
-from penstock.deploy.load_config import dump_config
+from penstock.deploy.link import Link, limits_of, link_of_run
+from penstock.deploy.load_config import ConfigError, dump_config
 from penstock.deploy.own_redis import own_redis
 from penstock.deploy.run_dir import RunDir
 from penstock.rollout_server.config import RolloutConfig
@@ -24,6 +24,22 @@ from penstock.transfer_queue.redis_binary import RedisBinary, find_redis_server
 CONFIG = RunConfig(name="mine", model="m", data=DataConfig(train="t"))
 PASSWORDS = {"trainer": "trainers-own", "agent": "agents-own", "rollout": "rollouts-own", "watch": "for-onlookers"}
 LINK = Link("redis://127.0.0.1:1", "mine", "owners-own", "token", role_passwords=PASSWORDS)
+
+
+def test_a_recipes_living_run_is_found_by_its_folder_or_its_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PENSTOCK_RUN", raising=False)
+    config = CONFIG.model_copy(update={"runs_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"run mine does not live here; source its connect\.env"):
+        link_of_run(config)
+    run = RunDir.of(config)
+    run.root.mkdir()
+    run.connect_env.write_text(LINK.shell_lines())
+    assert link_of_run(config).password == "owners-own"
+    for name, value in LINK.of_role("agent").environment().items():
+        monkeypatch.setenv(name, value)
+    assert link_of_run(config).username == "agent", "the shell's own rights, not the owner's"
 
 
 def test_each_role_gets_its_own_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.deploy.conftest import RECIPE, assert_accounts_balance, assert_nothing_left
 
-from penstock.deploy.checks.machine import check_engine
+from penstock.deploy.checks.packages import check_engine
 from penstock.deploy.load_config import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(600)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from ledger_samples import INFRA, LIMITS, at, finish_all, task, tasks, train, trajectory, turn
 
-from penstock.transfer_queue.ledger import Batch, LedgerError, Limits, Waiting
+from penstock.transfer_queue.ledger import Batch, LedgerError, Limits, TooManyFiltered, Waiting
 from penstock.transfer_queue.memory import MemoryLedger
 
 FILTERED = replace(LIMITS, filter_groups="zero_variance", max_staleness=0)
@@ -55,7 +55,7 @@ async def test_a_run_that_filters_everything_stops_and_says_why(make_ledger) -> 
         await finish_group(ledger, [1.0, 1.0])
     assert isinstance(await ledger.lease_batch(0), Waiting)
     await finish_group(ledger, [1.0, 1.0])
-    with pytest.raises(LedgerError, match=r"3 groups had equal rewards.*max_filtered_steps"):
+    with pytest.raises(TooManyFiltered, match=r"3 groups had equal rewards.*max_filtered_steps"):
         await ledger.lease_batch(0)
 
 

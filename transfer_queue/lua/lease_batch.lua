@@ -76,7 +76,7 @@ end
 if run.overage ~= 'mask' then drop_over_age() end
 local filtered = tonumber(call('HGET', key('counters'), 'filtered_since') or 0)
 if run.max_filtered_steps > 0 and filtered > run.max_filtered_steps * run.groups_per_step then
-  return refuse('LEDGER', 'step ' .. step .. ': ' .. filtered .. ' groups had equal rewards and were filtered, more than '
+  return refuse('FILTERED', 'step ' .. step .. ': ' .. filtered .. ' groups had equal rewards and were filtered, more than '
     .. run.max_filtered_steps .. ' steps of ' .. run.groups_per_step .. ' (max_filtered_steps). The tasks are too easy'
     .. ' or too hard for this policy, or the reward function gives one answer to all')
 end

@@ -1,4 +1,4 @@
-"""Each planted fault is found, named and mended before a run costs anything."""
+"""What `penstock run` refuses before it costs anything, and with which mend."""
 
 import http.server
 import json
@@ -13,7 +13,7 @@ import pytest
 from penstock.deploy.checks import Check, run_checks
 from penstock.deploy.load_config import load_config
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
 
 pytestmark = [pytest.mark.redis, pytest.mark.bwrap]
@@ -129,7 +129,9 @@ def test_an_unknown_tool_names_the_nearest() -> None:
 
 def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr("penstock.deploy.checks.machine.shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
+    monkeypatch.setattr(
+        "penstock.deploy.checks.shared_memory.shutil.disk_usage", lambda _: usage._replace(free=1 << 20)
+    )
     assert "--shm-size" in failures()["shared memory"].mend
 
 

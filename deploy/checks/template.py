@@ -1,0 +1,24 @@
+"""Whether the chat template takes the run's tools and can be spliced token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.deploy.checks.check import Check
+from penstock.deploy.checks.tools import opened_tools
+from penstock.deploy.config import RunConfig
+
+
+def check_template(config: RunConfig) -> Check | None:
+    if not Path(config.model).is_dir():
+        return None
+    from penstock.agent_loops.chat import chat_of
+    from penstock.agent_loops.errors import TemplateError
+    from penstock.sandbox.protocol import SandboxError
+
+    try:
+        with opened_tools(config) as tools:
+            proof = chat_of(config.model, config.agent).prove([tool.schema for tool in tools.values()])
+    except (TemplateError, SandboxError, OSError, ValueError) as error:
+        return Check("chat template", False, config.model, str(error))
+    return Check("chat template", True, f"splices exactly, proven on {proof.conversations} conversations")

@@ -1,0 +1,68 @@
+"""What a role is doing right now, on request: SIGUSR1 writes it into the role's log.
+
+    SIGUSR1 ──► faulthandler, in C: the Python stack of every thread, whatever holds the process up
+            └─► the event loop, where it still turns: what each asyncio task awaits, call by call
+
+A suspended task is on no thread's stack: without the second part a worker with a thousand stuck episodes would show one
+idle loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+STDERR = 2
+MOST_STACKS = 40
+"""Different ones that are written; tasks with the same are counted."""
+_FRAME = ("cr_frame", "gi_frame", "ag_frame")
+_AWAITED = ("cr_await", "gi_yieldfrom", "ag_await")
+
+
+def answer_with_stacks(loop: asyncio.AbstractEventLoop) -> None:
+    """From now on SIGUSR1 writes stacks to stderr. In the main thread, once per process."""
+    loop.add_signal_handler(signal.SIGUSR1, _write_tasks, loop)
+    # Registered last: faulthandler calls the handler that was there before, which wakes the loop.
+    faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True, chain=True)
+
+
+def _write_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    text = "\n".join(["Tasks, each from the outermost call to what it awaits:", *task_lines(asyncio.all_tasks(loop))])
+    os.write(STDERR, f"{text}\n".encode())
+
+
+def task_lines(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
+    """Tasks with the same stack together, the most frequent first."""
+    names: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for task in tasks:
+        names[tuple(map(_line_of, _frames(task.get_coro())))].append(task.get_name())
+    stacks = sorted(names.items(), key=lambda item: -len(item[1]))
+    lines = []
+    for stack, named in stacks[:MOST_STACKS]:
+        lines += [f"{len(named)} task(s), such as {named[0]}:", *stack]
+    left_out = stacks[MOST_STACKS:]
+    return lines + ([f"and {len(left_out)} other stacks"] if left_out else [])
+
+
+def _frames(awaited: Any) -> Iterator[FrameType]:
+    """Of a suspended coroutine and what it awaits; ends at what has no Python frame (a future, a socket)."""
+    while awaited is not None:
+        frame = _first_of(awaited, _FRAME)
+        if frame is None:
+            return
+        yield frame
+        awaited = _first_of(awaited, _AWAITED)
+
+
+def _first_of(awaited: Any, names: Iterable[str]) -> Any:
+    return next((value for name in names if (value := getattr(awaited, name, None)) is not None), None)
+
+
+def _line_of(frame: FrameType) -> str:
+    return f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_qualname}'

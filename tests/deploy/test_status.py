@@ -1,0 +1,97 @@
+"""`penstock status`: a living run, an ended one, one that is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.dashboard.living_run import LivingRun
+from typer.testing import CliRunner, Result
+
+from penstock.deploy.cli import app
+
+pytestmark = [pytest.mark.redis, pytest.mark.torch]
+
+
+@pytest.fixture
+async def living(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LivingRun]:
+    monkeypatch.delenv("PENSTOCK_RUN", raising=False)
+    async with LivingRun(tmp_path / "runs", "mine") as run:
+        for _ in range(3):
+            await run.step()
+        await run._tell_servers()
+        yield run
+
+
+async def invoke(*words: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, ["status", *words])
+
+
+async def told(*words: str) -> dict:
+    result = await invoke(*words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+async def test_a_living_run(living: LivingRun) -> None:
+    (living.root / "roles.json").write_text('{"trainer": {"state": "running", "restarts": 2}}')
+    state = await told("mine", "--runs-dir", str(living.root.parent))
+    assert (state["alive"], state["step"], state["steps"], state["version"]) == (True, 3, 50, 3)
+    assert state["eta_s"] == pytest.approx(47 * 2.0)
+    assert state["reward"] == pytest.approx(1 - 0.8 * 0.9**2)
+    assert (state["staleness_max"], state["trainer_waits"]) == (2, pytest.approx(0.25))
+    assert [(s["server_id"], s["version"], s["lag"]) for s in state["servers"]] == [
+        ("rollout-0", 3, 0),
+        ("rollout-1", 2, 1),
+    ]
+    assert state["waits_s"] == {"trainer:batch": pytest.approx(1.5)}
+    assert state["bound_groups"] == 3
+    assert state["waiting"] == [
+        "trainer: waits for groups, 0 of 1 are ready",
+        "agent workers: wait for tasks, none is queued",
+    ]
+    assert state["roles"]["trainer"]["restarts"] == 2
+    page = (await invoke(str(living.root))).stdout
+    for words in ("mine  alive  step 3 of 50", "94 s left", "trainer running, 2 restarts", "rollout-1", "→ shipped 0"):
+        assert words in page, page
+
+
+async def test_what_a_held_episode_looks_like(living: LivingRun) -> None:
+    await living._submit(9)
+    await living.ledger.lease_episodes("agent-7", 4, 3)
+    state = await told(str(living.root))
+    assert state["workers"]["agent-7"] == 4
+    assert state["waiting"][1] == "agent workers: run 4 episodes, 7 requests are in flight"
+
+
+async def test_a_run_that_ended_says_why(living: LivingRun) -> None:
+    (living.root / "connect.env").unlink()
+    (living.root / "ended.json").write_text('{"version": 3, "why": "no progress for 9 s; stuck is agent-0: tools"}')
+    (living.root / "summary.json").write_text('{"restarts": {"agent-0": 1}}')
+    state = await told(str(living.root))
+    assert (state["alive"], state["step"], state["eta_s"]) == (False, 3, None)
+    assert state["ended"] == "no progress for 9 s; stuck is agent-0: tools"
+    assert state["roles"] == {"agent-0": {"state": "ended", "restarts": 1}}
+    page = (await invoke(str(living.root), "--watch")).stdout
+    assert "ended     no progress for 9 s" in page, "a watch of what has ended ends"
+
+
+async def test_a_run_whose_folder_is_elsewhere(
+    living: LivingRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for line in (living.root / "connect.env").read_text().splitlines():
+        if line.startswith("export "):
+            name, _, value = line.removeprefix("export ").partition("=")
+            monkeypatch.setenv(name, value.strip("'"))
+    state = await told("--runs-dir", str(tmp_path / "nothing"))
+    assert (state["run"], state["alive"], state["step"], state["reward"]) == ("mine", True, 3, None)
+
+
+async def test_a_run_that_is_not_there_names_those_that_are(living: LivingRun) -> None:
+    result = await invoke("mien", "--runs-dir", str(living.root.parent))
+    assert result.exit_code == 2
+    assert "there are: mine" in result.stderr
+    assert "RUN is missing" in (await invoke()).stderr

@@ -1,0 +1,119 @@
+"""A run that stands still: its stuck part is named, stacks are written, and it ends or goes on as it is told to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.deploy.conftest import RECIPE, assert_nothing_left
+
+from penstock.deploy.load_config import load_config
+from penstock.deploy.watchdog import StalledRun, Watchdog
+from penstock.transfer_queue.ledger import ServerInfo, Status
+
+HANGS = """
+import asyncio
+from penstock.agent_loops.base import AgentLoopBase
+
+class Hangs(AgentLoopBase):
+    async def run(self, task):
+        await self.wait_for_a_bus()
+
+    async def wait_for_a_bus(self):
+        await asyncio.Event().wait()
+"""
+CONSTANT = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
+SERVER = ServerInfo("rollout-0", "http://a", 0)
+NOTHING = Status(0, 0, 0, {"queued": 9}, {"leased": 0}, 0, {}, {})
+
+
+def whole(test: Any) -> Any:
+    """A test that runs a whole run."""
+    for mark in (pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(900)):
+        test = mark(test)
+    return test
+
+
+async def test_a_warning_is_repeated_and_progress_begins_anew() -> None:
+    said: list[str] = []
+    config = load_config(RECIPE, ["stall_timeout_s=1e-6", "stall_action=warn"])
+    watchdog = Watchdog(config, [], said.append)
+    await watchdog.look(0, NOTHING, [SERVER])
+    assert said == [], "the first look is progress: a server came"
+    for _ in range(2):
+        await watchdog.look(0, NOTHING, [SERVER])
+    assert [line.partition(";")[2].splitlines()[0] for line in said] == [
+        " stuck is agent workers: 9 groups are queued, admission has room for 24, and nobody leases an episode"
+    ] * 2
+    await watchdog.look(0, replace(NOTHING, episodes={"completed": 1}), [SERVER])
+    assert len(said) == 2
+
+
+async def test_a_server_that_comes_and_goes_is_no_progress() -> None:
+    watchdog = Watchdog(load_config(RECIPE, ["stall_timeout_s=1e-6"]), [], lambda _: None)
+    await watchdog.look(0, NOTHING, [SERVER])
+    with pytest.raises(StalledRun, match="no server is in the registry") as caught:
+        await watchdog.look(0, NOTHING, [])
+    assert "\n" not in caught.value.why
+
+
+@whole
+def test_a_hanging_loop_is_named_and_shown(start_run, tmp_path: Path) -> None:
+    """Warned of again and again, so that it does not matter how long the parts take to come up."""
+    (tmp_path / "hangs.py").write_text(HANGS)
+    run = start_run(
+        "stuck",
+        f"agent.loop={tmp_path / 'hangs.py'}:Hangs",
+        "agent.episode_deadline_s=600",
+        "stall_timeout_s=4",
+        "stall_action=warn",
+        "groups_per_step=2",
+        "group_size=2",
+    )
+    run.wait_for(lambda: "stuck is agent-" in run.log.read_text(), timeout_s=600)
+    warned = run.log.read_text().partition("stuck is agent-")[2]
+    assert "episodes are held and no server has a request of them" in warned
+    agents = sorted((run.root / "logs").glob("agent-?.log"))  # one may hold every episode
+    run.wait_for(lambda: any("in Hangs.wait_for_a_bus" in log.read_text() for log in agents))
+    ranks = run.root / "logs" / "trainer.log"
+    run.wait_for(lambda: "in BatchSource._lease" in ranks.read_text())
+    assert "Current thread" in ranks.read_text(), "torchrun's ranks answer, too"
+    roles = json.loads((run.root / "roles.json").read_text())
+    assert {name: (role["state"], role["restarts"]) for name, role in roles.items()} == dict.fromkeys(
+        ("rollout-0", "agent-0", "agent-1", "trainer"), ("running", 0)
+    )
+
+
+@whole
+def test_a_run_that_stands_still_ends_with_the_reason(start_run) -> None:
+    """So impatient that the parts cannot come up in time."""
+    run = start_run("impatient", "stall_timeout_s=2")
+    run.wait_for((run.root / "roles.json").exists)
+    pids = run.pids()
+    assert run.process.wait(180) == 1
+    why = json.loads((run.root / "ended.json").read_text())["why"]
+    assert "no progress for " in why
+    assert "; stuck is " in why
+    assert run.summary()["ended"] == why
+    assert_nothing_left(pids, "impatient")
+    assert not (run.root / "roles.json").exists()
+
+
+@whole
+def test_a_run_that_filters_everything_is_not_started_again(start_run, tmp_path: Path) -> None:
+    (tmp_path / "constant.py").write_text(CONSTANT)
+    run = start_run(
+        "filtered",
+        f"agent.reward={tmp_path / 'constant.py'}:compute_score",
+        "transfer_queue.filter_groups=zero_variance",
+        "transfer_queue.max_filtered_steps=1",
+        "groups_per_step=2",
+        "group_size=2",
+    )
+    assert run.process.wait(600) == 1
+    assert "trainer stopped the run: TooManyFiltered" in run.log.read_text()
+    assert run.summary()["restarts"]["trainer"] == 0
+    assert "TooManyFiltered" in json.loads((run.root / "ended.json").read_text())["why"]
