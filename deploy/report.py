@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.processes import RoleProcess
+from penstock.deploy.crew import Member
 from penstock.deploy.run_dir import RunDir
 from penstock.trainer.jsonl import LineTail
 from penstock.transfer_queue.ledger import Ledger, LedgerError, Status
@@ -28,11 +28,11 @@ class StalledRun(Exception):
 class Reporter:
     """Draws one progress bar on a terminal, or prints one line per step elsewhere."""
 
-    def __init__(self, config: RunConfig, run: RunDir, ledger: Ledger, processes: Sequence[RoleProcess]) -> None:
+    def __init__(self, config: RunConfig, run: RunDir, ledger: Ledger, members: Sequence[Member]) -> None:
         self._config = config
         self._run = run
         self._ledger = ledger
-        self._processes = processes
+        self._members = members
         self._metrics = LineTail(run.metrics)
         self._steps_done = 0
         self._last_change = time.monotonic()
@@ -95,8 +95,7 @@ class Reporter:
             raise StalledRun(f"no progress for {quiet_s:.0f} s.\n{self._who_waits(status)}")
 
     def _who_waits(self, status: Status | None) -> str:
-        lines = [f"  {p.spec.name}: {'running' if p.pid else 'not running'}, {p.restarts} restarts, see {p.spec.log}"
-                 for p in self._processes]  # fmt: skip
+        lines = [f"  {m.spec.name}: {m.state}, {m.restarts} restarts, see {m.spec.log}" for m in self._members]
         if status is not None:
             lines.append(
                 f"  ledger: version {status.version}, groups {dict(status.groups)}, episodes {dict(status.episodes)}"

@@ -45,10 +45,15 @@ CHECKS: tuple[Callable[[RunConfig], Check | None], ...] = (
     check_template,
 )
 
+OF_THIS_MACHINE = {check_ports, check_engine, check_trainer, check_shared_memory}
+"""They say nothing about a run whose roles are elsewhere."""
 
-def run_checks(config: RunConfig) -> Iterator[Check]:
-    """All checks, cheapest first, one at a time so that a person sees them come."""
+
+def run_checks(config: RunConfig, *, here: bool = True) -> Iterator[Check]:
+    """All checks, cheapest first, one at a time so that a person sees them come. `here`: roles run on this machine."""
     for check in CHECKS:
+        if not here and check in OF_THIS_MACHINE:
+            continue
         found = check(config)
         if found is not None:
             yield found

@@ -1,0 +1,140 @@
+"""A whole run on a real Ray cluster of several nodes, while actors, a whole node and the counts of roles change."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+from tests.deploy.conftest import LivingRun, assert_accounts_balance, assert_nothing_left
+from tests.deploy.on_ray.conftest import Node, RayCluster, kill
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.crash,
+    pytest.mark.slow,
+    pytest.mark.redis,
+    pytest.mark.bwrap,
+    pytest.mark.torch,
+    pytest.mark.timeout(600),
+]
+
+TOKEN = "the-runs-own-token-and-nobody-elses"
+STEPS = 10
+SETTINGS = (
+    f"trainer.steps={STEPS}",
+    "trainer.checkpoint_every=3",
+    "groups_per_step=4",
+    "group_size=4",
+    "data.eval_limit=8",
+    "agent.workers=1",
+)
+
+
+def role_of(node: Node, *words: str) -> psutil.Process:
+    """A role's first process on that node."""
+    found = node.below("penstock.deploy.cli", *words)
+    assert found, f"no {words} on this node"
+    return found[0]
+
+
+def seen(node: Node) -> list[int]:
+    return [process.pid for process in node.below()]
+
+
+def test_actors_and_a_whole_node_die_and_the_accounts_balance(
+    start_run, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, cluster.env[name])
+    monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
+    first = cluster.add(cpus=4)
+    cluster.wait_for_nodes(1)
+    run: LivingRun = start_run("on-ray", *SETTINGS, "--on", "ray", "--ray-address", cluster.address)
+    run.wait_for(lambda: run.steps() >= 1)
+    second = cluster.add(cpus=4)
+    assert_secrets_stay(run, cluster)
+
+    before = role_of(first, "agent", "agent-0")
+    worker = before.parent()
+    assert "ray::" in " ".join(worker.cmdline()), "a role's parent is its actor's worker"
+    kill(worker)
+    run.wait_for(lambda: any(p.pid != before.pid for p in first.below("penstock.deploy.cli", "agent-0")))
+
+    shown = cluster.penstock("ray", "scale", "on-ray", "rollout=2")
+    assert shown["count"] == {"rollout": 2, "agent": 1}
+    assert "rollout-1" in shown["roles"]
+    run.wait_for(lambda: run.steps() >= 4)
+    cluster.wait_for_nodes(2)
+    pids = [*run.pids(), *seen(first)]
+    first.kill_raylet()
+    run.wait_for(lambda: bool(second.below("penstock.deploy.cli", "train")))
+    pids += seen(second)
+    summary = run.finish()
+
+    assert summary["steps"] == STEPS
+    assert_accounts_balance(summary)
+    assert summary["staleness_max"] <= 2
+    assert summary["restarts"]["trainer"] >= 1
+    assert summary["restarts"]["agent-0"] >= 2
+    assert summary["restarts"]["rollout-0"] >= 1
+    assert "rollout-1" in summary["restarts"]
+    assert_nothing_left([pid for pid in pids if pid not in seen(second)], "on-ray")
+    assert not second.below("penstock.deploy.cli")
+    assert_released(cluster)
+    assert not (run.root / "connect.env").exists()
+    assert not (run.root / "ray.marker").exists()
+
+
+def assert_secrets_stay(run: LivingRun, cluster: RayCluster) -> None:
+    """Neither what Ray keeps of actors nor what it writes down nor any command line holds them."""
+    lines = (run.root / "connect.env").read_text()
+    passwords = {word.partition("=")[2].strip("'") for word in lines.split() if "PASSWORD=" in word}
+    assert TOKEN in lines
+    assert len(passwords) == 5
+    tables = cluster.python(
+        "import ray; from ray._private import state; ray.init(address='auto', log_to_driver=False);"
+        " print(state.actors(), state.state.placement_group_table(), ray.nodes(), state.jobs())"
+    )
+    assert tables.returncode == 0, tables.stderr
+    assert "RoleActor" in tables.stdout
+    commands = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    for told in (tables.stdout, cluster.text_of_logs(), *commands):
+        assert not [secret for secret in (TOKEN, *passwords) if secret in told]
+
+
+def assert_released(cluster: RayCluster) -> None:
+    """Ray has got back every CPU, and knows of no actor of the run that lives."""
+    code = (
+        "import ray, time; from ray._private import state; ray.init(address='auto', log_to_driver=False)\n"
+        "def busy():\n"
+        "    free, all = ray.available_resources().get('CPU', 0), ray.cluster_resources().get('CPU', 0)\n"
+        "    alive = [a for a in state.actors().values() if a['State'] != 'DEAD']\n"
+        "    return free != all or alive\n"
+        "deadline = time.monotonic() + 30\n"
+        "while busy() and time.monotonic() < deadline: time.sleep(0.2)\n"
+        "raise SystemExit(str(busy()) if busy() else None)\n"
+    )
+    ended = cluster.python(code)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+
+
+def test_a_role_that_cannot_work_ends_the_run_with_its_last_words(
+    start_run, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, cluster.env[name])
+    node = cluster.add(cpus=3)
+    cluster.wait_for_nodes(1)
+    loop = "agent.loop=recipes.nowhere:Nothing"
+    run = start_run("doomed", *SETTINGS, loop, "--on", "ray", "--ray-address", cluster.address)
+    assert run.process.wait(120) == 1
+    told = run.log.read_text()
+    assert "agent-0 stopped the run:" in told
+    assert "recipes.nowhere" in told
+    assert not node.below("penstock.deploy.cli")
+    assert (run.root / "summary.json").exists()
+
+
+def test_what_is_no_cluster_is_refused(start_run) -> None:
+    run = start_run("nowhere", *SETTINGS, "--on", "ray", "--ray-address", "local")
+    assert run.process.wait(60) == 2
+    assert "ray start --head" in run.log.read_text()
