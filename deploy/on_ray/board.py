@@ -64,9 +64,15 @@ async def put_up() -> Any:
 
 
 async def serve(board: Any, crew: Crew) -> None:
-    """Until cancelled."""
+    """Until cancelled, or until the board is gone for good: the run goes on without."""
+    from ray.exceptions import RayError
+
     while True:
-        wanted = await board.take.remote(describe(crew))
+        try:
+            wanted = await board.take.remote(describe(crew))
+        except RayError as error:
+            logger.warning("`penstock ray` has no way to this run any more: %s", error)
+            return
         for kind, count in wanted.items():
             logger.info("from now on %d of role %s", count, kind)
             crew.resize(kind, count)

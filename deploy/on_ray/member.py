@@ -91,6 +91,8 @@ class RayMember:
         if self._last_id not in (None, life.id):
             self._earlier_restarts += self._process.restarts + 1
             self._process = State(None, 0)
+            if self._earlier_restarts > self.spec.max_restarts:
+                raise RoleFailed(f"{self.spec.name} failed ({self.spec.max_restarts} restarts used up); its actor died")
         if self._last_id != life.id:
             logger.info("%s: on %s", self.spec.name, life.machine)
         self.life, self._last_id = life, life.id
