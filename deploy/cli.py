@@ -59,8 +59,11 @@ def run(
     recipe: Recipe,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="Go on with an earlier run of this name.")] = False,
+    *,
     dry_run: Annotated[bool, typer.Option(help="Print the resolved recipe and what it means; start nothing.")] = False,
-    on: Annotated[Where, typer.Option(help="Where its parts run: on this machine, or on a Ray cluster.")] = Where.MACHINE,
+    on: Annotated[
+        Where, typer.Option(help="Where its parts run: on this machine, or on a Ray cluster.")
+    ] = Where.MACHINE,
     ray_address: ray.Address = None,
 ) -> None:
     """Train: start and supervise every part of a recipe, on this machine or on a Ray cluster.
@@ -72,9 +75,7 @@ def run(
     from penstock.deploy.commands.run import run_recipe
 
     on_ray = on is Where.RAY
-    status = run_recipe(
-        recipe, overrides or [], resume=resume, dry_run=dry_run, on_ray=on_ray, ray_address=ray_address
-    )
+    status = run_recipe(recipe, overrides or [], resume=resume, dry_run=dry_run, on_ray=on_ray, ray_address=ray_address)
     raise typer.Exit(status)
 
 

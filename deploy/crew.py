@@ -1,8 +1,8 @@
 """The roles of a run while it goes on, wherever they run: started, added, removed, and stopped in order.
 
-    Placement ──place(role)──► Member: one role's process over all its restarts, on this machine or elsewhere
-        ▲                         │ one task each; the first that fails for good ends the run
-      Crew ◄──────────────────────┘ over when the trainer has finished
+Placement ──place(role)──► Member: one role's process over all its restarts, on this machine or elsewhere
+    ▲                         │ one task each; the first that fails for good ends the run
+  Crew ◄──────────────────────┘ over when the trainer has finished
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class Crew:
 
     def present(self, kind: str) -> list[Role]:
         """Those of a kind that may be added and removed, without those that are leaving; oldest first."""
-        return [r for r in self._roles.values() if r.kind == kind and r.number is not None and r.name not in self._leaving]
+        return [
+            r for r in self._roles.values() if r.kind == kind and r.number is not None and r.name not in self._leaving
+        ]
 
     async def run(self, beside: Sequence[asyncio.Task[None]]) -> None:
         """Until the trainer has finished. Raises what a role or a task of `beside` raised first."""
@@ -130,4 +132,3 @@ class Crew:
             ending = [m.stop() for m in self.members if self._roles[m.spec.name].kind == kind]
             await asyncio.gather(*ending, return_exceptions=True)
         await asyncio.gather(*self._tasks.values(), *self._leaving.values(), return_exceptions=True)
-

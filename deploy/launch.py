@@ -1,4 +1,4 @@
-"""`penstock run`: every role a supervised process, on this machine or where a placement puts it, from a recipe to a summary.
+"""`penstock run`: every role a supervised process, here or where a placement puts it, from a recipe to a summary.
 
     check ─► lock the run's folder ─► redis ─► ledger ─► data ─► rollout servers, agent workers, trainer (`crew`)
                                                                     │ restarted with back-off when they die

@@ -1,4 +1,4 @@
-"""Which processes a run has, said once for every place where they may run: this machine or the nodes of a Ray cluster."""
+"""Which processes a run has, said once for every place where they may run: this machine, or nodes of a cluster."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
        └──────────────────────┘ by the kernel to stop, and the driver gives the order to the actor's next life
 
 Secrets are in the order, an argument of a method call. Ray hands it from the driver's memory to the actor's and keeps
-it nowhere else: creation arguments and `runtime_env` stay in the cluster's tables, and the latter is shown by its state API.
+it nowhere else: creation arguments and `runtime_env` stay in the cluster's tables, and its state API shows the latter.
 """
 
 from __future__ import annotations
@@ -101,4 +101,3 @@ def _spec_here(order: Order) -> RoleSpec:
     spec = order.role.spec(order.logs, order.cwd if order.cwd.is_dir() else None)
     env = {name: value for name, value in spec.env.items() if name not in RAYS_OWN}
     return dataclasses.replace(spec, env=env, max_restarts=order.max_restarts)
-

@@ -1,7 +1,7 @@
 """Where people leave what they want of a living run, and read where its roles are.
 
-    penstock ray scale ──ask──► Board (a named actor on the driver's node) ◄──take, show── the driver, once a second
-    penstock ray status ◄─shown──┘
+penstock ray scale ──ask──► Board (a named actor on the driver's node) ◄──take, show── the driver, once a second
+penstock ray status ◄─shown──┘
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def check_machines(config: RunConfig, machines: int) -> None:
     mends = [mend for wrong, mend in _needs(config) if wrong]
     if mends:
         lines = "\n".join(f"  {mend}" for mend in mends)
-        raise ConfigError(f"the Ray cluster has {machines} machines, and this recipe's parts meet on one. Add:\n{lines}")
+        raise ConfigError(
+            f"the Ray cluster has {machines} machines, and this recipe's parts meet on one. Add:\n{lines}"
+        )
 
 
 def _needs(config: RunConfig) -> list[tuple[bool, str]]:

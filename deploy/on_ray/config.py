@@ -20,7 +20,7 @@ class RayConfig(BaseModel):
     agent: Bundle = Field(default_factory=dict, description="The same of one agent worker; not named: CPU 1.")
     trainer: Bundle = Field(
         default_factory=dict,
-        description="The same of the trainer; not named: a CPU per rank and thread, and a GPU per rank where there are any.",
+        description="The same of the trainer; not named: a CPU per rank and thread, a GPU per rank if it has any.",
     )
     env: tuple[str, ...] = Field(
         (), description="Variables of this machine's environment that every role gets too, as WANDB_API_KEY."

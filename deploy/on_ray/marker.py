@@ -40,8 +40,8 @@ class Marker:
         while not self._seen():
             if time.monotonic() >= deadline:
                 return (
-                    f"machine {socket.gethostname()} does not see {self.path.parent}: metrics and checkpoints are written"
-                    " there and read by `penstock run`. Set runs_dir to a folder on a disk that all machines share"
+                    f"machine {socket.gethostname()} does not see {self.path.parent}: metrics and checkpoints are"
+                    " written there and read by `penstock run`. Set runs_dir to a folder on a disk they share"
                 )
             await asyncio.sleep(LOOK_AGAIN_S)
         return None

@@ -1,8 +1,8 @@
 """The driver's side of one role: its placement group, its actor, and what is known of its process.
 
-    reserved ──► actor lives ──► process runs ──exit 0──► finished
-        ▲            │ worker or node died: Ray makes it again, here or on another node (at most max_restarts times)
-        └────────────┘ waiting for room is no failure: the run's watchdog ends what moves no more
+reserved ──► actor lives ──► process runs ──exit 0──► finished
+    ▲            │ worker or node died: Ray makes it again, here or on another node (at most max_restarts times)
+    └────────────┘ waiting for room is no failure: the run's watchdog ends what moves no more
 """
 
 from __future__ import annotations

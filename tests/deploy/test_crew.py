@@ -51,7 +51,7 @@ def roles(tmp_path: Path) -> Roles:
 
 
 def crew_of(roles: Roles) -> Crew:
-    crew = Crew(roles.place, lambda kind, number: roles.role(kind, number))
+    crew = Crew(roles.place, roles.role)
     for role in (roles.role("rollout", 0), roles.role("agent", 0), roles.role("agent", 1), roles.role("trainer", None)):
         crew.add(role)
     return crew

@@ -13,7 +13,7 @@ import pytest
 import typer
 import yaml
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from tests.deploy.kubernetes.chart import CHART, ChartRefused, Objects, render
 from typer.testing import CliRunner
 
@@ -145,7 +145,9 @@ def test_nobody_talks_to_anybody_who_is_not_named(usual: Objects) -> None:
 
 def test_the_internet_is_for_those_that_fetch_models(on_gpus: Objects) -> None:
     policies = kinds(on_gpus, "NetworkPolicy")
-    out = {p["spec"]["podSelector"]["matchLabels"][COMPONENT] for p in policies if "ipBlock" in str(p["spec"]["egress"])}
+    out = {
+        p["spec"]["podSelector"]["matchLabels"][COMPONENT] for p in policies if "ipBlock" in str(p["spec"]["egress"])
+    }
     assert out == {"head", "rollout", "agent"}
 
 
@@ -237,7 +239,7 @@ async def test_the_users_on_a_real_redis_as_the_chart_starts_it(usual: Objects, 
         with pytest.raises(NoPermissionError):
             await probe.get("penstock:{mine}:run")
         nobody = Redis(port=port, protocol=2)
-        with pytest.raises(ResponseError):
+        with pytest.raises(AuthenticationError):
             await nobody.ping()
         for pod, may in (("head", True), ("agent", False), ("rollout", False)):
             login = manifests[f"mine-login-{pod}"]
@@ -264,7 +266,7 @@ async def test_the_users_on_a_real_redis_as_the_chart_starts_it(usual: Objects, 
 async def answers(client: Redis) -> bool:
     try:
         return bool(await client.ping())
-    except (OSError, ResponseError):
+    except (OSError, RedisError):
         return False
 
 
