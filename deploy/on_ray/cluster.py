@@ -23,9 +23,9 @@ def namespace_of(run: str) -> str:
 async def connected(address: str | None, run: str) -> AsyncIterator[None]:
     """A driver of the cluster at `address` (None: RAY_ADDRESS, else the one on this machine) while the block is open.
 
-    Connecting happens off the main thread: there Ray would take SIGTERM for itself. Raises `ConfigError`.
+    Entered on the main thread, where Ray takes SIGTERM: who wants it takes it afterwards. Raises `ConfigError`.
     """
-    await asyncio.to_thread(connect, address, run)
+    connect(address, run)
     import ray
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 from tests.deploy.conftest import LivingRun, assert_accounts_balance, assert_nothing_left
-from tests.deploy.on_ray.conftest import Node, RayCluster, kill
+from tests.deploy.on_ray.conftest import Node, RayCluster
 
 pytestmark = [
     pytest.mark.ray,
@@ -43,29 +43,26 @@ def seen(node: Node) -> list[int]:
 def test_actors_and_a_whole_node_die_and_the_accounts_balance(
     start_run, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
-        monkeypatch.setenv(name, cluster.env[name])
     monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
     first = cluster.add(cpus=4)
-    cluster.wait_for_nodes(1)
     run: LivingRun = start_run("on-ray", *SETTINGS, "--on", "ray", "--ray-address", cluster.address)
     run.wait_for(lambda: run.steps() >= 1)
     second = cluster.add(cpus=4)
     assert_secrets_stay(run, cluster)
+    assert_on_loopback(cluster)
 
     before = role_of(first, "agent", "agent-0")
     worker = before.parent()
     assert "ray::" in " ".join(worker.cmdline()), "a role's parent is its actor's worker"
-    kill(worker)
+    worker.kill()
     run.wait_for(lambda: any(p.pid != before.pid for p in first.below("penstock.deploy.cli", "agent-0")))
 
     shown = cluster.penstock("ray", "scale", "on-ray", "rollout=2")
     assert shown["count"] == {"rollout": 2, "agent": 1}
     assert "rollout-1" in shown["roles"]
     run.wait_for(lambda: run.steps() >= 4)
-    cluster.wait_for_nodes(2)
     pids = [*run.pids(), *seen(first)]
-    first.kill_raylet()
+    first.kill()
     run.wait_for(lambda: bool(second.below("penstock.deploy.cli", "train")))
     pids += seen(second)
     summary = run.finish()
@@ -101,6 +98,14 @@ def assert_secrets_stay(run: LivingRun, cluster: RayCluster) -> None:
         assert not [secret for secret in (TOKEN, *passwords) if secret in told]
 
 
+def assert_on_loopback(cluster: RayCluster) -> None:
+    """Every port of Ray and of the roles."""
+    found = [socket for process in cluster.processes() for socket in process.net_connections("inet")]
+    listening = {socket.laddr.ip for socket in found if socket.status == psutil.CONN_LISTEN}
+    assert listening
+    assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
+
+
 def assert_released(cluster: RayCluster) -> None:
     """Ray has got back every CPU, and knows of no actor of the run that lives."""
     code = (
@@ -117,13 +122,8 @@ def assert_released(cluster: RayCluster) -> None:
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
-def test_a_role_that_cannot_work_ends_the_run_with_its_last_words(
-    start_run, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
-        monkeypatch.setenv(name, cluster.env[name])
+def test_a_role_that_cannot_work_ends_the_run_with_its_last_words(start_run, cluster: RayCluster) -> None:
     node = cluster.add(cpus=3)
-    cluster.wait_for_nodes(1)
     loop = "agent.loop=recipes.nowhere:Nothing"
     run = start_run("doomed", *SETTINGS, loop, "--on", "ray", "--ray-address", cluster.address)
     assert run.process.wait(120) == 1
