@@ -40,7 +40,7 @@ def connect(address: str | None, run: str) -> None:
     if address == "local" or "://" in address:
         raise ConfigError(
             f"--ray-address {address!r}: give HOST:PORT of a running cluster (or auto), from one of its machines;"
-            " `ray start --head` makes one. Through `ray job submit` leave the address out"
+            " `ray start --head` makes one"
         )
     try:
         import ray
