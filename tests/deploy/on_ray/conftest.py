@@ -25,8 +25,9 @@ QUICK_TO_NOTICE = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "4",
+    "RAY_raylet_start_wait_time_s": "300",
 }
-"""A node that died is given up after some seconds, not half a minute."""
+"""A node that died is given up after some seconds, not half a minute; one that starts slowly is waited for."""
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray then takes 127.0.0.1 for an address, where it would put the machine's own in its place; see docs/ray.md."""
 
@@ -77,7 +78,11 @@ class RayCluster:
                 start_new_session=True,
             )
         self.nodes: list[Node] = []
-        self.address = self._start(cpus=0)["address"]
+        try:
+            self.address = self._start(cpus=0)["address"]
+        except BaseException:
+            self.end()
+            raise
         self.env["RAY_ADDRESS"] = self.address
 
     def add(self, cpus: int) -> Node:

@@ -13,6 +13,7 @@ import sys
 from ray.cluster_utils import Cluster
 
 STORE_BYTES = 80 << 20
+START_S = 300
 
 
 def main(folder: str) -> None:
@@ -20,7 +21,8 @@ def main(folder: str) -> None:
     head = {"include_dashboard": False, "no_monitor": True, "temp_dir": folder}
     for line in sys.stdin:
         further = {} if cluster.head_node else head
-        node = cluster.add_node(num_cpus=int(line), object_store_memory=STORE_BYTES, **further)
+        node = cluster.add_node(wait=False, num_cpus=int(line), object_store_memory=STORE_BYTES, **further)
+        cluster.wait_for_nodes(START_S)
         (raylet,) = node.all_processes["raylet"]
         print(json.dumps({"raylet": raylet.process.pid, "address": cluster.address}), flush=True)
     cluster.shutdown()
