@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psutil
 import pytest
 from tests.deploy.conftest import LivingRun, assert_accounts_balance, assert_nothing_left
@@ -38,6 +40,17 @@ def role_of(node: Node, *words: str) -> psutil.Process:
     return found[0]
 
 
+def status_of(cluster: RayCluster, role: str) -> dict[str, Any]:
+    return cluster.penstock("ray", "status", "on-ray")["roles"][role]
+
+
+def another(run: LivingRun, node: Node, role: psutil.Process) -> psutil.Process:
+    """The agent worker's next process; the one before it must be gone by then."""
+    words = ("penstock.deploy.cli", "agent", "agent-0")
+    run.wait_for(lambda: role.pid not in (found := [p.pid for p in node.below(*words)]) and bool(found), START_S)
+    return node.below(*words)[0]
+
+
 def seen(node: Node) -> list[int]:
     return [process.pid for process in node.below()]
 
@@ -54,11 +67,15 @@ def test_actors_and_a_whole_node_die_and_the_accounts_balance(
     assert_secrets_stay(run, cluster)
     assert_on_loopback(cluster)
 
-    before = role_of(first, "agent", "agent-0")
-    worker = before.parent()
+    role = role_of(first, "agent", "agent-0")
+    worker = role.parent()
     assert "ray::" in " ".join(worker.cmdline()), "a role's parent is its actor's worker"
+    role.kill()
+    role = another(run, first, role)
+    assert role.parent() == worker, "the actor started it again"
+    run.wait_for(lambda: status_of(cluster, "agent-0") == {"state": "running on 127.0.0.1", "restarts": 1}, START_S)
     worker.kill()
-    run.wait_for(lambda: any(p.pid != before.pid for p in first.below("penstock.deploy.cli", "agent-0")), START_S)
+    assert another(run, first, role).parent() != worker, "Ray made the actor again"
 
     shown = cluster.penstock("ray", "scale", "on-ray", "rollout=2")
     assert shown["count"] == {"rollout": 2, "agent": 1}
@@ -77,7 +94,7 @@ def test_actors_and_a_whole_node_die_and_the_accounts_balance(
     assert_accounts_balance(summary)
     assert summary["staleness_max"] <= 2
     assert summary["restarts"]["trainer"] >= 1
-    assert summary["restarts"]["agent-0"] >= 2
+    assert summary["restarts"]["agent-0"] >= 3
     assert summary["restarts"]["rollout-0"] >= 1
     assert "rollout-1" in summary["restarts"]
     assert_nothing_left([pid for pid in pids if pid not in seen(second)], "on-ray")
