@@ -88,4 +88,4 @@ async def _clean_node(node_id: str, config: RunConfig) -> None:
         async with asyncio.timeout(CLEAN_S):
             await task.remote(config)
     except (RayError, TimeoutError) as error:
-        logger.warning("weights may be left in shared memory of Ray node %s: %s", node_id, error or "no answer")
+        logger.warning("weights may be left in shared memory of Ray node %s: %s", node_id, str(error) or "no answer")

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import typer
 import yaml
@@ -22,6 +21,9 @@ from penstock.deploy.load_config import load_config
 from penstock.transfer_queue.redis_binary import find_redis_server
 from penstock.transfer_queue.redis_config import free_port
 
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason="kubernetes-validate is not installed: pip install 'penstock[dev]'"
+)
 OLDEST, NEWEST = "1.33", "1.35"
 ON_GPUS = {
     "run": "mine",
