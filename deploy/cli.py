@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Coroutine
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.commands import data, queue
+from penstock.deploy.commands import data, kubernetes, queue, ray
 from penstock.deploy.commands.bench import bench
 from penstock.deploy.commands.dashboard import dashboard
 from penstock.deploy.commands.doctor import doctor
@@ -30,6 +31,8 @@ app = typer.Typer(
 )
 app.add_typer(data.app, name="data")
 app.add_typer(queue.app, name="queue")
+app.add_typer(ray.app, name="ray")
+app.add_typer(kubernetes.app, name="kubernetes")
 train_app = typer.Typer(invoke_without_command=True)
 app.add_typer(train_app, name="train")
 app.command()(bench)
@@ -50,20 +53,34 @@ WaitS = Annotated[
 RunName = Annotated[str | None, typer.Option("--run", help="Name of the run [PENSTOCK_RUN].")]
 
 
+class Where(StrEnum):
+    MACHINE = "machine"
+    RAY = "ray"
+
+
 @app.command()
 def run(
     recipe: Recipe,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="Go on with an earlier run of this name.")] = False,
+    *,
     dry_run: Annotated[bool, typer.Option(help="Print the resolved recipe and what it means; start nothing.")] = False,
+    on: Annotated[
+        Where, typer.Option(help="Where its parts run: on this machine, or on a Ray cluster.")
+    ] = Where.MACHINE,
+    ray_address: ray.Address = None,
 ) -> None:
-    """Train: start and supervise every part of a recipe on this machine.
+    """Train: start and supervise every part of a recipe, on this machine or on a Ray cluster.
 
-    Example: penstock run recipes/calculator.yaml name=mine max_staleness=sync trainer.lr=3e-4
+    Examples: penstock run recipes/calculator.yaml name=mine max_staleness=sync trainer.lr=3e-4
+
+    penstock run recipes/calculator.yaml --on ray --ray-address 10.0.0.1:6379
     """
     from penstock.deploy.commands.run import run_recipe
 
-    raise typer.Exit(run_recipe(recipe, overrides or [], resume=resume, dry_run=dry_run))
+    on_ray = on is Where.RAY
+    status = run_recipe(recipe, overrides or [], resume=resume, dry_run=dry_run, on_ray=on_ray, ray_address=ray_address)
+    raise typer.Exit(status)
 
 
 @app.command()

@@ -1,12 +1,12 @@
-"""`penstock run`: one machine, every role a supervised process, from a recipe to a summary.
+"""`penstock run`: every role a supervised process, here or where a placement puts it, from a recipe to a summary.
 
-    check ─► lock the run's folder ─► redis ─► ledger ─► data ─► rollout servers, agent workers, trainer
+    check ─► lock the run's folder ─► redis ─► ledger ─► data ─► rollout servers, agent workers, trainer (`crew`)
                                                                     │ restarted with back-off when they die
     summary ◄─ stop everything we started ◄─ trainer finished, a role failed for good, stalled, or Ctrl-C
 
 Tasks: one per role (waits for its process), one for redis (restarts it), one reporter (reads metrics and the ledger
-every second). The first that ends, ends the run; the others are cancelled and their processes stopped in order:
-trainer (saves a checkpoint), agent workers (hand leases back), rollout servers, redis.
+every second), and those of the placement. The first that ends, ends the run; the others are cancelled and the
+processes stopped in order: trainer (saves a checkpoint), agent workers (hand leases back), rollout servers, redis.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from functools import partial
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from penstock.deploy.config import RunConfig
+from penstock.deploy.crew import Crew, LocalPlacement, Placement
 from penstock.deploy.data.generate import materialise
 from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of, redis_login
 from penstock.deploy.load_config import dump_config
 from penstock.deploy.own_redis import own_redis
-from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy.plan import ADDED, page_roles, roles_of
+from penstock.deploy.processes import RoleFailed, RoleProcess
 from penstock.deploy.report import Reporter, StalledRun
-from penstock.deploy.roles import TRAINER_STOP_S, local_weights_dir, weights_dir
+from penstock.deploy.roles import remove_weights
 from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.summary import write_summary
 from penstock.trainer.jsonl import rewrite_lines
@@ -39,25 +38,24 @@ from penstock.transfer_queue.capacity import check_step_bytes
 from penstock.transfer_queue.redis_ledger import RedisLedger
 
 logger = logging.getLogger("penstock.run")
-PAGE_RESTARTS = 3
 
 
-async def launch(config: RunConfig, *, resume: bool = False) -> Path:
-    """Run to the end and return the path of summary.json.
+async def launch(config: RunConfig, *, resume: bool = False, placement: Placement | None = None) -> Path:
+    """Run to the end and return the path of summary.json. No placement: this machine.
 
     Raises `ConfigError`, `LedgerError`, `RoleFailed`, `StalledRun`, and `Interrupted` after a first Ctrl-C or SIGTERM;
     however it ends, its processes are stopped and what was trained is summed up.
     """
-    run = RunDir.of(config)
+    run, placement = RunDir.of(config), placement or LocalPlacement()
     with RunLock(run, resume=resume):
         run.logs.mkdir(exist_ok=True)
         config = _with_data(config, run)
         run.config.write_text(dump_config(config))
-        async with _ledger(config, run) as (link, ledger), _cleaned(run, config):
+        async with _ledger(config, run) as (link, ledger), _cleaned(config), placement.open(config, run):
             limits = limits_of(config)
             check_step_bytes(limits, config.agent.max_response_tokens)
             await ledger.create_run(limits, dump_config(config))
-            await _run_roles(config, run, link, ledger)
+            await _run_roles(config, run, link, ledger, placement)
     return run.summary
 
 
@@ -98,52 +96,43 @@ async def _connected(link: Link, config: RunConfig, run: RunDir) -> AsyncIterato
 
 
 @contextlib.asynccontextmanager
-async def _cleaned(run: RunDir, config: RunConfig) -> AsyncIterator[None]:
-    """Published weights in shared memory are gone when the run is, however it ended."""
-    directories = {weights_dir(config), local_weights_dir(config)}
+async def _cleaned(config: RunConfig) -> AsyncIterator[None]:
+    """Published weights in this machine's shared memory are gone when the run is, however it ended."""
     try:
         yield
     finally:
-        for directory in directories:
-            shutil.rmtree(directory, ignore_errors=True)
+        remove_weights(config)
 
 
-async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLedger) -> None:
+async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLedger, placement: Placement) -> None:
     started = time.time()
-    processes = [RoleProcess(spec) for spec in role_specs(config, run, link)]
-    reporter = Reporter(config, run, ledger, processes)
-    interrupt = _interrupt_event()
-    tasks = [asyncio.create_task(p.run(), name=p.spec.name) for p in processes]
-    page = [RoleProcess(spec) for spec in page_specs(config, run, link)]
+    crew = Crew(lambda role: placement.place(role, run), lambda kind, number: ADDED[kind](config, link, number))
+    reporter = Reporter(config, run, ledger, crew.members)
+    page = [RoleProcess(role.spec(run.logs)) for role in page_roles(config, run, link)]
     beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
     watchers = [
         asyncio.create_task(reporter.run(), name="reporter"),
-        asyncio.create_task(_raise_when_set(interrupt), name="interrupt"),
+        asyncio.create_task(_raise_when_set(_interrupt_event()), name="interrupt"),
+        *(asyncio.create_task(helper, name="placement") for helper in placement.helpers(crew)),
     ]
-    trainer, why = tasks[-1], ""
+    why = ""
     try:
-        pending = {*tasks, *watchers}
-        while not trainer.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()  # a role that failed for good, a stalled run or Ctrl-C ends the run here
+        for role in roles_of(config, link):
+            crew.add(role)
+        await crew.run(watchers)
     except (RoleFailed, StalledRun) as error:
         why = error.why
         raise
     finally:
         for watcher in watchers:
             watcher.cancel()
-        await _stop_in_order([*processes, *page])
-        await asyncio.gather(*tasks, *watchers, *beside, return_exceptions=True)
+        await crew.stop()
+        await asyncio.gather(*(p.stop() for p in page))
+        await asyncio.gather(*watchers, *beside, return_exceptions=True)
         reporter.close()
         if why:
             rewrite_lines(run.ended, [{"version": reporter.steps_done, "why": why}])
-        await write_summary(config, run, ledger, wall_s=time.time() - started, processes=processes)
-
-
-async def _stop_in_order(processes: Sequence[RoleProcess]) -> None:
-    for kind in ("trainer", "agent", "rollout", "dashboard"):
-        await asyncio.gather(*(p.stop() for p in processes if p.spec.name.startswith(kind)))
+        await write_summary(config, run, ledger, wall_s=time.time() - started, members=crew.members)
 
 
 async def _beside(process: RoleProcess) -> None:
@@ -178,46 +167,4 @@ class Interrupted(Exception):
     """Ctrl-C or SIGTERM: the run stopped in order and can be resumed."""
 
 
-def role_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
-    """The processes of a run on one machine, the trainer last."""
-    spec = partial(_spec, run, link)
-
-    def port(server: int) -> str:
-        return str(config.rollout.port and config.rollout.port + server)
-
-    rollouts = [
-        spec(name, "rollout", "--name", name, "--port", port(i), max_restarts=config.rollout.max_restarts)
-        for i, name in ((i, f"rollout-{i}") for i in range(config.rollout.servers))
-    ]
-    if config.rollout.evaluation_server:
-        last = ("--port", port(config.rollout.servers), "--evaluates")
-        name = "rollout-eval"
-        rollouts.append(spec(name, "rollout", "--name", name, *last, max_restarts=config.rollout.max_restarts))
-    agents = [
-        spec(f"agent-{i}", "agent", "--name", f"agent-{i}", max_restarts=config.agent.max_restarts)
-        for i in range(config.agent.workers)
-    ]
-    trainer = spec("trainer", "train", max_restarts=config.trainer.max_restarts, stop_grace_s=TRAINER_STOP_S + 15)
-    return [*rollouts, *agents, trainer]
-
-
-def page_specs(config: RunConfig, run: RunDir, link: Link) -> list[RoleSpec]:
-    """The page beside the run, where it is configured. An agent's rights are enough to queue dead letters again."""
-    page = config.dashboard
-    if not page.enabled:
-        return []
-    argv = ("dashboard", str(run.root.parent), "--host", page.host, "--port", str(page.port))
-    return [_spec(run, link, "dashboard", *argv, rights="agent", max_restarts=PAGE_RESTARTS)]
-
-
-def _spec(
-    run: RunDir, link: Link, name: str, *argv: str, rights: str = "", max_restarts: int, stop_grace_s: float = 15.0
-) -> RoleSpec:
-    command = [sys.executable, "-m", "penstock.deploy.cli", *argv]
-    settings = {"PENSTOCK_SUPERVISED": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    own = link.of_role(rights or name.partition("-")[0])
-    env = {**os.environ, **own.environment(), "OMP_NUM_THREADS": "1", **settings}
-    return RoleSpec(name, command, env, run.logs / f"{name}.log", max_restarts, stop_grace_s)
-
-
-__all__ = ["Interrupted", "StalledRun", "launch", "role_specs"]
+__all__ = ["Interrupted", "StalledRun", "launch"]

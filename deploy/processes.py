@@ -32,6 +32,8 @@ class RoleSpec:
     log: Path
     max_restarts: int
     stop_grace_s: float = 15.0
+    cwd: Path | None = None
+    """None: where whoever starts it is."""
 
     @property
     def stop_file(self) -> Path:
@@ -60,7 +62,10 @@ class RoleProcess:
 
     @property
     def state(self) -> str:
-        return "running" if self.pid else "not running"
+        """``stopped``: it was told to go."""
+        if self.pid is not None:
+            return "running"
+        return "stopped" if self._stopping else "not running"
 
     async def run(self) -> None:
         """Start, watch, restart. Returns when the role exits 0 or was stopped; raises `RoleFailed`."""
@@ -108,6 +113,7 @@ class RoleProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                cwd=self.spec.cwd,
             )
         self.pid = process.pid
         self._ended.clear()

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.processes import RoleProcess
+from penstock.deploy.crew import Member
 from penstock.deploy.roles_file import RolesFile
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.watchdog import StalledRun, Watchdog
@@ -28,13 +28,13 @@ __all__ = ["Reporter", "StalledRun", "describe"]
 class Reporter:
     """Draws one progress bar on a terminal, or prints one line per step elsewhere."""
 
-    def __init__(self, config: RunConfig, run: RunDir, ledger: Ledger, processes: Sequence[RoleProcess]) -> None:
+    def __init__(self, config: RunConfig, run: RunDir, ledger: Ledger, members: Sequence[Member]) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._config = config
         self._run = run
         self._ledger = ledger
-        self._roles = RolesFile(run.roles, processes)
-        self._watchdog = Watchdog(config, processes, self._say)
+        self._roles = RolesFile(run.roles, members)
+        self._watchdog = Watchdog(config, members, self._say)
         self._metrics = LineTail(run.metrics)
         self.steps_done = 0
         self._bar: Progress | None = None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -18,6 +19,7 @@ from penstock.deploy.load_config import ConfigError
 from penstock.deploy.open_files import raise_open_files
 from penstock.deploy.processes import STOP_FILE_VARIABLE, die_with_parent
 from penstock.deploy.run_dir import RunDir
+from penstock.deploy.sole_trainer import sole_trainer
 from penstock.deploy.stacks import answer_with_stacks
 from penstock.sandbox.config import SandboxConfig
 
@@ -186,7 +188,8 @@ async def train_rank(link: Link) -> None:
     )
     final = (BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered)
     with _no_use_restarting(*final):
-        await _closing(ledger, train(job))
+        async with sole_trainer(run):
+            await _closing(ledger, train(job))
 
 
 async def sandbox(config: SandboxConfig, host: str, port: int) -> None:
@@ -213,6 +216,12 @@ def weights_dir(config: RunConfig) -> Path:
 def local_weights_dir(config: RunConfig) -> Path:
     """Where servers of this machine keep what they fetched or merged; under a shared disk not that disk."""
     return SHARED_MEMORY / f"penstock-{config.name}"
+
+
+def remove_weights(config: RunConfig) -> None:
+    """Both folders, of this machine; nobody of the run reads them any more."""
+    for directory in {weights_dir(config), local_weights_dir(config)}:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 async def _closing(resource: Any, work: Awaitable[None]) -> None:

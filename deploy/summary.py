@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.processes import RoleProcess
+from penstock.deploy.crew import Member
 from penstock.deploy.run_dir import RunDir
 from penstock.trainer.jsonl import last_by_step, read_lines
 from penstock.transfer_queue.ledger import Ledger, Status, WeightUpdate
 
 
 async def write_summary(
-    config: RunConfig, run: RunDir, ledger: Ledger, *, wall_s: float, processes: Sequence[RoleProcess]
+    config: RunConfig, run: RunDir, ledger: Ledger, *, wall_s: float, members: Sequence[Member]
 ) -> dict[str, Any]:
     """Collect, write and return the summary. Also draws the reward curve."""
     rows = last_by_step(read_lines(run.metrics))
@@ -34,7 +34,7 @@ async def write_summary(
         "checkpoints_damaged": rows[-1].get("checkpoints_damaged", 0) if rows else 0,
         **_updates(await ledger.updates()),
         "wait_s": {key: round(seconds, 2) for key, seconds in sorted(status.waits_s.items())},
-        "restarts": {p.spec.name: p.restarts for p in processes},
+        "restarts": {m.spec.name: m.restarts for m in members},
     }
     run.summary.write_text(json.dumps(summary, indent=2) + "\n")
     if rows:

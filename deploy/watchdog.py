@@ -36,7 +36,9 @@ class Watched(Protocol):
     """A role under supervision, on this machine or elsewhere; of a local one there is a `pid` while it runs."""
 
     spec: RoleSpec
-    restarts: int
+
+    @property
+    def restarts(self) -> int: ...
 
     @property
     def state(self) -> str:
@@ -107,7 +109,7 @@ class Watchdog:
         return Scene(status, servers, roles, config.groups_per_step, config.max_staleness, config.trainer.steps)
 
     def _local(self, process: Watched, now: Processes) -> LocalRole:
-        name, running = process.spec.name, process.state != "not running"
+        name, running = process.spec.name, not process.state.startswith("not running")
         pid = self._pids().get(name)
         if pid is None:
             return LocalRole(name, running=running, restarts=process.restarts)

@@ -10,13 +10,22 @@ from rich.console import Console
 
 from penstock.deploy.checks import run_checks
 from penstock.deploy.config import RunConfig
+from penstock.deploy.crew import Placement
 from penstock.deploy.load_config import ConfigError, dump_config, load_config
 from penstock.transfer_queue.ledger import LedgerError
 
 console = Console(stderr=True, highlight=False)
 
 
-def run_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool) -> int:
+def run_recipe(
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    resume: bool,
+    dry_run: bool,
+    on_ray: bool = False,
+    ray_address: str | None = None,
+) -> int:
     """Returns the exit status: 0 done, 1 the run failed, 2 the recipe is wrong, 130 interrupted."""
     from penstock.deploy.launch import Interrupted, launch
     from penstock.deploy.processes import RoleFailed
@@ -28,21 +37,35 @@ def run_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool, dry_run:
             print(dump_config(config))
             console.print(describe(config), markup=False, soft_wrap=True)
             return 0
-        _refuse_doomed(config)
-        summary = asyncio.run(launch(config, resume=resume))
+        _refuse_doomed(config, here=not on_ray)
+        placement = _ray_placement(ray_address) if on_ray else None
+        summary = asyncio.run(launch(config, resume=resume, placement=placement))
     except ConfigError as error:
         return _complain(str(error), 2)
     except (RoleFailed, StalledRun, LedgerError) as error:
         return _complain(str(error), 1)
     except (Interrupted, KeyboardInterrupt):
-        return _complain(f"interrupted; go on with: penstock run {recipe} {' '.join(overrides)} --resume", 130)
+        where = f" --on ray{f' --ray-address {ray_address}' if ray_address else ''}" if on_ray else ""
+        return _complain(f"interrupted; go on with: penstock run {recipe} {' '.join(overrides)} --resume{where}", 130)
     console.print(summary.read_text(), markup=False, soft_wrap=True)
     console.print(f"done: {summary}", markup=False, soft_wrap=True)
     return 0
 
 
-def _refuse_doomed(config: RunConfig) -> None:
-    failed = [check for check in run_checks(config) if not check.ok]
+def _ray_placement(address: str | None) -> Placement:
+    """Raises `ConfigError`."""
+    from penstock.deploy.on_ray.cluster import INSTALL
+
+    try:
+        from penstock.deploy.on_ray.placement import RayPlacement
+    except ImportError as error:
+        raise ConfigError(f"{INSTALL} ({error})") from None
+    return RayPlacement(address)
+
+
+def _refuse_doomed(config: RunConfig, *, here: bool) -> None:
+    """`here`: the roles run on this machine."""
+    failed = [check for check in run_checks(config, here=here) if not check.ok]
     if failed:
         raise ConfigError("\n".join(f"{check.name}: {check.found}\n  mend: {check.mend}" for check in failed))
 

@@ -11,10 +11,10 @@ import pytest
 
 from penstock.deploy import own_redis as module
 from penstock.deploy.config import DataConfig, RunConfig
-from penstock.deploy.launch import role_specs
 from penstock.deploy.link import Link, limits_of, link_of_run
 from penstock.deploy.load_config import ConfigError, dump_config
 from penstock.deploy.own_redis import own_redis
+from penstock.deploy.plan import roles_of
 from penstock.deploy.run_dir import RunDir
 from penstock.rollout_server.config import RolloutConfig
 from penstock.transfer_queue.connection import Connection
@@ -45,7 +45,7 @@ def test_a_recipes_living_run_is_found_by_its_folder_or_its_shell(
 def test_each_role_gets_its_own_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_REDIS_USER", "somebody")
     monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", "else")
-    specs = role_specs(CONFIG, RunDir(tmp_path), LINK)
+    specs = [role.spec(tmp_path) for role in roles_of(CONFIG, LINK)]
     assert {spec.name.partition("-")[0] for spec in specs} == {"rollout", "agent", "trainer"}
     for spec in specs:
         role = spec.name.partition("-")[0]
@@ -56,7 +56,8 @@ def test_each_role_gets_its_own_login(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_server_for_evaluations_is_one_more(tmp_path: Path) -> None:
     rollout = RolloutConfig(evaluation_server=True, servers=2, port=7000)
-    specs = role_specs(CONFIG.model_copy(update={"rollout": rollout}), RunDir(tmp_path), LINK)
+    roles = roles_of(CONFIG.model_copy(update={"rollout": rollout}), LINK)
+    specs = [role.spec(tmp_path) for role in roles]
     servers = {spec.name: spec for spec in specs if spec.env["PENSTOCK_REDIS_USER"] == "rollout"}
     assert [name for name, spec in servers.items() if "--evaluates" in spec.argv] == ["rollout-eval"]
     assert [spec.argv[spec.argv.index("--port") + 1] for spec in servers.values()] == ["7000", "7001", "7002"]
@@ -64,7 +65,7 @@ def test_a_server_for_evaluations_is_one_more(tmp_path: Path) -> None:
 
 def test_a_ledger_without_users_of_roles_is_joined_as_given(tmp_path: Path) -> None:
     link = Link("redis://127.0.0.1:1", "mine", "password", "token", "mine-agent")
-    for spec in role_specs(CONFIG, RunDir(tmp_path), link):
+    for spec in (role.spec(tmp_path) for role in roles_of(CONFIG, link)):
         assert spec.env["PENSTOCK_REDIS_USER"] == "mine-agent"
         assert spec.env["PENSTOCK_REDIS_PASSWORD"] == "password"
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.launch import page_specs
 from penstock.deploy.link import Link
 from penstock.deploy.live_ledgers import FolderLedgers
 from penstock.deploy.load_config import ConfigError
+from penstock.deploy.plan import page_roles
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue.ledger import Limits
 from penstock.transfer_queue.redis_server import RedisServer
@@ -62,9 +62,10 @@ def test_the_run_of_this_shell_needs_no_folder(tmp_path: Path) -> None:
 def test_the_page_beside_a_run_has_an_agents_rights_and_no_other_secret(tmp_path: Path) -> None:
     config = RunConfig.model_validate({"model": "m", "data": {"train": "t"}, "runs_dir": str(tmp_path), "name": "mine"})
     run = RunDir.of(config)
-    assert page_specs(config, run, LINK) == []
+    assert page_roles(config, run, LINK) == []
     page = config.dashboard.model_copy(update={"enabled": True, "port": 0})
-    (spec,) = page_specs(config.model_copy(update={"dashboard": page}), run, LINK)
+    (role,) = page_roles(config.model_copy(update={"dashboard": page}), run, LINK)
+    spec = role.spec(run.logs)
     assert list(spec.argv[3:]) == ["dashboard", str(tmp_path), "--host", "127.0.0.1", "--port", "0"]
     assert (spec.env["PENSTOCK_REDIS_USER"], spec.env["PENSTOCK_REDIS_PASSWORD"]) == ("agent", "its-own")
     assert "other" not in spec.env.values()

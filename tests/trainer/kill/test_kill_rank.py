@@ -18,9 +18,9 @@ from kill_stage import PASSWORD, SETTINGS, STEPS, KilledRun
 from trainer_support import write_rows
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.launch import role_specs
 from penstock.deploy.link import Link, limits_of
 from penstock.deploy.load_config import dump_config, parse_config
+from penstock.deploy.plan import roles_of
 from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue.redis_ledger import RedisLedger
@@ -73,7 +73,7 @@ class RankedRun(KilledRun):
         config = self.config()
         run = RunDir.of(config)
         run.logs.mkdir(parents=True)
-        spec = role_specs(config, run, Link(self.server.url, self.name, PASSWORD, token="t"))[-1]
+        spec = roles_of(config, Link(self.server.url, self.name, PASSWORD, token="t"))[-1].spec(run.logs)
         source = str(Path(__file__).parents[3] / "src")
         return replace(spec, env={**spec.env, "PYTHONPATH": source})
 

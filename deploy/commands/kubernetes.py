@@ -1,0 +1,70 @@
+"""`penstock kubernetes`: what the Helm chart in deploy/kubernetes cannot make itself."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from penstock.deploy.commands.dashboard import VIEW_TOKEN_VARIABLE
+from penstock.deploy.link import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE
+from penstock.transfer_queue.acl import user_rules
+from penstock.transfer_queue.ledger import LedgerError
+
+app = typer.Typer(help="A run on Kubernetes, see docs/kubernetes.md.", no_args_is_help=True)
+LOGINS = {"head": "owner", "rollout": "rollout", "agent": "agent", "page": "agent"}
+"""Pods → whose rights they have in the ledger. Sandboxes have no part in it."""
+EVERYBODY = ("user default off resetpass resetkeys resetchannels -@all", "user probe on nopass -@all +ping")
+"""Redis's own user, who would need no password; and one for the kubelet, who may ask whether Redis answers."""
+
+
+@app.callback()
+def group() -> None:
+    """A run on Kubernetes, see docs/kubernetes.md."""
+
+
+@app.command("secrets")
+def print_secrets(
+    run: Annotated[str, typer.Argument(help="The run's name, as the chart's value `run`.")],
+    release: Annotated[str, typer.Option(help="Name of the Helm release.")] = "penstock",
+) -> None:
+    """Print the Secrets of a run as YAML, new passwords at every call; nothing of them is kept here.
+
+    Example: penstock kubernetes secrets mine --release mine | kubectl --namespace training apply -f -
+    """
+    try:
+        manifests = list(secrets_of(run, release))
+    except LedgerError as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(yaml.safe_dump_all(manifests, sort_keys=False, width=1000), nl=False)
+
+
+def secrets_of(run: str, release: str) -> Iterator[dict[str, Any]]:
+    """One Secret with Redis's users (hashes of passwords only), and one login per kind of pod.
+
+    Raises `LedgerError` for a run's name that could reach over its keys.
+    """
+    token, view_token = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+    passwords = {role: secrets.token_urlsafe(32) for role in dict.fromkeys(LOGINS.values())}
+    users = [f"user {run}-{role} {user_rules(run, role, password)}" for role, password in passwords.items()]
+    yield _secret(release, "redis-users", {"users.acl": "\n".join([*EVERYBODY, *users, ""])})
+    for pod, role in LOGINS.items():
+        login = {USER_VARIABLE: f"{run}-{role}", PASSWORD_VARIABLE: passwords[role], TOKEN_VARIABLE: token}
+        view = {VIEW_TOKEN_VARIABLE: view_token} if pod == "page" else {}
+        yield _secret(release, f"login-{pod}", {**login, **view})
+    yield _secret(release, "login-sandbox", {TOKEN_VARIABLE: token})
+
+
+def _secret(release: str, name: str, values: dict[str, str]) -> dict[str, Any]:
+    labels = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/instance": release}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{release}-{name}", "labels": labels},
+        "type": "Opaque",
+        "stringData": values,
+    }

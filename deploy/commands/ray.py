@@ -1,0 +1,98 @@
+"""`penstock ray`: look after a run that `penstock run --on ray` started."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from penstock.deploy.load_config import ConfigError
+
+app = typer.Typer(
+    help="Runs on a Ray cluster: where their roles are, more and fewer of them while they run.", no_args_is_help=True
+)
+Address = Annotated[
+    str | None,
+    typer.Option("--ray-address", help="HOST:PORT of the cluster [RAY_ADDRESS]; default: the one on this machine."),
+]
+RunArgument = Annotated[str, typer.Argument(help="Name of the run.", metavar="RUN")]
+ANSWER_S = 15.0
+LOOK_S = 0.5
+
+
+@app.command()
+def status(run: RunArgument, ray_address: Address = None) -> None:
+    """Where each role of a living run is, as JSON.
+
+    Example: penstock ray status calculator
+    """
+    _guarded(run, ray_address, {}, 0.0)
+
+
+@app.command()
+def scale(
+    run: RunArgument,
+    counts: Annotated[list[str], typer.Argument(help="rollout=4 agent=3", metavar="KIND=COUNT…")],
+    ray_address: Address = None,
+    wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Wait so long until it is done.")] = 30.0,
+) -> None:
+    """Add or remove rollout servers and agent workers while the run goes on, newest ones first; nothing is lost.
+
+    Those that are added wait until the cluster has room for them. Example: penstock ray scale calculator rollout=4
+    """
+    from penstock.deploy.on_ray.board import parse_counts
+
+    try:
+        wanted = parse_counts(counts)
+    except ConfigError as error:
+        raise _mistake(error) from None
+    _guarded(run, ray_address, wanted, wait_s)
+
+
+def _guarded(run: str, address: str | None, wanted: Mapping[str, int], wait_s: float) -> None:
+    from penstock.deploy.on_ray.cluster import connect
+
+    try:
+        connect(address, run)
+        shown = _ask(run, wanted, wait_s)
+    except ConfigError as error:
+        raise _mistake(error) from None
+    finally:
+        _leave()
+    print(json.dumps(shown, indent=2))
+
+
+def _ask(run: str, wanted: Mapping[str, int], wait_s: float) -> dict[str, Any]:
+    """Leave a wish, if there is one, and read the board once it is met, or after `wait_s`. Raises `ConfigError`."""
+    import ray
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    from penstock.deploy.on_ray.board import find_board
+
+    board = find_board(run)
+    deadline = time.monotonic() + wait_s
+    try:
+        ray.get(board.ask.remote(dict(wanted)), timeout=ANSWER_S)
+        while True:
+            shown: dict[str, Any] = ray.get(board.shown.remote(), timeout=ANSWER_S)
+            met = wanted.items() <= shown.get("count", {}).items()
+            if met or time.monotonic() >= deadline:
+                return shown
+            time.sleep(LOOK_S)
+    except (GetTimeoutError, RayActorError) as error:
+        raise ConfigError(f"run {run} does not answer, it may just have ended: {error}") from error
+
+
+def _leave() -> None:
+    import sys
+
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
+
+
+def _mistake(error: Exception) -> typer.Exit:
+    typer.secho(str(error), fg="red", err=True)
+    return typer.Exit(2)
