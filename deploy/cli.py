@@ -17,6 +17,7 @@ from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.reward_server import reward_server
 from penstock.deploy.commands.search_server import search_server
 from penstock.deploy.commands.simulate import simulate
+from penstock.deploy.commands.trace import trace
 from penstock.deploy.load_config import ConfigError
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app.command()(search_server)
 app.command()(dashboard)
 app.command()(reward_server)
 app.command()(simulate)
+app.command()(trace)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from penstock.agent_loops.config import AgentConfig
 from penstock.dashboard.config import DashboardConfig
+from penstock.deploy.telemetry.config import TelemetryConfig
 from penstock.rollout_server.config import RolloutConfig
 from penstock.sandbox.config import SandboxConfig
 from penstock.tools.config import ToolConfig
@@ -62,3 +63,4 @@ class RunConfig(BaseModel):
     transfer_queue: TransferQueueConfig = TransferQueueConfig()
     trainer: TrainerConfig = TrainerConfig()
     dashboard: DashboardConfig = DashboardConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

@@ -34,6 +34,7 @@ from penstock.deploy.report import Reporter, StalledRun
 from penstock.deploy.roles import TRAINER_STOP_S, local_weights_dir, weights_dir
 from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.summary import write_summary
+from penstock.deploy.telemetry.head import head_served
 from penstock.transfer_queue.capacity import check_step_bytes
 from penstock.transfer_queue.redis_ledger import RedisLedger
 
@@ -119,13 +120,9 @@ async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLe
         asyncio.create_task(reporter.run(), name="reporter"),
         asyncio.create_task(_raise_when_set(interrupt), name="interrupt"),
     ]
-    trainer = tasks[-1]
     try:
-        pending = {*tasks, *watchers}
-        while not trainer.done():
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()  # a role that failed for good, a stalled run or Ctrl-C ends the run here
+        async with head_served(config, run, link, ledger, [*processes, *page]):
+            await _until_trained({*tasks, *watchers}, tasks[-1])
     finally:
         for watcher in watchers:
             watcher.cancel()
@@ -133,6 +130,13 @@ async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLe
         await asyncio.gather(*tasks, *watchers, *beside, return_exceptions=True)
         reporter.close()
         await write_summary(config, run, ledger, wall_s=time.time() - started, processes=processes)
+
+
+async def _until_trained(pending: set[asyncio.Task[None]], trainer: asyncio.Task[None]) -> None:
+    while not trainer.done():
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # a role that failed for good, a stalled run or Ctrl-C ends the run here
 
 
 async def _stop_in_order(processes: Sequence[RoleProcess]) -> None:

@@ -10,14 +10,21 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of
 from penstock.deploy.load_config import ConfigError
 from penstock.deploy.processes import STOP_FILE_VARIABLE, die_with_parent
 from penstock.deploy.run_dir import RunDir
+from penstock.deploy.telemetry.access import metrics_token
+from penstock.deploy.telemetry.addresses import Target
+from penstock.deploy.telemetry.served import with_metrics
+from penstock.deploy.telemetry.spans import with_spans
 from penstock.sandbox.config import SandboxConfig
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 TRAINER_STOP_S = 25.0
 """For the last checkpoint; torchrun gives its ranks 30 s after SIGTERM."""
@@ -108,10 +115,11 @@ async def rollout(
         seed=config.seed,
         fetch_dir=local_weights_dir(config) / f"fetched-by-{name}",
         evaluates=evaluates,
+        metrics_token=metrics_token(link.token),
         mount=mount(recorded),
     )
     with _no_use_restarting(EngineError, OSError):  # the sidecar has restarted its engine as often as it may
-        await _closing(ledger, serve(job))
+        await _closing(ledger, with_spans("rollout", config.name, name, serve(job)))
 
 
 async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
@@ -140,8 +148,9 @@ async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
         sandbox_token=link.token,
         server_slots=config.rollout.max_concurrent,
     )
+    work = _watched(config, link, Target("", config.name, "agent", name), job.metrics.registry, run_worker(job))
     with _no_use_restarting(AgentError, SandboxError, ToolConfigError):
-        await _closing(client, _closing(ledger, run_worker(job)))
+        await _closing(client, _closing(ledger, work))
 
 
 async def train_rank(link: Link) -> None:
@@ -151,12 +160,13 @@ async def train_rank(link: Link) -> None:
     from penstock.trainer.data import DataError
     from penstock.trainer.job import BadJob, TrainJob
     from penstock.trainer.loop import train
+    from penstock.trainer.prometheus import TrainerMetrics
     from penstock.trainer.registry import UnknownName
     from penstock.trainer.source import BatchTimeout
 
     # Also where nothing is spilled (any more): an earlier life of the run may have spilled what is to be replayed.
     ledger, config = await link.join(with_batch_log=True)
-    run = RunDir.of(config)
+    run, metrics = RunDir.of(config), TrainerMetrics()
     job = TrainJob(
         config=config.trainer,
         ledger=ledger,
@@ -178,9 +188,14 @@ async def train_rank(link: Link) -> None:
         publish_dtype=config.rollout.dtype,
         spill=config.transfer_queue.spill,
         stop_timeout_s=TRAINER_STOP_S,
+        settings=config.model_dump(mode="json"),
+        watchers=(metrics,),
     )
+    work = train(job)
+    if os.environ.get("RANK", "0") == "0":
+        work = _watched(config, link, Target("", config.name, "trainer", "trainer"), metrics.registry, work)
     with _no_use_restarting(BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged):
-        await _closing(ledger, train(job))
+        await _closing(ledger, work)
 
 
 async def sandbox(config: SandboxConfig, host: str, port: int) -> None:
@@ -192,7 +207,7 @@ async def sandbox(config: SandboxConfig, host: str, port: int) -> None:
     if not token:
         raise ConfigError(f"{TOKEN_VARIABLE} is not set: callers of the sandbox server must present it")
     try:
-        await serve(config, host, port, token)
+        await serve(config, host, port, token, metrics_token(token))
     except SandboxError as error:
         raise ConfigError(str(error)) from error
 
@@ -207,6 +222,14 @@ def weights_dir(config: RunConfig) -> Path:
 def local_weights_dir(config: RunConfig) -> Path:
     """Where servers of this machine keep what they fetched or merged; under a shared disk not that disk."""
     return SHARED_MEMORY / f"penstock-{config.name}"
+
+
+async def _watched(
+    config: RunConfig, link: Link, who: Target, registry: CollectorRegistry, work: Coroutine[Any, Any, None]
+) -> None:
+    """`work` with its metrics served and its spans exported."""
+    told = with_spans(who.role, who.run, who.name, work)
+    await with_metrics(config.telemetry, registry, link.token, RunDir.of(config).metric_addresses, who, told)
 
 
 async def _closing(resource: Any, work: Awaitable[None]) -> None:
