@@ -148,7 +148,8 @@ async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
         sandbox_token=link.token,
         server_slots=config.rollout.max_concurrent,
     )
-    work = _watched(config, link, Target("", config.name, "agent", name), job.metrics.registry, run_worker(job))
+    spans = with_spans("agent", config.name, name, run_worker(job))
+    work = _watched(config, link, Target("", config.name, "agent", name), job.metrics.registry, spans)
     with _no_use_restarting(AgentError, SandboxError, ToolConfigError):
         await _closing(client, _closing(ledger, work))
 
@@ -227,9 +228,8 @@ def local_weights_dir(config: RunConfig) -> Path:
 async def _watched(
     config: RunConfig, link: Link, who: Target, registry: CollectorRegistry, work: Coroutine[Any, Any, None]
 ) -> None:
-    """`work` with its metrics served and its spans exported."""
-    told = with_spans(who.role, who.run, who.name, work)
-    await with_metrics(config.telemetry, registry, link.token, RunDir.of(config).metric_addresses, who, told)
+    """`work`, its metrics served meanwhile."""
+    await with_metrics(config.telemetry, registry, link.token, RunDir.of(config).metric_addresses, who, work)
 
 
 async def _closing(resource: Any, work: Awaitable[None]) -> None:

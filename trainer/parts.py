@@ -76,8 +76,9 @@ class Parts:
             stack.push_async_callback(_close_ranks, in_torch, ranks)
             timeline = Timeline(job.run_dir if ranks.first else None)
             stack.callback(timeline.write)
-            first = await asyncio.to_thread(first_rank_parts, job, timeline) if ranks.first else [None] * 3
-            feeder, recorder, evaluator = first
+            feeder, recorder, evaluator = (
+                await asyncio.to_thread(first_rank_parts, job, timeline) if ranks.first else [None] * 3
+            )
             engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
             publisher = Publisher(job, engine, ranks, in_torch, timeline)
             saver = Saver(job, engine, ranks, in_torch, timeline)

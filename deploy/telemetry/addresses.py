@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.transfer_queue.ledger import ServerInfo
@@ -32,7 +33,7 @@ class Target:
     name: str
     """Of the process: ``agent-0``."""
 
-    def plain(self) -> dict[str, object]:
+    def plain(self) -> dict[str, Any]:
         """An entry of Prometheus' file-based discovery."""
         return {"targets": [self.address], "labels": {"run": self.run, "role": self.role, "name": self.name}}
 
@@ -54,7 +55,7 @@ def announced(folder: Path, target: Target) -> Iterator[None]:
 
 def target_list(
     folder: Path, run: str, servers: Sequence[ServerInfo] = (), sandbox_url: str | None = None
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """All that is known, ordered, each address once."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     found += [Target(urlsplit(s.url).netloc, run, "rollout", s.server_id).plain() for s in servers]
@@ -63,7 +64,7 @@ def target_list(
     return list({entry["targets"][0]: entry for entry in found}.values())
 
 
-def write_targets(path: Path, targets: Sequence[dict[str, object]]) -> None:
+def write_targets(path: Path, targets: Sequence[dict[str, Any]]) -> None:
     """Prometheus reads the file whenever it changes: whole, or not at all."""
     text = json.dumps(targets, indent=2) + "\n"
     if not path.exists() or path.read_text() != text:

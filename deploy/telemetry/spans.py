@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Mapping
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
 from penstock.rollout_server.tracing import install
@@ -89,11 +90,8 @@ def _otlp(environment: Mapping[str, str]) -> SpanExporter:
     return OverHttp()
 
 
-async def _shut_down(shutdown: object) -> None:
+async def _shut_down(shutdown: Callable[[], None]) -> None:
     """In a daemon thread: a collector that is away must not hold a role up."""
-    import threading
-
-    assert callable(shutdown)
     thread = threading.Thread(target=shutdown, name="last spans", daemon=True)
     thread.start()
     loop = asyncio.get_running_loop()

@@ -16,23 +16,27 @@ from penstock.trainer.sinks import MakeSink, MetricSink, Record, SinkJob
 logger = logging.getLogger(__name__)
 MOST_WAITING = 1024
 """Calls; what comes while so many wait is dropped, and that is told once."""
+START_S = 15.0
+"""How long the start of a run waits for a sink: while its library is imported, nothing else should be."""
 CLOSE_S = 20.0
 """How long the end of a run waits for a sink to be done."""
 Call = Callable[[MetricSink], None]
 
 
 class Beside:
-    """`MetricSink` around the one that `make` gives. Whatever that one does, these calls return at once."""
+    """`MetricSink` around the one that `make` gives. Whatever that one does: making it ends within `START_S`, `close`
+    within twice `CLOSE_S`, and every other call at once."""
 
     def __init__(self, name: str, make: MakeSink, job: SinkJob) -> None:
         self._name = name
         self._make, self._job = make, job
         self._calls: queue.Queue[Call | None] = queue.Queue(MOST_WAITING)
-        self._broken = threading.Event()
+        self._broken, self._made = threading.Event(), threading.Event()
         self._told_dropped = False
         # A daemon: the process must be able to end while a library waits for its network.
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
+        self._made.wait(START_S)
 
     def rewind(self, step: int) -> None:
         self._put(lambda sink: sink.rewind(step))
@@ -67,11 +71,13 @@ class Beside:
     def _run(self) -> None:
         try:
             sink = self._make(self._job)
+            self._made.set()
             while (call := self._calls.get()) is not None:
                 call(sink)
             sink.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any library's failure is this sink's alone
             self._broken.set()
+            self._made.set()
             logger.warning(
                 "trainer.sinks: %s failed and is left out from here on, the run goes on without it: %s: %s",
                 *(self._name, type(error).__name__, error),

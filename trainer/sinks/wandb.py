@@ -6,6 +6,7 @@ The key and everything about the server come from W&B's own variables (`WANDB_AP
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from penstock.trainer.sinks.text import plain_text
 VERSION = "version"
 """The axis of every curve: evaluations come late, and W&B's own step may never go back."""
 START_TIMEOUT_S = 60.0
+WITHOUT_KEY = ("offline", "disabled", "dryrun")
 _SECRET = re.compile(r"key|token|secret|password|credential|url", re.IGNORECASE)
 
 
@@ -52,9 +54,12 @@ class WandbRun:
 
 @SINKS.register("wandb")
 def wandb(job: SinkJob) -> MetricSink:
-    """Raises `ImportError` without the extra, and what W&B raises where it cannot begin."""
+    """Raises `ImportError` without the extra, `LookupError` without a key, and what W&B raises where it cannot begin."""
     import wandb as library
 
+    if os.environ.get("WANDB_MODE") not in WITHOUT_KEY and not os.environ.get("WANDB_API_KEY"):
+        # W&B would ask whoever sits at the terminal, and wait.
+        raise LookupError("WANDB_API_KEY is not set; WANDB_MODE=offline needs none")
     chosen = job.settings.get("trainer", {}).get("wandb", {})
     run = library.init(
         project=chosen.get("project") or "penstock",
