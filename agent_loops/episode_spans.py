@@ -59,7 +59,7 @@ class EpisodeSpans:
         turn = _TURN.get() if kind != "reward" else None
         around = here() if kind == "sandbox" else None
         parent = around or (turn.span.context if turn is not None else self.root.context)
-        made = begin(f"{NAMES[kind]} {name}".strip(), parent, **self._facts, operation=OPERATIONS.get(kind))
+        made = begin(f"{NAMES.get(kind, kind)} {name}".strip(), parent, **self._facts, operation=OPERATIONS.get(kind))
         made.note(tool=name if kind == "tool" else None)
         try:
             with inside(made):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from tests.deploy.run_trace.checked import check
 from typer.testing import CliRunner, Result
 
 from penstock.deploy.cli import app
+from penstock.deploy.link import Link
+from penstock.transfer_queue.ledger import Limits, WeightUpdate
+from penstock.transfer_queue.redis_server import RedisServer
 
 PHASES = ["wait", "score", "advantages", "update", "announce", "record"]
 
@@ -92,3 +96,29 @@ def test_a_run_is_found_by_its_name(root: Path, tmp_path: Path) -> None:
     result = invoke("mine", "--runs-dir", root.parent, "--out", tmp_path / "named.json")
     assert result.exit_code == 0
     check(json.loads((tmp_path / "named.json").read_text()))
+
+
+@pytest.mark.redis
+async def test_swaps_of_a_living_run_come_from_its_ledger(root: Path, tmp_path: Path) -> None:
+    began = json.loads((root / "timeline.jsonl").read_text().splitlines()[0])["at_unix_s"]
+    async with RedisServer(tmp_path / "redis", "only-for-this-test") as server:
+        link = Link(server.url, "mine", "only-for-this-test", "token")
+        ledger = await link.connect()
+        await ledger.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1), "x")
+        await ledger.report_update(WeightUpdate("far-away", 1, 0.02, 0.1, 0.01, 5, at_unix_s=began + 3))
+        (root / "connect.env").write_text(link.shell_lines())
+        out = tmp_path / "living.json"
+        result = await asyncio.to_thread(invoke, root, "--out", out)
+        await ledger.close()
+    assert result.exit_code == 0, result.output
+    found = check(json.loads(out.read_text()))
+    assert found["far-away"] == ["swap to version 1", "fetch", "pause", "load"]
+    assert "rollout-0" not in found
+
+
+def test_a_ledger_that_is_away_costs_the_swaps_alone(root: Path, tmp_path: Path) -> None:
+    (root / "connect.env").write_text("export NOTHING=1\n")
+    result = invoke(root, "--out", tmp_path / "out.json")
+    assert result.exit_code == 0
+    assert "no weight swaps" in result.output
+    assert "rollout-0" in check(json.loads((tmp_path / "out.json").read_text()))
