@@ -13,9 +13,7 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(namespace="penstock", registry=registry)
-        self.episodes = Counter(
-            "penstock_agent_episodes", "Episodes by how they ended", ["outcome"], registry=registry
-        )
+        self.episodes = Counter("penstock_agent_episodes", "Episodes by how they ended", ["outcome"], registry=registry)
         self.episode_s = Histogram(
             "penstock_agent_episode_seconds", "From lease to the ledger", buckets=SECONDS, registry=registry
         )

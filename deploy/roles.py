@@ -19,7 +19,7 @@ from penstock.deploy.processes import STOP_FILE_VARIABLE, die_with_parent
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.telemetry.access import metrics_token
 from penstock.deploy.telemetry.addresses import Target
-from penstock.deploy.telemetry.served import with_metrics
+from penstock.deploy.telemetry.served import metrics_served
 from penstock.deploy.telemetry.spans import with_spans
 from penstock.sandbox.config import SandboxConfig
 
@@ -229,7 +229,9 @@ async def _watched(
     config: RunConfig, link: Link, who: Target, registry: CollectorRegistry, work: Coroutine[Any, Any, None]
 ) -> None:
     """`work`, its metrics served meanwhile."""
-    await with_metrics(config.telemetry, registry, link.token, RunDir.of(config).metric_addresses, who, work)
+    folder = RunDir.of(config).metric_addresses
+    async with metrics_served(config.telemetry, registry, link.token, folder, who):
+        await work
 
 
 async def _closing(resource: Any, work: Awaitable[None]) -> None:

@@ -51,6 +51,7 @@ def make_app(
     token: str,
     on_drain: Callable[[], None],
     mounted: Mounted | None = None,
+    *,
     metrics_token: str = "",
 ) -> ASGIApp:
     """The routes around `sidecar`; `on_drain` is called once somebody asks this server to go.

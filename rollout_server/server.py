@@ -79,7 +79,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
         asked_to_go = asyncio.Event()
         mounted = job.mount(sidecar, url) if job.mount else None
         http = HttpServer(uvicorn.Config(
-            make_app(sidecar, job.model, job.token, asked_to_go.set, mounted, job.metrics_token),
+            make_app(sidecar, job.model, job.token, asked_to_go.set, mounted, metrics_token=job.metrics_token),
             log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=int(HTTP_STOP_S),
             timeout_keep_alive=KEEP_ALIVE_S,
         ))  # fmt: skip

@@ -4,7 +4,7 @@ agent worker     episode ─► turn ─► generate ─── traceparent ─�
                                 └─► tool ─► sandbox        reward
 
 A role that is told to (`deploy.telemetry.spans`) installs a tracer once, at its start. Which span is around the running
-code is this module's own context variable; OpenTelemetry's is set too, so that spans of instrumented users' code fit in.
+code is this module's own context variable; OpenTelemetry's is set too, for spans of users' own instrumented code.
 """
 
 from __future__ import annotations

@@ -67,17 +67,17 @@ def weight_updates(root: Path) -> list[dict[str, Any]]:
     living = root / "connect.env"
     if living.exists():
         try:
-            return asyncio.run(_from_ledger(living))
+            return asyncio.run(_from_ledger(living.read_text(encoding="utf-8")))
         except (ConfigError, LedgerError, OSError) as error:
             typer.echo(f"no weight swaps: the run's ledger does not tell them: {error}", err=True)
     return read_lines(root / "weight_updates.jsonl")
 
 
-async def _from_ledger(connect_env: Path) -> list[dict[str, Any]]:
+async def _from_ledger(connect_env: str) -> list[dict[str, Any]]:
     from penstock.deploy.link import Link
     from penstock.deploy.live_ledgers import SETTINGS
 
-    ledger = await Link.from_lines(connect_env.read_text(encoding="utf-8")).connect(SETTINGS)
+    ledger = await Link.from_lines(connect_env).connect(SETTINGS)
     try:
         return [asdict(update) for update in await ledger.updates()]
     finally:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import uvicorn
@@ -66,14 +66,6 @@ async def metrics_served(
             task.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         listener.close()
-
-
-async def with_metrics(
-    config: TelemetryConfig, registry: CollectorRegistry, token: str, folder: Path, who: Target, work: Awaitable[None]
-) -> None:
-    """`work`, its metrics served meanwhile."""
-    async with metrics_served(config, registry, token, folder, who):
-        await work
 
 
 def _listen(config: TelemetryConfig) -> socket.socket | None:

@@ -38,9 +38,7 @@ def asked_for(environment: Mapping[str, str]) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def spans_exported(
-    role: str, run: str, name: str, exporter: SpanExporter | None = None
-) -> AsyncIterator[None]:
+async def spans_exported(role: str, run: str, name: str, exporter: SpanExporter | None = None) -> AsyncIterator[None]:
     """Spans of this process for the length of the block; nothing where none are asked for.
 
     `exporter` in place of the one that the environment names.

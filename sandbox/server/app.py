@@ -20,9 +20,7 @@ from penstock.sandbox.server.session_routes import ThisServer
 from penstock.sandbox.server.views import Health
 
 
-def build_app(
-    sandbox: Sandbox, config: SandboxConfig, callers: tuple[Caller, ...], metrics_token: str = ""
-) -> FastAPI:
+def build_app(sandbox: Sandbox, config: SandboxConfig, callers: tuple[Caller, ...], metrics_token: str = "") -> FastAPI:
     """Its lifespan owns `sandbox`: every box is ended with it."""
     parts = Parts.of(sandbox, config)
     app = FastAPI(

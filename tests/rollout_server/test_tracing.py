@@ -57,7 +57,11 @@ async def test_the_servers_span_is_under_the_one_that_asked(collected, client) -
     said = dict(answered.attributes)
     assert said["penstock.episode"] == "train/0#1"
     assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (3, 4)
-    assert (said["penstock.version"], said["penstock.finish_reason"], said["penstock.server_name"]) == (0, "length", "s0")
+    assert (said["penstock.version"], said["penstock.finish_reason"], said["penstock.server_name"]) == (
+        0,
+        "length",
+        "s0",
+    )
 
 
 async def test_who_asks_without_a_trace_begins_one_at_the_server(collected, client) -> None:

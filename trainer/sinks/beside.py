@@ -1,6 +1,6 @@
 """A sink in a thread of its own: a slow disk or a network that hangs never holds a step up, a failure never ends it.
 
-    step, evaluation, … ──► queue (at most `MOST_WAITING`) ──► thread: make the sink, then call by call
+step, evaluation, … ──► queue (at most `MOST_WAITING`) ──► thread: make the sink, then call by call
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class WandbRun:
 
 @SINKS.register("wandb")
 def wandb(job: SinkJob) -> MetricSink:
-    """Raises `ImportError` without the extra, `LookupError` without a key, and what W&B raises where it cannot begin."""
+    """Raises `ImportError` without the extra, `LookupError` without a key, and what W&B raises of itself."""
     import wandb as library
 
     if os.environ.get("WANDB_MODE") not in WITHOUT_KEY and not os.environ.get("WANDB_API_KEY"):

@@ -64,7 +64,9 @@ def root(tmp_path: Path) -> Path:
     metrics = [{"step": n, "version": n + 1, "reward": 0.5 + n / 4, "tokens_per_s": 100.0} for n in (0, 1)]
     write_lines(folder / "metrics.jsonl", metrics)
     write_lines(folder / "weight_updates.jsonl", UPDATES)
-    write_lines(folder / "trajectories" / "step_000000.jsonl", [episode(0, 0.1, "agent-0", 0), episode(1, 0.4, "agent-0", 0)])
+    write_lines(
+        folder / "trajectories" / "step_000000.jsonl", [episode(0, 0.1, "agent-0", 0), episode(1, 0.4, "agent-0", 0)]
+    )
     old = {**episode(3, 3.0, "agent-1", 1), "extra": {"worker": "agent-1"}}
     write_lines(folder / "trajectories" / "step_000001.jsonl", [episode(2, 3.0, "agent-1", 1), old])
     return folder

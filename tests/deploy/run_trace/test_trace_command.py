@@ -51,7 +51,9 @@ def test_every_role_has_its_track(trace_of) -> None:
 def test_an_episode_is_turns_of_a_model_call_and_what_followed(trace_of) -> None:
     trace = trace_of("--steps", "1:2")
     (worker,) = [e["pid"] for e in trace["traceEvents"] if e["ph"] == "M" and e["args"].get("name") == "agent-1"]
-    lane = [(e["ph"], e["name"]) for e in trace["traceEvents"] if (e["pid"], e["tid"]) == (worker, 1) and e["ph"] in "BE"]
+    lane = [
+        (e["ph"], e["name"]) for e in trace["traceEvents"] if (e["pid"], e["tid"]) == (worker, 1) and e["ph"] in "BE"
+    ]
     assert lane == [
         ("B", "train/00000002#0"),
         *(("B", "turn 0"), ("B", "model"), ("E", "model"), ("B", "tool python"), ("E", "tool python"), ("E", "turn 0")),

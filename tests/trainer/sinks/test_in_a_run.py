@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from trainer_support import make_job, write_rows  # noqa: E402
+from trainer_support import make_job, write_rows
 
-from penstock.trainer.job import check_job  # noqa: E402
-from penstock.trainer.jsonl import read_lines  # noqa: E402
-from penstock.trainer.loop import train  # noqa: E402
-from penstock.trainer.prometheus import TrainerMetrics  # noqa: E402
-from penstock.trainer.registry import UnknownName  # noqa: E402
-from penstock.trainer.timeline import read_timeline  # noqa: E402
+from penstock.trainer.job import check_job
+from penstock.trainer.jsonl import read_lines
+from penstock.trainer.loop import train
+from penstock.trainer.prometheus import TrainerMetrics
+from penstock.trainer.registry import UnknownName
+from penstock.trainer.timeline import read_timeline
 
 pytestmark = pytest.mark.torch
 BREAKING = "tests.trainer.sinks.breaking:breaking"
