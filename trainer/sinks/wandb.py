@@ -24,12 +24,12 @@ _SECRET = re.compile(r"key|token|secret|password|credential|url", re.IGNORECASE)
 
 
 class WandbRun:
-    """`run` is what ``wandb.init`` gave."""
+    """`run` is what ``library.init`` gave, `library` W&B itself."""
 
-    def __init__(self, run: Any, samples: int, table: Any) -> None:
+    def __init__(self, run: Any, samples: int, library: Any) -> None:
         self._run = run
         self._samples = samples
-        self._table = table
+        self._library = library
         self._texts: dict[str, Any] = {}
         """Sent with the step's numbers: a call of its own would be a row of its own."""
 
@@ -46,10 +46,12 @@ class WandbRun:
     def trajectories(self, step: int, records: Sequence[Record]) -> None:
         rows = [[one["episode_id"], one["reward"], plain_text(one)] for one in records[: self._samples]]
         if rows:
-            self._texts = {"episodes": self._table(columns=["episode", "reward", "text"], data=rows)}
+            self._texts = {"episodes": self._library.Table(columns=["episode", "reward", "text"], data=rows)}
 
     def close(self) -> None:
         self._run.finish()
+        # W&B's own process writes and sends on: this waits for it.
+        self._library.teardown()
 
 
 @SINKS.register("wandb")
@@ -74,7 +76,7 @@ def wandb(job: SinkJob) -> MetricSink:
         ),
     )
     run.define_metric("*", step_metric=VERSION)
-    return WandbRun(run, int(chosen.get("samples") or 0), library.Table)
+    return WandbRun(run, int(chosen.get("samples") or 0), library)
 
 
 def resume_id(run_dir: Path) -> str:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 BOARD = ROOT / "deploy" / "grafana" / "penstock.json"
 TARGET_LABELS = {"run", "role", "name", "job", "instance"}
 """Those that Prometheus adds, from prometheus-targets.json and by itself."""
-ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \| (.*?) \| (.*?) \| .+ \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `(penstock_\w+)` \| (\w+) \|\s*(.*?)\s*\|\s*(.*?)\s*\| .+ \|$", re.MULTILINE)
 
 
 def exposed() -> dict[str, Family]:
@@ -72,10 +72,10 @@ def test_every_expression_parses_and_names_only_what_exists() -> None:
     families = exposed()
     by_sample = {sample: family for family in families.values() for sample in family.samples}
     asked = 0
-    for panel, target in ((panel, target) for panel in panels() for target in panel["targets"]):
-        for selector in selectors(parsed(target["expr"])):
+    for title, expression in ((one["title"], target["expr"]) for one in panels() for target in one["targets"]):
+        for selector in selectors(parsed(expression)):
             asked += 1
-            where = f"{panel['title']}: {selector.name}"
+            where = f"{title}: {selector.name}"
             assert selector.name == "up" or selector.name in by_sample, where
             known = TARGET_LABELS | (by_sample[selector.name].labels if selector.name != "up" else set())
             used = {matcher.name for matcher in selector.matchers.matchers} - {"le"}
