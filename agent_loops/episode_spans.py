@@ -46,7 +46,7 @@ class EpisodeSpans:
 
     def __init__(self, lease: Lease, worker: str) -> None:
         facts = {"episode": lease.episode_id, "task": lease.task.task_id, "lane": lease.task.lane}
-        self.root = begin("episode", None, **facts, worker=worker, attempt=lease.attempt)
+        self.root = begin("episode", None, {**facts, "worker": worker, "attempt": lease.attempt})
         self._facts = facts
         self._turns: list[_Turn] = []
         _TURN.set(None)
@@ -59,8 +59,8 @@ class EpisodeSpans:
         turn = _TURN.get() if kind != "reward" else None
         around = here() if kind == "sandbox" else None
         parent = around or (turn.span.context if turn is not None else self.root.context)
-        made = begin(f"{NAMES.get(kind, kind)} {name}".strip(), parent, **self._facts, operation=OPERATIONS.get(kind))
-        made.note(tool=name if kind == "tool" else None)
+        facts = {**self._facts, "operation": OPERATIONS.get(kind), "tool": name if kind == "tool" else None}
+        made = begin(f"{NAMES.get(kind, kind)} {name}".strip(), parent, facts)
         try:
             with inside(made):
                 yield made
@@ -87,7 +87,7 @@ class EpisodeSpans:
         # What another task began goes on there: a tool of it may be what started this branch.
         if before is not None and before.branch is asyncio.current_task():
             before.end()
-        turn = _Turn(begin("turn", self.root.context, **self._facts, turn=len(self._turns)))
+        turn = _Turn(begin("turn", self.root.context, {**self._facts, "turn": len(self._turns)}))
         self._turns.append(turn)
         _TURN.set(turn)
 

@@ -137,9 +137,9 @@ class EpisodeLLM:
         return generation
 
     def _tell(self, told: OpenSpan, context: Sequence[int], generation: Generation) -> None:
-        told.note(input_tokens=len(context), output_tokens=len(generation.token_ids))
-        told.note(finish_reason=generation.finish_reason, resumed=generation.resumed)
-        told.note(**versions_of({version for version, _, _ in generation.version_spans}))
+        versions = versions_of({version for version, _, _ in generation.version_spans})
+        facts = {"finish_reason": generation.finish_reason, "resumed": generation.resumed, **versions}
+        told.note(input_tokens=len(context), output_tokens=len(generation.token_ids), **facts)
         if told.with_text:
             told.text(prompt=self._decode(context), answer=self._decode(generation.token_ids))
 

@@ -64,7 +64,7 @@ class OpenSpan:
 
     def note(self, **facts: Any) -> None:
         """Attributes; None is left out, and other things than numbers and texts are told as text."""
-        self._span.set_attributes({_key(name): _plain(value) for name, value in facts.items() if value is not None})
+        self._span.set_attributes(_attributes(facts))
 
     def text(self, **texts: str) -> None:
         """Attributes that are there only where texts are asked for."""
@@ -104,7 +104,9 @@ class NoSpan:
 NO_SPAN = NoSpan()
 
 
-def begin(name: str, parent: Context | None, *, server: bool = False, **facts: Any) -> OpenSpan:
+def begin(
+    name: str, parent: Context | None, facts: Mapping[str, Any] | None = None, *, server: bool = False
+) -> OpenSpan:
     """A span under `parent`; None: the first of a trace. Only while a tracer is installed."""
     from opentelemetry import trace
     from opentelemetry.context import Context
@@ -113,10 +115,9 @@ def begin(name: str, parent: Context | None, *, server: bool = False, **facts: A
     kind = trace.SpanKind.SERVER if server else trace.SpanKind.INTERNAL
     # An empty context, not None: else whatever span is open in OpenTelemetry's own context would be the parent.
     under = Context() if parent is None else parent
-    span = TRACING.tracer.start_span(name, context=under, kind=kind, attributes=dict(TRACING.common))
-    made = OpenSpan(span, trace.set_span_in_context(span, under))
-    made.note(**facts)
-    return made
+    attributes = {**TRACING.common, **_attributes(facts or {})}
+    span = TRACING.tracer.start_span(name, context=under, kind=kind, attributes=attributes)
+    return OpenSpan(span, trace.set_span_in_context(span, under))
 
 
 @contextmanager
@@ -159,8 +160,9 @@ async def answered(
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     parent = TraceContextTextMapPropagator().extract({HEADER: traceparent}) if traceparent else None
-    span = begin("sample", parent, server=True, server_name=server, episode=request.episode_id or None)
-    span.note(operation="text_completion", input_tokens=len(request.token_ids))
+    asked = {"operation": "text_completion", "input_tokens": len(request.token_ids)}
+    facts = {**asked, "episode": request.episode_id or None, "server_name": server}
+    span = begin("sample", parent, facts, server=True)
     tokens, versions, reason = 0, set[int](), "broken"
     try:
         async with aclosing(chunks):
@@ -185,9 +187,6 @@ def versions_of(versions: set[int]) -> dict[str, int]:
     return {"version": newest} if newest == oldest else {"version": newest, "version_oldest": oldest}
 
 
-def _key(name: str) -> str:
-    return GEN_AI.get(name) or f"penstock.{name}"
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str) else str(value)
+def _attributes(facts: Mapping[str, Any]) -> dict[str, Any]:
+    known = ((GEN_AI.get(name) or f"penstock.{name}", value) for name, value in facts.items() if value is not None)
+    return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in known}

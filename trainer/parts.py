@@ -100,8 +100,15 @@ class Parts:
             bad_batches = BadBatches(folder, job.config.bad_batch_dumps, job.model, engine, ranks)
             learner = Learner(job.config, engine, ranks.data, bad_batches)
             leaving = (publisher, saver, spiller)
-            told = (recorder, evaluator, feeder, timeline)
-            parts = cls(job, in_torch, ranks, engine, learner, *leaving, source, *told, 0, 0.0)
+            parts = cls(
+                *(job, in_torch, ranks, engine, learner, *leaving, source),
+                recorder=recorder,
+                evaluator=evaluator,
+                feeder=feeder,
+                timeline=timeline,
+                step=0,
+                step_began=0.0,
+            )
             await parts._resume()
             yield parts
 

@@ -26,7 +26,7 @@ class Timeline:
 
     def __init__(self, run_dir: Path | None = None) -> None:
         self._path = run_dir / FILE if run_dir is not None else None
-        self._lines: list[dict[str, str | int | float]] = []
+        self._lines: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         if self._path is not None and self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
             # What a killed trainer was writing: the next line must not become a part of it.

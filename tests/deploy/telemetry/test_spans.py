@@ -45,7 +45,7 @@ async def test_a_collector_gets_the_spans_of_a_role(collector, monkeypatch) -> N
     monkeypatch.setenv(ENDPOINT, url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
     async with spans_exported("agent", "mine", "agent-0"):
-        with tracing.inside(tracing.begin("episode", None, tokens=5)):
+        with tracing.inside(tracing.begin("episode", None, {"tokens": 5})):
             pass
     assert tracing.TRACING.tracer is None
     sent = [ExportTraceServiceRequest.FromString(body) for body in bodies]
