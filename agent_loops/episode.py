@@ -14,6 +14,7 @@ import logging
 
 from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
 from penstock.agent_loops.chat import new_budget
+from penstock.agent_loops.episode_spans import EpisodeSpans, episode_spans, trajectory_facts
 from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError, TokenMismatch
 from penstock.agent_loops.finish import Finished
 from penstock.agent_loops.journal import EpisodeJournal
@@ -44,7 +45,24 @@ class Episode:
 
     async def run(self) -> Outcome:
         """The outcome that the ledger was told. Raises `LedgerError` (lease lost, ledger gone) and `CancelledError`."""
-        self._trace = begin_trace()
+        spans = episode_spans(self._lease, self._parts.worker)
+        self._trace = begin_trace(self._parts.on_span, spans)
+        return await (self._run() if spans is None else self._run_told(spans))
+
+    async def _run_told(self, spans: EpisodeSpans) -> Outcome:
+        cause = "stopped"
+        try:
+            outcome = await self._run()
+            spans.outcome(outcome)
+            cause = ""
+            return outcome
+        except LedgerError as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            spans.end(cause)
+
+    async def _run(self) -> Outcome:
         try:
             trajectory = await self._follow_or_restart()
             if trajectory.outcome.may_carry_reward:
@@ -60,6 +78,8 @@ class Episode:
             await self._parts.ledger.complete(self._lease, trajectory)
         except BadPayload as error:
             raise InfraFailure("ledger", f"refused the trajectory: {error}") from error
+        if self._trace.exported is not None:
+            self._trace.exported.root.note(**trajectory_facts(trajectory))
         return trajectory.outcome
 
     async def _fail(self, outcome: Outcome) -> Outcome:

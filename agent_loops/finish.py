@@ -56,8 +56,9 @@ class Finished:
                 raise InfraFailure("reward", "no reward: set agent.reward, or give one in segment.output(reward=…)")
             return sum(self.tool_rewards.values()), {}
         solution = self.parts.chat.decode(self.outputs[-1].response_ids.tolist(), special=False)
-        with span("reward"):
+        with span("reward") as told:
             score = await self.parts.reward.score(self.lease.task, solution, self._for_reward())
+            told.note(reward=score.reward)
         return score.reward, score.metrics
 
     def _for_reward(self) -> Mapping[str, Any]:

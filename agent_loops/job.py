@@ -12,6 +12,7 @@ from penstock.agent_loops.client import GenerateClient
 from penstock.agent_loops.concurrency import Bounds
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.load import allow_imports_from
+from penstock.agent_loops.metrics import WorkerMetrics
 from penstock.agent_loops.parts import EpisodeParts
 from penstock.agent_loops.registry import find_loop
 from penstock.agent_loops.reward import load_reward
@@ -47,6 +48,8 @@ class WorkerJob:
     max_failures_in_a_row: int = 20
     server_slots: int = 0
     """Requests that a rollout server decodes together; 0: not known."""
+    metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
+    """What the worker counts; served by its opener."""
 
     @property
     def bounds(self) -> Bounds:

@@ -16,6 +16,7 @@ from penstock.agent_loops.segment import SegmentBuilder
 from penstock.agent_loops.trace import span
 from penstock.rollout_server.answer import Answer
 from penstock.rollout_server.protocol import Chunk, GenerateRequest, Generation, ImageRef, Sampling
+from penstock.rollout_server.tracing import OpenSpan, versions_of
 from penstock.transfer_queue.ledger import Lease
 from penstock.transfer_queue.trajectory import JournalKind
 
@@ -123,8 +124,10 @@ class EpisodeLLM:
         request = self._request(context, tokens_left, overrides, images)
         started = time.monotonic()
         try:
-            with span("model"):
+            with span("model") as told:
                 generation = await (self._watched(request, watch) if watch else self._client.generate(request))
+                if isinstance(told, OpenSpan):
+                    self._tell(told, context, generation)
         except InfraFailure:
             raise
         except Exception as error:
@@ -132,6 +135,13 @@ class EpisodeLLM:
         self.counts.latency_s += time.monotonic() - started
         check_generation(generation, self._lease.min_version)
         return generation
+
+    def _tell(self, told: OpenSpan, context: Sequence[int], generation: Generation) -> None:
+        versions = versions_of({version for version, _, _ in generation.version_spans})
+        facts = {"finish_reason": generation.finish_reason, "resumed": generation.resumed, **versions}
+        told.note(input_tokens=len(context), output_tokens=len(generation.token_ids), **facts)
+        if told.with_text:
+            told.text(prompt=self._decode(context), answer=self._decode(generation.token_ids))
 
     async def _watched(self, request: GenerateRequest, watch: Watch) -> Generation:
         answer = Answer(request)

@@ -11,6 +11,7 @@ from penstock.agent_loops.chat import ChatTokens
 from penstock.agent_loops.client import GenerateClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.reward import RewardFunction
+from penstock.agent_loops.trace import OnSpan
 from penstock.sandbox.protocol import Sandbox
 from penstock.tools.base import BaseTool
 from penstock.tools.config import ToolConfig
@@ -43,3 +44,5 @@ class EpisodeParts:
     on_lost: Literal["replay", "restart"] = "replay"
     reward: RewardFunction | None = None
     mismatches: Mismatches = field(default_factory=Mismatches)
+    on_span: OnSpan | None = None
+    """Told each span of each episode when it ends."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from penstock.agent_loops.metrics import WorkerMetrics
 from penstock.transfer_queue.trajectory import COMPLETED, Outcome, OutcomeKind
 
 
@@ -12,6 +13,8 @@ from penstock.transfer_queue.trajectory import COMPLETED, Outcome, OutcomeKind
 class WorkerStats:
     """Ever: `outcomes`, `failures_in_a_row`. Since the last report: `waits_s`, latencies."""
 
+    metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
+    """The same for Prometheus."""
     outcomes: Counter[str] = field(default_factory=Counter)
     failures_in_a_row: int = 0
     last_failure: Outcome = COMPLETED
@@ -24,6 +27,8 @@ class WorkerStats:
         self.outcomes[outcome.kind.value] += 1
         self._latency_s += latency_s
         self._ended += 1
+        self.metrics.episodes.labels(outcome.kind.value).inc()
+        self.metrics.episode_s.observe(latency_s)
         if outcome.kind is OutcomeKind.INFRA_ERROR:
             self.failures_in_a_row += 1
             self.last_failure = outcome
@@ -32,6 +37,7 @@ class WorkerStats:
 
     def add_wait(self, cause: str, seconds: float) -> None:
         self.waits_s[cause] = self.waits_s.get(cause, 0.0) + seconds
+        self.metrics.waited.labels(cause).inc(seconds)
 
     def take_waits(self) -> dict[str, float]:
         waits, self.waits_s = self.waits_s, {}

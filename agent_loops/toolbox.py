@@ -6,6 +6,7 @@ call ──malformed, unknown, invalid──► error text for the model
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -129,8 +130,11 @@ class ToolBox:
     async def _execute(self, named: NamedCall, state: Any) -> ToolResult:
         call = named.call
         tool, config = self._tools[call.name], self._configs[call.name]
-        with span("tool", call.name), as_call(named.name):
+        with span("tool", call.name) as told, as_call(named.name):
             result = await as_infra(call.name, guard_of(tool, config).call(tool, state, call.arguments))
+            told.note(is_error=result.is_error)
+            if told.with_text:
+                told.text(arguments=json.dumps(call.arguments, default=str), result=result.text)
         return _cut(result, config, self._count_tokens)
 
 

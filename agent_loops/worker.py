@@ -31,6 +31,7 @@ from penstock.agent_loops.parts import EpisodeParts
 from penstock.agent_loops.reward import may_need_sandbox
 from penstock.agent_loops.running import CHUNK, RunningEpisodes
 from penstock.agent_loops.stats import WorkerStats
+from penstock.agent_loops.traced_sandbox import traced
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox, SandboxError
 from penstock.tools.registry import close_tools
@@ -70,7 +71,7 @@ def _sandbox_of(job: WorkerJob) -> Sandbox | None:
     if not job.tools and not may_need_sandbox(job.config):
         return None
     try:
-        return make_sandbox(job.sandbox, job.name, job.sandbox_token, job.config.episode_deadline_s)
+        return traced(make_sandbox(job.sandbox, job.name, job.sandbox_token, job.config.episode_deadline_s))
     except SandboxError as error:
         if job.tools:
             raise
@@ -82,16 +83,17 @@ class Worker:
     """The process's one loop. `run` is called once."""
 
     def __init__(self, job: WorkerJob, parts: EpisodeParts) -> None:
-        self.stats = WorkerStats()
+        self.stats = WorkerStats(job.metrics)
         self.concurrency = Concurrency(job.bounds)
         self._job = job
-        self._parts = replace(parts, worker=job.name)
+        self._parts = replace(parts, worker=job.name, on_span=job.metrics.span)
         self._room = asyncio.Event()
         self.episodes = RunningEpisodes(self._parts, self.stats, self._room.set)
         self._watch = LoopWatch()
         self._random = random.Random(f"{job.seed}/{job.name}")
         self._pause_s = BACK_OFF_S[0]
         self._server_seen = time.monotonic()
+        job.metrics.follow(lambda: len(self.episodes), lambda: self.concurrency.limit)
 
     async def run(self) -> None:
         self._watch.start()
@@ -164,6 +166,7 @@ class Worker:
             await asyncio.sleep(REPORT_S)
             await self._flush()
             line, lag_s = self.stats.line(len(self.episodes)), self._watch.take_longest_s()
+            self._job.metrics.lag_s.set(lag_s)
             log.info("%s: %s; limit %d, loop lag %.3f s", self._job.name, line, self.concurrency.limit, lag_s)
 
     async def _flush(self) -> None:

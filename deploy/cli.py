@@ -20,6 +20,7 @@ from penstock.deploy.commands.reward_server import reward_server
 from penstock.deploy.commands.search_server import search_server
 from penstock.deploy.commands.simulate import simulate
 from penstock.deploy.commands.status import status
+from penstock.deploy.commands.trace import trace
 from penstock.deploy.load_config import ConfigError
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ app.command()(reward_server)
 app.command()(simulate)
 app.command()(doctor)
 app.command()(status)
+app.command()(trace)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from penstock.agent_loops.config import AgentConfig
 from penstock.dashboard.config import DashboardConfig
 from penstock.deploy.on_ray.config import RayConfig
+from penstock.deploy.telemetry.config import TelemetryConfig
 from penstock.rollout_server.config import RolloutConfig
 from penstock.sandbox.config import SandboxConfig
 from penstock.tools.config import ToolConfig
@@ -69,3 +70,4 @@ class RunConfig(BaseModel):
     trainer: TrainerConfig = TrainerConfig()
     dashboard: DashboardConfig = DashboardConfig()
     ray: RayConfig = RayConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

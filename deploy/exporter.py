@@ -13,12 +13,12 @@ import logging
 from collections.abc import AsyncIterator
 
 import uvicorn
-from fastapi import FastAPI, Response
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from penstock.deploy.link import Link
-from penstock.rollout_server.access import RequireToken
+from penstock.deploy.telemetry.served import metrics_app
 from penstock.transfer_queue.gauges import LedgerGauges
 from penstock.transfer_queue.ledger import Ledger, LedgerError, ServerInfo, Status
 
@@ -31,23 +31,21 @@ class LedgerExporter:
     def __init__(self, ledger: Ledger, run: str, every_s: float) -> None:
         self._ledger = ledger
         self._every_s = every_s
-        self._newest: Status | None = None
-        self._servers: list[ServerInfo] = []
-        self._registry = CollectorRegistry()
-        self._registry.register(LedgerGauges(run, lambda: self._newest, lambda: self._servers))
+        self.newest: Status | None = None
+        """None: the ledger did not answer."""
+        self.servers: list[ServerInfo] = []
+        self.registry = CollectorRegistry()
+        self.registry.register(LedgerGauges(run, lambda: self.newest, lambda: self.servers))
 
     async def poll(self) -> None:
         """Until cancelled."""
         while True:
             try:
-                self._newest, self._servers = await self._ledger.status(), await self._ledger.servers()
+                self.newest, self.servers = await self._ledger.status(), await self._ledger.servers()
             except LedgerError as error:
                 logger.warning("ledger: %s", error)
-                self._newest = None
+                self.newest = None
             await asyncio.sleep(self._every_s)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
 
 
 async def serve(link: Link, host: str, port: int, every_s: float) -> None:
@@ -63,7 +61,7 @@ async def serve(link: Link, host: str, port: int, every_s: float) -> None:
 
 def make_app(exporter: LedgerExporter, token: str) -> ASGIApp:
     @contextlib.asynccontextmanager
-    async def polling(_: FastAPI) -> AsyncIterator[None]:
+    async def polling(_: Starlette) -> AsyncIterator[None]:
         task = asyncio.create_task(exporter.poll(), name="poll the ledger")
         try:
             yield
@@ -71,10 +69,4 @@ def make_app(exporter: LedgerExporter, token: str) -> ASGIApp:
             task.cancel()
             await asyncio.wait([task])
 
-    app = FastAPI(title="Penstock ledger", docs_url=None, redoc_url=None, lifespan=polling)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(exporter.text(), media_type="text/plain; version=0.0.4")
-
-    return RequireToken(app, token)
+    return metrics_app(exporter.registry, token, polling)

@@ -33,6 +33,7 @@ from penstock.deploy.report import Reporter, StalledRun
 from penstock.deploy.roles import remove_weights
 from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.summary import write_summary
+from penstock.deploy.telemetry.head import head_served
 from penstock.trainer.jsonl import rewrite_lines
 from penstock.transfer_queue.capacity import check_step_bytes
 from penstock.transfer_queue.redis_ledger import RedisLedger
@@ -119,7 +120,8 @@ async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLe
     try:
         for role in roles_of(config, link):
             crew.add(role)
-        await crew.run(watchers)
+        async with head_served(config, run, link, ledger, lambda: [*crew.members, *page]):
+            await crew.run(watchers)
     except (RoleFailed, StalledRun) as error:
         why = error.why
         raise

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of
@@ -21,7 +21,14 @@ from penstock.deploy.processes import STOP_FILE_VARIABLE, die_with_parent
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.sole_trainer import sole_trainer
 from penstock.deploy.stacks import answer_with_stacks
+from penstock.deploy.telemetry.access import metrics_token
+from penstock.deploy.telemetry.addresses import Target
+from penstock.deploy.telemetry.served import metrics_served
+from penstock.deploy.telemetry.spans import with_spans
 from penstock.sandbox.config import SandboxConfig
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 TRAINER_STOP_S = 25.0
 """For the last checkpoint; torchrun gives its ranks 30 s after SIGTERM."""
@@ -114,10 +121,11 @@ async def rollout(
         seed=config.seed,
         fetch_dir=local_weights_dir(config) / f"fetched-by-{name}",
         evaluates=evaluates,
+        metrics_token=metrics_token(link.token),
         mount=mount(recorded),
     )
     with _no_use_restarting(EngineError, OSError):  # the sidecar has restarted its engine as often as it may
-        await _closing(ledger, serve(job))
+        await _closing(ledger, with_spans("rollout", config.name, name, serve(job)))
 
 
 async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
@@ -146,8 +154,10 @@ async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
         sandbox_token=link.token,
         server_slots=config.rollout.max_concurrent,
     )
+    spans = with_spans("agent", config.name, name, run_worker(job))
+    work = _watched(config, link, Target("", config.name, "agent", name), job.metrics.registry, spans)
     with _no_use_restarting(AgentError, SandboxError, ToolConfigError):
-        await _closing(client, _closing(ledger, run_worker(job)))
+        await _closing(client, _closing(ledger, work))
 
 
 async def train_rank(link: Link) -> None:
@@ -157,13 +167,14 @@ async def train_rank(link: Link) -> None:
     from penstock.trainer.data import DataError
     from penstock.trainer.job import BadJob, TrainJob
     from penstock.trainer.loop import train
+    from penstock.trainer.prometheus import TrainerMetrics
     from penstock.trainer.registry import UnknownName
     from penstock.trainer.source import BatchTimeout
     from penstock.transfer_queue.ledger import TooManyFiltered
 
     # Also where nothing is spilled (any more): an earlier life of the run may have spilled what is to be replayed.
     ledger, config = await link.join(with_batch_log=True)
-    run = RunDir.of(config)
+    run, metrics = RunDir.of(config), TrainerMetrics()
     job = TrainJob(
         config=config.trainer,
         ledger=ledger,
@@ -185,11 +196,16 @@ async def train_rank(link: Link) -> None:
         publish_dtype=config.rollout.dtype,
         spill=config.transfer_queue.spill,
         stop_timeout_s=TRAINER_STOP_S,
+        settings=config.model_dump(mode="json"),
+        watchers=(metrics,),
     )
+    work = train(job)
+    if os.environ.get("RANK", "0") == "0":
+        work = _watched(config, link, Target("", config.name, "trainer", "trainer"), metrics.registry, work)
     final = (BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered)
     with _no_use_restarting(*final):
         async with sole_trainer(run):
-            await _closing(ledger, train(job))
+            await _closing(ledger, work)
 
 
 async def sandbox(config: SandboxConfig, host: str, port: int) -> None:
@@ -201,7 +217,7 @@ async def sandbox(config: SandboxConfig, host: str, port: int) -> None:
     if not token:
         raise ConfigError(f"{TOKEN_VARIABLE} is not set: callers of the sandbox server must present it")
     try:
-        await serve(config, host, port, token)
+        await serve(config, host, port, token, metrics_token(token))
     except SandboxError as error:
         raise ConfigError(str(error)) from error
 
@@ -222,6 +238,15 @@ def remove_weights(config: RunConfig) -> None:
     """Both folders, of this machine; nobody of the run reads them any more."""
     for directory in {weights_dir(config), local_weights_dir(config)}:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _watched(
+    config: RunConfig, link: Link, who: Target, registry: CollectorRegistry, work: Coroutine[Any, Any, None]
+) -> None:
+    """`work`, its metrics served meanwhile."""
+    folder = RunDir.of(config).metric_addresses
+    async with metrics_served(config.telemetry, registry, link.token, folder, who):
+        await work
 
 
 async def _closing(resource: Any, work: Awaitable[None]) -> None:

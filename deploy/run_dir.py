@@ -66,6 +66,34 @@ class RunDir:
         return self.root / "eval.jsonl"
 
     @property
+    def weight_updates(self) -> Path:
+        """The ledger's weight updates, written when the run ends: the ledger is away then."""
+        return self.root / "weight_updates.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / "timeline.jsonl"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.root / "trajectories"
+
+    @property
+    def metric_addresses(self) -> Path:
+        """One file per living role on this file system that serves metrics."""
+        return self.root / "metrics"
+
+    @property
+    def metrics_token(self) -> Path:
+        """Opens the roles' metrics and nothing else; readable by its owner alone, gone when the run ends."""
+        return self.root / "metrics.token"
+
+    @property
+    def prometheus_targets(self) -> Path:
+        """For Prometheus' file-based discovery; gone when the run ends."""
+        return self.root / "prometheus-targets.json"
+
+    @property
     def ended(self) -> Path:
         """Why the run is over, once it is."""
         return self.root / "ended.json"

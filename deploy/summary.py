@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from penstock.deploy.config import RunConfig
 from penstock.deploy.crew import Member
 from penstock.deploy.run_dir import RunDir
-from penstock.trainer.jsonl import last_by_step, read_lines
+from penstock.trainer.jsonl import last_by_step, read_lines, rewrite_lines
 from penstock.transfer_queue.ledger import Ledger, Status, WeightUpdate
 
 
@@ -22,7 +23,8 @@ async def write_summary(
 ) -> dict[str, Any]:
     """Collect, write and return the summary. Also draws the reward curve."""
     rows = last_by_step(read_lines(run.metrics))
-    status = await ledger.status()
+    status, updates = await ledger.status(), await ledger.updates()
+    rewrite_lines(run.weight_updates, map(asdict, updates))
     summary = {
         "name": config.name,
         "steps": len(rows),
@@ -32,7 +34,7 @@ async def write_summary(
         **_accounts(last_by_step(read_lines(run.steps)), status, await ledger.held()),
         **_tokens(rows),
         "checkpoints_damaged": rows[-1].get("checkpoints_damaged", 0) if rows else 0,
-        **_updates(await ledger.updates()),
+        **_updates(updates),
         "wait_s": {key: round(seconds, 2) for key, seconds in sorted(status.waits_s.items())},
         "restarts": {m.spec.name: m.restarts for m in members},
     }

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.rollout_server.errors import error_response
 
 MOST_BODY_BYTES = 64 << 20
+METRICS = "/metrics"
 AlsoAllowed = Callable[[str, str], bool]
 """(path, bearer token) → whether that token, which is not the run's, opens that path. Compares in constant time."""
 
@@ -37,6 +38,19 @@ class RequireToken:
             return True
         scheme, _, token = given.decode("latin-1").partition(" ")
         return bool(token) and scheme == "Bearer" and self._also is not None and self._also(scope["path"], token)
+
+
+class OpensMetrics:
+    """`AlsoAllowed`: `token` opens ``/metrics`` and nothing else, and `further` what it opens. Empty: no such token."""
+
+    def __init__(self, token: str, further: AlsoAllowed | None = None) -> None:
+        self._token = token.encode()
+        self._further = further
+
+    def __call__(self, path: str, token: str) -> bool:
+        if self._token and path == METRICS and hmac.compare_digest(token.encode(), self._token):
+            return True
+        return self._further is not None and self._further(path, token)
 
 
 class LimitBody:

@@ -25,6 +25,7 @@ from penstock.rollout_server.protocol import Chunk, EngineError, GenerateRequest
 from penstock.rollout_server.routing import Registry, Router
 from penstock.rollout_server.since import Sent
 from penstock.rollout_server.streams import first_to_speak, until
+from penstock.rollout_server.tracing import carrier, here
 from penstock.transfer_queue.ledger import LedgerError, ServerInfo
 
 CONNECT_S = 5.0
@@ -167,7 +168,9 @@ class RolloutClient:
 
     async def _post(self, url: str, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         body = request.model_dump_json().encode()
-        async with self._http().post(f"{url}/generate", data=body, headers=self._headers) as response:
+        around = here()
+        headers = self._headers if around is None else {**self._headers, **carrier(around)}
+        async with self._http().post(f"{url}/generate", data=body, headers=headers) as response:
             if response.status != 200:
                 raise await _refusal(response)
             async for line in response.content:

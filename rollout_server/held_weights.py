@@ -138,13 +138,13 @@ class HeldWeights:
         self.history.append(WeightsLoad(version=newest.version, at_unix_s=time.time(), outcome=outcome, cause=cause))
 
     async def _took(self, report: LoadReport, newest: Announcement) -> None:
+        now = time.time()
         self.version, self.refused, self._loaded, self.last = report.version, None, newest, report
         self.cause, self._refusals, self._behind_since = "", 0, None
-        self.history.append(WeightsLoad(version=report.version, at_unix_s=time.time(), outcome="loaded", report=report))
+        self.history.append(WeightsLoad(version=report.version, at_unix_s=now, outcome="loaded", report=report))
         self._metrics.updated(report)
-        update = WeightUpdate(
-            self._name, report.version, report.pause_s, report.fetch_s, report.load_s, report.in_flight
-        )
+        took = (report.pause_s, report.fetch_s, report.load_s)
+        update = WeightUpdate(self._name, report.version, *took, report.in_flight, at_unix_s=now)
         try:
             await self._line.ask(self._line.ledger.report_update(update))
         except LedgerError as error:

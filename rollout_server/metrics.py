@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from penstock.rollout_server.protocol import LoadReport
 
@@ -12,6 +12,7 @@ PAUSE_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(namespace="penstock", registry=self.registry)
         self.tokens = Counter("penstock_rollout_tokens", "Tokens sampled", registry=self.registry)
         self.requests = Counter(
             "penstock_rollout_requests", "Generate calls by how they ended", ["outcome"], registry=self.registry

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict
 from starlette.types import ASGIApp
 
-from penstock.rollout_server.access import LimitBody, RequireToken
+from penstock.rollout_server.access import LimitBody, OpensMetrics, RequireToken
 from penstock.rollout_server.answer_response import AnswerResponse
 from penstock.rollout_server.errors import add_error_handlers
 from penstock.rollout_server.openapi import GENERATE_REFUSALS, NDJSON, complete_schema
 from penstock.rollout_server.protocol import GenerateRequest
 from penstock.rollout_server.sidecar import Sidecar
+from penstock.rollout_server.tracing import HEADER, TRACING, answered
 from penstock.rollout_server.views import Draining, Health, ModelEntry, ModelList, WeightsStatus
 
 PULL_WAIT_S = 10.0
@@ -45,13 +46,22 @@ class WeightsCommand(BaseModel):
 
 
 def make_app(
-    sidecar: Sidecar, model: str, token: str, on_drain: Callable[[], None], mounted: Mounted | None = None
+    sidecar: Sidecar,
+    model: str,
+    token: str,
+    on_drain: Callable[[], None],
+    mounted: Mounted | None = None,
+    *,
+    metrics_token: str = "",
 ) -> ASGIApp:
-    """The routes around `sidecar`; `on_drain` is called once somebody asks this server to go."""
+    """The routes around `sidecar`; `on_drain` is called once somebody asks this server to go.
+
+    `metrics_token` opens ``/metrics`` and nothing else; empty: there is none.
+    """
     app = make_routes(sidecar, model, on_drain)
     if mounted is not None:
         app.include_router(mounted.router)
-    return RequireToken(LimitBody(app), token, mounted.also if mounted else None)
+    return RequireToken(LimitBody(app), token, OpensMetrics(metrics_token, mounted.also if mounted else None))
 
 
 def make_routes(sidecar: Sidecar, model: str, on_drain: Callable[[], None]) -> FastAPI:
@@ -74,9 +84,12 @@ def make_routes(sidecar: Sidecar, model: str, on_drain: Callable[[], None]) -> F
 
 def _add_generate(app: FastAPI, sidecar: Sidecar) -> None:
     @app.post("/generate", status_code=200, response_class=AnswerResponse, responses={**NDJSON, **GENERATE_REFUSALS})
-    async def generate(request: GenerateRequest) -> Response:
+    async def generate(request: GenerateRequest, http: Request) -> Response:
         """Ids in; ids, their logprobs and the versions that sampled them out, as they are sampled."""
-        return AnswerResponse(sidecar.generate(sidecar.admit(request)))
+        chunks = sidecar.generate(sidecar.admit(request))
+        if TRACING.tracer is not None:
+            chunks = answered(chunks, request, http.headers.get(HEADER), sidecar.name)
+        return AnswerResponse(chunks)
 
 
 def _add_weights(app: FastAPI, sidecar: Sidecar) -> None:

@@ -8,7 +8,7 @@ import errno
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -55,6 +55,8 @@ class ServerJob:
     """It takes the episodes of evaluations alone, and keeps its weights while one is on."""
     drain_s: float = DRAIN_S
     """How long requests in flight may take once the server has to go."""
+    metrics_token: str = field(default="", repr=False)
+    """Opens ``/metrics`` and nothing else; empty: the run's token alone does."""
     mount: Callable[[Sidecar, str], Mounted] | None = None
     """Further routes, made from the sidecar and its own URL before the first request comes."""
 
@@ -76,8 +78,8 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
         )  # fmt: skip
         asked_to_go = asyncio.Event()
         mounted = job.mount(sidecar, url) if job.mount else None
-        http = _Http(uvicorn.Config(
-            make_app(sidecar, job.model, job.token, asked_to_go.set, mounted),
+        http = HttpServer(uvicorn.Config(
+            make_app(sidecar, job.model, job.token, asked_to_go.set, mounted, metrics_token=job.metrics_token),
             log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=int(HTTP_STOP_S),
             timeout_keep_alive=KEEP_ALIVE_S,
         ))  # fmt: skip
@@ -110,7 +112,7 @@ def _fetcher(job: ServerJob) -> MergingFetch:
 
 
 async def _leave(
-    sidecar: Sidecar, running: asyncio.Task[None], http: _Http, serving: asyncio.Task[None], drain_s: float
+    sidecar: Sidecar, running: asyncio.Task[None], http: HttpServer, serving: asyncio.Task[None], drain_s: float
 ) -> None:
     """Registry, requests, engine, HTTP: in this order, so that nobody is sent here any more and nobody is cut off."""
     await sidecar.drain(drain_s)
@@ -132,7 +134,7 @@ async def _bound_logs(folder: Path) -> None:
         await asyncio.sleep(LOGS_S)
 
 
-class _Http(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: who calls `serve` decides what a signal means."""
 
     @contextlib.contextmanager

@@ -113,6 +113,16 @@ class StopConfig(BaseModel):
         return self.target is not None or self.patience > 0
 
 
+class WandbConfig(BaseModel):
+    """Only where trainer.sinks has wandb; key, account and server come from W&B's own variables (WANDB_API_KEY …)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    project: str = Field("penstock", min_length=1, description="Project at W&B.")
+    group: str | None = Field(None, description="Runs of one group are drawn together; None: no group.")
+    samples: int = Field(0, ge=0, description="Episodes per step whose text is sent; 0: numbers only.")
+
+
 class TrainerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -199,6 +209,11 @@ class TrainerConfig(BaseModel):
     )
     max_restarts: int = Field(3, ge=0, description="Restarts of the trainer after a crash.")
     save_trajectories: int = Field(8, ge=0, description="Trajectories written out per step for people to read.")
+    sinks: tuple[str, ...] = Field(
+        ("tensorboard",),
+        description="Where the numbers go besides metrics.jsonl: tensorboard, wandb, or package.module:function.",
+    )
+    wandb: WandbConfig = WandbConfig()
 
     def anywhere(self) -> TrainerConfig:
         """Without what concerns speed and memory alone: that may ask for a machine or packages that are not here."""

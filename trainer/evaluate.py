@@ -18,6 +18,7 @@ import numpy as np
 
 from penstock.trainer.data import Row
 from penstock.trainer.recorder import Recorder
+from penstock.trainer.timeline import EVALUATION, Timeline
 from penstock.transfer_queue.evaluation import evaluation_lane
 from penstock.transfer_queue.ledger import Ledger
 from penstock.transfer_queue.trajectory import Trajectory
@@ -30,8 +31,11 @@ logger = logging.getLogger(__name__)
 class Evaluator:
     """Only rank 0 evaluates. Without rows every method is a no-op."""
 
-    def __init__(self, ledger: Ledger, rows: Sequence[Row], recorder: Recorder) -> None:
+    def __init__(
+        self, ledger: Ledger, rows: Sequence[Row], recorder: Recorder, timeline: Timeline | None = None
+    ) -> None:
         self._ledger = ledger
+        self._timeline = timeline or Timeline()
         self._rows = rows
         self._recorder = recorder
         self._task: asyncio.Task[None] | None = None
@@ -44,7 +48,7 @@ class Evaluator:
             return False
         self._raise_failure()
         self._version = version
-        self._task = asyncio.create_task(self._run(version), name=f"evaluate version {version}")
+        self._task = asyncio.create_task(self._timed_run(version), name=f"evaluate version {version}")
         return True
 
     async def finish(self, version: int, timeout_s: float) -> None:
@@ -73,6 +77,10 @@ class Evaluator:
     def _raise_failure(self) -> None:
         if self._task is not None:
             self._task.result()
+
+    async def _timed_run(self, version: int) -> None:
+        with self._timeline.during(EVALUATION, "evaluation", version):
+            await self._run(version)
 
     async def _run(self, version: int) -> None:
         began = time.monotonic()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.trainer.algorithm import BadJob, check_algorithm
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engines import check_engine
+from penstock.trainer.sinks import SINKS, MetricSink
 from penstock.trainer.stopping import EVALUATION
 from penstock.transfer_queue.ledger import Ledger, Limits
 
@@ -53,10 +55,14 @@ class TrainJob:
     """Trained trajectories wait for their commit in the ledger's batch log; `ledger` then has one."""
     stop_timeout_s: float = 60.0
     """After a cancellation: time for the step under way, the last checkpoint and its commit."""
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The run's resolved recipe as plain data, for sinks that show it."""
+    watchers: Sequence[MetricSink] = ()
+    """Told everything that sinks are told; they never raise and are quick. Rank 0 alone tells them."""
 
 
 def check_job(job: TrainJob) -> None:
-    """Raises `BadJob`, `UnknownName` for an algorithm that is not registered, or `BadOptions` for its settings."""
+    """Raises `BadJob`, `UnknownName` for an algorithm or sink that is not registered, `BadOptions` for settings."""
     config = job.config
     if job.limits.max_staleness > 0 and config.correction is None:
         raise BadJob(
@@ -71,6 +77,8 @@ def check_job(job: TrainJob) -> None:
             "the one to none, or the other to 0"
         )
     _check_stop(job)
+    for sink in config.sinks:
+        SINKS.get(sink)
     if config.minibatches > job.limits.groups_per_step:
         raise BadJob(
             f"trainer.minibatches is {config.minibatches}, groups_per_step only {job.limits.groups_per_step}: "

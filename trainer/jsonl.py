@@ -49,8 +49,14 @@ class LineTail:
 
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    append_lines(path, [line])
+
+
+def append_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """At the end of the file, in one write."""
+    text = "".join(json.dumps(line) + "\n" for line in lines)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+        file.write(text)
 
 
 def rewrite_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -56,10 +56,10 @@ async def _train(job: TrainJob, stop: asyncio.Event) -> None:
             if batch is None:
                 break
             p.source.prefetch(step + 1)
-            scored = await p.in_torch(p.learner.score, batch)
-            advantages = await p.in_torch(p.learner.advantages, batch, scored)
-            metrics = await p.in_torch(p.learner.update, batch, scored, advantages)
-            await p.publisher.announce(step + 1)
+            scored = await p.work("score", p.learner.score, batch)
+            advantages = await p.work("advantages", p.learner.advantages, batch, scored)
+            metrics = await p.work("update", p.learner.update, batch, scored, advantages)
+            await p.announce(step + 1)
             await p.record(batch, metrics, advantages.tokens)
             if (step + 1) % job.config.checkpoint_every == 0:
                 await p.save()

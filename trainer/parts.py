@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from penstock.trainer.algorithm import GREEDY_MEMBER, needs_of_advantage
 from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import BadBatch, StepBatch, refuse_together
 from penstock.trainer.credit import means_by_episode
-from penstock.trainer.data import Stream, load_rows
 from penstock.trainer.engine import Engine
 from penstock.trainer.engines import ENGINES
 from penstock.trainer.evaluate import Evaluator
 from penstock.trainer.export import save_final_model
 from penstock.trainer.feeder import Feeder
+from penstock.trainer.first_rank import first_rank_parts
 from penstock.trainer.flops import peak_tflops
-from penstock.trainer.job import BadJob, TrainJob
+from penstock.trainer.job import TrainJob
 from penstock.trainer.learner import Learner
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks import Ranks
@@ -31,13 +30,13 @@ from penstock.trainer.recorder import Recorder
 from penstock.trainer.saver import Saver
 from penstock.trainer.source import BatchSource
 from penstock.trainer.spiller import Spiller
-from penstock.trainer.stopping import Stopping
+from penstock.trainer.timeline import STEPS, Timeline
 from penstock.trainer.torch_thread import TorchThread
-from penstock.transfer_queue.capacity import check_quotas
-from penstock.transfer_queue.ledger import LedgerError
 from penstock.transfer_queue.trajectory import DataCursor
 
 CLOSE_TIMEOUT_S = 10.0
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,7 @@ class Parts:
     recorder: Recorder | None
     evaluator: Evaluator | None
     feeder: Feeder | None
+    timeline: Timeline
     step: int
     """The step to be trained next; also the version of the weights."""
     step_began: float
@@ -74,10 +74,14 @@ class Parts:
             # Longer than a batch may take: one rank may hold its batch while another still waits for it.
             ranks = await in_torch(Ranks.open, job.config.batch_timeout_s + 120, job.config.parallel.layout)
             stack.push_async_callback(_close_ranks, in_torch, ranks)
-            feeder, recorder, evaluator = await asyncio.to_thread(_first_rank_parts, job) if ranks.first else [None] * 3
+            timeline = Timeline(job.run_dir if ranks.first else None)
+            stack.callback(timeline.write)
+            feeder, recorder, evaluator = (
+                await asyncio.to_thread(first_rank_parts, job, timeline) if ranks.first else [None] * 3
+            )
             engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
-            publisher = Publisher(job, engine, ranks, in_torch)
-            saver = Saver(job, engine, ranks, in_torch)
+            publisher = Publisher(job, engine, ranks, in_torch, timeline)
+            saver = Saver(job, engine, ranks, in_torch, timeline)
             spiller = Spiller(job, publisher, ranks.first, leads=ranks.leads)
             source = BatchSource(
                 job,
@@ -91,24 +95,43 @@ class Parts:
                 if part is not None:
                     stack.push_async_callback(part.close)
             if recorder is not None:
-                stack.callback(recorder.close)
+                stack.push_async_callback(asyncio.to_thread, recorder.close)
             folder = job.run_dir / "bad_batches"
             bad_batches = BadBatches(folder, job.config.bad_batch_dumps, job.model, engine, ranks)
             learner = Learner(job.config, engine, ranks.data, bad_batches)
             leaving = (publisher, saver, spiller)
-            parts = cls(job, in_torch, ranks, engine, learner, *leaving, source, recorder, evaluator, feeder, 0, 0.0)
+            parts = cls(
+                *(job, in_torch, ranks, engine, learner, *leaving, source),
+                recorder=recorder,
+                evaluator=evaluator,
+                feeder=feeder,
+                timeline=timeline,
+                step=0,
+                step_began=0.0,
+            )
             await parts._resume()
             yield parts
 
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
         """The step's batch; None on all ranks where any was told to stop. Raises `BadBatch` on all ranks."""
         batch, problem = None, ""
-        try:
-            batch = await self.source.take(step, stop)
-        except BadBatch as error:
-            problem = str(error)
+        with self.timeline.during(STEPS, "wait", step):
+            try:
+                batch = await self.source.take(step, stop)
+            except BadBatch as error:
+                problem = str(error)
         await self.in_torch(refuse_together, self.ranks, problem)
         return None if await self.in_torch(self.ranks.any, batch is None) else batch
+
+    async def work(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """In the torch thread; a phase of the step under way."""
+        with self.timeline.during(STEPS, name, self.step):
+            return await self.in_torch(function, *args, **kwargs)
+
+    async def announce(self, version: int) -> None:
+        """The weights are copied, and go out in the background; the version before is waited for."""
+        with self.timeline.during(STEPS, "announce", self.step):
+            await self.publisher.announce(version)
 
     async def record(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
         """The step is trained: its numbers and times are written, and the next one begins. advantages [N]"""
@@ -129,7 +152,9 @@ class Parts:
         }
         times |= self._speed(metrics, busy_s)
         by_episode = means_by_episode(advantages, batch)
-        await asyncio.to_thread(self.recorder.step, batch, {**metrics, **times}, by_episode)
+        with self.timeline.during(STEPS, "record", batch.step):
+            await asyncio.to_thread(self.recorder.step, batch, {**metrics, **times}, by_episode)
+        await asyncio.to_thread(self.timeline.write)
 
     def _speed(self, metrics: Mapping[str, Any], busy_s: float) -> dict[str, float]:
         """Arithmetic of the update, per second and rank, and as a share of the peak where that is known."""
@@ -141,8 +166,9 @@ class Parts:
         return {"tflops_per_s": tflops, **({"mfu": tflops / peak} if peak else {})}
 
     async def save(self) -> None:
-        await self.spiller.settle()
-        await self.saver.save(self.step, self.feeder.cursor if self.feeder else DataCursor(), self.publisher)
+        with self.timeline.during(STEPS, "save", max(self.step - 1, 0)):
+            await self.spiller.settle()
+            await self.saver.save(self.step, self.feeder.cursor if self.feeder else DataCursor(), self.publisher)
 
     async def is_over(self) -> bool:
         """Whether trainer.stop ends the run before its last step. A collective where it could."""
@@ -185,20 +211,6 @@ class Parts:
             await asyncio.to_thread(self.recorder.rewind, self.step)
             await self.feeder.start()
         self.step_began = time.monotonic()
-
-
-def _first_rank_parts(job: TrainJob) -> tuple[Feeder, Recorder, Evaluator]:
-    rows = load_rows(job.train_data)
-    try:
-        check_quotas(job.limits, {row.data_source for row in rows})
-    except LedgerError as error:
-        raise BadJob(f"{error} (dataset {job.train_data})") from error
-    eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
-    stream = Stream(len(rows), job.seed, job.shuffle)
-    sampling = {"greedy_member": GREEDY_MEMBER} if "greedy" in needs_of_advantage(job.config) else None
-    feeder = Feeder(job.ledger, job.limits, rows, stream, job.config.steps, sampling=sampling)
-    recorder = Recorder(job.run_dir, job.model, job.config.save_trajectories, Stopping(job.config.stop))
-    return feeder, recorder, Evaluator(job.ledger, eval_rows, recorder)
 
 
 async def _close_ranks(in_torch: TorchThread, ranks: Ranks) -> None:

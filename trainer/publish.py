@@ -20,6 +20,7 @@ from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.outlet import Outlet
 from penstock.trainer.ranks import Ranks
+from penstock.trainer.timeline import PUBLISH, Timeline
 from penstock.trainer.torch_thread import TorchThread
 from penstock.transfer_queue.ledger import Announcement
 
@@ -32,8 +33,11 @@ logger = logging.getLogger(__name__)
 class Publisher:
     """Every rank has one (gathering the weights is a collective); rank 0's writes. `published` is equal on all."""
 
-    def __init__(self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread) -> None:
+    def __init__(
+        self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread, timeline: Timeline | None = None
+    ) -> None:
         self._ledger = job.ledger
+        self._timeline = timeline or Timeline()
         self._dtype = getattr(torch, job.publish_dtype)
         self._engine = engine
         self._ranks = ranks
@@ -77,7 +81,8 @@ class Publisher:
         weights = await self._in_torch(self._copied)
         self.published = max(version, self.published)
         if self._outlet is not None:
-            self._task = asyncio.create_task(self._write(version, weights, renew), name=f"publish version {version}")
+            work = self._timed_write(version, weights, renew)
+            self._task = asyncio.create_task(work, name=f"publish version {version}")
 
     async def settle(self) -> None:
         """Wait until what was announced is out; raises what went wrong (no space, ledger away)."""
@@ -122,6 +127,10 @@ class Publisher:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._outlet is not None:
             await self._outlet.close()
+
+    async def _timed_write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
+        with self._timeline.during(PUBLISH, "publish", version):
+            await self._write(version, weights, renew)
 
     async def _write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
         assert self._outlet is not None

@@ -17,6 +17,7 @@ from penstock.trainer.job import TrainJob
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recent import Groups, RecentBatches
+from penstock.trainer.timeline import CHECKPOINT, Timeline
 from penstock.trainer.torch_thread import TorchThread
 from penstock.transfer_queue.ledger import Status
 from penstock.transfer_queue.trajectory import DataCursor
@@ -30,8 +31,11 @@ logger = logging.getLogger(__name__)
 class Saver:
     """Every rank has one; rank 0's seals and commits."""
 
-    def __init__(self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread) -> None:
+    def __init__(
+        self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread, timeline: Timeline | None = None
+    ) -> None:
         self._ledger = job.ledger
+        self._timeline = timeline or Timeline()
         self._engine = engine
         self._ranks = ranks
         self._in_torch = in_torch
@@ -141,6 +145,10 @@ class Saver:
         )
 
     async def _finish(self, found: Found, future: Future[Any], publisher: Publisher) -> None:
+        with self._timeline.during(CHECKPOINT, "checkpoint", found.step):
+            await self._until_committed(found, future, publisher)
+
+    async def _until_committed(self, found: Found, future: Future[Any], publisher: Publisher) -> None:
         async with asyncio.timeout(SAVE_TIMEOUT_S):
             await asyncio.wrap_future(future)
             if not self._ranks.first:

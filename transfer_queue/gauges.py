@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.transfer_queue.ledger import ServerInfo, Status
@@ -23,7 +23,7 @@ class LedgerGauges(Collector):
         self._newest = newest
         self._servers = servers
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         status = self._newest()
         if status is None:
             return
@@ -35,7 +35,7 @@ class LedgerGauges(Collector):
         yield self._family("groups", "Groups by state", "state", status.groups)
         yield self._family("episodes", "Episodes by state, or ever", "state", status.episodes)
         yield self._family("age_seconds", "Age in its state of the group that is first there", "state", status.ages_s)
-        yield self._family("waited_seconds", "Time waited, by role and cause", "waiter", status.waits_s)
+        yield self._waited(status)
         yield self._family("worker_episodes", "Episodes that a worker holds", "worker", status.workers)
         yield self._over_age(status)
         yield self._lag(status)
@@ -51,9 +51,15 @@ class LedgerGauges(Collector):
             family.add_metric([self._run, key], value)
         return family
 
+    def _waited(self, status: Status) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + "waited_seconds", "By role and cause", labels=["run", "waiter"])
+        for waiter, seconds in sorted(status.waits_s.items()):
+            family.add_metric([self._run, waiter], seconds)
+        return family
+
     def _lag(self, status: Status) -> GaugeMetricFamily:
         text = "Versions that a rollout server is behind the newest one"
-        family = GaugeMetricFamily("penstock_rollout_version_lag", text, labels=["run", "server"])
+        family = GaugeMetricFamily(PREFIX + "server_version_lag", text, labels=["run", "server"])
         for server_id, versions in version_lags(status, self._servers()).items():
             family.add_metric([self._run, server_id], versions)
         return family

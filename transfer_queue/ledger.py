@@ -160,6 +160,8 @@ class WeightUpdate:
     load_s: float
     in_flight: int
     """Requests that were running when the swap began and went on after it."""
+    at_unix_s: float = 0.0
+    """When it was over, by the server's clock; 0 where an older server reported it."""
 
 
 @dataclass(frozen=True, slots=True)

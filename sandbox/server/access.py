@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+
 from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,15 +26,20 @@ async def known_query(request: Request) -> None:
 class RequireToken:
     """401 for whoever has none of the tokens; for others the caller lies in ``request.state.caller``."""
 
-    def __init__(self, app: ASGIApp, callers: tuple[Caller, ...]) -> None:
+    def __init__(self, app: ASGIApp, callers: tuple[Caller, ...], metrics_token: str = "") -> None:
+        """`metrics_token` opens ``/metrics`` and nothing else; empty: there is none."""
         self.app = app
         self._callers = callers
+        self._for_metrics = f"Bearer {metrics_token}".encode() if metrics_token else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         given = next((value for name, value in scope.get("headers", []) if name == b"authorization"), b"")
+        if self._opens_metrics(scope, given):
+            await self.app(scope, receive, send)
+            return
         caller = find_caller(self._callers, given)
         if caller is None:
             answer = refusal(401, "a bearer token of this server is needed")
@@ -41,6 +48,11 @@ class RequireToken:
             return
         scope.setdefault("state", {})["caller"] = caller
         await self.app(scope, receive, send)
+
+    def _opens_metrics(self, scope: Scope, given: bytes) -> bool:
+        if self._for_metrics is None or scope["path"] != "/metrics":
+            return False
+        return hmac.compare_digest(given, self._for_metrics)
 
 
 class LimitBody:

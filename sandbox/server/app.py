@@ -20,7 +20,7 @@ from penstock.sandbox.server.session_routes import ThisServer
 from penstock.sandbox.server.views import Health
 
 
-def build_app(sandbox: Sandbox, config: SandboxConfig, callers: tuple[Caller, ...]) -> FastAPI:
+def build_app(sandbox: Sandbox, config: SandboxConfig, callers: tuple[Caller, ...], metrics_token: str = "") -> FastAPI:
     """Its lifespan owns `sandbox`: every box is ended with it."""
     parts = Parts.of(sandbox, config)
     app = FastAPI(
@@ -32,7 +32,7 @@ def build_app(sandbox: Sandbox, config: SandboxConfig, callers: tuple[Caller, ..
     )
     app.state.parts = parts
     app.add_middleware(LimitBody)
-    app.add_middleware(RequireToken, callers=callers)
+    app.add_middleware(RequireToken, callers=callers, metrics_token=metrics_token)
     add_error_handlers(app)
     for routes in (session_routes, work_routes, run_code):
         app.include_router(routes.router)

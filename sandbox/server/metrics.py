@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from penstock.sandbox.protocol import RunResult, SandboxError
 from penstock.sandbox.server.errors import OverQuota
@@ -17,16 +17,18 @@ START_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(namespace="penstock", registry=self.registry)
         self.boxes = Gauge(
             "penstock_sandbox_boxes", "Boxes by what they do: given_out, warm", ["state"], registry=self.registry
         )
         self.waiting = Gauge("penstock_sandbox_waiting", "Sessions waiting for a free box", registry=self.registry)
-        self.taken = Gauge(
-            "penstock_sandbox_pool",
-            "Boxes so far: taken_warm, taken_cold, stale, given_up",
+        self._taken = Counter(
+            "penstock_sandbox_pool_boxes",
+            "Boxes: taken_warm, taken_cold, stale, given_up",
             ["how"],
             registry=self.registry,
         )
+        self._counted: dict[str, int] = {}
         self.start_s = Histogram(
             "penstock_sandbox_start_seconds",
             "Until a session had its box, queue included",
@@ -54,6 +56,12 @@ class Metrics:
         finally:
             self.calls.labels(verb, outcome.name).inc()
             self.call_s.labels(verb).observe(time.monotonic() - started)
+
+    def count_boxes(self, so_far: Mapping[str, int]) -> None:
+        """What the pool has counted up to now."""
+        for how, count in so_far.items():
+            self._taken.labels(how).inc(count - self._counted.get(how, 0))
+            self._counted[how] = count
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

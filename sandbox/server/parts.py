@@ -48,8 +48,7 @@ class Parts:
         self.metrics.boxes.labels("given_out").set(len(self.sessions.entries))
         self.metrics.boxes.labels("warm").set(self.pool.warm)
         self.metrics.waiting.set(self.pool.slots.waiting)
-        for how, count in self.pool.counts.items():
-            self.metrics.taken.labels(how).set(count)
+        self.metrics.count_boxes(self.pool.counts)
 
 
 def default_image(config: SandboxConfig) -> str:

@@ -23,8 +23,8 @@ LAST_CALLS_S = 5
 """Calls in progress when the server is told to stop may take this long; their boxes end then."""
 
 
-async def serve(config: SandboxConfig, host: str, port: int, token: str) -> None:
-    """Until cancelled or told by SIGTERM; every box is ended then.
+async def serve(config: SandboxConfig, host: str, port: int, token: str, metrics_token: str = "") -> None:
+    """Until cancelled or told by SIGTERM; every box is ended then. `metrics_token` opens ``/metrics`` alone.
 
     What a killed server on the same port left is cleared away first: its boxes are named after the port.
 
@@ -36,7 +36,7 @@ async def serve(config: SandboxConfig, host: str, port: int, token: str) -> None
     callers = callers_of(config, token, os.environ)
     listener = _listen(host, port)
     bound = listener.getsockname()[1]
-    app = build_app(make_sandbox(config, f"sandbox-{bound}"), config, callers)
+    app = build_app(make_sandbox(config, f"sandbox-{bound}"), config, callers, metrics_token)
     settings = uvicorn.Config(
         app,
         log_level="warning",

@@ -49,7 +49,7 @@ async def test_status_is_json(ledger: RedisLedger) -> None:
     assert (told["groups"]["queued"], told["servers"]["s0"]["version_lag"]) == (1, told["version"])
     told = await invoke("queue", "status", "mine", "--prometheus")
     assert 'penstock_ledger_groups{run="mine",state="queued"} 1.0' in told.stdout
-    assert 'penstock_rollout_version_lag{run="mine",server="s0"}' in told.stdout
+    assert 'penstock_ledger_server_version_lag{run="mine",server="s0"}' in told.stdout
 
 
 @pytest.mark.redis

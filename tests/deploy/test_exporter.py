@@ -45,7 +45,7 @@ async def test_gauges_follow_the_ledger(ledger: MemoryLedger, client) -> None:
     await ledger.submit([Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")])
     await seen(http, 'penstock_ledger_groups{run="mine",state="queued"} 1.0')
     await ledger.heartbeat(ServerInfo("s0", "http://a", 0))
-    await seen(http, 'penstock_rollout_version_lag{run="mine",server="s0"} 0.0')
+    await seen(http, 'penstock_ledger_server_version_lag{run="mine",server="s0"} 0.0')
     await ledger.drop_run()
     ledger.status = _away  # type: ignore[method-assign]
     async with asyncio.timeout(10):

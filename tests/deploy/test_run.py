@@ -5,12 +5,17 @@ import re
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
-from tests.deploy.conftest import RECIPE, assert_accounts_balance, assert_nothing_left
+from tests.deploy.conftest import RECIPE, LivingRun, assert_accounts_balance, assert_nothing_left
+from tests.deploy.run_trace.checked import check
+from typer.testing import CliRunner
 
 from penstock.deploy.checks.packages import check_engine
+from penstock.deploy.cli import app
 from penstock.deploy.load_config import load_config
 
+DOCS = Path(__file__).parents[2] / "docs" / "telemetry.md"
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(600)]
 
 FIRST_STEP_KL = 1e-4
@@ -23,6 +28,7 @@ def test_a_short_run_leaves_what_is_promised(start_run) -> None:
     run = start_run("short", *SHORT)
     run.wait_for(lambda: run.steps() >= 1)
     pids = run.pids()
+    assert_every_role_tells_its_numbers(run)
     summary = run.finish()
     assert summary["steps"] == 4
     assert summary["weight_updates"] >= 3
@@ -35,6 +41,8 @@ def test_a_short_run_leaves_what_is_promised(start_run) -> None:
     for name in (
         "config.yaml",
         "metrics.jsonl",
+        "timeline.jsonl",
+        "weight_updates.jsonl",
         "steps.jsonl",
         "eval.jsonl",
         "reward.png",
@@ -47,7 +55,38 @@ def test_a_short_run_leaves_what_is_promised(start_run) -> None:
     episodes = [e for line in (run.root / "steps.jsonl").read_text().splitlines() for e in json.loads(line)["episodes"]]
     assert len(episodes) == len(set(episodes)) == 4 * 4 * 4
     assert_nothing_left(pids, "short")
-    assert not (run.root / "connect.env").exists()
+    for name in ("connect.env", "metrics.token", "prometheus-targets.json"):
+        assert not (run.root / name).exists(), name
+    assert_the_run_can_be_drawn(run)
+
+
+def assert_every_role_tells_its_numbers(run: LivingRun) -> None:
+    """As Prometheus finds and asks them: `docs/telemetry.md` knows every name."""
+    targets = json.loads((run.root / "prometheus-targets.json").read_text())
+    headers = {"Authorization": f"Bearer {(run.root / 'metrics.token').read_text()}"}
+    told = {}
+    for target in targets:
+        text = httpx.get(f"http://{target['targets'][0]}/metrics", headers=headers, timeout=30).text
+        names = set(re.findall(r"^# TYPE (penstock_\w+) \w+$", text, re.MULTILINE))
+        told[target["labels"]["name"]] = {name for name in names if not name.endswith("_created")}
+    assert set(told) == {"head", "trainer", "rollout-0", "agent-0", "agent-1"}
+    documented = set(re.findall(r"^\| `(penstock_\w+)` \|", DOCS.read_text(), re.MULTILINE))
+    assert set().union(*told.values()) <= documented
+    for role, name in (("head", "ledger_version"), ("trainer", "trainer_metric"), ("agent-0", "agent_episodes_total")):
+        assert f"penstock_{name}" in told[role]
+
+
+def assert_the_run_can_be_drawn(run: LivingRun) -> None:
+    out = run.root / "trace.json"
+    made = CliRunner().invoke(app, ["trace", str(run.root), "--out", str(out)])
+    assert made.exit_code == 0, made.output
+    found = check(json.loads(out.read_text()))
+    assert {"trainer", "evaluation", "rollout-0"} < set(found)
+    assert [name for name in found["trainer"] if name.startswith("step")] == [f"step {n}" for n in range(4)]
+    assert {"wait", "score", "advantages", "update", "announce", "record", "save"} <= set(found["trainer"])
+    assert {"fetch", "pause", "load"} <= set(found["rollout-0"])
+    episodes = [name for worker in set(found) & {"agent-0", "agent-1"} for name in found[worker]]
+    assert {"turn 0", "model", "reward"} <= set(episodes)
 
 
 STOCK = [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", marks=pytest.mark.sglang)]

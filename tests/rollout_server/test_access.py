@@ -38,6 +38,18 @@ async def test_every_route_refuses_a_missing_and_a_wrong_token(server: RunningSe
     assert not server.task.done()
 
 
+async def test_the_token_for_metrics_opens_them_alone(tmp_path: Path) -> None:
+    headers = {"Authorization": "Bearer for metrics"}
+    async with (
+        rollout_server(StubLedger(), tmp_path, metrics_token="for metrics") as running,
+        httpx.AsyncClient(timeout=10, headers=headers) as http,
+    ):
+        found = await http.get(f"{running.url}/metrics")
+        assert (found.status_code, "penstock_rollout_in_flight" in found.text) == (200, True)
+        for method, path in (("get", "/health"), ("post", "/generate"), ("post", "/drain"), ("get", "/metrics/")):
+            assert (await http.request(method, running.url + path, json={})).status_code == 401, path
+
+
 @pytest.fixture
 async def limited() -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()

@@ -34,8 +34,8 @@ async def test_gauges_say_what_the_status_says() -> None:
     assert values["penstock_ledger_waited_seconds", "trainer:batch"] == 1.5
     assert values["penstock_ledger_bytes",] == status.bytes > 0
     assert values["penstock_ledger_over_age_share", "10"] == 0
-    assert values["penstock_rollout_version_lag", "s0"] == 1
-    assert values["penstock_rollout_version_lag", "s1"] == 0
+    assert values["penstock_ledger_server_version_lag", "s0"] == 1
+    assert values["penstock_ledger_server_version_lag", "s1"] == 0
     assert all(s.labels["run"] == "r1" for family in families.values() for s in family.samples)
 
 

@@ -88,7 +88,7 @@ async def test_who_left_the_queue_gets_no_session(start: Start, config: SandboxC
         async with asyncio.timeout(10):
             while (await client.get("/health")).json()["waiting"] or (await client.get("/sessions")).json():
                 await asyncio.sleep(0.02)
-        assert 'penstock_sandbox_pool{how="taken_cold"} 3.0' in (await client.get("/metrics")).text
+        assert 'penstock_sandbox_pool_boxes_total{how="taken_cold"} 3.0' in (await client.get("/metrics")).text
 
 
 async def test_the_client_waits_for_its_turn_and_gives_up_in_time(start: Start, config: SandboxConfig) -> None:

@@ -1,0 +1,84 @@
+"""`penstock trace`: a run as a file for Perfetto or Chrome."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.deploy.run_trace.collect import Steps
+
+
+def trace(
+    run: Annotated[str, typer.Argument(help="A run's folder, or its name in --runs-dir.", metavar="RUN")],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
+    steps: Annotated[str, typer.Option(metavar="A:B", help="Steps A to B-1; either may be left out.")] = ":",
+    runs_dir: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+) -> None:
+    """Write what every role of a run did and when, for https://ui.perfetto.dev or chrome://tracing.
+
+    Trainer: steps with their phases, publishing, checkpoints. Rollout servers: weight swaps with their pauses. Agent
+    workers: the recorded episodes (trainer.save_trajectories of each step) with turns, model and tool calls.
+    Evaluations. Of a run that lives or has ended.
+
+    Example: penstock trace mine --steps 100:110 --out mine.json
+    """
+    from penstock.deploy.run_trace.chrome import chrome_trace
+    from penstock.deploy.run_trace.collect import NothingToDraw, collect
+
+    root = Path(run) if Path(run).is_dir() else runs_dir / run
+    try:
+        if not root.is_dir():
+            raise NothingToDraw(f"{root}: no such folder; name a run of --runs-dir, or a folder of a run")
+        processes = collect(root, weight_updates(root), steps_of(steps))
+    except (NothingToDraw, ValueError) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+    text = json.dumps(chrome_trace(processes))
+    temporary = out.with_name(out.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, out)
+    told = ", ".join(f"{process.name} ({len(process.slices)})" for process in processes)
+    typer.echo(f"{out}: {len(text) / 1e6:.1f} MB; {told}", err=True)
+
+
+def steps_of(text: str) -> Steps:
+    """Raises `ValueError` with the mend."""
+    from penstock.deploy.run_trace.collect import Steps
+
+    first, colon, end = text.partition(":")
+    if not colon or not all(part.isdigit() for part in (first, end) if part):
+        raise ValueError(f"--steps {text!r}: write A:B, for example 100:110, 100: or :10")
+    return Steps(int(first or 0), int(end) if end else None)
+
+
+def weight_updates(root: Path) -> list[dict[str, Any]]:
+    """Of a run that lives from its ledger, else as the run wrote them when it ended."""
+    from penstock.deploy.load_config import ConfigError
+    from penstock.trainer.jsonl import read_lines
+    from penstock.transfer_queue.ledger import LedgerError
+
+    living = root / "connect.env"
+    if living.exists():
+        try:
+            return asyncio.run(_from_ledger(living.read_text(encoding="utf-8")))
+        except (ConfigError, LedgerError, OSError) as error:
+            typer.echo(f"no weight swaps: the run's ledger does not tell them: {error}", err=True)
+    return read_lines(root / "weight_updates.jsonl")
+
+
+async def _from_ledger(connect_env: str) -> list[dict[str, Any]]:
+    from penstock.deploy.link import Link
+    from penstock.deploy.live_ledgers import SETTINGS
+
+    ledger = await Link.from_lines(connect_env).connect(SETTINGS)
+    try:
+        return [asdict(update) for update in await ledger.updates()]
+    finally:
+        await ledger.close()

@@ -1,0 +1,1 @@
+"""What a run tells monitors: metrics of each role for Prometheus, spans of episodes for OpenTelemetry."""

@@ -1,0 +1,87 @@
+"""One trace over two processes' parts: who asks, and the server that answers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.rollout_server.conftest import TOKEN, StubLedger, rollout_server
+
+from penstock.rollout_server import tracing
+from penstock.rollout_server.client import RolloutClient
+from penstock.rollout_server.protocol import GenerateRequest, Sampling
+
+
+@pytest.fixture
+def collected():
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    from opentelemetry.sdk.trace import TracerProvider
+
+    provider, exporter = TracerProvider(), memory.InMemorySpanExporter()
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    tracing.install(provider.get_tracer("test"), {"penstock.run": "mine"})
+    yield exporter
+    tracing.install(None)
+    provider.shutdown()
+
+
+def ask(count: int = 4) -> GenerateRequest:
+    return GenerateRequest(token_ids=[5, 6, 7], sampling=Sampling(max_new_tokens=count), episode_id="train/0#1")
+
+
+@pytest.fixture
+async def client(tmp_path):
+    ledger = StubLedger()
+    async with rollout_server(ledger, tmp_path):
+        made = RolloutClient(ledger, TOKEN, timeout_s=15)
+        yield made
+        await made.close()
+
+
+async def finished(collected, count: int):
+    async with asyncio.timeout(10):
+        while len(spans := collected.get_finished_spans()) < count:
+            await asyncio.sleep(0.01)
+    return {span.name: span for span in spans}
+
+
+async def test_the_servers_span_is_under_the_one_that_asked(collected, client) -> None:
+    with tracing.inside(tracing.begin("generate", None)):
+        await client.generate(ask())
+    spans = await finished(collected, 2)
+    asked, answered = spans["generate"], spans["sample"]
+    assert answered.context.trace_id == asked.context.trace_id
+    assert answered.parent.span_id == asked.context.span_id
+    assert answered.kind.name == "SERVER"
+    said = dict(answered.attributes)
+    assert said["penstock.episode"] == "train/0#1"
+    assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (3, 4)
+    assert (said["penstock.version"], said["penstock.finish_reason"], said["penstock.server_name"]) == (
+        0,
+        "length",
+        "s0",
+    )
+
+
+async def test_who_asks_without_a_trace_begins_one_at_the_server(collected, client) -> None:
+    await client.generate(ask())
+    spans = await finished(collected, 1)
+    assert spans["sample"].parent is None
+
+
+async def test_an_answer_that_is_given_up_ends_its_span(collected, tmp_path) -> None:
+    ledger = StubLedger()
+    async with rollout_server(ledger, tmp_path, token_s=0.05):
+        made = RolloutClient(ledger, TOKEN, timeout_s=15)
+        stream = made.stream(ask(400))
+        await anext(stream)
+        await stream.aclose()
+        spans = await finished(collected, 1)
+        await made.close()
+    assert spans["sample"].attributes["penstock.finish_reason"] == "broken"
+
+
+async def test_no_header_is_sent_where_spans_are_off() -> None:
+    assert tracing.here() is None
+    assert tracing.carrier(None) == {}

@@ -1,0 +1,34 @@
+"""Who may look at a sandbox server's numbers, and that they only grow where they count."""
+
+from __future__ import annotations
+
+import httpx
+
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.fake import FakeSandbox
+from penstock.sandbox.server.app import build_app
+from penstock.sandbox.server.callers import callers_of
+from penstock.sandbox.server.metrics import Metrics
+
+CONFIG = SandboxConfig(max_boxes=4)
+
+
+async def test_the_token_for_metrics_opens_them_alone() -> None:
+    app = build_app(FakeSandbox(), CONFIG, callers_of(CONFIG, "the run's", {}), "for metrics")
+    headers = {"Authorization": "Bearer for metrics"}
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as http:
+        found = await http.get("/metrics")
+        assert (found.status_code, "penstock_sandbox_waiting 0.0" in found.text) == (200, True)
+        assert (await http.get("/health")).status_code == 401
+        assert (await http.post("/sessions", json={})).status_code == 401
+        assert (await http.get("/metrics", headers={"Authorization": "Bearer "})).status_code == 401
+
+
+def test_boxes_are_counted_once_however_often_somebody_looks() -> None:
+    metrics = Metrics()
+    for counts in ({"taken_warm": 2}, {"taken_warm": 2}, {"taken_warm": 3, "stale": 1}):
+        metrics.count_boxes(counts)
+    value = metrics.registry.get_sample_value
+    assert value("penstock_sandbox_pool_boxes_total", {"how": "taken_warm"}) == 3
+    assert value("penstock_sandbox_pool_boxes_total", {"how": "stale"}) == 1

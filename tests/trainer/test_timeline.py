@@ -1,0 +1,44 @@
+"""Intervals as they happened, over crashes too."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from penstock.trainer.timeline import FILE, PUBLISH, STEPS, Timeline, read_timeline
+
+
+def test_intervals_are_written_in_the_order_of_their_ends(tmp_path) -> None:
+    timeline, before = Timeline(tmp_path), time.time()
+    with timeline.during(PUBLISH, "publish", 1), timeline.during(STEPS, "wait", 0):
+        time.sleep(0.01)
+    with pytest.raises(KeyError), timeline.during(STEPS, "update", 0):
+        raise KeyError
+    assert not (tmp_path / FILE).exists()
+    timeline.write()
+    lines = read_timeline(tmp_path / FILE)
+    assert [(line["track"], line["name"], line["number"]) for line in lines] == [
+        *((STEPS, "wait", 0), (PUBLISH, "publish", 1), (STEPS, "update", 0))
+    ]
+    assert before <= lines[1]["at_unix_s"] <= lines[0]["at_unix_s"] <= time.time()
+    assert lines[1]["s"] >= lines[0]["s"] >= 0.01
+
+
+def test_a_later_life_appends_and_a_half_written_line_costs_itself_alone(tmp_path) -> None:
+    for life in range(2):
+        timeline = Timeline(tmp_path)
+        with timeline.during(STEPS, "wait", life):
+            pass
+        timeline.write()
+        with (tmp_path / FILE).open("a") as file:
+            file.write('{"track": "steps", "na')
+    assert [line["number"] for line in read_timeline(tmp_path / FILE)] == [0, 1]
+
+
+def test_other_ranks_write_nothing(tmp_path) -> None:
+    timeline = Timeline()
+    with timeline.during(STEPS, "wait", 0):
+        pass
+    timeline.write()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,71 @@
+"""Where a run's numbers go besides ``metrics.jsonl``, by name. `trainer.sinks` chooses.
+
+    recorder ──► jsonl (what the run itself reads; always there)
+             └─► `Beside` ──queue──► a thread of its own ──► tensorboard | wandb | yours
+
+A sink is a function (SinkJob) → `MetricSink` in a file of its own here, registered with `SINKS.register(name)`, or
+anywhere as ``my_package.my_module:function``. Importing one loads none of its libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.trainer.registry import Registry
+
+Record = Mapping[str, Any]
+"""A trajectory for people, see `readable.readable_trajectory`."""
+
+
+class MetricSink(Protocol):
+    """Called by rank 0's recorder, one call at a time. What it raises stops the run for ``jsonl`` alone: any other sink
+    is told once and left out from then on.
+    """
+
+    def rewind(self, step: int) -> None:
+        """First of all calls, and once: the run begins at `step`. What was told of it and later is trained again."""
+
+    def step(self, version: int, metrics: Mapping[str, Any]) -> None:
+        """The numbers of the step that made `version`; mappings and texts among them."""
+
+    def evaluation(self, version: int, values: Mapping[str, float]) -> None:
+        """``eval/…`` of `version`; comes late, when further steps have been told."""
+
+    def trajectories(self, step: int, records: Sequence[Record]) -> None:
+        """Some episodes of a step, to read; before the numbers of that step."""
+
+    def close(self) -> None:
+        """The last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinkJob:
+    """What a sink is told when it is made."""
+
+    run_dir: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The run's resolved recipe, as plain data; empty where the trainer was started without one."""
+
+    @property
+    def name(self) -> str:
+        """The run's."""
+        return self.run_dir.name
+
+
+MakeSink = Callable[[SinkJob], MetricSink]
+
+SINKS: Registry[MakeSink] = Registry("metric sink", __name__)
+
+
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Every number of a line, one level of mappings unfolded: ``staleness_tokens/0``. Texts are left out."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        pairs = value.items() if isinstance(value, Mapping) else ()
+        for full, one in [(name, value), *((f"{name}/{key}", item) for key, item in pairs)]:
+            if isinstance(one, int | float):
+                found[full] = one
+    return found
