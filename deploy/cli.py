@@ -114,6 +114,7 @@ def train(
     ledger: LedgerUrl = None,
     run: RunName = None,
     wait_s: WaitS = 0.0,
+    *,
     nnodes: Annotated[int | None, typer.Option(min=1, help="Machines of the trainer [PENSTOCK_TRAIN_NODES].")] = None,
     node_rank: Annotated[
         int, typer.Option(min=0, help="This machine's number; 0 is the one that the head supervises.")

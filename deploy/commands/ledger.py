@@ -15,11 +15,10 @@ from penstock.deploy.load_config import ConfigError
 
 def ledger(
     directory: Annotated[Path, typer.Argument(help="Folder of its append-only file, such as runs/NAME/redis.")],
+    *,
     host: Annotated[str, typer.Option(help="Address or name by which others reach it.")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")],
-    users: Annotated[
-        Path | None, typer.Option(help="A file with a line `user NAME …` for each further user.")
-    ] = None,
+    users: Annotated[Path | None, typer.Option(help="A file with a line `user NAME …` for each further user.")] = None,
     appendfsync: Annotated[Literal["everysec", "always"], typer.Option(help="Durability.")] = "everysec",
     linger_s: Annotated[float, typer.Option(min=0, help="Told to stop, it waits so long for its clients to go.")] = 20,
 ) -> None:

@@ -52,9 +52,8 @@ Print = Annotated[bool, typer.Option("--print", help="Print the script; write an
 @app.command()
 def run(
     recipe: Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")
-    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
+    *,
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job; the first is the trainer's.")] = 1,
     partition: Partition = None,
     account: Account = None,
@@ -111,6 +110,7 @@ def run(
 @app.command()
 def join(
     run_folder: Annotated[Path, typer.Argument(help="Folder of the living run, runs/NAME.", metavar="RUN")],
+    *,
     array: Annotated[str, typer.Option(help="Indices of the array's tasks, as Slurm writes them: 0-7, or 0-7%4.")],
     servers: Annotated[int, typer.Option(min=0, help="Rollout servers of each task.")] = 1,
     workers: Annotated[int, typer.Option(min=0, help="Agent workers of each task.")] = 0,
@@ -158,9 +158,7 @@ def join(
 
 def _refuse_earlier(folder: RunDir, *, resume: bool) -> None:
     if folder.config.exists() and not resume:
-        raise ConfigError(
-            f"name: {folder.root} holds an earlier run; --resume goes on with it, name=… starts another"
-        )
+        raise ConfigError(f"name: {folder.root} holds an earlier run; --resume goes on with it, name=… starts another")
 
 
 def _tell(job: str, folder: RunDir, script: Path) -> None:

@@ -38,7 +38,9 @@ class Meeting:
         nodes = nodes or int(named)
         endpoint = endpoint or os.environ.get(RENDEZVOUS_VARIABLE) or ""
         if nodes > 1 and not re.fullmatch(r".+:\d+", endpoint):
-            raise ConfigError(f"--rdzv-endpoint or {RENDEZVOUS_VARIABLE}: {nodes} machines meet at HOST:PORT of machine 0")
+            raise ConfigError(
+                f"--rdzv-endpoint or {RENDEZVOUS_VARIABLE}: {nodes} machines meet at HOST:PORT of machine 0"
+            )
         if node_rank >= nodes:
             raise ConfigError(f"--node-rank {node_rank}: of {nodes} machines the last is {nodes - 1}")
         return cls(nodes, node_rank, endpoint)

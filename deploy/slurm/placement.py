@@ -1,8 +1,8 @@
 """Which role runs on which node of a job.
 
-    node 0                ledger · head, which supervises the trainer
-    nodes 1 … T - 1       the trainer's further ranks
-    nodes T …             rollout servers and agent workers in turn, a sandbox server; with N = T they share the nodes
+node 0                ledger · head, which supervises the trainer
+nodes 1 … T - 1       the trainer's further ranks
+nodes T …             rollout servers and agent workers in turn, a sandbox server; with N = T they share the nodes
 """
 
 from __future__ import annotations
@@ -100,6 +100,6 @@ def _check_gpus(found: Placement) -> None:
     if fullest * found.gpus_per_server > free:
         fit = free // found.gpus_per_server * found.others
         raise ConfigError(
-            f"{servers} rollout servers of {found.gpus_per_server} GPU(s) do not fit on {found.others} node(s) with {free} "
-            f"free GPUs each: set rollout.servers to at most {fit - found.evaluation_server}, or raise --nodes"
+            f"{servers} rollout servers of {found.gpus_per_server} GPU(s) do not fit on {found.others} node(s) with "
+            f"{free} free GPUs each: set rollout.servers to at most {fit - found.evaluation_server}, or raise --nodes"
         )

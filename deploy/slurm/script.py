@@ -36,9 +36,7 @@ class Recipe:
         return [override for override in self.overrides if override.startswith("sandbox.")]
 
 
-def run_script(
-    recipe: Recipe, job: Job, at: Placement, *, sandbox: bool, max_requeues: int
-) -> str:
+def run_script(recipe: Recipe, job: Job, at: Placement, *, sandbox: bool, max_requeues: int) -> str:
     """The job of a whole run. Raises `ConfigError`."""
     config, run = recipe.config, RunDir.of(recipe.config)
     url = _outside_ledger(config)
@@ -63,13 +61,23 @@ def run_script(
 
 
 def join_script(
-    run: RunDir, config: RunConfig, job: Job, *, array: str, servers: int, workers: int, gpus_per_server: int, wait_s: int
+    run: RunDir,
+    config: RunConfig,
+    job: Job,
+    *,
+    array: str,
+    servers: int,
+    workers: int,
+    gpus_per_server: int,
+    wait_s: int,
 ) -> str:
     """The array job that joins the living run of that folder. Raises `ConfigError`."""
     if not servers + workers:
         raise ConfigError("--servers 0 --workers 0: nothing would join")
     if gpus_per_server * servers > job.gpus_per_node:
-        raise ConfigError(f"{servers} server(s) of {gpus_per_server} GPU(s) need --gpus-per-node {gpus_per_server * servers}")
+        raise ConfigError(
+            f"{servers} server(s) of {gpus_per_server} GPU(s) need --gpus-per-node {gpus_per_server * servers}"
+        )
     if servers and config.rollout.weight_transport == "shm":
         raise ConfigError(
             f"run {config.name} has rollout.weight_transport=shm, which reaches no other machine: go on with it under "
@@ -143,7 +151,6 @@ def _common(config: RunConfig, job: Job, recipe: Path | None) -> dict[str, Any]:
         "container": _srun_options(config, job, recipe),
         "rollout_restarts": config.rollout.max_restarts,
         "agent_restarts": config.agent.max_restarts,
-        "trainer_restarts": config.trainer.max_restarts,
     }
 
 
@@ -161,7 +168,11 @@ def _srun_options(config: RunConfig, job: Job, recipe: Path | None) -> str:
     if not job.container or job.runtime != "pyxis":
         return ""
     mounts = ",".join(f"{folder}:{folder}" for folder in _mounts(config, job, recipe))
-    options = [f"--container-image={job.container}", f"--container-mounts={mounts}", f"--container-workdir={Path.cwd()}"]
+    options = [
+        f"--container-image={job.container}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={Path.cwd()}",
+    ]
     return f" {shlex.join(options)}"
 
 

@@ -28,7 +28,9 @@ def submit(script: str, path: Path) -> str:
     except FileNotFoundError:
         raise ConfigError(f"no sbatch on this machine; {path} is written, submit it where Slurm is") from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"sbatch {path} did not answer for {SBATCH_TIMEOUT_S:.0f} s; is slurmctld up? (scontrol ping)") from None
+        raise ConfigError(
+            f"sbatch {path} did not answer for {SBATCH_TIMEOUT_S:.0f} s; is slurmctld up? (scontrol ping)"
+        ) from None
     if done.returncode:
         raise ConfigError(f"sbatch {path}: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]

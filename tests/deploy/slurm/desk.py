@@ -27,7 +27,10 @@ case "$1 $2" in
 esac
 """
 SQUEUE = r"""#!/bin/bash
-case " $* " in *" --steps "*) printf '7.0 head\n77.extern extern\n77.3 head\n77.4 rollout-0\n' ;; *) cat "$DESK/state" ;; esac
+case " $* " in
+  *" --steps "*) printf '7.0 head\n77.extern extern\n77.3 head\n77.4 rollout-0\n' ;;
+  *) cat "$DESK/state" ;;
+esac
 """
 SCANCEL = r"""#!/bin/bash
 echo "scancel $*" >>"$DESK/orders"

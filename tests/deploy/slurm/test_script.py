@@ -92,7 +92,8 @@ def test_every_role_is_a_step_on_its_node_with_its_own_secrets_and_log(script_of
     port = 10000 + 77 % 5000 * 4
     assert f"ledger {run}/redis --host 127.0.0.1 --port {port}" in asked["ledger"]
     assert f"run {RECIPE} --resume" in asked["head"]
-    for told in ("rollout.servers=0", "agent.workers=0", "rollout.host=0.0.0.0", HTTP, f"transfer_queue.url=redis://127.0.0.1:{port}"):  # fmt: skip
+    servers_elsewhere = ("rollout.servers=0", "agent.workers=0", "rollout.host=0.0.0.0", "rollout.weights_host=0.0.0.0")
+    for told in (*servers_elsewhere, HTTP, f"transfer_queue.url=redis://127.0.0.1:{port}"):
         assert told in asked["head"].split()
     assert "rollout --name rollout-2 --wait-s 600" in asked["rollout-2"]
 
@@ -108,7 +109,7 @@ def test_gpus_go_to_the_trainer_and_the_servers_alone(script_of, tmp_path: Path)
         assert "--exact --mem=0 --gpus-per-node=4 --cpus-per-task=16" in asked[name]
     assert "--exact --mem=0 --gpus-per-node=1 --cpus-per-task=4" in asked["rollout-1"]
     for name in ("ledger", "agent-0"):
-        assert "--overlap --cpu-bind=none --gres=none" in asked[name]
+        assert "--overlap --cpu-bind=none --gpus=0" in asked[name]
     meeting = f"127.0.0.1:{10000 + 77 * 4 + 1}"
     assert f"train --wait-s 600 --nnodes 2 --node-rank 1 --rdzv-endpoint {meeting}" in asked["trainer-1"]
     assert f"env PENSTOCK_TRAIN_NODES=2 PENSTOCK_TRAIN_RENDEZVOUS={meeting}" in asked["head"]
@@ -206,5 +207,6 @@ def test_options_with_dashes_are_refused() -> None:
 
 
 def test_nobody_joins_where_weights_do_not_reach(tmp_path: Path) -> None:
+    config = load_config(RECIPE)
     with pytest.raises(ConfigError, match=HTTP):
-        join_script(RunDir(tmp_path), load_config(RECIPE), Job(), array="0", servers=1, workers=0, gpus_per_server=0, wait_s=1)  # fmt: skip
+        join_script(RunDir(tmp_path), config, Job(), array="0", servers=1, workers=0, gpus_per_server=0, wait_s=1)
