@@ -173,7 +173,8 @@ def _srun_options(config: RunConfig, job: Job, recipe: Path | None) -> str:
         f"--container-mounts={mounts}",
         f"--container-workdir={Path.cwd()}",
     ]
-    return f" {shlex.join(options)}"
+    # Quoted whatever they hold: a comma in an array looks like a mistake to people and to shellcheck.
+    return "".join(" '" + option.replace("'", "'\\''") + "'" for option in options)
 
 
 def _mounts(config: RunConfig, job: Job, recipe: Path | None) -> list[Path]:

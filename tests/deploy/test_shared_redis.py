@@ -49,9 +49,9 @@ class Ledger:
         except redis.RedisError:
             return False
 
-    def redis_pid(self) -> int:
+    def redis_pid(self) -> int | None:
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return next(child.pid for child in children if "redis-server" in child.name())
+        return next((child.pid for child in children if "redis-server" in child.name()), None)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -80,16 +80,12 @@ def test_a_scheduler_that_stops_everything_leaves_the_ledger_to_its_last_client(
     ledger = start("--linger-s", "60")
     client = ledger.client()
     client.set("before", 1)
-    for pid in (ledger.redis_pid(), ledger.process.pid):
+    first = ledger.redis_pid()
+    assert first
+    for pid in (first, ledger.process.pid):
         os.kill(pid, signal.SIGTERM)
-
-    def written() -> bool:
-        try:
-            return bool(client.set("after", 2))
-        except redis.RedisError:
-            return False
-
-    wait_for(written)
+    wait_for(lambda: ledger.redis_pid() not in (None, first) and ledger.answers())
+    client.set("after", 2)
     assert client.get("before") == b"1"
     time.sleep(2)  # nobody leaves meanwhile: it must stay
     assert client.get("after") == b"2"
