@@ -1,9 +1,9 @@
 """A redis-server that roles on other machines use, and that is the last to go.
 
-    start ─► keep alive ─► told to stop ─► clients gone, or `linger_s` over ─► stop
+    start ─► keep alive ─► told to stop ─► `linger_while` is gone, or `linger_s` over ─► stop
 
 A scheduler that stops a job tells all of its processes at once, redis-server too: the trainer's last checkpoint and
-commit come after that and still need the ledger.
+commit, and the head's summary, come after that and still need the ledger.
 """
 
 from __future__ import annotations
@@ -11,32 +11,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-
-import redis.asyncio as aioredis
-from redis.exceptions import RedisError
+from pathlib import Path
 
 from penstock.deploy.own_redis import keep_alive
 from penstock.transfer_queue.redis_server import RedisServer
 
 LOOK_S = 0.2
-ANSWER_S = 2.0
-QUIET_LOOKS = 5
-"""In a row without a client before it counts as left alone: one that lost its connection comes back within these."""
 
 logger = logging.getLogger("penstock.run")
 
 
-async def serve(server: RedisServer, linger_s: float) -> None:
-    """Until cancelled. Raises `LedgerError` where it does not come up, or not again."""
+async def serve(server: RedisServer, linger_while: Path | None, linger_s: float) -> None:
+    """Until cancelled, and then while the file is there: the head takes its ``connect.env`` away when it is done.
+
+    Raises `LedgerError` where redis-server does not come up, or not again.
+    """
     await server.start()
     logger.info("ledger at %s:%d and loopback", server.host, server.port)
     keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
     try:
         await asyncio.shield(keeper)
     except asyncio.CancelledError:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(linger_s):
-                await _left_alone(server)
+        if linger_while is not None:
+            await _until_gone(linger_while, linger_s)
         raise
     finally:
         keeper.cancel()
@@ -44,19 +41,8 @@ async def serve(server: RedisServer, linger_s: float) -> None:
         await server.stop()
 
 
-async def _left_alone(server: RedisServer) -> None:
-    quiet = 0
-    while quiet < QUIET_LOOKS:
-        quiet = quiet + 1 if await _clients(server) == 0 else 0
-        await asyncio.sleep(LOOK_S)
-
-
-async def _clients(server: RedisServer) -> int | None:
-    """Connections besides the one that asks; None where it does not answer, as while it starts again."""
-    client = aioredis.Redis.from_url(server.url, password=server.password, protocol=2, socket_timeout=ANSWER_S)
-    try:
-        return int((await client.info("clients"))["connected_clients"]) - 1
-    except (RedisError, OSError):
-        return None
-    finally:
-        await client.aclose()
+async def _until_gone(path: Path, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while await asyncio.to_thread(path.exists):  # on a shared disk, which tells nobody of its changes
+                await asyncio.sleep(LOOK_S)

@@ -90,10 +90,6 @@ class RedisServer:
         return self._options.host
 
     @property
-    def password(self) -> str:
-        return self._options.password
-
-    @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 

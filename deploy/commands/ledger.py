@@ -20,7 +20,10 @@ def ledger(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")],
     users: Annotated[Path | None, typer.Option(help="A file with a line `user NAME …` for each further user.")] = None,
     appendfsync: Annotated[Literal["everysec", "always"], typer.Option(help="Durability.")] = "everysec",
-    linger_s: Annotated[float, typer.Option(min=0, help="Told to stop, it waits so long for its clients to go.")] = 20,
+    linger_while: Annotated[
+        Path | None, typer.Option(help="Told to stop, it stays while this file is there: the run's connect.env.")
+    ] = None,
+    linger_s: Annotated[float, typer.Option(min=0, help="But no longer than this.")] = 25.0,
 ) -> None:
     """Start a redis-server that other machines reach, with a password, and keep it alive [PENSTOCK_REDIS_PASSWORD].
 
@@ -35,7 +38,7 @@ def ledger(
         server = RedisServer(
             directory, _password(), host=_address(host), port=port, users=_users(users), appendfsync=appendfsync
         )
-        run_role(lambda: serve(server, linger_s))
+        run_role(lambda: serve(server, linger_while, linger_s))
     except (ConfigError, LedgerError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None

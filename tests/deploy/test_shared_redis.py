@@ -75,30 +75,30 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Ledger]]:
         ledger.process.wait(60)
 
 
-def test_a_scheduler_that_stops_everything_leaves_the_ledger_to_its_last_client(start) -> None:
-    """TERM to redis-server and to what keeps it, as Slurm does it: a client still writes, and ends, and so does it."""
-    ledger = start("--linger-s", "60")
-    client = ledger.client()
-    client.set("before", 1)
+def test_a_scheduler_that_stops_everything_leaves_the_ledger_to_the_head(start, tmp_path: Path) -> None:
+    """TERM to redis-server and to what keeps it, as Slurm does it: the head still writes, and says when it is done."""
+    connect_env = tmp_path / "connect.env"
+    connect_env.touch()
+    ledger = start("--linger-while", str(connect_env), "--linger-s", "200")
+    with ledger.client() as client:
+        client.set("before", 1)
     first = ledger.redis_pid()
     assert first
     for pid in (first, ledger.process.pid):
         os.kill(pid, signal.SIGTERM)
     wait_for(lambda: ledger.redis_pid() not in (None, first) and ledger.answers())
-    client.set("after", 2)
-    assert client.get("before") == b"1"
-    time.sleep(2)  # nobody leaves meanwhile: it must stay
-    assert client.get("after") == b"2"
-    client.close()
+    with ledger.client() as client:
+        client.set("after", 2)
+        assert client.get("before") == b"1"
+    connect_env.unlink()
     assert ledger.process.wait(30) == 0
 
 
-def test_clients_that_stay_do_not_hold_it_for_ever(start) -> None:
-    ledger = start("--linger-s", "1")
-    with ledger.client() as client:
-        client.ping()
-        ledger.process.terminate()
-        assert ledger.process.wait(30) == 0
+@pytest.mark.parametrize("words", [(), ("--linger-s", "1", "--linger-while", __file__)])
+def test_it_does_not_stay_for_ever(start, words: tuple[str, ...]) -> None:
+    ledger = start(*words)
+    ledger.process.terminate()
+    assert ledger.process.wait(30) == 0
 
 
 def test_roles_have_their_own_rights(start) -> None:
