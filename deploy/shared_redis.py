@@ -44,5 +44,6 @@ async def serve(server: RedisServer, linger_while: Path | None, linger_s: float)
 async def _until_gone(path: Path, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            while await asyncio.to_thread(path.exists):  # on a shared disk, which tells nobody of its changes
+            # A shared disk tells nobody of its changes.
+            while await asyncio.to_thread(path.exists):  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)
