@@ -13,12 +13,12 @@ from penstock.deploy.commands import data, queue, slurm
 from penstock.deploy.commands.bench import bench
 from penstock.deploy.commands.dashboard import dashboard
 from penstock.deploy.commands.export import export
+from penstock.deploy.commands.guard import guarded as _guarded
 from penstock.deploy.commands.ledger import ledger
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.reward_server import reward_server
 from penstock.deploy.commands.search_server import search_server
 from penstock.deploy.commands.simulate import simulate
-from penstock.deploy.load_config import ConfigError
 
 app = typer.Typer(
     help="Asynchronous, disaggregated reinforcement learning for agents that use tools.",
@@ -175,15 +175,6 @@ def _run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     from penstock.deploy.roles import run_role
 
     _guarded(lambda: run_role(main))
-
-
-def _guarded(work: Callable[[], None]) -> None:
-    """Mistakes of people are one message, not a traceback."""
-    try:
-        work()
-    except ConfigError as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
 
 
 def main() -> None:

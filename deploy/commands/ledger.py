@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from penstock.deploy.commands.guard import guarded
 from penstock.deploy.link import PASSWORD_VARIABLE
 from penstock.deploy.load_config import ConfigError
 
@@ -34,14 +35,13 @@ def ledger(
     from penstock.transfer_queue.ledger import LedgerError
     from penstock.transfer_queue.redis_server import RedisServer
 
-    try:
+    def work() -> None:
         server = RedisServer(
             directory, _password(), host=_address(host), port=port, users=_users(users), appendfsync=appendfsync
         )
         run_role(lambda: serve(server, linger_while, linger_s))
-    except (ConfigError, LedgerError) as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
+
+    guarded(work, LedgerError)
 
 
 def _password() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import yaml
 from click import Context
 from typer.core import TyperGroup
 
+from penstock.deploy.commands.guard import guarded
 from penstock.deploy.load_config import ConfigError, load_config, parse_config
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.slurm.placement import place, server_gpus
@@ -104,7 +104,7 @@ def run(
         write_secrets(folder.slurm, config)
         _tell(submit(text, folder.slurm / "run.sbatch"), folder, folder.slurm / "run.sbatch")
 
-    _guarded(work)
+    guarded(work)
 
 
 @app.command()
@@ -153,7 +153,7 @@ def join(
         folder.slurm.mkdir(mode=0o700, exist_ok=True)
         _tell(submit(text, folder.slurm / "join.sbatch"), folder, folder.slurm / "join.sbatch")
 
-    _guarded(work)
+    guarded(work)
 
 
 def _refuse_earlier(folder: RunDir, *, resume: bool) -> None:
@@ -164,12 +164,3 @@ def _refuse_earlier(folder: RunDir, *, resume: bool) -> None:
 def _tell(job: str, folder: RunDir, script: Path) -> None:
     typer.echo(f"job {job}: {script}")
     typer.echo(f"  logs: {folder.logs}/*.log    look: squeue --jobs {job}    end: scancel {job}", err=True)
-
-
-def _guarded(work: Callable[[], None]) -> None:
-    """Mistakes of people are one message, not a traceback."""
-    try:
-        work()
-    except ConfigError as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None

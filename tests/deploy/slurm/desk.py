@@ -34,7 +34,7 @@ esac
 """
 SCANCEL = r"""#!/bin/bash
 echo "scancel $*" >>"$DESK/orders"
-case "$2" in 77.3) echo 130 >"$DESK/head-over" ;; *) echo 0 >"$DESK/stopped" ;; esac
+case "${*: -1}" in 77.3) echo 130 >"$DESK/head-over" ;; *) echo 0 >"$DESK/stopped" ;; esac
 """
 
 

@@ -109,7 +109,7 @@ def test_gpus_go_to_the_trainer_and_the_servers_alone(script_of, tmp_path: Path)
         assert "--exact --mem=0 --gpus-per-node=4 --cpus-per-task=16" in asked[name]
     assert "--exact --mem=0 --gpus-per-node=1 --cpus-per-task=4" in asked["rollout-1"]
     for name in ("ledger", "agent-0"):
-        assert "--overlap --cpu-bind=none --gpus=0" in asked[name]
+        assert "--overlap --cpu-bind=none --gres=none" in asked[name]
     meeting = f"127.0.0.1:{10000 + 77 * 4 + 1}"
     assert f"train --wait-s 600 --nnodes 2 --node-rank 1 --rdzv-endpoint {meeting}" in asked["trainer-1"]
     assert f"env PENSTOCK_TRAIN_NODES=2 PENSTOCK_TRAIN_RENDEZVOUS={meeting}" in asked["head"]
@@ -154,7 +154,7 @@ def test_before_its_time_limit_the_job_saves_and_goes_back_into_the_queue(
     desk.says(state)
     job.send_signal(signal.SIGTERM)
     if state == "RUNNING":
-        desk.wait_for(lambda: desk.orders()[:1] == ["scancel --signal=TERM 77.3"])
+        desk.wait_for(lambda: desk.orders()[:1] == ["scancel --ctld --signal=TERM 77.3"])
     else:
         desk.end_head(130)
     output, _ = job.communicate(timeout=60)
