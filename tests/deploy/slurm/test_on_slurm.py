@@ -29,7 +29,7 @@ pytestmark = [
 SLURM_CONF = Path("/var/lib/penstock-slurm/slurm.conf")
 SHORT = ("groups_per_step=4", "group_size=4", "data.eval_limit=16", "agent.concurrency=16", "--cpus-per-node", "1")
 NEVER_SAVED = ("trainer.checkpoint_every=100",)
-"""Between a start and a stop: what a step's records say of it, it says because it was saved when the job was stopped."""
+"""But when a job is told to stop, and at the end."""
 
 
 def ask(*words: str) -> subprocess.CompletedProcess[str]:
