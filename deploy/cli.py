@@ -10,18 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.commands import data, kubernetes, queue, ray
+from penstock.deploy.commands import data, kubernetes, queue, ray, slurm
 from penstock.deploy.commands.bench import bench
 from penstock.deploy.commands.dashboard import dashboard
 from penstock.deploy.commands.doctor import doctor
 from penstock.deploy.commands.export import export
+from penstock.deploy.commands.guard import guarded as _guarded
+from penstock.deploy.commands.ledger import ledger
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.reward_server import reward_server
 from penstock.deploy.commands.search_server import search_server
 from penstock.deploy.commands.simulate import simulate
 from penstock.deploy.commands.status import status
 from penstock.deploy.commands.trace import trace
-from penstock.deploy.load_config import ConfigError
 
 app = typer.Typer(
     help="Asynchronous, disaggregated reinforcement learning for agents that use tools.",
@@ -34,9 +35,11 @@ app.add_typer(data.app, name="data")
 app.add_typer(queue.app, name="queue")
 app.add_typer(ray.app, name="ray")
 app.add_typer(kubernetes.app, name="kubernetes")
+app.add_typer(slurm.app, name="slurm")
 train_app = typer.Typer(invoke_without_command=True)
 app.add_typer(train_app, name="train")
 app.command()(bench)
+app.command(name="ledger")(ledger)
 app.command()(search_server)
 app.command()(dashboard)
 app.command()(reward_server)
@@ -121,12 +124,31 @@ def agent(
 
 
 @train_app.callback()
-def train(context: typer.Context, ledger: LedgerUrl = None, run: RunName = None, wait_s: WaitS = 0.0) -> None:
-    """Start the trainer (torchrun with trainer.ranks processes) and join a running ledger."""
-    from penstock.deploy.commands.train import exec_torchrun
+def train(
+    context: typer.Context,
+    ledger: LedgerUrl = None,
+    run: RunName = None,
+    wait_s: WaitS = 0.0,
+    *,
+    nnodes: Annotated[int | None, typer.Option(min=1, help="Machines of the trainer [PENSTOCK_TRAIN_NODES].")] = None,
+    node_rank: Annotated[
+        int, typer.Option(min=0, help="This machine's number; 0 is the one that the head supervises.")
+    ] = 0,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(help="HOST:PORT on machine 0, where all meet [PENSTOCK_TRAIN_RENDEZVOUS].")
+    ] = None,
+) -> None:
+    """Start the trainer (torchrun with trainer.ranks processes) and join a running ledger.
+
+    Over several machines: the same command on each, with its own --node-rank.
+    """
+    from penstock.deploy.commands.train import Meeting, exec_torchrun
+
+    def work() -> None:
+        exec_torchrun(_link(ledger, run), Meeting.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)
 
     if context.invoked_subcommand is None:
-        _guarded(lambda: exec_torchrun(_link(ledger, run), wait_s=wait_s))
+        _guarded(work)
 
 
 train_app.command()(replay)
@@ -168,15 +190,6 @@ def _run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     from penstock.deploy.roles import run_role
 
     _guarded(lambda: run_role(main))
-
-
-def _guarded(work: Callable[[], None]) -> None:
-    """Mistakes of people are one message, not a traceback."""
-    try:
-        work()
-    except ConfigError as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(2) from None
 
 
 def main() -> None:

@@ -146,14 +146,18 @@ async def _beside(process: RoleProcess) -> None:
 
 
 def _interrupt_event() -> asyncio.Event:
-    """Set by the first Ctrl-C or SIGTERM: the run stops in order. A second Ctrl-C is the shell's usual one."""
+    """Set by the first Ctrl-C or SIGTERM: the run stops in order. A second Ctrl-C is the shell's usual one.
+
+    Further SIGTERMs change nothing: a scheduler that stops a job may tell the head more than once.
+    """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:
         logger.warning("%s: saving a checkpoint and stopping every process of this run", number.name)
         event.set()
-        loop.remove_signal_handler(number)
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.add_signal_handler(signal.SIGTERM, event.set)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)

@@ -27,7 +27,7 @@ async def own_redis(config: RunConfig, run: RunDir, token: str) -> AsyncIterator
     users = role_users(config.name, roles)
     server = RedisServer(run.redis, password, appendfsync=config.transfer_queue.appendfsync, users=users)
     await server.start()
-    keeper = asyncio.create_task(_keep_alive(server), name="redis keeper")
+    keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
     try:
         yield Link(server.url, config.name, password, token, role_passwords=roles)
     finally:
@@ -45,8 +45,8 @@ async def _role_passwords() -> dict[str, str]:
     return {role: secrets.token_urlsafe(32) for role in ROLES}
 
 
-async def _keep_alive(server: RedisServer) -> None:
-    """Redis killed from outside comes back with its append-only file; clients retry meanwhile."""
+async def keep_alive(server: RedisServer) -> None:
+    """Redis killed from outside comes back with its append-only file; clients retry meanwhile. Raises `LedgerError`."""
     while True:
         await asyncio.sleep(0.2)
         if server.alive:

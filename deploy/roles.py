@@ -82,8 +82,10 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 async def _until_told(main: Coroutine[Any, Any, None]) -> None:
     task = asyncio.ensure_future(main)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    # Once: a scheduler tells every process of a job, and a supervisor or torchrun each of its own again. A second
+    # cancellation would cut off the trainer's last checkpoint.
+    loop.add_signal_handler(signal.SIGTERM, lambda: None if task.cancelling() else task.cancel())
     answer_with_stacks(loop)
     try:
         await task

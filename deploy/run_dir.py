@@ -37,6 +37,11 @@ class RunDir:
         return self.root / "logs"
 
     @property
+    def slurm(self) -> Path:
+        """Scripts of `penstock slurm`, and its secrets, readable by their owner alone."""
+        return self.root / "slurm"
+
+    @property
     def redis(self) -> Path:
         return self.root / "redis"
 

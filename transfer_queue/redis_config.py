@@ -27,6 +27,8 @@ class ServerOptions:
 
     password: str
     appendfsync: str = "everysec"
+    host: str = "127.0.0.1"
+    """IPv4 address on which other machines reach it, 0.0.0.0 for any; loopback it always has."""
     port: int = 0
     """0: a free one, chosen at the first start."""
     unix_socket: Path | None = None
@@ -45,6 +47,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[!#-~]{8,}", self.password):
             raise LedgerError("Redis password: at least 8 printable characters without spaces or double quotes")
+        if not re.fullmatch(r"\d+(\.\d+){3}", self.host):
+            raise LedgerError(f"host {self.host!r} is no IPv4 address")
         for line in self.users:
             if not line.startswith("user ") or "\n" in line:
                 raise LedgerError(f"users: {line.split(' #')[0]!r} is not one line that starts with 'user '")
@@ -76,7 +80,7 @@ class ServerOptions:
         """The text of redis.conf."""
         return "\n".join(
             [
-                "bind 127.0.0.1",
+                f"bind {' '.join(self._addresses())}",
                 *self._listen(port),
                 "protected-mode yes",
                 f'requirepass "{_escape(self.password)}"',
@@ -93,6 +97,10 @@ class ServerOptions:
                 "",
             ]
         )
+
+    def _addresses(self) -> list[str]:
+        """Each once: redis-server takes an address that it has already for one in use."""
+        return ["0.0.0.0"] if self.host == "0.0.0.0" else list(dict.fromkeys(("127.0.0.1", self.host)))  # noqa: S104
 
     def _listen(self, port: int) -> list[str]:
         if self.unix_socket:

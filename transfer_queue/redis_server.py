@@ -39,6 +39,7 @@ class RedisServer:
         password: str,
         *,
         appendfsync: str = "everysec",
+        host: str = "127.0.0.1",
         port: int = 0,
         unix_socket: Path | None = None,
         users: Sequence[str] = (),
@@ -54,6 +55,7 @@ class RedisServer:
         self._options = ServerOptions(
             password,
             appendfsync=appendfsync,
+            host=host,
             port=port,
             unix_socket=unix_socket and Path(unix_socket).absolute(),
             users=tuple(users),
@@ -82,6 +84,10 @@ class RedisServer:
     def url(self) -> str:
         """Without the password. Known once started."""
         return self._options.url(self.port)
+
+    @property
+    def host(self) -> str:
+        return self._options.host
 
     @property
     def pid(self) -> int | None:

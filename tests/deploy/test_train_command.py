@@ -1,0 +1,51 @@
+"""Where the ranks of a trainer meet, on one machine and over several."""
+
+import pytest
+
+from penstock.deploy.commands.train import Meeting
+from penstock.deploy.load_config import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PENSTOCK_TRAIN_NODES", "PENSTOCK_TRAIN_RENDEZVOUS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_machine_meets_on_loopback() -> None:
+    assert Meeting.of(None, 0, None).arguments(2, "mine") == ["--standalone", "--nproc-per-node", "2"]
+
+
+def test_several_machines_share_the_ranks_out_evenly() -> None:
+    words = Meeting.of(2, 1, "n1:4000").arguments(8, "mine")
+    told = dict(zip(words[::2], words[1::2], strict=True))
+    assert (told["--nnodes"], told["--node-rank"], told["--nproc-per-node"]) == ("2", "1", "4")
+    assert (told["--rdzv-backend"], told["--rdzv-endpoint"], told["--rdzv-id"]) == ("static", "n1:4000", "mine")
+
+
+def test_the_head_passes_it_on_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "4")
+    monkeypatch.setenv("PENSTOCK_TRAIN_RENDEZVOUS", "n1:4000")
+    assert Meeting.of(None, 0, None) == Meeting(4, 0, "n1:4000")
+    assert Meeting.of(2, 1, "n2:5000") == Meeting(2, 1, "n2:5000"), "explicit values win"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((2, 0, None), "2 machines meet at HOST:PORT"),
+        ((2, 0, "n1"), "2 machines meet at HOST:PORT"),
+        ((2, 2, "n1:4000"), "of 2 machines the last is 1"),
+    ],
+)
+def test_what_cannot_meet_is_refused(given, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Meeting.of(*given)
+
+
+def test_ranks_that_cannot_be_shared_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.ranks=3 cannot"):
+        Meeting(2, 0, "n1:4000").arguments(3, "mine")
+    monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "two")
+    with pytest.raises(ConfigError, match="PENSTOCK_TRAIN_NODES='two'"):
+        Meeting.of(None, 0, None)
