@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.commands import data, queue
+from penstock.deploy.commands import compose, data, queue
 from penstock.deploy.commands.bench import bench
 from penstock.deploy.commands.dashboard import dashboard
 from penstock.deploy.commands.export import export
@@ -26,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(compose.app, name="compose")
 app.add_typer(data.app, name="data")
 app.add_typer(queue.app, name="queue")
 train_app = typer.Typer(invoke_without_command=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.config import RunConfig
+from penstock.deploy.heartbeat import beat
 from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of
 from penstock.deploy.load_config import ConfigError
 from penstock.deploy.processes import STOP_FILE_VARIABLE, die_with_parent
@@ -69,6 +70,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 async def _until_told(main: Coroutine[Any, Any, None]) -> None:
     task = asyncio.ensure_future(main)
+    beating = asyncio.create_task(beat(), name="heartbeat")
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
@@ -76,6 +78,8 @@ async def _until_told(main: Coroutine[Any, Any, None]) -> None:
         await task
     except asyncio.CancelledError:
         logging.getLogger("penstock").info("stopped on request")
+    finally:
+        beating.cancel()
 
 
 async def rollout(
