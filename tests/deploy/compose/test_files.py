@@ -81,8 +81,8 @@ def test_networks_keep_apart_who_has_no_business_with_whom() -> None:
     members = {net: {n for n, s in SERVICES.items() if net in s["networks"]} for net in COMPOSE["networks"]}
     assert members == {
         "ledger": {"redis", "head", "rollout", "agent", "page", "exporter"},
-        "boxes": {"sandbox", "head", "agent"},
-        "metrics": {"sandbox", "rollout", "exporter", "prometheus"},
+        "boxes": {"sandbox", "head", "agent", "prometheus"},
+        "metrics": {"rollout", "exporter", "prometheus"},
         "edge": {"page"},
     }
 

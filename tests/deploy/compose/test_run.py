@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tests.deploy.compose.stacks import REPOSITORY, RunningStack, docker, why_not
+from tests.deploy.compose.stacks import RunningStack, docker, why_not
 
 pytestmark = [pytest.mark.docker, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 12
@@ -46,15 +45,10 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture(scope="module")
-def images() -> None:
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[RunningStack]:
     if missing := why_not():
         pytest.skip(f"{missing}; scripts/setup-compose installs what is needed")
-    subprocess.run([REPOSITORY / "scripts" / "setup-compose", "images"], check=True, timeout=600)
-
-
-@pytest.fixture
-def stack(images: None, tmp_path: Path) -> Iterator[RunningStack]:
     stack = RunningStack(tmp_path / "stack", *SHORT)
     try:
         yield stack
@@ -64,6 +58,7 @@ def stack(images: None, tmp_path: Path) -> Iterator[RunningStack]:
 
 
 def test_a_run_goes_on_through_kills_and_grows(stack: RunningStack) -> None:
+    stack.compose("build", "--quiet", timeout_s=600)
     stack.up()
     stack.wait_for(lambda: stack.steps() >= 1)
     _nothing_is_open(stack)
