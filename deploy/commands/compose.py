@@ -9,7 +9,9 @@ import typer
 
 from penstock.deploy.load_config import ConfigError
 
-app = typer.Typer(help="A run in containers: Redis, rollout servers, workers, sandbox, trainer, page.", no_args_is_help=True)
+app = typer.Typer(
+    help="A run in containers: Redis, rollout servers, workers, sandbox, trainer, page.", no_args_is_help=True
+)
 
 
 @app.callback()

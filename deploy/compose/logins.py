@@ -2,7 +2,8 @@
 
 | file | service | holds |
 |---|---|---|
-| owner_login, rollout_login, agent_login, watch_login | head; rollout; agent; exporter and the ledger's health check | token, a user of the ledger |
+| owner_login, rollout_login, agent_login | head; rollout; agent | the token, a user of the ledger |
+| watch_login | exporter; the ledger's health check | the same |
 | page_login | page | the same as an agent, and a token that only looks |
 | sandbox_login, token | sandbox; Prometheus and you | the token |
 | redis_users | redis | the users, by hashes of their passwords |

@@ -1,10 +1,10 @@
 """A *stack*: the folder that `docker compose up` runs in. Made whole or not at all.
 
-    compose.yaml  prometheus.yaml  sandbox-seccomp.json     from here; yours to change
-    gpu.yaml                                                where GPUs were named
-    .env                                                    what compose.yaml leaves open; no secret
-    secrets/                                                0700, a file per login, 0600
-    models/  runs/  logs/  redis/  prometheus/              what you put in, what the run leaves
+compose.yaml  prometheus.yaml  sandbox-seccomp.json     from here; yours to change
+gpu.yaml                                                where GPUs were named
+.env                                                    what compose.yaml leaves open; no secret
+secrets/                                                0700, a file per login, 0600
+models/  runs/  logs/  redis/  prometheus/              what you put in, what the run leaves
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The quickstart's recipe in real containers: roles are killed, a server is added, nothing is lost and nothing stays."""
+"""The quickstart's recipe in real containers: roles are killed, a server comes, nothing is lost, nothing stays."""
 
 from __future__ import annotations
 
@@ -120,7 +120,9 @@ def _nothing_is_open(stack: RunningStack) -> None:
         assert found["State"]["Health"]["Status"] != "unhealthy", found["Name"]
     assert not [secret for secret in stack.secret_values() if secret in json.dumps(inspected)]
     unreachable = "import socket; socket.getaddrinfo('redis', 6379)"
-    assert "gaierror" in stack.compose("exec", "--no-TTY", "sandbox", "sh", "-c", f'python3 -c "{unreachable}" 2>&1 || true')
+    assert "gaierror" in stack.compose(
+        "exec", "--no-TTY", "sandbox", "sh", "-c", f'python3 -c "{unreachable}" 2>&1 || true'
+    )
 
     url, token = stack.page_url(), stack.token()
     assert httpx.get(url).status_code == 200

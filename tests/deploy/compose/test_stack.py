@@ -66,7 +66,9 @@ def test_each_service_gets_its_own_login_and_the_rest_of_the_folder_none(tmp_pat
         "page_login": "mine-agent",
         "sandbox_login": None,
     }
-    passwords = [login(stack, f"{role}_login")["PENSTOCK_REDIS_PASSWORD"] for role in ("owner", "agent", "rollout", "watch")]
+    passwords = [
+        login(stack, f"{role}_login")["PENSTOCK_REDIS_PASSWORD"] for role in ("owner", "agent", "rollout", "watch")
+    ]
     assert len(set(passwords)) == 4
     token = (stack / "secrets" / "token").read_text()
     assert {login(stack, name)["PENSTOCK_TOKEN"] for name in LOGINS} == {token}
@@ -135,7 +137,7 @@ def test_what_containers_would_not_see_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["$HOME", "a`b", "a\nb"])
 def test_overrides_that_the_env_file_cannot_hold_are_refused(tmp_path: Path, value: str) -> None:
     with pytest.raises(ConfigError, match="PENSTOCK_OVERRIDES"):
-        made(tmp_path / "stack", f"agent.parser=hermes", f"data.train={value}")
+        made(tmp_path / "stack", "agent.parser=hermes", f"data.train={value}")
     assert list(tmp_path.iterdir()) == []
 
 
