@@ -16,7 +16,12 @@ PLAIN = (
 )
 FILTER = ("--security-opt", f"seccomp={FILES / 'sandbox-seccomp.json'}")
 PROC = ("--security-opt", "systempaths=unconfined")
-BOX = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--cap-drop", "ALL", "--ro-bind", "/usr", "/usr", "--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64", "--symlink", "usr/bin", "/bin", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "/usr/bin/python3", "-c"]
+BOX = (
+    *("bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--cap-drop", "ALL"),
+    *("--ro-bind", "/usr", "/usr", "--symlink", "usr/lib", "/lib", "--symlink", "usr/lib64", "/lib64"),
+    *("--symlink", "usr/bin", "/bin", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),
+    *("/usr/bin/python3", "-c"),
+)
 
 
 def in_container(*options: str, command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
@@ -47,8 +52,9 @@ def test_the_filter_refuses_what_no_box_is_built_with() -> None:
 import ctypes, os, platform
 libc = ctypes.CDLL(None, use_errno=True)
 x86 = platform.machine() == "x86_64"
-calls = {"ptrace": (101, 117), "bpf": (321, 280), "keyctl": (250, 219), "userfaultfd": (323, 282), "setns": (308, 268)}
-calls |= {"io_uring_setup": (425, 425), "perf_event_open": (298, 241), "chroot": (161, 51), "move_mount": (429, 429)}
+calls = {"ptrace": (101, 117), "bpf": (321, 280), "keyctl": (250, 219), "setns": (308, 268)}
+calls |= {"userfaultfd": (323, 282), "io_uring_setup": (425, 425), "perf_event_open": (298, 241)}
+calls |= {"chroot": (161, 51), "move_mount": (429, 429)}
 for name, (on_x86, on_arm) in calls.items():
     ctypes.set_errno(0)
     libc.syscall(on_x86 if x86 else on_arm, -1, 0, 0, 0, 0)
