@@ -61,7 +61,7 @@ class RunningStack:
         env = [line for line in (folder / ".env").read_text().splitlines() if line.partition("=")[0] not in settings]
         (folder / ".env").write_text("\n".join([*env, *(f"{k}={v}" for k, v in settings.items()), ""]))
 
-    def compose(self, *arguments: str, timeout_s: float = 240, check: bool = True) -> str:
+    def compose(self, *arguments: str, timeout_s: float = 400, check: bool = True) -> str:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PENSTOCK_", "COMPOSE_"))}
         return docker("compose", *arguments, cwd=self.folder, env=clean, timeout_s=timeout_s, check=check)
 
@@ -94,7 +94,7 @@ class RunningStack:
         metrics = self.folder / "runs" / self.config.name / "metrics.jsonl"
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 400) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{self.tail()}"

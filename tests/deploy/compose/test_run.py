@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.deploy.compose.stacks import RunningStack, docker, why_not
 
-pytestmark = [pytest.mark.docker, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.docker, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(1800)]
 STEPS = 12
 SHORT = (
     *("name=composed", f"trainer.steps={STEPS}", "trainer.checkpoint_every=4", "group_size=4", "groups_per_step=4"),
@@ -77,7 +77,7 @@ def test_a_run_goes_on_through_kills_and_grows(stack: RunningStack) -> None:
     assert killed_at <= stack.steps() < STEPS
     stack.wait_for(lambda: len(_scraped(stack)) == 4)
 
-    assert docker("wait", *stack.containers("head", every=True), timeout_s=300) == "0", stack.tail()
+    assert docker("wait", *stack.containers("head", every=True), timeout_s=600) == "0", stack.tail()
     assert stack.inspect("agent")["RestartCount"] == 1
     summary = json.loads((stack.folder / "runs" / "composed" / "summary.json").read_text())
     assert (summary["steps"], summary["lost"], summary["trained_twice"]) == (STEPS, 0, 0)
