@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.commands import data, kubernetes, queue, ray, slurm
+from penstock.deploy.commands import compose, data, kubernetes, queue, ray, slurm
 from penstock.deploy.commands.bench import bench
 from penstock.deploy.commands.dashboard import dashboard
 from penstock.deploy.commands.doctor import doctor
@@ -31,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(compose.app, name="compose")
 app.add_typer(data.app, name="data")
 app.add_typer(queue.app, name="queue")
 app.add_typer(ray.app, name="ray")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.config import RunConfig
+from penstock.deploy.heartbeat import beat
 from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of
 from penstock.deploy.load_config import ConfigError
 from penstock.deploy.open_files import raise_open_files
@@ -81,6 +82,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 async def _until_told(main: Coroutine[Any, Any, None]) -> None:
     task = asyncio.ensure_future(main)
+    beating = asyncio.create_task(beat(), name="heartbeat")
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, task.cancel)
     # Once: a scheduler tells every process of a job, and a supervisor or torchrun each of its own again. A second
@@ -91,6 +93,8 @@ async def _until_told(main: Coroutine[Any, Any, None]) -> None:
         await task
     except asyncio.CancelledError:
         logging.getLogger("penstock").info("stopped on request")
+    finally:
+        beating.cancel()
 
 
 async def rollout(

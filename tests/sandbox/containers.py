@@ -77,7 +77,8 @@ def _traces() -> Iterator[tuple[str, str]]:
     """(What it is, the name by which the engine's word on a living container must mention it)"""
     yield from ((f"volume {name}", name) for name in docker("volume", "ls", "--quiet").split())
     for group in Path("/sys/fs/cgroup").glob("*/docker/*/"):
-        yield f"cgroup {group}", group.name
+        if group.name != "buildkit":  # the engine's own, once it has built an image; no container's
+            yield f"cgroup {group}", group.name
     for line in Path("/proc/self/mounts").read_text(errors="replace").splitlines():
         target = line.split()[1]
         if match := re.match(r"/var/lib/docker/[^/]+/([0-9a-f]{20,})|/run/docker/netns/([0-9a-f]+)$", target):

@@ -1,0 +1,48 @@
+"""`penstock compose`: a run in containers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.deploy.load_config import ConfigError
+
+app = typer.Typer(
+    help="A run in containers: Redis, rollout servers, workers, sandbox, trainer, page.", no_args_is_help=True
+)
+
+
+@app.callback()
+def group() -> None:
+    """A run in containers: Redis, rollout servers, workers, sandbox, trainer, page; see docs/compose.md."""
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="New folder: compose.yaml, .env, secrets, and what the run leaves.")],
+    recipe: Annotated[Path, typer.Argument(help="A recipe; containers see its folder as /work/recipes.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
+    trainer_gpus: Annotated[str | None, typer.Option(help="NVIDIA GPUs of the trainer, as 0,1.")] = None,
+    rollout_gpus: Annotated[
+        list[str] | None, typer.Option(help="GPUs of one rollout server; again for each further server.")
+    ] = None,
+) -> None:
+    """Make a folder that `docker compose up` runs in, with passwords of its own (files of mode 0600).
+
+    Example: penstock compose init stack recipes/calculator.yaml name=mine && cd stack && docker compose up -d
+    """
+    from penstock.deploy.compose.stack import Stack, make_stack
+    from penstock.transfer_queue.ledger import LedgerError
+
+    if bool(trainer_gpus) != bool(rollout_gpus):
+        raise typer.BadParameter("--trainer-gpus and --rollout-gpus go together: who has which?")
+    try:
+        stack = Stack(folder, recipe, overrides or [], trainer_gpus, rollout_gpus or [])
+        config = make_stack(stack)
+    except (ConfigError, LedgerError) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"run {config.name}: cd {folder} && docker compose up -d", err=True)
+    typer.echo(f"page: http://127.0.0.1:8600/, its token is in {folder / 'secrets' / 'token'}", err=True)
