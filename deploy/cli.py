@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.commands import data, queue
+from penstock.deploy.commands import config, data, queue
 from penstock.deploy.commands.bench import bench
 from penstock.deploy.commands.dashboard import dashboard
 from penstock.deploy.commands.export import export
+from penstock.deploy.commands.rehearse import rehearse
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.reward_server import reward_server
 from penstock.deploy.commands.search_server import search_server
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(queue.app, name="queue")
 train_app = typer.Typer(invoke_without_command=True)
@@ -33,6 +35,7 @@ app.add_typer(train_app, name="train")
 app.command()(bench)
 app.command()(search_server)
 app.command()(dashboard)
+app.command()(rehearse)
 app.command()(reward_server)
 app.command()(simulate)
 
