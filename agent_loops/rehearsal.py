@@ -2,8 +2,8 @@
 
     policy(scene) ──text──► Player ──ids──► worker: loop, tools, sandbox, reward ──► trajectories
 
-Everything but the model is what a run would use: chat template, parser, tools, boxes, servers, reward. A policy that acts
-rightly must earn the full reward on every task, and one that does nothing must earn none: else the environment is broken.
+Everything but the model is what a run would use: chat template, parser, tools, boxes, servers, reward. A policy that
+acts rightly must earn the full reward on every task, and one that does nothing none: else the environment is broken.
 """
 
 from __future__ import annotations
@@ -154,9 +154,7 @@ async def rehearse(
     patience_s = config.episode_deadline_s + config.rewards.timeout_s + SLACK_S
     await _play(job, ledger, len(staged), patience_s, on_ended)
     trajectories, _ = await ledger.results(LANE)
-    return Rehearsal(
-        sorted(trajectories, key=lambda one: one.task_id), await ledger.dead_letters(max(1, len(staged)))
-    )
+    return Rehearsal(sorted(trajectories, key=lambda one: one.task_id), await ledger.dead_letters(max(1, len(staged))))
 
 
 async def _play(

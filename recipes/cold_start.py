@@ -6,11 +6,11 @@
         --demonstrations data/retool-sft/demonstrations.jsonl --steps 375 --lr 1e-5
     penstock run recipes/retool/gpu8.yaml model=models/retool-7b
 
-What is learned is token for token what an episode of the recipe would hold: prompts, tools and results as the agent loop
-renders them, loss on what the model writes alone. A policy's episodes are played with the recipe's real tools first, and
-only those that earned the full reward are shown. Demonstrations are JSON lines with `messages` (OpenAI's form, calls as
-`tool_calls`). The model, its engine, dtype, parallelism and pack size are the recipe's; the folder that is written is a
-model like any other.
+What is learned is token for token what an episode of the recipe would hold: prompts, tools and results as the agent
+loop renders them, loss on what the model writes alone. A policy's episodes are played with the recipe's real tools
+first, and only those that earned the full reward are shown. Demonstrations are JSON lines with `messages` (OpenAI's
+form, calls as `tool_calls`). The model, dtype, parallelism and pack size are the recipe's; the folder that is written
+is a model like any other.
 """
 
 from __future__ import annotations
@@ -155,7 +155,12 @@ def segment_of(chat: ChatTokens, messages: Sequence[dict[str, Any]], schemas: Se
             segment.observe(chat.render(messages[number + 1 : following], schemas))
     told = segment.output()
     return Segment(
-        told.prompt_ids, told.response_ids, told.response_mask, told.response_logprobs, told.version_spans, told.turn_starts
+        told.prompt_ids,
+        told.response_ids,
+        told.response_mask,
+        told.response_logprobs,
+        told.version_spans,
+        told.turn_starts,
     )
 
 

@@ -18,11 +18,15 @@ def from_verl(
     source: Annotated[
         Path | None, typer.Argument(help="verl's YAML, or the shell script that starts main_ppo.", metavar="[FILE]")
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="As verl takes them: a.b=value …", metavar="[A.B=V]…")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="As verl takes them: a.b=value …", metavar="[A.B=V]…")
+    ] = None,
     *,
     out: Annotated[Path | None, typer.Option(help="Write the recipe here instead of to the standard output.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a given key has no counterpart.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Tell the keys without which nothing is lost, too.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Tell the keys without which nothing is lost, too.")
+    ] = False,
 ) -> None:
     """Make a recipe of verl's settings: the same data and reward function, other names.
 

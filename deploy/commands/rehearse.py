@@ -71,7 +71,9 @@ def _rows(config: RunConfig, split: str, limit: int) -> list[Row]:
     sources = {"train": config.data.train, "eval": config.data.eval}
     source = sources.get(split)
     if source is None:
-        raise ConfigError(f"--split {split}: this recipe has {', '.join(name for name, path in sources.items() if path)}")
+        raise ConfigError(
+            f"--split {split}: this recipe has {', '.join(name for name, path in sources.items() if path)}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         return load_rows(materialise(source, Path(folder)), limit)
 
@@ -122,7 +124,8 @@ def _told(found: Rehearsal, unexpected: list[Any]) -> str:
         f"episodes   {figures['episodes']} ended ({outcomes}), {figures['failed']} failed",
         f"reward   {reward}",
         f"per episode  {figures['num_turns']:.2f} turns, {figures['tool_calls']:.2f} tool calls of which "
-        f"{figures['tool_errors']:.2f} with an error, {figures['response_tokens']:.0f} tokens, {figures['latency_s']:.2f} s",
+        f"{figures['tool_errors']:.2f} with an error, {figures['response_tokens']:.0f} tokens, "
+        f"{figures['latency_s']:.2f} s",
     ]
     lines += [f"unexpected reward {one.reward:g} in row {_row(one.task_id)}" for one in unexpected[:SHOWN]]
     lines += [

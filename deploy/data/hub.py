@@ -27,7 +27,8 @@ def dataset_file(repository: str, name: str, local: Path | None = None) -> Path:
         return Path(hf_hub_download(repository, name, repo_type="dataset"))
     except (OSError, HfHubHTTPError) as error:
         raise NoDataset(
-            f"{name} of https://huggingface.co/datasets/{repository} cannot be fetched ({type(error).__name__}: {error}); "
+            f"{name} of https://huggingface.co/datasets/{repository} cannot be fetched "
+            f"({type(error).__name__}: {error}); "
             "where the hub is not reachable, fetch it elsewhere and give it with --input"
         ) from error
 

@@ -11,7 +11,14 @@ from typing import Any
 from penstock.deploy.migrate.run_rules import data
 from penstock.deploy.migrate.settings import ACTOR, Given, Setting
 
-LOSSES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "clip_cov": "clip_cov", "kl_cov": "kl_cov"}
+LOSSES = {
+    "vanilla": "ppo",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+}
 ADVANTAGES = ("gae", "grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -25,19 +32,25 @@ KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": 
 def staleness(given: Given) -> Iterator[Setting]:
     yield "max_staleness", given.staleness
     if not given.is_async:
-        given.note("verl samples and trains in turns: max_staleness is 0. Set fully_async and trainer.correction=truncated_is to overlap")
+        given.note(
+            "verl samples and trains in turns: max_staleness is 0. To overlap: max_staleness=fully_async and "
+            "trainer.correction=truncated_is"
+        )
     bypass = bool(given["algorithm.rollout_correction.bypass_mode"])
     if bypass and not given.staleness:
         yield "trainer.proximal", "behaviour"
         yield "trainer.correction", None
         return
     if bypass:
-        given.note("bypass_mode: here stale tokens are corrected (trainer.correction), with the policy scored anew at each step")
+        given.note(
+            "bypass_mode: here stale tokens are corrected (trainer.correction), the policy scored anew at each step"
+        )
     yield from correction(given)
 
 
 def correction(given: Given) -> Iterator[Setting]:
-    level, bound = given["algorithm.rollout_correction.rollout_is"], given["algorithm.rollout_correction.rollout_is_threshold"]
+    section = "algorithm.rollout_correction"
+    level, bound = given[f"{section}.rollout_is"], given[f"{section}.rollout_is_threshold"]
     if level is None:
         if given.staleness:
             given.note("stale tokens need an off-policy correction: truncated_is, which is the default here")
@@ -56,7 +69,9 @@ def loss(given: Given) -> Iterator[Setting]:
     mode = given[f"{ACTOR}.policy_loss.loss_mode"]
     name = LOSSES.get(mode)
     if name is None:
-        given.lose(f"{ACTOR}.policy_loss.loss_mode", f"{mode} is not here; its place is taken by ppo (docs/algorithms.md)")
+        given.lose(
+            f"{ACTOR}.policy_loss.loss_mode", f"{mode} is not here; its place is taken by ppo (docs/algorithms.md)"
+        )
         name = "ppo"
     yield "trainer.loss", name
     yield from ((f"trainer.loss_options.{key}", value) for key, value in _loss_options(given, name).items())

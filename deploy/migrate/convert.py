@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -55,8 +56,10 @@ class Migrated:
         return "\n".join([*told, *lost, yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)])
 
     def check(self) -> RunConfig:
-        """Raises `ConfigError` where the recipe is none."""
-        return parse_config(self.recipe, source="the recipe that was made")
+        """Raises `ConfigError` where the recipe is none. A tool file that is not on this machine is not asked."""
+        tools = self.recipe.get("tools")
+        elsewhere = isinstance(tools, str) and not Path(tools).is_file()
+        return parse_config({**self.recipe, **({"tools": []} if elsewhere else {})}, source="the recipe that was made")
 
 
 def migrate(flat: Mapping[str, Any], table: Table) -> Migrated:

@@ -1,7 +1,7 @@
 """What somebody gives another framework: a YAML file or a shell script, and overrides, as dotted keys.
 
-In a YAML file OmegaConf's ``${a.b}`` and ``${oc.select:a.b,default}`` are followed. A script is read, never run: its words
-of the form ``a.b=value`` count, with variables and sums (``$((a * 2))``) of its own put in.
+In a YAML file OmegaConf's ``${a.b}`` and ``${oc.select:a.b,default}`` are followed. A script is read, never run: its
+words of the form ``a.b=value`` count, with variables and sums (``$((a * 2))``) of its own put in.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_given(source: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     return {key: _resolved(value, flat) for key, value in flat.items()}
 
 
-# files ------------------------------------------------------------------------------------------------------------------
+# files ----------------------------------------------------------------------------------------------------------------
 def _of_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -102,7 +102,7 @@ def _summed(line: str, variables: Mapping[str, str]) -> str:
     return _SUM.sub(put, line)
 
 
-# values -----------------------------------------------------------------------------------------------------------------
+# values ---------------------------------------------------------------------------------------------------------------
 def _flattened(value: Any, prefix: str = "") -> dict[str, Any]:
     return dict(_leaves(value, prefix))
 

@@ -20,7 +20,10 @@ NAME_CHARS = 64
 
 
 def leaving(given: Given) -> Iterator[Setting]:
-    yield "name", re.sub(r"[^A-Za-z0-9._-]+", "-", str(given["trainer.experiment_name"])).strip("-._")[:NAME_CHARS] or "run"
+    yield (
+        "name",
+        re.sub(r"[^A-Za-z0-9._-]+", "-", str(given["trainer.experiment_name"])).strip("-._")[:NAME_CHARS] or "run",
+    )
     save = int(given["trainer.save_freq"] or -1)
     yield "trainer.checkpoint_every", save if save > 0 else CHECKPOINT_EVERY
     test = int(given.first("rollout.test_freq", "trainer.test_freq") or -1)
@@ -41,12 +44,20 @@ def data(given: Given) -> Iterator[Setting]:
         yield "data.eval_limit", limit
 
 
+def model(given: Given) -> Iterator[Setting]:
+    path = str(given[f"{MODEL}.path"])
+    yield "model", str(Path(path).expanduser()) if path.startswith("~") else path
+
+
 def sizes(given: Given) -> Iterator[Setting]:
     yield "groups_per_step", given.groups_per_step
     yield "group_size", given.first("rollout.n", f"{ROLLOUT}.n")
     updates = max(1, given.groups_per_step // given.mini_batch)
     if given.groups_per_step % given.mini_batch:
-        given.note(f"{given.groups_per_step} prompts are no multiple of {given.mini_batch}: {updates} updates of nearly equal size")
+        given.note(
+            f"{given.groups_per_step} prompts are no multiple of {given.mini_batch}: "
+            f"{updates} updates of nearly equal size"
+        )
     yield "trainer.minibatches", updates
 
 
@@ -62,11 +73,19 @@ def agent(given: Given) -> Iterator[Setting]:
     loop = str(given[f"{ROLLOUT}.agent.default_agent_loop"])
     multi = bool(given[f"{turns}.enable"]) or bool(tools) or loop == "tool_agent"
     if given.gives(f"{ROLLOUT}.agent.default_agent_loop") and loop not in ("single_turn_agent", "tool_agent"):
-        given.lose(f"{ROLLOUT}.agent.default_agent_loop", f"{loop}: write it as an AgentLoopBase and name FILE.py:Class")
+        given.lose(
+            f"{ROLLOUT}.agent.default_agent_loop", f"{loop}: write it as an AgentLoopBase and name FILE.py:Class"
+        )
     yield "agent.loop", "tool_agent" if multi else "single_turn"
-    yield "agent.max_turns", given.first(f"{turns}.max_assistant_turns", f"{turns}.max_user_turns") or (MAX_TURNS if multi else 1)
+    yield (
+        "agent.max_turns",
+        given.first(f"{turns}.max_assistant_turns", f"{turns}.max_user_turns") or (MAX_TURNS if multi else 1),
+    )
     if tools:
-        yield "tools", str(Path(str(tools)).expanduser())
+        file = Path(str(tools)).expanduser()
+        yield "tools", str(file)
+        if not file.is_file():
+            given.note(f"{file} is not here: its tools are read when the run starts")
     if multi:
         yield "agent.settings.max_calls_per_turn", given[f"{turns}.max_parallel_calls"]
         parser = PARSERS.get(given[f"{turns}.format"])
@@ -102,10 +121,18 @@ def engine_arguments(given: Given) -> Iterator[Setting]:
     memory = given.first(f"{ROLLOUT}.standalone_gpu_memory_utilization", f"{ROLLOUT}.gpu_memory_utilization")
     asked = {
         "tensor_model_parallel_size": (tensor_of(given), "tensor_parallel_size", "tp_size"),
-        "pipeline_model_parallel_size": (given[f"{ROLLOUT}.pipeline_model_parallel_size"], "pipeline_parallel_size", "pp_size"),
+        "pipeline_model_parallel_size": (
+            given[f"{ROLLOUT}.pipeline_model_parallel_size"],
+            "pipeline_parallel_size",
+            "pp_size",
+        ),
         "gpu_memory_utilization": (memory, "gpu_memory_utilization", "mem_fraction_static"),
         "enforce_eager": (bool(given[f"{ROLLOUT}.enforce_eager"]), "enforce_eager", "disable_cuda_graph"),
-        "max_num_batched_tokens": (given[f"{ROLLOUT}.max_num_batched_tokens"], "max_num_batched_tokens", "chunked_prefill_size"),
+        "max_num_batched_tokens": (
+            given[f"{ROLLOUT}.max_num_batched_tokens"],
+            "max_num_batched_tokens",
+            "chunked_prefill_size",
+        ),
     }
     for name, (value, of_vllm, of_sglang) in asked.items():
         if engine == "vllm":
@@ -127,7 +154,9 @@ def placement(given: Given) -> Iterator[Setting]:
     samples = _own_rollout_gpus(given)
     if samples is None:
         samples = trains = max(1, trains // 2)
-        given.note(f"colocated in verl; here {trains} GPUs train and {samples} sample (penstock simulate tells a better split)")
+        given.note(
+            f"colocated in verl; here {trains} GPUs train and {samples} sample (penstock simulate tells a better split)"
+        )
     yield "trainer.ranks", trains
     yield "rollout.servers", max(1, samples // per_server)
     if int(given["trainer.nnodes"]) > 1 or samples + trains > int(given["trainer.n_gpus_per_node"]):
@@ -149,12 +178,21 @@ def engine(given: Given) -> Iterator[Setting]:
     if not fsdp and strategy != "megatron":
         given.lose(f"{ACTOR}.strategy", f"{strategy} is not here: fsdp")
     yield "trainer.engine", "megatron" if strategy == "megatron" else "fsdp"
-    yield "trainer.dtype", {"bfloat16": "bfloat16", "bf16": "bfloat16"}.get(str(given[f"{ACTOR}.fsdp_config.dtype"]), "float32")
+    yield (
+        "trainer.dtype",
+        {"bfloat16": "bfloat16", "bf16": "bfloat16"}.get(str(given[f"{ACTOR}.fsdp_config.dtype"]), "float32"),
+    )
     offloads = [f"{ACTOR}.{part}" for part in ("fsdp_config.param_offload", "fsdp_config.optimizer_offload")]
-    offloads += [f"{ACTOR}.{part}" for part in ("fsdp_config.offload_policy", "megatron.param_offload", "megatron.optimizer_offload")]
+    offloads += [
+        f"{ACTOR}.{part}"
+        for part in ("fsdp_config.offload_policy", "megatron.param_offload", "megatron.optimizer_offload")
+    ]
     yield "trainer.offload", any(given[key] for key in offloads)
     context = [f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"]
-    yield "trainer.parallel.context", max(int(given[key] or 1) for key in [*context, f"{ACTOR}.megatron.context_parallel_size"])
+    yield (
+        "trainer.parallel.context",
+        max(int(given[key] or 1) for key in [*context, f"{ACTOR}.megatron.context_parallel_size"]),
+    )
     if strategy == "megatron":
         for theirs, ours in (("tensor_model", "tensor"), ("pipeline_model", "pipeline"), ("expert_model", "expert")):
             yield f"trainer.parallel.{ours}", int(given[f"{ACTOR}.megatron.{theirs}_parallel_size"])
@@ -170,5 +208,5 @@ def lora(given: Given) -> Iterator[Setting]:
 
 
 RUN_RULES: tuple[Callable[[Given], Iterator[Setting]], ...] = (
-    *(leaving, data, sizes, lengths, agent, sampling, reward, engine_arguments, placement, engine, lora),
+    *(leaving, model, data, sizes, lengths, agent, sampling, reward, engine_arguments, placement, engine, lora),
 )

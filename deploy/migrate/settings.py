@@ -69,5 +69,8 @@ class Given:
         """0 in a synchronous run; see `max_staleness`."""
         if not self.is_async:
             return 0
-        steps, share = int(self["async_training.trigger_parameter_sync_step"]), self["async_training.staleness_threshold"]
+        steps, share = (
+            int(self["async_training.trigger_parameter_sync_step"]),
+            self["async_training.staleness_threshold"],
+        )
         return max(0, math.ceil(steps * (1 + float(share or 0.0))) - 1)

@@ -1,7 +1,7 @@
 """Names of another framework's settings and ours, read from `names/`; a page renders the same rows.
 
-`names/NAME.yaml` has the rows, `names/NAME.txt` every setting that the framework itself has, one a line: a row with a ``*``
-must not excuse a setting that is none.
+`names/NAME.yaml` has the rows, `names/NAME.txt` every setting that the framework itself has, one a line: a row with a
+``*`` must not excuse a setting that is none.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python recipes/retool/data.py gsm8k --input DIR --out data/retool-gsm8k       GSM8K's train.jsonl and test.jsonl
     python recipes/retool/data.py dapo --out data/retool-dapo                     DAPO-Math-17k, from the hub
     python recipes/retool/data.py aime --year 2024 --out data/retool-dapo         AIME, from the hub, for evaluation
-    python recipes/retool/data.py demonstrations --out data/retool-sft            ReTool's own, from the hub, for the cold start
+    python recipes/retool/data.py demonstrations --out data/retool-sft            ReTool's own, for the cold start
 
 `--input` takes a file (GSM8K: a folder) that was fetched before.
 """
@@ -24,8 +24,8 @@ from penstock.deploy.data.hub import NoDataset, dataset_file, field, parquet_row
 from penstock.deploy.data.rows import Row, write_parquet
 
 SYSTEM = (
-    "Solve the problem. You may run Python with the tool `python`, as often as you like: it computes exactly and shows what "
-    "is printed. When you are sure, give the final answer as \\boxed{answer}."
+    "Solve the problem. You may run Python with the tool `python`, as often as you like: it computes exactly and shows "
+    "what is printed. When you are sure, give the final answer as \\boxed{answer}."
 )
 DAPO = ("BytedTsinghua-SIA/DAPO-Math-17k", "data/dapo-math-17k.parquet")
 AIME = {
@@ -34,7 +34,9 @@ AIME = {
 }
 """Year → repository, file, columns of problem and answer."""
 DEMONSTRATIONS = ("JoeYing/ReTool-SFT", "train_2000.parquet")
-_DAPO_PROBLEM = re.compile(r"^Solve the following math problem step by step\..*?\n\n(.*)\n\nRemember to put your", re.DOTALL)
+_DAPO_PROBLEM = re.compile(
+    r"^Solve the following math problem step by step\..*?\n\n(.*)\n\nRemember to put your", re.DOTALL
+)
 _CODE = re.compile(r"<code>\s*(?:```python\n)?(.*?)(?:```)?\s*</code>", re.DOTALL)
 _PRINTED = re.compile(r"<interpreter>\n?(.*?)\n?</interpreter>", re.DOTALL)
 
@@ -61,7 +63,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def arithmetic(options: argparse.Namespace) -> dict[Path, int]:
-    """The calculator's problems whose result is whole: math-verify compares six decimals, the tiny model prints four."""
+    """The calculator's problems with a whole result: math-verify compares six decimals, the tiny model prints four."""
     splits = zip(("train", "eval"), problems(2 * options.train, 2 * options.eval, options.seed), strict=True)
     wanted = {"train": options.train, "eval": options.eval}
     return {

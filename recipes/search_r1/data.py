@@ -1,11 +1,12 @@
 """Search-R1's data as Parquet with verl's columns, and the corpus that is searched.
 
     python recipes/search_r1/data.py small --out data/search-r1         questions about the corpus in this folder
-    python recipes/search_r1/data.py nq_hotpotqa --out data/nq-hotpotqa NQ and HotpotQA as Search-R1 has them, from the hub
-    python recipes/search_r1/data.py wiki18 --out data/wiki18           21 million passages of Wikipedia (2018), from the hub
+    python recipes/search_r1/data.py nq_hotpotqa --out data/nq-hotpotqa NQ and HotpotQA as Search-R1 has them
+    python recipes/search_r1/data.py wiki18 --out data/wiki18           21 million passages of Wikipedia (2018)
     penstock search-server --corpus data/wiki18/wiki-18.jsonl           builds its index at the first start
 
-`--input` takes a file (nq_hotpotqa: a folder with train.parquet and test.parquet) that was fetched before.
+The last two are fetched from the hub; `--input` takes a file (nq_hotpotqa: a folder with train.parquet and
+test.parquet) that was fetched before.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from penstock.deploy.data.rows import Row, write_parquet
 
 CORPUS = Path(__file__).with_name("corpus")
 SYSTEM = (
-    "Answer the question. Search with the tool `search` as often as you need: it returns passages. When you know, write the "
-    "answer alone, as few words as possible, between <answer> and </answer>."
+    "Answer the question. Search with the tool `search` as often as you need: it returns passages. When you know, "
+    "write the answer alone, as few words as possible, between <answer> and </answer>."
 )
 QUESTIONS = "PeterJinGo/nq_hotpotqa_train"
 WIKI18 = ("PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz")

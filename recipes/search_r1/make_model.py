@@ -66,7 +66,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def texts() -> Iterator[str]:
     schema = {"name": SearchTool.name, "description": SearchTool.description, "parameters": SearchTool.parameters}
-    constant = [json.dumps({"type": "function", "function": schema}), *re.findall(r"'([^']{8,})'", TEMPLATE.read_text())]
+    constant = [
+        json.dumps({"type": "function", "function": schema}),
+        *re.findall(r"'([^']{8,})'", TEMPLATE.read_text()),
+    ]
     for name in ("corpus.jsonl", "questions.jsonl"):
         for line in (HERE / "corpus" / name).read_text(encoding="utf-8").splitlines():
             yield from words(json.loads(line))

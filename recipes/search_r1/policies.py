@@ -1,8 +1,8 @@
 """Scripted policies that prove the environment, and show a model how to act (`../cold_start.py`).
 
-    penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies.py:oracle --expect 1
-    penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies.py:null --expect 0
-    penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies.py:reader --expect 0
+penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies.py:oracle --expect 1
+penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies.py:null --expect 0
+penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies.py:reader --expect 0
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Search-R1's reward: is what stands between ``<answer>`` and ``</answer>`` in the model's last turn a reference?
 
 Jin et al. 2025, "Search-R1" (arXiv:2503.09516), section 3.4: exact match after normalisation; no reward for form or for
-searching. F1 of words (Rajpurkar et al. 2016, "SQuAD", arXiv:1606.05250) is a metric, or with ``metric: f1`` the reward.
+searching. F1 of words (Rajpurkar et al. 2016, "SQuAD", arXiv:1606.05250) is a metric, or with ``metric: f1`` the
+reward.
 
 Only the last turn counts: a passage that spells the tags out is no answer.
 """
@@ -31,4 +32,8 @@ def compute_score(
         "em": exact_match(data_source, turn, ground_truth, told),
         "f1": f1(data_source, turn, ground_truth, told),
     }
-    return {"score": found[metric], **found, "answered": float("</answer>" in turn or told.get("final_answer") is not None)}
+    return {
+        "score": found[metric],
+        **found,
+        "answered": float("</answer>" in turn or told.get("final_answer") is not None),
+    }

@@ -23,6 +23,8 @@ from penstock.trainer.data import load_rows
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"
+PATIENT = ("sandbox.run_timeout_s=100", "agent.episode_deadline_s=250", "agent.concurrency=8")
+"""A busy machine must not be taken for code that never ends."""
 SEARCH_TOKEN = "only-for-this-test"
 
 
@@ -42,7 +44,7 @@ def script(name: str) -> ModuleType:
 async def played(recipe: str, policy: str, *overrides: str, rows: int = 0, split: str = "train") -> Rehearsal:
     """`policy` of the recipe's policies.py on its rows, as `penstock rehearse` plays them."""
     path = RECIPES / recipe
-    config = load_config(path, overrides)
+    config = load_config(path, [*PATIENT, *overrides])
     source = {"train": config.data.train, "eval": config.data.eval}[split]
     assert source is not None
     return await rehearse(
@@ -71,7 +73,16 @@ def search_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     corpus, index = RECIPES / "search_r1/corpus/corpus.jsonl", tmp_path_factory.mktemp("index") / "index"
-    argv = [sys.executable, "-m", "penstock.deploy.cli", "search-server", "--corpus", str(corpus), "--index", str(index)]
+    argv = [
+        sys.executable,
+        "-m",
+        "penstock.deploy.cli",
+        "search-server",
+        "--corpus",
+        str(corpus),
+        "--index",
+        str(index),
+    ]
     environment = {**os.environ, "PENSTOCK_SEARCH_TOKEN": SEARCH_TOKEN, "PYTHONPATH": str(REPOSITORY / "src")}
     process = subprocess.Popen([*argv, "--port", str(port)], env=environment, cwd=REPOSITORY)
     try:

@@ -36,7 +36,11 @@ async def test_messages_become_the_tokens_of_the_episode(arithmetic: str) -> Non
     config = load_config(RECIPES / "retool/cpu.yaml", [arithmetic])
     chat = chat_of(config.model, config.agent)
     schemas = await cold_start.schemas_of(config)
-    shown = cold_start.segment_of(chat.for_episode(Budget(99, 9999)), conversation(chat.decode(segment.response_ids), chat.decode(segment.prompt_ids)), schemas)
+    shown = cold_start.segment_of(
+        chat.for_episode(Budget(99, 9999)),
+        conversation(chat.decode(segment.response_ids), chat.decode(segment.prompt_ids)),
+        schemas,
+    )
     for name in ("prompt_ids", "response_ids", "response_mask", "turn_starts"):
         np.testing.assert_array_equal(getattr(shown, name), getattr(segment, name), err_msg=name)
 
@@ -56,10 +60,21 @@ def conversation(response: str, prompt: str) -> list[dict[str, object]]:
     ]
 
 
-def test_the_loss_falls_and_a_model_is_left(arithmetic: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_falls_and_a_model_is_left(
+    arithmetic: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The boxed answers are new to the tiny model. Its tokenizer comes along; a run can start from the folder."""
     policy = f"{RECIPES / 'retool/policies.py'}:oracle"
-    given = [str(RECIPES / "retool/cpu.yaml"), arithmetic, "--policy", policy, "--rows", "32", "--out", str(tmp_path / "model")]
+    given = [
+        str(RECIPES / "retool/cpu.yaml"),
+        arithmetic,
+        "--policy",
+        policy,
+        "--rows",
+        "32",
+        "--out",
+        str(tmp_path / "model"),
+    ]
     cold_start.main([*given, "--steps", "12", "--batch", "8", "--lr", "5e-4"])
     losses = [float(one) for one in LOSS.findall(capsys.readouterr().out)]
     assert len(losses) == 3, "step 0, 10 and the last"
@@ -81,13 +96,17 @@ def test_searching_is_shown_from_a_file_of_messages(
     file = tmp_path / "demonstrations.jsonl"
     file.write_text(json.dumps({"messages": messages}) + "\n")
     given = [str(RECIPES / "search_r1/cpu.yaml"), f"model={search_r1 / 'base'}", searching()]
-    cold_start.main([*given, "--demonstrations", str(file), "--out", str(tmp_path / "m"), "--steps", "6", "--lr", "2e-3"])
+    cold_start.main(
+        [*given, "--demonstrations", str(file), "--out", str(tmp_path / "m"), "--steps", "6", "--lr", "2e-3"]
+    )
     losses = [float(one) for one in LOSS.findall(capsys.readouterr().out)]
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("messages", [[], [{"role": "user", "content": "x"}], [{"role": "assistant", "content": "x"}]])
-def test_what_is_no_demonstration_is_named(messages: list[dict[str, str]], search_r1: Path, searching: Callable[[], str], tmp_path: Path) -> None:
+def test_what_is_no_demonstration_is_named(
+    messages: list[dict[str, str]], search_r1: Path, searching: Callable[[], str], tmp_path: Path
+) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(json.dumps({"messages": messages}) + "\n")
     given = [str(RECIPES / "search_r1/cpu.yaml"), f"model={search_r1 / 'base'}", searching()]

@@ -1,4 +1,4 @@
-"""Every recipe that is shipped loads, fits together, and `--dry-run` tells what it means; none of them needs a GPU for that."""
+"""Every recipe that is shipped loads, fits together, and `--dry-run` tells what it means; no GPU is needed for that."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ def test_gsm8k_keeps_question_and_solution(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"), [("{", "line 2: not GSM8K's"), ('{"question": "x", "answer": "#### many"}', "line 2: not GSM8K's")]
+    ("line", "words"),
+    [("{", "line 2: not GSM8K's"), ('{"question": "x", "answer": "#### many"}', "line 2: not GSM8K's")],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     for split in ("train", "test"):
@@ -58,8 +59,8 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
 
 def test_dapo_takes_each_problem_once_without_its_instructions(tmp_path: Path) -> None:
     text = (
-        "Solve the following math problem step by step. The last line of your response should be of the form Answer: x.\n\n"
-        "What is $1+1$?\n\nRemember to put your answer on its own line after \"Answer:\"."
+        "Solve the following math problem step by step. The last line of your response is of the form Answer: x.\n\n"
+        'What is $1+1$?\n\nRemember to put your answer on its own line after "Answer:".'
     )
     row = {"prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": "2", "style": "rule"}}
     source = parquet(tmp_path / "dapo.parquet", [row, row, row])

@@ -13,8 +13,9 @@ pytest.importorskip("math_verify", reason="math-verify is not installed: pip ins
 
 pytestmark = [pytest.mark.recipes, pytest.mark.bwrap]
 FOLDER = os.environ.get("PENSTOCK_GSM8K", "")
-ROWS = 48
-ROOM = ("agent.max_new_tokens=4000", "agent.max_response_tokens=12000", "agent.concurrency=8")
+ROWS = 24
+PYTHON = "tools=[{name: python, timeout_s: 120}]"
+ROOM = ("agent.max_new_tokens=4000", "agent.max_response_tokens=12000", PYTHON)
 """The tiny model's tokenizer spells most words letter by letter."""
 OWN = [
     ("Ann has {a} boxes with {b} pears each and eats {c}. How many are left?", "{a}*{b}", "{a}*{b}-{c}"),
@@ -54,7 +55,7 @@ def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 async def test_the_oracle_earns_everything_on_arithmetic(arithmetic: str) -> None:
-    found = await played("retool/cpu.yaml", "oracle", arithmetic)
+    found = await played("retool/cpu.yaml", "oracle", arithmetic, PYTHON)
     assert (found.rewards, found.failures) == ([1.0] * ROWS, [])
     assert [one.metrics["tool_calls"] for one in found.trajectories] == [1.0] * ROWS
     assert [one.metrics["tool_errors"] for one in found.trajectories] == [0.0] * ROWS
@@ -69,7 +70,7 @@ async def test_the_oracle_earns_everything_on_word_problems(gsm8k: str) -> None:
 @pytest.mark.parametrize("policy", ["null", "parrot"])
 async def test_who_does_not_answer_earns_nothing(policy: str, boxed: str, arithmetic: str) -> None:
     """The parrot has the right result printed in every turn, in its calls too: neither is an answer."""
-    found = await played("retool/cpu.yaml", policy, *ROOM, arithmetic, f"agent.rewards.settings.boxed={boxed}", rows=16)
-    assert (found.rewards, found.failures) == ([0.0] * 16, [])
+    found = await played("retool/cpu.yaml", policy, *ROOM, arithmetic, f"agent.rewards.settings.boxed={boxed}", rows=8)
+    assert (found.rewards, found.failures) == ([0.0] * 8, [])
     calls = {one.metrics["tool_calls"] for one in found.trajectories}
     assert calls == ({0.0} if policy == "null" else {2.0})

@@ -54,7 +54,9 @@ def test_an_article_of_two_names_the_next_one() -> None:
 
 def test_splits_share_no_question(tmp_path: Path) -> None:
     data.main(["small", "--out", str(tmp_path)])
-    asked = [{row.messages[1]["content"] for row in load_rows(tmp_path / f"{name}.parquet")} for name in ("train", "eval")]
+    asked = [
+        {row.messages[1]["content"] for row in load_rows(tmp_path / f"{name}.parquet")} for name in ("train", "eval")
+    ]
     assert [len(one) for one in asked] == [96, 24]
     assert asked[0].isdisjoint(asked[1])
 

@@ -1,4 +1,4 @@
-"""Cold start and asynchronous training of the recipe, on the small model, for a few steps, with a real search server."""
+"""The recipe trains asynchronously, on its small model, for a few steps, with a real search server."""
 
 from __future__ import annotations
 
