@@ -127,6 +127,8 @@ def advantage(given: Given) -> Iterator[Setting]:
         elif value != 1.0:
             given.lose(f"algorithm.{option}", f"{name} has no {option}: it is 1")
     if name == "gae":
+        yield "trainer.critic.lr", given["critic.optim.lr"]
+        yield "trainer.critic.clip", given["critic.cliprange_value"]
         yield "trainer.critic.warmup_steps", given["trainer.critic_warmup"]
 
 
@@ -155,6 +157,8 @@ def schedule(given: Given) -> Iterator[Setting]:
     share = float(given[f"{optim}.lr_warmup_steps_ratio"] or 0.0)
     if warmup > 0 or (share and steps):
         yield "trainer.warmup_steps", warmup if warmup > 0 else round(share * (steps or 0))
+    elif share:
+        given.lose(f"{optim}.lr_warmup_steps_ratio", "a share of an unknown number of steps: set trainer.warmup_steps")
     kind = given[f"{optim}.lr_scheduler_type"]
     if kind not in ("constant", "linear"):
         given.lose(f"{optim}.lr_scheduler_type", f"{kind} is not here: linear, to the same floor")

@@ -63,7 +63,7 @@ def _of_yaml(text: str, path: Path) -> dict[str, Any]:
 
 
 def _of_script(text: str, path: Path) -> dict[str, Any]:
-    variables: dict[str, str] = {}
+    variables = {"HOME": str(Path.home())}
     found: dict[str, Any] = {}
     for line in text.replace("\\\n", " ").splitlines():
         try:

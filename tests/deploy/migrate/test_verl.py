@@ -257,9 +257,12 @@ def test_each_key_is_told(override: str, why: str) -> None:
 
 
 def test_unknown_steps_are_told() -> None:
-    flat = read_given(None, ["data.train_files=nowhere.parquet"])
+    optim = "actor_rollout_ref.actor.optim"
+    flat = read_given(None, ["data.train_files=nowhere.parquet", f"{optim}.lr_warmup_steps_ratio=0.1"])
     migrated = migrate(flat, load_table("verl"))
-    assert {"trainer.total_epochs"} <= {one.key for one in migrated.account.left}
+    assert {one.key for one in migrated.account.left} == {"trainer.total_epochs", f"{optim}.lr_warmup_steps_ratio"}
+    assert "trainer" in migrated.recipe
+    assert "steps" not in migrated.recipe["trainer"]
 
 
 # the command ----------------------------------------------------------------------------------------------------------
@@ -270,7 +273,7 @@ steps=$((batch * 2 / 4))
 export N=${N:-6}
 python3 -m verl.trainer.main_ppo \\
     algorithm.adv_estimator=grpo \\
-    data.train_files="$HOME/train.parquet" \\
+    data.train_files="$HOME/$DATA/train.parquet" \\
     data.train_batch_size=${batch} \\
     actor_rollout_ref.rollout.n=$N \\
     actor_rollout_ref.actor.optim.lr=3e-6 \\
@@ -295,7 +298,8 @@ def test_a_script_is_read_and_the_recipe_loads(tmp_path: Path, monkeypatch: pyte
     assert done.exit_code == 0, done.output
     config = load_config(out)
     assert (config.groups_per_step, config.group_size, config.trainer.steps, config.trainer.lr) == (128, 6, 64, 3e-6)
-    assert config.data.train == "$HOME/train.parquet", "a variable that the script does not set is left to be seen"
+    # a variable that the script does not set is left to be seen
+    assert config.data.train == f"{Path.home()}/$DATA/train.parquet"
     assert "# no counterpart: critic.ppo_epochs=2" in out.read_text()
     assert "critic.ppo_epochs=2" in done.stderr
     assert CliRunner().invoke(app, [*words, "--strict"]).exit_code == 1
