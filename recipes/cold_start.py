@@ -18,10 +18,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,17 +28,17 @@ import torch
 from torch import Tensor
 
 from penstock.agent_loops.chat import ChatTokens, chat_of
+from penstock.agent_loops.errors import AgentError
 from penstock.agent_loops.load import load_object
-from penstock.agent_loops.rehearsal import LANE, rehearse
 from penstock.agent_loops.segment import Budget
 from penstock.deploy.config import RunConfig
-from penstock.deploy.data.generate import materialise
-from penstock.deploy.link import TOKEN_VARIABLE
-from penstock.deploy.load_config import load_config
-from penstock.tools.registry import close_tools, make_tools
+from penstock.deploy.load_config import ConfigError, load_config
+from penstock.deploy.rehearsal import rehearse_recipe, rows_of
+from penstock.sandbox.protocol import SandboxError
+from penstock.tools.registry import ToolConfigError, close_tools, make_tools
 from penstock.trainer.batch import Row, make_row
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.data import load_rows
+from penstock.trainer.data import DataError
 from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.export import save_final_model
 from penstock.trainer.packing import Pack, pack_rows
@@ -59,16 +57,24 @@ class BadDemonstration(ValueError):
     """The text names the file, the line and what is wrong."""
 
 
+MISTAKES = (BadDemonstration, ConfigError, DataError, AgentError, SandboxError, ToolConfigError)
+"""Of people: told in one line."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_options(arguments)
-    config = load_config(options.recipe, options.overrides)
+    try:
+        run(load_config(options.recipe, options.overrides), options)
+    except MISTAKES as error:
+        sys.exit(str(error))
+
+
+def run(config: RunConfig, options: argparse.Namespace) -> None:
     torch.set_num_threads(config.trainer.threads)
     ranks = Ranks.open(RANKS_TIMEOUT_S, config.trainer.parallel.layout)
     try:
         segments = list(read(options.demonstrations, config) if options.demonstrations else played(config, options))
         fit(config, segments, options, ranks)
-    except BadDemonstration as error:
-        sys.exit(str(error))
     finally:
         ranks.close()
 
@@ -92,20 +98,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 # what is shown --------------------------------------------------------------------------------------------------------
 def played(config: RunConfig, options: argparse.Namespace) -> list[Segment]:
     """Episodes of a policy that earned the full reward. Each rank plays all: the same policy says the same."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows = load_rows(materialise(config.data.train, Path(folder)), options.rows)
-    found = asyncio.run(
-        rehearse(
-            [row.task(str(number), LANE) for number, row in enumerate(rows)],
-            load_object(options.policy, Path.cwd()),
-            model=config.model,
-            config=config.agent,
-            tools=config.tools,
-            sandbox=config.sandbox,
-            sandbox_token=os.environ.get(TOKEN_VARIABLE),
-            recipe_dir=Path.cwd(),
-        )
-    )
+    rows = rows_of(config, "train", options.rows)
+    found = asyncio.run(rehearse_recipe(config, load_object(options.policy, Path.cwd()), rows))
     shown = [one for one in found.trajectories if one.reward == FULL_REWARD]
     if not shown:
         causes = {letter.outcome.reason for letter in found.failures} or {"its answers are not right"}
@@ -178,7 +172,7 @@ def fit(config: RunConfig, segments: Sequence[Segment], options: argparse.Namesp
     """Next-token loss on what the model wrote; returns the loss of each step, in nats per token."""
     settings = settings_of(config.trainer, options)
     engine = FSDPEngine(config.model, settings, ranks)
-    rows = rows_of(segments, engine, ranks)
+    rows = fitting(segments, engine, ranks)
     losses = []
     for step, chosen in enumerate(batches(len(rows), options)):
         mine = [rows[number] for number in chosen[ranks.data.rank :: ranks.data.world]]
@@ -210,18 +204,18 @@ def settings_of(trainer: TrainerConfig, options: argparse.Namespace) -> TrainerC
     )
 
 
-def rows_of(segments: Sequence[Segment], engine: FSDPEngine, ranks: Ranks) -> list[Row]:
+def fitting(segments: Sequence[Segment], engine: FSDPEngine, ranks: Ranks) -> list[Row]:
     """Demonstrations that the model's context holds; how many it does not is told."""
     limit = engine.limits.context
-    fitting = [one for one in segments if len(one.prompt_ids) + len(one.response_ids) <= limit]
+    kept = [one for one in segments if len(one.prompt_ids) + len(one.response_ids) <= limit]
     if ranks.first:
-        long = len(segments) - len(fitting)
-        print(f"{len(fitting)} demonstrations" + (f"; {long} longer than {limit} tokens left out" if long else ""))
-    if not fitting:
+        long = len(segments) - len(kept)
+        print(f"{len(kept)} demonstrations" + (f"; {long} longer than {limit} tokens left out" if long else ""))
+    if not kept:
         raise BadDemonstration(f"no demonstration fits the model's context of {limit} tokens")
     return [
         make_row(number, one, f"demonstration {number}", step=0, bound=0, model=engine.limits)
-        for number, one in enumerate(fitting)
+        for number, one in enumerate(kept)
     ]
 
 

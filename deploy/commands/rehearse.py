@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import tempfile
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
@@ -42,13 +40,14 @@ def rehearse(
     """
     from penstock.agent_loops.errors import AgentError
     from penstock.deploy.load_config import load_config
+    from penstock.deploy.rehearsal import rows_of
     from penstock.sandbox.protocol import SandboxError
     from penstock.tools.registry import ToolConfigError
     from penstock.trainer.data import DataError
 
     try:
         config = load_config(recipe, overrides or [])
-        found = asyncio.run(_rehearse(config, _policy(policy), _rows(config, split, rows), quiet=as_json))
+        found = asyncio.run(_play(config, _policy(policy), rows_of(config, split, rows), quiet=as_json))
     except (ConfigError, AgentError, SandboxError, ToolConfigError, DataError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None
@@ -64,40 +63,15 @@ def _policy(spec: str) -> Policy:
     return found
 
 
-def _rows(config: RunConfig, split: str, limit: int) -> list[Row]:
-    from penstock.deploy.data.generate import materialise
-    from penstock.trainer.data import load_rows
-
-    sources = {"train": config.data.train, "eval": config.data.eval}
-    source = sources.get(split)
-    if source is None:
-        raise ConfigError(
-            f"--split {split}: this recipe has {', '.join(name for name, path in sources.items() if path)}"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        return load_rows(materialise(source, Path(folder)), limit)
-
-
-async def _rehearse(config: RunConfig, policy: Policy, rows: list[Row], *, quiet: bool) -> Rehearsal:
+async def _play(config: RunConfig, policy: Policy, rows: list[Row], *, quiet: bool) -> Rehearsal:
     from rich.console import Console
     from rich.progress import Progress
 
-    from penstock.agent_loops.rehearsal import LANE, rehearse
-    from penstock.deploy.link import TOKEN_VARIABLE
+    from penstock.deploy.rehearsal import rehearse_recipe
 
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
         bar = progress.add_task("episodes", total=len(rows))
-        return await rehearse(
-            [row.task(str(number), LANE) for number, row in enumerate(rows)],
-            policy,
-            model=config.model,
-            config=config.agent,
-            tools=config.tools,
-            sandbox=config.sandbox,
-            sandbox_token=os.environ.get(TOKEN_VARIABLE),
-            recipe_dir=Path.cwd(),
-            on_ended=lambda ended: progress.update(bar, completed=ended),
-        )
+        return await rehearse_recipe(config, policy, rows, lambda ended: progress.update(bar, completed=ended))
 
 
 def _figures(found: Rehearsal) -> dict[str, Any]:

@@ -17,9 +17,9 @@ import pytest
 from tests.deploy.conftest import start_run  # noqa: F401 - a fixture
 
 from penstock.agent_loops.load import load_object
-from penstock.agent_loops.rehearsal import LANE, Rehearsal, rehearse
+from penstock.agent_loops.rehearsal import Rehearsal
 from penstock.deploy.load_config import load_config
-from penstock.trainer.data import load_rows
+from penstock.deploy.rehearsal import rehearse_recipe, rows_of
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"
@@ -45,16 +45,8 @@ async def played(recipe: str, policy: str, *overrides: str, rows: int = 0, split
     """`policy` of the recipe's policies.py on its rows, as `penstock rehearse` plays them."""
     path = RECIPES / recipe
     config = load_config(path, [*PATIENT, *overrides])
-    source = {"train": config.data.train, "eval": config.data.eval}[split]
-    assert source is not None
-    return await rehearse(
-        [row.task(str(number), LANE) for number, row in enumerate(load_rows(source, rows))],
-        load_object(f"{path.parent / 'policies.py'}:{policy}", Path.cwd()),
-        model=config.model,
-        config=config.agent,
-        tools=config.tools,
-        sandbox=config.sandbox,
-    )
+    found = load_object(f"{path.parent / 'policies.py'}:{policy}", Path.cwd())
+    return await rehearse_recipe(config, found, rows_of(config, split, rows))
 
 
 @pytest.fixture(scope="session")
