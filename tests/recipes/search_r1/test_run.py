@@ -17,9 +17,11 @@ pytestmark = [
 
 def test_fully_async_for_a_few_steps(start_run, search_r1: Path, searching: Callable[[], str]) -> None:
     data = (f"data.train={search_r1 / 'train.parquet'}", f"data.eval={search_r1 / 'eval.parquet'}", "data.eval_limit=4")
-    short = ("trainer.steps=3", "groups_per_step=4", "group_size=4", "max_staleness=fully_async")
+    short = ("trainer.steps=3", "groups_per_step=4", "group_size=4", "max_staleness=fully_async", "agent.workers=1")
     model = f"model={search_r1 / 'base'}"
-    summary = start_run("search-r1", model, *data, *short, searching(), recipe=RECIPES / "search_r1/cpu.yaml").finish()
+    summary = start_run("search-r1", model, *data, *short, searching(), recipe=RECIPES / "search_r1/cpu.yaml").finish(
+        timeout_s=560
+    )
     assert summary["steps"] == 3
     assert summary["staleness_max"] <= 2
     assert summary["logprob_abs_diff_mean"] <= 1e-3
