@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.commands import compose, data, kubernetes, queue, ray, slurm
+from penstock.deploy.commands import compose, config, data, kubernetes, queue, ray, slurm
 from penstock.deploy.commands.bench import bench
 from penstock.deploy.commands.dashboard import dashboard
 from penstock.deploy.commands.doctor import doctor
 from penstock.deploy.commands.export import export
 from penstock.deploy.commands.guard import guarded as _guarded
 from penstock.deploy.commands.ledger import ledger
+from penstock.deploy.commands.rehearse import rehearse
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.reward_server import reward_server
 from penstock.deploy.commands.search_server import search_server
@@ -32,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(compose.app, name="compose")
+app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(queue.app, name="queue")
 app.add_typer(ray.app, name="ray")
@@ -43,6 +45,7 @@ app.command()(bench)
 app.command(name="ledger")(ledger)
 app.command()(search_server)
 app.command()(dashboard)
+app.command()(rehearse)
 app.command()(reward_server)
 app.command()(simulate)
 app.command()(doctor)

@@ -1,0 +1,178 @@
+"""An environment without a model: a scripted policy plays a recipe's tasks in a real agent worker.
+
+    policy(scene) ──text──► Player ──ids──► worker: loop, tools, sandbox, reward ──► trajectories
+
+Everything but the model is what a run would use: chat template, parser, tools, boxes, servers, reward. A policy that
+acts rightly must earn the full reward on every task, and one that does nothing none: else the environment is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.agent_loops.chat import ChatTokens, chat_of
+from penstock.agent_loops.client import FakeClient
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.errors import WorkerStopped
+from penstock.agent_loops.job import WorkerJob
+from penstock.agent_loops.worker import run_worker
+from penstock.rollout_server.protocol import Chunk, GenerateRequest, Generation
+from penstock.sandbox.config import SandboxConfig
+from penstock.tools.config import ToolConfig
+from penstock.tools.parsers import ToolCall
+from penstock.transfer_queue.ledger import DeadLetter, Limits
+from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.trajectory import Task, Trajectory
+
+LANE = "rehearsal"
+LEASE_TTL_S = 60.0
+POLL_S = 0.05
+SLACK_S = 60.0
+"""Beyond an episode's and its reward's own deadlines, before a rehearsal in which nothing ends is given up."""
+_RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Where one episode stands when its model is to speak."""
+
+    task: Task
+    observed: Sequence[str]
+    """What was fed after each of the model's answers so far, as the chat template wrote it."""
+    chat: ChatTokens
+
+    @property
+    def turn(self) -> int:
+        """Answers that the model has given."""
+        return len(self.observed)
+
+    @property
+    def results(self) -> list[str]:
+        """Texts of tools, oldest first; of a template without ``<tool_response>`` all that was fed."""
+        return [text for fed in self.observed for text in (_RESULT.findall(fed) or [fed])]
+
+    def call(self, name: str, **arguments: object) -> str:
+        """One tool call as the model's own template writes it. Raises `ValueError` where it writes none."""
+        text = self.chat.template.reply_with_call((), ToolCall(name, arguments))
+        if text is None:
+            raise ValueError("this chat template writes no tool calls: let the policy write them itself")
+        return text.partition(self.chat.decode([self.chat.turn_end_id]))[0]
+
+
+Policy = Callable[[Scene], str]
+"""What the model says next."""
+
+
+class Player:
+    """A `GenerateClient` that answers for `policy`. `tasks` by task id."""
+
+    def __init__(self, chat: ChatTokens, tasks: Mapping[str, Task], policy: Policy) -> None:
+        self._chat = chat
+        self._tasks = tasks
+        self._policy = policy
+        self._heard: dict[str, tuple[int, list[str]]] = {}
+        """Episode → length of what the model has read and said, what was fed after each of its answers."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        return await self._speaker(request).generate(request)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        async for chunk in self._speaker(request).stream(request):
+            yield chunk
+
+    async def best_version(self) -> int | None:
+        return 0
+
+    def _speaker(self, request: GenerateRequest) -> FakeClient:
+        return FakeClient(lambda _: self._say(request))
+
+    def _say(self, request: GenerateRequest) -> list[int]:
+        known, observed = self._heard.get(request.episode_id, (0, []))
+        if known:
+            observed = [*observed, self._chat.decode(request.token_ids[known:])]
+        task = self._tasks[request.episode_id.rpartition("#")[0]]
+        ids = [*self._chat.encode(self._policy(Scene(task, observed, self._chat))), self._chat.turn_end_id]
+        self._heard[request.episode_id] = (len(request.token_ids) + len(ids), observed)
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """What came of it: each task ended in one of the two."""
+
+    trajectories: Sequence[Trajectory]
+    """In the order of the tasks."""
+    failures: Sequence[DeadLetter]
+    """Episodes that the infrastructure failed, with the cause."""
+
+    @property
+    def rewards(self) -> list[float]:
+        return [trajectory.reward or 0.0 for trajectory in self.trajectories]
+
+
+async def rehearse(
+    tasks: Sequence[Task],
+    policy: Policy,
+    *,
+    model: str,
+    config: AgentConfig,
+    tools: Sequence[ToolConfig] = (),
+    sandbox: SandboxConfig | None = None,
+    sandbox_token: str | None = None,
+    recipe_dir: Path = Path(),
+    on_ended: Callable[[int], None] = lambda _: None,
+) -> Rehearsal:
+    """Play every task once, `config.concurrency` at a time; `model` is a tokenizer's folder or hub name.
+
+    `on_ended` is told how many have ended. Raises `AgentError` and `SandboxError` as a worker does at its start,
+    `WorkerStopped` where the infrastructure fails again and again, or nothing ends any more.
+    """
+    staged = [replace(task, lane=LANE, task_id=f"{LANE}/{number:08d}") for number, task in enumerate(tasks)]
+    ledger = MemoryLedger()
+    await ledger.create_run(
+        Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1, lease_ttl_s=LEASE_TTL_S), "{}"
+    )
+    await ledger.submit(staged)
+    player = Player(chat_of(model, config), {task.task_id: task for task in staged}, policy)
+    job = WorkerJob(
+        name="rehearsal",
+        config=config,
+        ledger=ledger,
+        client=player,
+        model=model,
+        tools=list(tools),
+        sandbox=sandbox or SandboxConfig(),
+        sandbox_token=sandbox_token,
+        recipe_dir=recipe_dir,
+        lease_ttl_s=LEASE_TTL_S,
+    )
+    patience_s = config.episode_deadline_s + config.rewards.timeout_s + SLACK_S
+    await _play(job, ledger, len(staged), patience_s, on_ended)
+    trajectories, _ = await ledger.results(LANE)
+    return Rehearsal(sorted(trajectories, key=lambda one: one.task_id), await ledger.dead_letters(max(1, len(staged))))
+
+
+async def _play(
+    job: WorkerJob, ledger: MemoryLedger, count: int, patience_s: float, on_ended: Callable[[int], None]
+) -> None:
+    worker = asyncio.create_task(run_worker(job), name="rehearsal")
+    try:
+        ended, since = 0, time.monotonic()
+        while ended < count:
+            await asyncio.wait({worker}, timeout=POLL_S)
+            if worker.done():
+                worker.result()  # a worker runs until it is cancelled: it can only have failed
+            lane = (await ledger.status()).other_lanes[LANE]
+            if lane["done"] > ended:
+                ended, since = lane["done"], time.monotonic()
+                on_ended(ended)
+            elif time.monotonic() - since > patience_s:
+                raise WorkerStopped(f"{ended} of {count} episodes ended, and none for {patience_s:.0f} s: {lane}")
+    finally:
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)

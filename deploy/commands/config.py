@@ -1,0 +1,72 @@
+"""`penstock config`: recipes from settings of other frameworks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.deploy.migrate.convert import Migrated
+
+app = typer.Typer(help="Make recipes from the settings of other frameworks.", no_args_is_help=True)
+
+
+@app.command()
+def from_verl(
+    source: Annotated[
+        Path | None, typer.Argument(help="verl's YAML, or the shell script that starts main_ppo.", metavar="[FILE]")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="As verl takes them: a.b=value …", metavar="[A.B=V]…")
+    ] = None,
+    *,
+    out: Annotated[Path | None, typer.Option(help="Write the recipe here instead of to the standard output.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a given key has no counterpart.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Tell the keys without which nothing is lost, too.")
+    ] = False,
+) -> None:
+    """Make a recipe of verl's settings: the same data and reward function, other names.
+
+    Each key that has no counterpart is named with what to do instead; keys that are not given have verl's defaults.
+    A script is read, not run.
+
+    Example: penstock config from-verl run_grpo.sh trainer.total_training_steps=100 --out recipe.yaml
+    """
+    from penstock.deploy.load_config import ConfigError
+    from penstock.deploy.migrate.convert import migrate
+    from penstock.deploy.migrate.given import BadSource, read_given
+    from penstock.deploy.migrate.table import load_table
+
+    words = list(overrides or [])
+    if source is not None and "=" in source.name and not source.exists():
+        words, source = [str(source), *words], None  # without a file the first word is an override already
+    try:
+        made = migrate(read_given(source, words), load_table("verl"))
+        made.check()
+    except (BadSource, ConfigError) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+    _tell(made, everything)
+    if out is None:
+        typer.echo(made.yaml(), nl=False)
+    else:
+        out.write_text(made.yaml(), encoding="utf-8")
+    raise typer.Exit(1 if strict and made.account.left else 0)
+
+
+def _tell(made: Migrated, everything: bool) -> None:
+    for key, ours in made.account.taken.items():
+        typer.echo(f"{key} → {ours}", err=True)
+    if everything:
+        for key, why in made.account.moot.items():
+            typer.echo(f"{key}: nothing to set; {why}", err=True)
+    for one in made.account.left:
+        typer.secho(f"no counterpart: {one.key}={one.value}: {one.why}", fg="yellow", err=True)
+    for note in made.notes:
+        typer.secho(f"note: {note}", fg="yellow", err=True)
+    sizes = len(made.account.taken), len(made.account.left), len(made.account.moot)
+    told = "{} settings taken over, {} without counterpart, {} with nothing to set".format(*sizes)
+    typer.echo(told + ("" if everything else " (--all names them)"), err=True)

@@ -1,0 +1,114 @@
+"""`penstock rehearse`: is a recipe's environment sound? Played by a script in the place of the model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.deploy.load_config import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.agent_loops.rehearsal import Policy, Rehearsal
+    from penstock.deploy.config import RunConfig
+    from penstock.trainer.data import Row
+
+SHOWN = 5
+"""So many unexpected episodes are told one by one."""
+
+
+def rehearse(
+    recipe: Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
+    *,
+    policy: Annotated[str, typer.Option(help="FILE.py:function that says what the model says next.")],
+    rows: Annotated[int, typer.Option(min=0, help="The first rows only; 0 takes all.")] = 64,
+    split: Annotated[str, typer.Option(help="train or eval.")] = "train",
+    expect: Annotated[float | None, typer.Option(help="Exit with 1 where an episode earned anything else.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Play a recipe's tasks with a scripted policy: real loop, tools, boxes, servers and reward; no model, no training.
+
+    A policy that solves the tasks must earn everything, one that does nothing must earn nothing. Recipes bring both.
+
+    Example: penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:oracle --expect 1
+    """
+    from penstock.agent_loops.errors import AgentError
+    from penstock.deploy.load_config import load_config
+    from penstock.deploy.rehearsal import rows_of
+    from penstock.sandbox.protocol import SandboxError
+    from penstock.tools.registry import ToolConfigError
+    from penstock.trainer.data import DataError
+
+    try:
+        config = load_config(recipe, overrides or [])
+        found = asyncio.run(_play(config, _policy(policy), rows_of(config, split, rows), quiet=as_json))
+    except (ConfigError, AgentError, SandboxError, ToolConfigError, DataError) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(2) from None
+    unexpected = [one for one in found.trajectories if expect is not None and one.reward != expect]
+    typer.echo(json.dumps(_figures(found)) if as_json else _told(found, unexpected))
+    raise typer.Exit(1 if unexpected or found.failures else 0)
+
+
+def _policy(spec: str) -> Policy:
+    from penstock.agent_loops.load import load_object
+
+    found: Policy = load_object(spec, Path.cwd())
+    return found
+
+
+async def _play(config: RunConfig, policy: Policy, rows: list[Row], *, quiet: bool) -> Rehearsal:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from penstock.deploy.rehearsal import rehearse_recipe
+
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        bar = progress.add_task("episodes", total=len(rows))
+        return await rehearse_recipe(config, policy, rows, lambda ended: progress.update(bar, completed=ended))
+
+
+def _figures(found: Rehearsal) -> dict[str, Any]:
+    rewards, trajectories = found.rewards, found.trajectories
+    outcomes = Counter(" ".join(filter(None, (one.outcome.kind, one.outcome.reason))) for one in trajectories)
+    means = {
+        name: fmean(one.metrics.get(name, 0.0) for one in trajectories) if trajectories else 0.0
+        for name in ("num_turns", "tool_calls", "tool_errors", "response_tokens", "latency_s")
+    }
+    return {
+        "episodes": len(trajectories),
+        "failed": len(found.failures),
+        "reward": {"mean": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {},
+        "outcomes": dict(outcomes),
+        **means,
+    }
+
+
+def _told(found: Rehearsal, unexpected: list[Any]) -> str:
+    figures = _figures(found)
+    reward = "".join(f"  {name} {value:.3f}" for name, value in figures["reward"].items())
+    outcomes = ", ".join(f"{name} {count}" for name, count in figures["outcomes"].items())
+    lines = [
+        f"episodes   {figures['episodes']} ended ({outcomes}), {figures['failed']} failed",
+        f"reward   {reward}",
+        f"per episode  {figures['num_turns']:.2f} turns, {figures['tool_calls']:.2f} tool calls of which "
+        f"{figures['tool_errors']:.2f} with an error, {figures['response_tokens']:.0f} tokens, "
+        f"{figures['latency_s']:.2f} s",
+    ]
+    lines += [f"unexpected reward {one.reward:g} in row {_row(one.task_id)}" for one in unexpected[:SHOWN]]
+    lines += [
+        f"failed in row {_row(letter.episode_id)}: {letter.outcome.component}: {letter.outcome.reason}"
+        for letter in found.failures[:SHOWN]
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str) -> int:
+    """Counted from 1, as in complaints about data."""
+    return int(name.rpartition("/")[2].partition("#")[0]) + 1

@@ -1,0 +1,131 @@
+"""From another framework's settings to a recipe, with an account of every key that was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.load_config import parse_config
+from penstock.deploy.migrate.algorithm_rules import ALGORITHM_RULES
+from penstock.deploy.migrate.given import BadSource
+from penstock.deploy.migrate.run_rules import RUN_RULES
+from penstock.deploy.migrate.settings import Given
+from penstock.deploy.migrate.table import Name, Table
+
+SHORT_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A key that was given and has no counterpart."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass(slots=True)
+class Account:
+    """Every key that was given is in exactly one of the three."""
+
+    taken: dict[str, str] = field(default_factory=dict)
+    """Their key → ours."""
+    left: list[Left] = field(default_factory=list)
+    moot: dict[str, str] = field(default_factory=dict)
+    """Their key → why nothing is lost without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    """A recipe, and what became of each key."""
+
+    recipe: Mapping[str, Any]
+    account: Account
+    notes: Sequence[str]
+    """What a person must know about what was taken over."""
+
+    def yaml(self) -> str:
+        """The recipe, with what a person must look at as comments in front."""
+        told = [f"# {one}" for one in self.notes]
+        lost = [f"# no counterpart: {one.key}={_short(one.value)}  {one.why}" for one in self.account.left]
+        return "\n".join([*told, *lost, yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)])
+
+    def check(self) -> RunConfig:
+        """Raises `ConfigError` where the recipe is none. A tool file that is not on this machine is not asked."""
+        tools = self.recipe.get("tools")
+        elsewhere = isinstance(tools, str) and not Path(tools).is_file()
+        return parse_config({**self.recipe, **({"tools": []} if elsewhere else {})}, source="the recipe that was made")
+
+
+def migrate(flat: Mapping[str, Any], table: Table) -> Migrated:
+    """`flat`: dotted key → value, as given. Settings that are not given have the framework's defaults, not ours.
+
+    Raises `BadSource` where a value that must be a number is none.
+    """
+    account, settings = Account(), dict(_defaults(flat, table))
+    for key, value in flat.items():
+        _enter(key, value, table, account, settings)
+    given = Given(flat, table)
+    for rule in (*RUN_RULES, *ALGORITHM_RULES):
+        try:
+            settings.update(rule(given))
+        except (TypeError, ValueError) as error:
+            raise BadSource(f"a value that makes the recipe's {rule.__name__} cannot be read: {error}") from error
+    for key, why in given.lost.items():
+        account.taken.pop(key, None)
+        account.left.append(Left(key, given[key], why))
+    return Migrated(_nested(settings), account, given.notes)
+
+
+def _enter(key: str, value: Any, table: Table, account: Account, settings: dict[str, Any]) -> None:
+    name = table.find(key)
+    if name is None or (name.kind == "always" and not table.knows(key)):
+        account.left.append(Left(key, value, f"{table.source} has no such setting"))
+    elif name.kind == "none" and value not in name.fine:
+        account.left.append(Left(key, value, name.note))
+    elif name.kind in ("always", "none"):
+        account.moot[key] = name.note
+    elif name.kind == "computed":
+        account.taken[key] = name.ours
+    elif value is None or value == {}:
+        account.moot[key] = "not set"
+    else:
+        _copy(name, key, value, account, settings)
+
+
+def _copy(name: Name, key: str, value: Any, account: Account, settings: dict[str, Any]) -> None:
+    if name.values and value not in name.values:
+        account.left.append(Left(key, value, f"{name.ours} is one of {', '.join(map(str, name.values.values()))}"))
+        return
+    settings[name.our_key(key)] = name.values.get(value, value) if name.values else value
+    account.taken[key] = name.our_key(key)
+
+
+def _defaults(flat: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    """Of settings that are merely copied and not given: ours may be another."""
+    rows = [name for name in table.names if name.kind == "copy" and "*" not in name.theirs and name.theirs not in flat]
+    defaults = {name.ours: table.default(name.theirs) for name in rows}
+    return {key: value for key, value in defaults.items() if value is not None}
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """In the order of a recipe's sections."""
+    tree: dict[str, Any] = {}
+    order = list(RunConfig.model_fields)
+    for dotted in sorted(settings, key=lambda key: order.index(key.partition(".")[0])):
+        *sections, leaf = dotted.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = settings[dotted]
+    return tree
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= SHORT_CHARS else f"{text[: SHORT_CHARS - 3]}..."

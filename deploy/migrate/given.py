@@ -1,0 +1,147 @@
+"""What somebody gives another framework: a YAML file or a shell script, and overrides, as dotted keys.
+
+In a YAML file OmegaConf's ``${a.b}`` and ``${oc.select:a.b,default}`` are followed. A script is read, never run: its
+words of the form ``a.b=value`` count, with variables and sums (``$((a * 2))``) of its own put in.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from penstock.deploy.data.arithmetic import BadExpression, canonical, evaluate
+
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
+_NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
+_SUM = re.compile(r"\$\(\((.+?)\)\)(?!\))")
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,(.*))?\}", re.DOTALL)
+GROUPS = ("model_engine",)
+"""Overrides without a dot that are no variables of a script: hydra's groups."""
+MAX_HOPS = 10
+
+
+class BadSource(ValueError):
+    """The file, an override or a value cannot be read; the text names it."""
+
+
+def read_given(source: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Dotted key → value. Overrides win over the file, later ones over earlier ones. Raises `BadSource`."""
+    flat = _of_file(source) if source else {}
+    for override in overrides:
+        found = _OVERRIDE.fullmatch(override)
+        if found is None:
+            raise BadSource(f"override {override!r}: write it as a.b=value")
+        flat.update(_flattened(_value(found.group(2)), found.group(1)))
+    return {key: _resolved(value, flat) for key, value in flat.items()}
+
+
+# files ----------------------------------------------------------------------------------------------------------------
+def _of_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadSource(f"{path}: {error.strerror}") from error
+    return _of_script(text, path) if path.suffix in (".sh", ".bash") else _of_yaml(text, path)
+
+
+def _of_yaml(text: str, path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise BadSource(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise BadSource(f"{path}: expected settings in sections, found {type(tree).__name__}")
+    tree.pop("defaults", None)  # hydra's list of the files that this one is laid over
+    return _flattened(tree)
+
+
+def _of_script(text: str, path: Path) -> dict[str, Any]:
+    variables = {"HOME": str(Path.home())}
+    found: dict[str, Any] = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(_summed(line, variables), comments=True)
+        except ValueError as error:
+            raise BadSource(f"{path}: {error} in {line.strip()[:80]!r}") from error
+        for word in words:
+            override, assignment = _OVERRIDE.fullmatch(word), _ASSIGNMENT.match(word)
+            if override and ("." in override.group(1) or override.group(1) in GROUPS):
+                found.update(_flattened(_value(_expanded(override.group(2), variables)), override.group(1)))
+            elif assignment:
+                variables[assignment.group(1)] = _expanded(assignment.group(2), variables)
+    return found
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> str:
+    """Variables that the script does not set stay as they are written, to be seen in the recipe."""
+
+    def put(found: re.Match[str]) -> str:
+        name = found.group(1) or found.group(3)
+        return variables.get(name, found.group(2) if found.group(2) is not None else found.group(0))
+
+    return _VARIABLE.sub(put, text)
+
+
+def _summed(line: str, variables: Mapping[str, str]) -> str:
+    """Sums of whole numbers; what is more than arithmetic stays as it is written."""
+
+    def put(found: re.Match[str]) -> str:
+        text = _NAME.sub(lambda name: variables.get(name.group(1), name.group(0)), found.group(1))
+        try:
+            return str(int(evaluate(canonical(text.replace(" ", "")))))
+        except BadExpression:
+            return found.group(0)
+
+    return _SUM.sub(put, line)
+
+
+# values ---------------------------------------------------------------------------------------------------------------
+def _flattened(value: Any, prefix: str = "") -> dict[str, Any]:
+    return dict(_leaves(value, prefix))
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _value(text: str) -> Any:
+    """As hydra reads it: YAML, and ``1e-6`` is a number."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return _number(value) if isinstance(value, str) else value
+
+
+def _number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _resolved(value: Any, flat: Mapping[str, Any]) -> Any:
+    """A reference's target, else its default; one that leads nowhere stays as it is written."""
+    for _ in range(MAX_HOPS):
+        found = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found is None:
+            return value
+        key, default = found.group(1), found.group(2)
+        if key in flat:
+            value = flat[key]
+        elif default is not None:
+            value = _value(default.strip())
+        else:
+            return value
+    return value

@@ -1,0 +1,76 @@
+"""What was given, with verl's defaults behind it, as the rules ask for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.deploy.migrate.table import Table
+
+Setting = tuple[str, Any]
+"""One of our keys and its value."""
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+class Given:
+    """What somebody gave, with verl's defaults behind it."""
+
+    def __init__(self, flat: Mapping[str, Any], table: Table) -> None:
+        self._flat = flat
+        self._table = table
+        self.notes: list[str] = []
+        self.lost: dict[str, str] = {}
+        """Key → why its value has no counterpart."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self._flat[key] if self.gives(key) else self._table.default(key)
+
+    def gives(self, key: str) -> bool:
+        return key in self._flat
+
+    def first(self, *keys: str) -> Any:
+        """Of the first key that is given and not null; else the first default that is not."""
+        given = [self._flat[key] for key in keys if self._flat.get(key) is not None]
+        defaults = [self._table.default(key) for key in keys]
+        return next((value for value in [*given, *defaults] if value is not None), None)
+
+    def matching(self, ending: str) -> Any:
+        """Of a key with this end, wherever it is; None where there is none."""
+        return next((value for key, value in self._flat.items() if key.endswith(ending)), None)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def lose(self, key: str, why: str) -> None:
+        self.lost[key] = why
+
+    @property
+    def is_async(self) -> bool:
+        """Settings of fully_async_policy."""
+        return any(key.startswith("async_training.") for key in self._flat)
+
+    @property
+    def mini_batch(self) -> int:
+        return int(self[f"{ACTOR}.ppo_mini_batch_size"])
+
+    @property
+    def groups_per_step(self) -> int:
+        if self.is_async:
+            return self.mini_batch * int(self["async_training.require_batches"])
+        return int(self["data.train_batch_size"])
+
+    @property
+    def response(self) -> int:
+        return int(self["data.max_response_length"])
+
+    @property
+    def staleness(self) -> int:
+        """0 in a synchronous run; see `max_staleness`."""
+        if not self.is_async:
+            return 0
+        steps, share = (
+            int(self["async_training.trigger_parameter_sync_step"]),
+            self["async_training.staleness_threshold"],
+        )
+        return max(0, math.ceil(steps * (1 + float(share or 0.0))) - 1)

@@ -1,0 +1,74 @@
+"""Names of another framework's settings and ours, read from `names/`; a page renders the same rows.
+
+`names/NAME.yaml` has the rows, `names/NAME.txt` every setting that the framework itself has, one a line: a row with a
+``*`` must not excuse a setting that is none.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FOLDER = Path(__file__).with_name("names")
+ABSENT = "absent"
+"""Default of a setting that its framework gives no value."""
+
+
+class Name(BaseModel):
+    """One row. A ``*`` in `theirs` stands for anything; at its end it may stand in `ours` for the same."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    theirs: str = Field(description="The setting's name there, or a pattern.")
+    kind: Literal["copy", "computed", "always", "none"] = Field(alias="is", description="How it is carried over.")
+    ours: str = Field("", description="The setting here; of several keys the first.")
+    default: Any = Field(ABSENT, description="Its value there where nobody gives one.")
+    values: dict[str, Any] = Field(default_factory=dict, description="Their values → ours; none: the same.")
+    fine: list[Any] = Field(default_factory=list, description="Of `none`: values at which nothing is lost.")
+    note: str = Field("", description="How it differs, or what to do instead.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Name:
+        if (self.kind in ("copy", "computed")) != bool(self.ours):
+            raise ValueError(f"{self.theirs}: is {self.kind} and names {self.ours or 'nothing'} as ours")
+        return self
+
+    def names(self, key: str) -> bool:
+        return self.theirs == key or ("*" in self.theirs and fnmatchcase(key, self.theirs))
+
+    def our_key(self, key: str) -> str:
+        return self.ours.removesuffix("*") + key[len(self.theirs) - 1 :] if self.ours.endswith("*") else self.ours
+
+
+class Table(BaseModel):
+    """All rows of one framework. The first that fits a key holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str = Field(description="The framework and its version.")
+    names: list[Name]
+    known: frozenset[str] = Field(frozenset(), description="Every setting that the framework has.")
+
+    def find(self, key: str) -> Name | None:
+        return next((name for name in self.names if name.names(key)), None)
+
+    def knows(self, key: str) -> bool:
+        """The framework has this setting, or a row names it without a ``*``."""
+        return key in self.known or any(name.theirs == key for name in self.names)
+
+    def default(self, key: str) -> Any:
+        """What the framework takes where nobody gives `key`; None where it has no value then."""
+        found = self.find(key)
+        return None if found is None or found.default == ABSENT else found.default
+
+
+@lru_cache
+def load_table(framework: str) -> Table:
+    rows = yaml.safe_load((FOLDER / f"{framework}.yaml").read_text(encoding="utf-8"))
+    known = (FOLDER / f"{framework}.txt").read_text(encoding="utf-8").split()
+    return Table.model_validate({**rows, "known": known})

@@ -1,0 +1,41 @@
+"""A recipe's tasks, played by a scripted policy in the model's place; see `penstock.agent_loops.rehearsal`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.agent_loops.rehearsal import LANE, Policy, Rehearsal, rehearse
+from penstock.deploy.config import RunConfig
+from penstock.deploy.data.generate import materialise
+from penstock.deploy.link import TOKEN_VARIABLE
+from penstock.deploy.load_config import ConfigError
+from penstock.trainer.data import Row, load_rows
+
+
+def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[Row]:
+    """The first `limit` rows (0: all) of split ``train`` or ``eval``. Raises `DataError`, `ConfigError`."""
+    sources = {name: path for name, path in (("train", config.data.train), ("eval", config.data.eval)) if path}
+    if split not in sources:
+        raise ConfigError(f"--split {split}: this recipe has {', '.join(sources)}")
+    with tempfile.TemporaryDirectory() as folder:
+        return load_rows(materialise(sources[split], Path(folder)), limit)
+
+
+async def rehearse_recipe(
+    config: RunConfig, policy: Policy, rows: Sequence[Row], on_ended: Callable[[int], None] = lambda _: None
+) -> Rehearsal:
+    """With the recipe's loop, tools, sandbox and reward. Raises as `rehearse` does."""
+    return await rehearse(
+        [row.task(str(number), LANE) for number, row in enumerate(rows)],
+        policy,
+        model=config.model,
+        config=config.agent,
+        tools=config.tools,
+        sandbox=config.sandbox,
+        sandbox_token=os.environ.get(TOKEN_VARIABLE),
+        recipe_dir=Path.cwd(),
+        on_ended=on_ended,
+    )

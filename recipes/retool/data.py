@@ -1,0 +1,196 @@
+"""ReTool's data as Parquet with verl's columns.
+
+    python recipes/retool/data.py arithmetic --out data/retool                    generated, for the laptop
+    python recipes/retool/data.py gsm8k --input DIR --out data/retool-gsm8k       GSM8K's train.jsonl and test.jsonl
+    python recipes/retool/data.py dapo --out data/retool-dapo                     DAPO-Math-17k, from the hub
+    python recipes/retool/data.py aime --year 2024 --out data/retool-dapo         AIME, from the hub, for evaluation
+    python recipes/retool/data.py demonstrations --out data/retool-sft            ReTool's own, for the cold start
+
+`--input` takes a file (GSM8K: a folder) that was fetched before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.deploy.data.calculator import problems
+from penstock.deploy.data.hub import NoDataset, dataset_file, field, parquet_rows
+from penstock.deploy.data.rows import Row, write_parquet
+
+SYSTEM = (
+    "Solve the problem. You may run Python with the tool `python`, as often as you like: it computes exactly and shows "
+    "what is printed. When you are sure, give the final answer as \\boxed{answer}."
+)
+DAPO = ("BytedTsinghua-SIA/DAPO-Math-17k", "data/dapo-math-17k.parquet")
+AIME = {
+    2024: ("Maxwell-Jia/AIME_2024", "aime_2024_problems.parquet", "Problem", "Answer"),
+    2025: ("yentinglin/aime_2025", "data/train-00000-of-00001-243207c6c994e1bd.parquet", "problem", "answer"),
+}
+"""Year → repository, file, columns of problem and answer."""
+DEMONSTRATIONS = ("JoeYing/ReTool-SFT", "train_2000.parquet")
+_DAPO_PROBLEM = re.compile(
+    r"^Solve the following math problem step by step\..*?\n\n(.*)\n\nRemember to put your", re.DOTALL
+)
+_CODE = re.compile(r"<code>\s*(?:```python\n)?(.*?)(?:```)?\s*</code>", re.DOTALL)
+_PRINTED = re.compile(r"<interpreter>\n?(.*?)\n?</interpreter>", re.DOTALL)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
+    try:
+        for path, count in KINDS[options.kind](options).items():
+            print(f"{path}: {count} rows")
+    except NoDataset as error:
+        sys.exit(str(error))
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=sorted(KINDS))
+    parser.add_argument("--out", type=Path, required=True, help="folder for the Parquet files")
+    parser.add_argument("--input", type=Path, help="a file (GSM8K: a folder) that was fetched before")
+    parser.add_argument("--train", type=int, default=4096, help="arithmetic: training problems")
+    parser.add_argument("--eval", type=int, default=128, help="arithmetic: evaluation problems")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--year", type=int, default=2024, choices=sorted(AIME))
+    return parser.parse_args(arguments)
+
+
+def arithmetic(options: argparse.Namespace) -> dict[Path, int]:
+    """The calculator's problems with a whole result: math-verify compares six decimals, the tiny model prints four."""
+    splits = zip(("train", "eval"), problems(2 * options.train, 2 * options.eval, options.seed), strict=True)
+    wanted = {"train": options.train, "eval": options.eval}
+    return {
+        path: save(path, [whole(row) for row in rows if truth_of(row).is_integer()][: wanted[split]])
+        for split, rows in splits
+        for path in [options.out / f"{split}.parquet"]
+    }
+
+
+def truth_of(row: Row) -> float:
+    return float(row["reward_model"]["ground_truth"])
+
+
+def whole(row: Row) -> Row:
+    return {**row, "reward_model": {"style": "rule", "ground_truth": str(int(truth_of(row)))}}
+
+
+def gsm8k(options: argparse.Namespace) -> dict[Path, int]:
+    """Real word problems, `question` and `answer` kept in extra_info as verl does."""
+    if options.input is None:
+        raise NoDataset("gsm8k: --input takes the folder with GSM8K's train.jsonl and test.jsonl")
+    written = {}
+    for split in ("train", "test"):
+        path = options.out / f"{split}.parquet"
+        written[path] = save(path, list(gsm8k_rows(options.input / f"{split}.jsonl", split)))
+    return written
+
+
+def gsm8k_rows(path: Path, split: str) -> Iterator[Row]:
+    """Raises `NoDataset` naming the file and the line."""
+    if not path.is_file():
+        raise NoDataset(f"{path}: no such file")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            told = json.loads(line)
+            question, solution = told["question"], told["answer"]
+            truth = solution.rpartition("####")[2].strip().replace(",", "")
+            float(truth)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise NoDataset(f"{path}, line {number}: not GSM8K's: {error!r}") from error
+        yield row(question, truth, "openai/gsm8k", split, number - 1, answer=solution)
+
+
+def dapo(options: argparse.Namespace) -> dict[Path, int]:
+    """The published file repeats each of its 17,398 problems a hundred times: each is taken once."""
+    source = dataset_file(*DAPO, options.input)
+    rows: dict[str, Row] = {}
+    for number, told in enumerate(parquet_rows(source), start=1):
+        problem = dapo_problem(str(field(told, "prompt", source, number)[0]["content"]))
+        if problem not in rows:
+            truth = field(told, "reward_model", source, number)["ground_truth"]
+            rows[problem] = row(problem, str(truth), "math_dapo", "train", len(rows))
+    path = options.out / "train.parquet"
+    return {path: save(path, list(rows.values()))}
+
+
+def dapo_problem(prompt: str) -> str:
+    """The problem without DAPO's own instructions about the form of the answer."""
+    found = _DAPO_PROBLEM.search(prompt)
+    return found.group(1).strip() if found else prompt.strip()
+
+
+def aime(options: argparse.Namespace) -> dict[Path, int]:
+    repository, name, problem, answer = AIME[options.year]
+    source = dataset_file(repository, name, options.input)
+    rows = [
+        row(
+            str(field(told, problem, source, number)),
+            str(int(field(told, answer, source, number))),  # "025" is 25
+            f"aime{options.year}",
+            "test",
+            number - 1,
+        )
+        for number, told in enumerate(parquet_rows(source), start=1)
+    ]
+    path = options.out / f"aime{options.year}.parquet"
+    return {path: save(path, rows)}
+
+
+def demonstrations(options: argparse.Namespace) -> dict[Path, int]:
+    """JSON lines with `messages`, calls as tool calls of `python`: what `cold_start.py --demonstrations` reads."""
+    source = dataset_file(*DEMONSTRATIONS, options.input)
+    lines = []
+    for number, told in enumerate(parquet_rows(source), start=1):
+        messages = conversation(field(told, "messages", source, number))
+        lines.append(json.dumps({"messages": messages}, ensure_ascii=False))
+    path = options.out / "demonstrations.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return {path: len(lines)}
+
+
+def conversation(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """One of ReTool's demonstrations: its text with ``<code>`` and ``<interpreter>`` becomes calls and results."""
+    question = next(message["content"] for message in messages if message["role"] == "user")
+    said = next(message["content"] for message in messages if message["role"] == "assistant")
+    question = question.rpartition("*user question:*")[2].strip()
+    turns: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    at = 0
+    for code in _CODE.finditer(said):
+        printed = _PRINTED.search(said, code.end())
+        if printed is None:
+            break
+        call = {"type": "function", "function": {"name": "python", "arguments": {"code": code.group(1).strip()}}}
+        turns.append({"role": "assistant", "content": said[at : code.start()].strip(), "tool_calls": [call]})
+        turns.append({"role": "tool", "content": printed.group(1).strip() or "(no output)"})
+        at = printed.end()
+    turns.append({"role": "assistant", "content": said[at:].replace("<answer>", "").replace("</answer>", "").strip()})
+    return turns
+
+
+def row(problem: str, truth: str, source: str, split: str, index: int, **extra: str) -> Row:
+    return {
+        "data_source": source,
+        "prompt": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": problem}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": split, "index": index, "question": problem, **extra},
+    }
+
+
+def save(path: Path, rows: list[Row]) -> int:
+    write_parquet(rows, path)
+    return len(rows)
+
+
+KINDS = {"arithmetic": arithmetic, "gsm8k": gsm8k, "dapo": dapo, "aime": aime, "demonstrations": demonstrations}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Scripted policies that prove the environment, and show a model how to act (`cold_start.py`).
+
+penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:oracle --expect 1
+penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:null --expect 0
+penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:parrot --expect 0
+"""
+
+from __future__ import annotations
+
+import re
+
+from penstock.agent_loops.rehearsal import Scene
+from penstock.deploy.data.arithmetic import BadExpression, canonical, evaluate
+
+_ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
+TOLERANCE = 1e-6
+
+
+def oracle(scene: Scene) -> str:
+    """Computes with the tool, and answers what the tool printed last: right only where the tool really ran."""
+    if not scene.turn:
+        return scene.call("python", code=_code(scene))
+    return f"The answer is \\boxed{{{scene.results[-1].strip().splitlines()[-1]}}}."
+
+
+def null(scene: Scene) -> str:
+    """Does nothing."""
+    return "I do not know."
+
+
+def parrot(scene: Scene) -> str:
+    """Lets the tool print the answer again and again, and never says it: must earn nothing."""
+    said = f"\\boxed{{{scene.task.ground_truth}}}"
+    return scene.call("python", code=f"print({said!r})")
+
+
+def _code(scene: Scene) -> str:
+    """The row's expression; GSM8K's annotations step by step; where they do not come to the reference, that itself."""
+    told = scene.task.extra_info
+    if told.get("expression"):
+        return f"print(round({told['expression']},4))"
+    steps = _steps(str(told.get("answer", "")))
+    lines = [f"print(round({text}, 6))" for text, _ in steps]
+    if not steps or abs(steps[-1][1] - float(scene.task.ground_truth)) > TOLERANCE:
+        lines.append(f"print({str(scene.task.ground_truth)!r})")
+    return "\n".join(lines)
+
+
+def _steps(solution: str) -> list[tuple[str, float]]:
+    """(``48/2``, 24) of each ``<<48/2=24>>`` that is arithmetic; nothing from a file is run that is not."""
+    found = []
+    for annotation in _ANNOTATION.findall(solution):
+        text = canonical(annotation)
+        try:
+            found.append((text, float(evaluate(text))))
+        except BadExpression:
+            continue
+    return found

@@ -1,0 +1,111 @@
+"""A small model for a laptop that knows nothing yet: Qwen3 of 2 million random weights, and a tokenizer of the corpus.
+
+    python recipes/search_r1/make_model.py --out data/search-r1/base
+
+It has to be shown how to search before it can learn anything (`cold_start.py`). Same seed, same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from penstock.tools.search import SearchTool
+
+HERE = Path(__file__).parent
+TEMPLATE = HERE.parent / "calculator" / "chat_template.jinja"
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<answer>", "</answer>"]
+VOCABULARY = 4096
+CONTEXT = 2048
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    torch.manual_seed(options.seed)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    model.save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
+    print(f"{options.out}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of the corpus, the questions and what prompts say of the tool."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(MARKS),
+        special_tokens=CONTROL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts(), trainer)
+    core.add_tokens([AddedToken(text, normalized=False) for text in MARKS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        **{"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=TEMPLATE.read_text(encoding="utf-8").strip(),
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def texts() -> Iterator[str]:
+    schema = {"name": SearchTool.name, "description": SearchTool.description, "parameters": SearchTool.parameters}
+    constant = [
+        json.dumps({"type": "function", "function": schema}),
+        *re.findall(r"'([^']{8,})'", TEMPLATE.read_text()),
+    ]
+    for name in ("corpus.jsonl", "questions.jsonl"):
+        for line in (HERE / "corpus" / name).read_text(encoding="utf-8").splitlines():
+            yield from words(json.loads(line))
+            yield from constant
+
+
+def words(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+        yield f" {value}"
+    else:
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from words(part)
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **ends)
+    return model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Search-R1's reward: is what stands between ``<answer>`` and ``</answer>`` in the model's last turn a reference?
+
+Jin et al. 2025, "Search-R1" (arXiv:2503.09516), section 3.4: exact match after normalisation; no reward for form or for
+searching. F1 of words (Rajpurkar et al. 2016, "SQuAD", arXiv:1606.05250) is a metric, or with ``metric: f1`` the
+reward.
+
+Only the last turn counts: a passage that spells the tags out is no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from penstock.agent_loops.rewards.search_qa import exact_match, f1
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    metric: Literal["em", "f1"] = "em",
+) -> dict[str, float]:
+    """`score` is the metric that was chosen. Raises `ValueError` for another metric, or a row without a reference."""
+    if metric not in ("em", "f1"):
+        raise ValueError(f"metric is em or f1, not {metric!r}")
+    told = extra_info or {}
+    turn = str(told.get("final_text", solution_str))
+    found = {
+        "em": exact_match(data_source, turn, ground_truth, told),
+        "f1": f1(data_source, turn, ground_truth, told),
+    }
+    return {
+        "score": found[metric],
+        **found,
+        "answered": float("</answer>" in turn or told.get("final_answer") is not None),
+    }

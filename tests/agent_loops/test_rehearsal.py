@@ -1,0 +1,120 @@
+"""A scripted policy in the model's place, in a real worker with a tool of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from penstock.agent_loops import rehearsal
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.errors import LoadError, WorkerStopped
+from penstock.agent_loops.rehearsal import LANE, Scene, rehearse
+from penstock.tools.config import ToolConfig
+from penstock.transfer_queue.trajectory import Task
+
+MODEL = str(Path(__file__).parents[2] / "recipes/calculator/model")
+TOOL = """
+from penstock.tools.function_tool import function_tool
+
+@function_tool
+def double(number: int) -> str:
+    '''Twice a number.'''
+    if number == 13:
+        raise RuntimeError("the machine is broken")
+    return str(2 * number)
+"""
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(extra_info["final_text"] == str(ground_truth))
+"""
+ROOM = {"max_new_tokens": 400, "max_response_tokens": 2000, "max_turns": 3}
+
+
+@pytest.fixture
+def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "doubling_for_rehearsal.py").write_text(TOOL)
+    (tmp_path / "judge.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def tasks(*numbers: int) -> list[Task]:
+    asked = [[{"role": "user", "content": f"Twice {number}?"}] for number in numbers]
+    return [Task(f"t{n}", LANE, asked[n], "doubling", 2 * number) for n, number in enumerate(numbers)]
+
+
+async def play(recipe_dir: Path, policy, *numbers: int, **fields):
+    config = AgentConfig(**{**ROOM, "reward": "judge.py:compute_score", "concurrency": 2, **fields})
+    tools = [ToolConfig(name="doubling_for_rehearsal.double")]
+    return await rehearse(tasks(*numbers), policy, model=MODEL, config=config, tools=tools, recipe_dir=recipe_dir)
+
+
+def honest(scene: Scene) -> str:
+    if not scene.turn:
+        return scene.call("double", number=int(scene.task.ground_truth) // 2)
+    return scene.results[-1]
+
+
+async def test_the_policy_reads_what_its_tools_said_and_tasks_keep_their_order(recipe_dir: Path) -> None:
+    ended: list[int] = []
+    numbers = (4, 1, 3, 2, 5)
+    found = await rehearse(
+        tasks(*numbers),
+        honest,
+        model=MODEL,
+        config=AgentConfig(**ROOM, reward="judge.py:compute_score", concurrency=2),
+        tools=[ToolConfig(name="doubling_for_rehearsal.double")],
+        recipe_dir=recipe_dir,
+        on_ended=ended.append,
+    )
+    assert (found.rewards, found.failures) == ([1.0] * 5, [])
+    assert [one.extra["tool_results"] for one in found.trajectories] == [[str(2 * number)] for number in numbers]
+    assert [one.num_turns for one in found.trajectories] == [2] * 5
+    assert ended[-1] == 5
+
+
+async def test_a_scene_tells_turns_apart(recipe_dir: Path) -> None:
+    seen: list[tuple[int, list[str]]] = []
+
+    def twice(scene: Scene) -> str:
+        seen.append((scene.turn, scene.results))
+        return scene.call("double", number=scene.turn + 1) if scene.turn < 2 else "done"
+
+    found = await play(recipe_dir, twice, 7)
+    assert seen == [(0, []), (1, ["2"]), (2, ["2", "4"])]
+    assert found.rewards == [0.0]
+
+
+async def test_a_broken_tool_is_a_failure_with_its_cause_and_no_zero(recipe_dir: Path) -> None:
+    found = await play(recipe_dir, honest, 1, 13, 2)
+    assert found.rewards == [1.0, 1.0]
+    (letter,) = found.failures
+    assert letter.episode_id == f"{LANE}/00000001#0"
+    assert "the machine is broken" in letter.outcome.reason
+
+
+async def test_a_policy_that_raises_is_told(recipe_dir: Path) -> None:
+    def broken(scene: Scene) -> str:
+        raise KeyError("no such row")
+
+    found = await play(recipe_dir, broken, 1)
+    assert found.trajectories == []
+    assert "no such row" in found.failures[0].outcome.reason
+
+
+async def test_what_the_recipe_has_wrong_is_raised_at_once(recipe_dir: Path) -> None:
+    with pytest.raises(LoadError, match=r"no file 'nowhere\.py'"):
+        await play(recipe_dir, honest, 1, reward="nowhere.py:f")
+
+
+async def test_a_rehearsal_in_which_nothing_ends_is_given_up(recipe_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "SLACK_S", -59.5)
+
+    async def hang(*_) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("penstock.agent_loops.rehearsal.Player.generate", hang)
+    with pytest.raises(WorkerStopped, match="0 of 1 episodes ended"):
+        await play(recipe_dir, honest, 1, episode_deadline_s=0.5, rewards={"timeout_s": 60.0})

@@ -1,0 +1,333 @@
+"""verl's settings become a recipe, and no key of them is lost in silence."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from penstock.deploy.cli import app
+from penstock.deploy.config import RunConfig
+from penstock.deploy.load_config import load_config
+from penstock.deploy.migrate.convert import Migrated, migrate
+from penstock.deploy.migrate.given import BadSource, read_given
+from penstock.deploy.migrate.table import ABSENT, load_table
+
+ROOT = Path(__file__).parents[3]
+
+PARITY = Path(os.environ.get("PENSTOCK_PARITY") or ROOT / ".venv-parity")
+REAL = {
+    "main_ppo": PARITY / "verl/trainer/config/_generated_ppo_trainer.yaml",
+    "megatron": PARITY / "verl/trainer/config/_generated_ppo_megatron_trainer.yaml",
+    "fully_async": PARITY / "verl/experimental/fully_async_policy/config/fully_async_ppo_trainer.yaml",
+}
+SHORT = ("data.train_files=train.parquet", "trainer.total_training_steps=10", "actor_rollout_ref.rollout.name=vllm")
+
+
+def made(*overrides: str, source: Path | None = None) -> Migrated:
+    migrated = migrate(read_given(source, [*SHORT, *overrides]), load_table("verl"))
+    migrated.check()
+    return migrated
+
+
+def recipe(*overrides: str, source: Path | None = None) -> RunConfig:
+    return made(*overrides, source=source).check()
+
+
+def assert_nothing_lost(flat: dict[str, Any], migrated: Migrated) -> None:
+    account = migrated.account
+    parts = [set(account.taken), {one.key for one in account.left}, set(account.moot)]
+    assert set().union(*parts) == set(flat)
+    assert sum(map(len, parts)) == len(flat), "each key is told once"
+
+
+# the table --------------------------------------------------------------------------------------------------------
+def test_every_name_of_ours_is_a_key() -> None:
+    for name in load_table("verl").names:
+        if not name.ours:
+            continue
+        node: Any = RunConfig
+        for part in name.ours.removesuffix(".*").split("."):
+            if not hasattr(node, "model_fields"):
+                break  # a mapping: its keys are an engine's or an algorithm's own
+            assert part in node.model_fields, name.ours
+            node = node.model_fields[part].annotation
+
+
+def test_every_saved_name_of_verls_is_known() -> None:
+    table = load_table("verl")
+    assert len(table.known) > 400
+    assert [key for key in sorted(table.known) if table.find(key) is None] == []
+
+
+@pytest.mark.parametrize("kind", sorted(REAL))
+def test_verls_own_defaults_are_known_and_lose_nothing(kind: str) -> None:
+    if not REAL[kind].is_file():
+        pytest.skip(f"verl is not in {PARITY}: scripts/setup-parity fetches it")
+    flat = read_given(REAL[kind], SHORT)
+    migrated = migrate(flat, load_table("verl"))
+    assert_nothing_lost(flat, migrated)
+    assert [one for one in migrated.account.left if "no such setting" in one.why] == []
+    migrated.check()
+
+
+def test_the_tables_defaults_are_verls() -> None:
+    if not REAL["main_ppo"].is_file():
+        pytest.skip(f"verl is not in {PARITY}: scripts/setup-parity fetches it")
+    flat = read_given(REAL["main_ppo"], ())
+    rows = [name for name in load_table("verl").names if name.default != ABSENT and name.theirs in flat]
+    assert len(rows) > 80
+    differing = {name.theirs: (name.default, flat[name.theirs]) for name in rows if name.default != flat[name.theirs]}
+    assert differing == {
+        "actor_rollout_ref.rollout.name": ("vllm", "???"),
+        "actor_rollout_ref.rollout.n_gpus_per_node": (None, 8),  # the trainer's, which the rule takes
+    }
+
+
+# conversions ------------------------------------------------------------------------------------------------------
+def test_the_same_data_reward_and_sizes_under_our_names() -> None:
+    config = recipe(
+        "data.val_files=[test.parquet]",
+        "data.train_batch_size=64",
+        "data.max_prompt_length=1024",
+        "data.max_response_length=3072",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct",
+        "custom_reward_function.path=my_reward.py",
+        "custom_reward_function.name=score",
+        "trainer.experiment_name=my run 3B",
+        "trainer.save_freq=25",
+        "trainer.test_freq=5",
+    )
+    assert (config.data.train, config.data.eval, config.model) == (
+        "train.parquet",
+        "test.parquet",
+        "Qwen/Qwen2.5-3B-Instruct",
+    )
+    assert (config.groups_per_step, config.group_size, config.trainer.minibatches) == (64, 8, 4)
+    assert (config.agent.max_response_tokens, config.rollout.max_model_len) == (3072, 4096)
+    assert (config.agent.reward, config.name) == ("my_reward.py:score", "my-run-3B")
+    assert (config.trainer.checkpoint_every, config.trainer.eval_every, config.trainer.steps) == (25, 5, 10)
+    assert config.max_staleness == 0
+    assert (config.trainer.betas, config.trainer.weight_decay) == ((0.9, 0.999), 0.01), "verl's defaults, not ours"
+
+
+def test_without_a_reward_function_verls_names_choose_one() -> None:
+    assert recipe().agent.reward == "by_data_source"
+
+
+GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (GRPO, {"advantage": "grpo", "loss": "ppo", "correction": None, "proximal": "recomputed"}),
+        ((*GRPO, "algorithm.norm_adv_by_std_in_grpo=false"), {"advantage": "dr_grpo"}),
+        (("algorithm.adv_estimator=gae", "algorithm.lam=0.95"), {"advantage_options": {"gamma": 1.0, "lam": 0.95}}),
+        (
+            (*GRPO, "actor_rollout_ref.actor.clip_ratio_high=0.28"),
+            {"loss_options": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}},
+        ),
+        (
+            (*GRPO, "actor_rollout_ref.actor.clip_ratio=0.1"),
+            {"loss_options": {"clip_low": 0.1, "clip_high": 0.1, "dual_clip": 3.0}},
+        ),
+        ((*GRPO, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"), {"loss": "gspo"}),
+        (
+            (*GRPO, "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=777"),
+            {"aggregation": "constant", "aggregation_length": 777},
+        ),
+        ((*GRPO, "algorithm.rollout_correction.bypass_mode=true"), {"proximal": "behaviour", "correction": None}),
+        (
+            (
+                *GRPO,
+                "algorithm.rollout_correction.rollout_is=sequence",
+                "algorithm.rollout_correction.rollout_is_threshold=3",
+            ),
+            {"correction": "truncated_is", "correction_options": {"level": "sequence", "cap": 3.0}},
+        ),
+        (
+            (
+                *GRPO,
+                "algorithm.rollout_correction.rollout_is=token",
+                "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",
+            ),
+            {"correction": "icepop", "correction_options": {"level": "token", "low": 0.5, "high": 5.0}},
+        ),
+        (
+            (*GRPO, "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.2", "trainer.total_training_steps=50"),
+            {"warmup_steps": 10, "steps": 50},
+        ),
+        ((*GRPO, "algorithm.use_pf_ppo=true"), {"filter": "pf_ppo", "filter_options": {"mode": "pow", "power": 2.0}}),
+    ],
+)
+def test_algorithms(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
+    pytest.importorskip("torch")
+    from penstock.trainer.algorithm import check_algorithm
+
+    config = recipe(*overrides)
+    check_algorithm(config.trainer, config.group_size)
+    assert {name: getattr(config.trainer, name) for name in expected} == expected
+
+
+def test_kl_in_loss_and_in_reward() -> None:
+    loss = recipe("actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.002").trainer.kl
+    assert (loss.in_loss, loss.in_reward, loss.estimator) == (0.002, 0.0, "low_variance")
+    steered = recipe("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive").trainer.kl
+    assert (steered.in_reward, steered.target, steered.estimator) == (0.001, 0.1, "k1")
+
+
+@pytest.mark.parametrize(
+    ("threshold", "sync", "staleness"), [(0, 1, 0), (0, 4, 3), (0.5, 4, 5), (1, 1, 1), (0.1, 4, 4)]
+)
+def test_staleness_in_versions(threshold: float, sync: int, staleness: int) -> None:
+    config = recipe(
+        *GRPO,
+        f"async_training.staleness_threshold={threshold}",
+        f"async_training.trigger_parameter_sync_step={sync}",
+        "async_training.require_batches=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "rollout.nnodes=1",
+        "rollout.n_gpus_per_node=4",
+        "trainer.n_gpus_per_node=4",
+    )
+    assert config.max_staleness == staleness
+    assert (config.groups_per_step, config.trainer.minibatches) == (64, 2)
+    assert (config.trainer.ranks, config.rollout.servers) == (4, 2), "servers of two GPUs, verl's default"
+    assert (config.trainer.correction == "truncated_is") == (staleness > 0)
+
+
+def test_engines_take_their_arguments() -> None:
+    vllm = recipe(
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.8", "+actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3"
+    )
+    assert vllm.rollout.vllm_args == {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,
+        "gpu_memory_utilization": 0.8,
+        "enforce_eager": False,
+        "max_num_batched_tokens": 8192,
+        "seed": 3,
+    }
+    sglang = recipe("actor_rollout_ref.rollout.name=sglang").rollout
+    assert (sglang.engine, sglang.sglang_args["tp_size"], sglang.vllm_args) == ("sglang", 2, {})
+
+
+def test_megatron() -> None:
+    config = recipe("model_engine=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4")
+    assert (config.trainer.engine, config.trainer.parallel.tensor) == ("megatron", 4)
+
+
+def test_tools_and_turns() -> None:
+    multi = "actor_rollout_ref.rollout.multi_turn"
+    told = made(f"{multi}.enable=true", f"{multi}.max_assistant_turns=5", f"{multi}.tool_config_path=tools.yaml").recipe
+    assert (told["agent"]["loop"], told["agent"]["max_turns"], told["tools"]) == ("tool_agent", 5, "tools.yaml")
+    assert recipe().agent.loop == "single_turn"
+    assert recipe().agent.max_turns == 1
+
+
+# what has no counterpart ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("trainer.no_such_key=1", "verl 0.9.1 has no such setting"),
+        ("nonsense.key=1", "verl 0.9.1 has no such setting"),
+        ("algorithm.adv_estimator=grpo_passk", "grpo_passk is not here"),
+        ("actor_rollout_ref.actor.ppo_epochs=4", "exactly once"),
+        ("actor_rollout_ref.rollout.name=trtllm", "rollout.engine is one of vllm, sglang, hf"),
+        ("data.train_files=[a.parquet, b.parquet]", "join them"),
+        ("reward_model.enable=true", "penstock reward-server"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "cosine is not here"),
+        ("actor_rollout_ref.model.trust_remote_code=true", "code of their own"),
+    ],
+)
+def test_each_key_is_told(override: str, why: str) -> None:
+    flat = read_given(None, [*SHORT, override])
+    migrated = made(override)
+    assert_nothing_lost(flat, migrated)
+    key = override.partition("=")[0]
+    told = {one.key: one.why for one in migrated.account.left}
+    assert why in told[key]
+
+
+def test_unknown_steps_are_told() -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    flat = read_given(None, ["data.train_files=nowhere.parquet", f"{optim}.lr_warmup_steps_ratio=0.1"])
+    migrated = migrate(flat, load_table("verl"))
+    assert {one.key for one in migrated.account.left} == {"trainer.total_epochs", f"{optim}.lr_warmup_steps_ratio"}
+    assert "trainer" in migrated.recipe
+    assert "steps" not in migrated.recipe["trainer"]
+
+
+# the command ----------------------------------------------------------------------------------------------------------
+SCRIPT = """
+set -x
+batch=128
+steps=$((batch * 2 / 4))
+export N=${N:-6}
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="$HOME/$DATA/train.parquet" \\
+    data.train_batch_size=${batch} \\
+    actor_rollout_ref.rollout.n=$N \\
+    actor_rollout_ref.actor.optim.lr=3e-6 \\
+    +actor_rollout_ref.actor.nonsense.of_mine=1 \\
+    trainer.total_training_steps=$steps $@
+"""
+
+
+def test_a_script_is_read_and_the_recipe_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    out = tmp_path / "recipe.yaml"
+    words = [
+        "config",
+        "from-verl",
+        str(tmp_path / "run.sh"),
+        "trainer.nnodes=1",
+        "critic.ppo_epochs=2",
+        "--out",
+        str(out),
+    ]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    config = load_config(out)
+    assert (config.groups_per_step, config.group_size, config.trainer.steps, config.trainer.lr) == (128, 6, 64, 3e-6)
+    # a variable that the script does not set is left to be seen
+    assert config.data.train == f"{Path.home()}/$DATA/train.parquet"
+    assert "# no counterpart: critic.ppo_epochs=2" in out.read_text()
+    assert "critic.ppo_epochs=2" in done.stderr
+    assert CliRunner().invoke(app, [*words, "--strict"]).exit_code == 1
+
+
+def test_overrides_alone_are_enough() -> None:
+    done = CliRunner().invoke(app, ["config", "from-verl", *SHORT])
+    assert done.exit_code == 0, done.output
+    assert yaml.safe_load(done.stdout)["trainer"]["steps"] == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "not valid YAML"), ("- 1", "found list"), ("data: {train_batch_size: many}", "cannot be read")],
+)
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "verl.yaml").write_text(text)
+    done = CliRunner().invoke(app, ["config", "from-verl", str(tmp_path / "verl.yaml")])
+    assert (done.exit_code, "Traceback" in done.output) == (2, False)
+    assert message in done.output
+
+
+def test_references_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "verl.yaml").write_text(
+        "data: {train_batch_size: 32, gen: '${data.train_batch_size}'}\n"
+        "actor_rollout_ref: {actor: {ppo_mini_batch_size: '${oc.select:data.gen,8}'}}\n"
+    )
+    flat = read_given(tmp_path / "verl.yaml", ())
+    assert flat["actor_rollout_ref.actor.ppo_mini_batch_size"] == 32
+    with pytest.raises(BadSource, match=r"write it as a\.b=value"):
+        read_given(None, ["novalue"])

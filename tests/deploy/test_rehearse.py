@@ -1,0 +1,64 @@
+"""`penstock rehearse`, as a person would use it on the shipped recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from penstock.deploy.cli import app
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+RECIPE = str(RECIPES / "calculator.yaml")
+RIGHT = """
+def right(scene):
+    if scene.turn:
+        return scene.results[-1]
+    return scene.call("python", code=f"print({scene.task.extra_info['expression']})")
+
+def lazy(scene):
+    return "0.5"
+"""
+pytestmark = pytest.mark.bwrap
+
+
+@pytest.fixture
+def policies(tmp_path: Path) -> str:
+    (tmp_path / "policies_for_rehearsal.py").write_text(RIGHT)
+    return str(tmp_path / "policies_for_rehearsal.py")
+
+
+def rehearse(*words: str) -> Result:
+    return CliRunner().invoke(app, ["rehearse", RECIPE, *words])
+
+
+def test_a_right_policy_is_what_was_expected(policies: str) -> None:
+    found = rehearse("--policy", f"{policies}:right", "--rows", "6", "--expect", "1", "--json")
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.stdout)
+    assert (told["episodes"], told["failed"], told["reward"]["lowest"]) == (6, 0, 1.0)
+    assert (told["num_turns"], told["tool_calls"]) == (2.0, 1.0)
+    assert told["outcomes"] == {"completed": 6}
+
+
+def test_another_reward_is_told_row_by_row(policies: str) -> None:
+    found = rehearse("--policy", f"{policies}:lazy", "--rows", "2", "--split", "eval", "--expect", "1")
+    assert found.exit_code == 1
+    assert "unexpected reward 0 in row 1" in found.stdout
+    assert "unexpected reward 0 in row 2" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--policy", "{}:lefft"), "has no 'lefft'"),
+        (("--policy", "{}:right", "--split", "test"), "--split test: this recipe has train, eval"),
+        (("--policy", "{}:right", "data.train=nowhere.parquet"), "nowhere.parquet: no such file"),
+    ],
+)
+def test_mistakes_are_one_line(policies: str, words: tuple[str, ...], message: str) -> None:
+    found = rehearse(*(word.format(policies) for word in words))
+    assert (found.exit_code, "Traceback" in found.output) == (2, False)
+    assert message in found.output

@@ -1,0 +1,76 @@
+"""ReTool's environment without a model: who computes with the tool earns everything, who does not earns nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tests.recipes.conftest import played, script
+
+pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
+
+pytestmark = [pytest.mark.recipes, pytest.mark.bwrap]
+FOLDER = os.environ.get("PENSTOCK_GSM8K", "")
+ROWS = 24
+PYTHON = "tools=[{name: python, timeout_s: 120}]"
+ROOM = ("agent.max_new_tokens=4000", "agent.max_response_tokens=12000", PYTHON)
+"""The tiny model's tokenizer spells most words letter by letter."""
+OWN = [
+    ("Ann has {a} boxes with {b} pears each and eats {c}. How many are left?", "{a}*{b}", "{a}*{b}-{c}"),
+    ("A train has {a} cars with {b} seats; {c} seats are taken. How many are free?", "{a}*{b}", "{a}*{b}-{c}"),
+    ("Tom buys {a} pens at {b} cents and a book for {c} cents. What does he pay?", "{a}*{b}", "{a}*{b}+{c}"),
+]
+"""Question, first step, result: GSM8K's shape, where GSM8K itself is not there."""
+
+
+def own_problems() -> list[dict[str, str]]:
+    rows = []
+    for number in range(ROWS):
+        question, step, result = (text.format(a=number + 3, b=2 * number + 5, c=7) for text in OWN[number % len(OWN)])
+        first, last = eval(step), eval(result)
+        answer = f"First <<{step}={first}>>{first:,}. Then <<{result}={last}>>{last:,}.\n#### {last:,}"
+        rows.append({"question": question, "answer": answer})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> str:
+    out = tmp_path_factory.mktemp("arithmetic")
+    script("retool/data.py").main(["arithmetic", "--out", str(out), "--train", str(ROWS), "--eval", "8"])
+    return f"data.train={out / 'train.parquet'}"
+
+
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The real one where PENSTOCK_GSM8K names its folder."""
+    folder, out = Path(FOLDER or tmp_path_factory.mktemp("gsm8k")), tmp_path_factory.mktemp("rows")
+    if not FOLDER:
+        for split in ("train", "test"):
+            lines = "".join(json.dumps(row) + "\n" for row in own_problems())
+            (folder / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    script("retool/data.py").main(["gsm8k", "--input", str(folder), "--out", str(out)])
+    return f"data.train={out / 'test.parquet'}"
+
+
+async def test_the_oracle_earns_everything_on_arithmetic(arithmetic: str) -> None:
+    found = await played("retool/cpu.yaml", "oracle", arithmetic, PYTHON)
+    assert (found.rewards, found.failures) == ([1.0] * ROWS, [])
+    assert [one.metrics["tool_calls"] for one in found.trajectories] == [1.0] * ROWS
+    assert [one.metrics["tool_errors"] for one in found.trajectories] == [0.0] * ROWS
+
+
+async def test_the_oracle_earns_everything_on_word_problems(gsm8k: str) -> None:
+    found = await played("retool/cpu.yaml", "oracle", gsm8k, *ROOM, "agent.rewards.settings.boxed=true", rows=ROWS)
+    assert (found.rewards, found.failures) == ([1.0] * ROWS, [])
+
+
+@pytest.mark.parametrize("boxed", ["true", "false"])
+@pytest.mark.parametrize("policy", ["null", "parrot"])
+async def test_who_does_not_answer_earns_nothing(policy: str, boxed: str, arithmetic: str) -> None:
+    """The parrot has the right result printed in every turn, in its calls too: neither is an answer."""
+    found = await played("retool/cpu.yaml", policy, *ROOM, arithmetic, f"agent.rewards.settings.boxed={boxed}", rows=8)
+    assert (found.rewards, found.failures) == ([0.0] * 8, [])
+    calls = {one.metrics["tool_calls"] for one in found.trajectories}
+    assert calls == ({0.0} if policy == "null" else {2.0})

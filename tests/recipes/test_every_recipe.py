@@ -1,0 +1,63 @@
+"""Every recipe that is shipped loads, fits together, and `--dry-run` tells what it means; no GPU is needed for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.agent_loops.reward import load_reward
+from penstock.deploy.checks.settings import (
+    check_algorithm,
+    check_correction,
+    check_lengths,
+    check_sampling,
+    check_training_engine,
+)
+from penstock.deploy.commands.run import run_recipe
+from penstock.deploy.load_config import load_config, parse_config
+from penstock.sandbox.fake import FakeSandbox
+from penstock.tools.registry import close_tools, make_tools
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+ALL = sorted(str(path.relative_to(RECIPES)) for path in [*RECIPES.glob("*.yaml"), *RECIPES.glob("*/*.yaml")])
+SIZES = ("cpu", "gpu1", "gpu8", "gpu64")
+CHECKS = (check_algorithm, check_correction, check_lengths, check_sampling, check_training_engine)
+
+pytestmark = pytest.mark.recipes
+
+
+@pytest.mark.parametrize("name", ["retool", "search_r1"])
+def test_a_recipe_has_a_page_and_every_size(name: str) -> None:
+    assert {path.stem for path in (RECIPES / name).glob("*.yaml")} == set(SIZES)
+    page = (RECIPES / name / "README.md").read_text(encoding="utf-8")
+    assert [size for size in SIZES if f"{size}.yaml" not in page] == []
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_dry_run_prints_the_tree_and_what_it_means(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_recipe(RECIPES / name, [], resume=False, dry_run=True) == 0
+    printed = capsys.readouterr()
+    assert parse_config(yaml.safe_load(printed.out), "printed") == load_config(RECIPES / name)
+    assert "episodes in flight" in " ".join(printed.err.split())
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ALL)
+def test_its_parts_fit_together(name: str) -> None:
+    config = load_config(RECIPES / name)
+    found = [check(config) for check in CHECKS]
+    assert [one for one in found if one is not None and not one.ok] == []
+    assert config.trainer.micro_batch_tokens >= config.rollout.max_model_len, "the longest row fits into a pack"
+
+
+@pytest.mark.parametrize("name", ALL)
+async def test_its_reward_and_tools_can_be_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(RECIPES / name)
+    pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
+    sandbox = FakeSandbox()
+    reward, tools = load_reward(config.agent, Path.cwd(), sandbox), make_tools(config.tools, sandbox)
+    await close_tools(tools.values())
+    if reward is not None:
+        await reward.close()
