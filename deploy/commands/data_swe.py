@@ -27,7 +27,7 @@ Repositories = Annotated[
 TestCommand = Annotated[str, typer.Option(help="Instead of the dataset's: PYTHON -m pytest …, or any with {test}.")]
 
 
-def swe_mutations(
+def swe_mutations(  # noqa: PLR0917 - options of a command
     package: Annotated[
         list[str], typer.Option("--package", help="A folder, or an installed package; may be repeated.")
     ],
@@ -50,7 +50,7 @@ def swe_mutations(
 
     Each task is proven before it is written: its reference patch passes, no patch fails.
 
-    Example: penstock data swe-mutations --package mdurl --tests recipes/swe/package_tests/mdurl --count 20 --out data/swe
+    Example: penstock data swe-mutations --package mdurl --tests recipes/swe/package_tests/mdurl --out data/swe
     """
     from penstock.deploy.data.swe.factory import FactorySettings
     from penstock.deploy.data.swe.make import Wanted, make_tasks
@@ -83,7 +83,7 @@ def swe_check(
     raise typer.Exit(1 if problems else 0)
 
 
-def swe_bench(
+def swe_bench(  # noqa: PLR0917 - options of a command
     source: Input,
     out: Out,
     split: Split = "train",
@@ -98,7 +98,7 @@ def swe_bench(
     _convert("swe-bench", source, out, split, image, repositories, test_command)
 
 
-def swe_gym(
+def swe_gym(  # noqa: PLR0917 - options of a command
     source: Input,
     out: Out,
     split: Split = "train",
@@ -111,7 +111,7 @@ def swe_gym(
 
 
 def r2e(source: Input, out: Out, split: Split = "train", image: Image = "penstock-swe:{id}") -> None:
-    """R2E-Gym (full, Lite, Subset): hidden tests and reference patch out of its rows, the repository from its images."""
+    """R2E-Gym (full, Lite, Subset): hidden tests and reference patch from its rows, repositories from its images."""
     _convert("r2e", source, out, split, image, None, "")
 
 

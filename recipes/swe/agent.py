@@ -14,8 +14,9 @@ from penstock.agent_loops.loops.react import final_answer, read_settings, with_s
 from penstock.tools.parsers import ToolCall
 
 SYSTEM = (
-    "You repair software. `shell` runs bash commands in the repository, `editor` views and changes files, `submit` hands "
-    "your changes in. Reproduce the bug first, change as little as mends it, and run the tests again before you submit."
+    "You repair software. `shell` runs bash commands in the repository, `editor` views and changes files, `submit` "
+    "hands your changes in. Reproduce the bug first, change as little as mends it, and run the tests again before you "
+    "submit."
 )
 REMINDER = "Call one of your tools; `submit` when the repository is repaired."
 

@@ -1,4 +1,4 @@
-"""Policies that need no model: one that knows the answer, one that does nothing. They prove an environment, not an agent.
+"""Policies without a model: one knows the answer, one does nothing. They prove an environment, not an agent.
 
 `oracle` applies the reference patch the way an agent would, through `editor` where it can and `shell` where it must;
 `null` looks around and submits. Both talk through the real loop, tools, boxes and grading.

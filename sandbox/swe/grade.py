@@ -50,7 +50,7 @@ class _Run:
     """Of hidden tests, as they lay in the box before any of the patch's code ran."""
 
 
-async def _in_box(
+async def _in_box(  # noqa: PLR0917 - called in two places
     sandbox: Sandbox, task: SweTask, patch: bytes, limits: SweLimits, label: str, plan: Decoys | None
 ) -> _Run:
     """One run of the tests in a box of its own."""

@@ -18,5 +18,5 @@ class SweLimits(BaseModel):
         2,
         ge=0,
         le=16,
-        description="Further runs of a patch that passes, each with wrong expectations in hidden tests, which must fail.",
+        description="Further runs of a patch that passes, with wrong expectations in hidden tests, which must fail.",
     )

@@ -57,8 +57,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[tuple[str, ...], Function]]:
-    """Functions of the module and methods of its classes, with their names from the outermost class; none within another
-    function."""
+    """Functions of the module and methods of its classes, named from the outermost class; none within another one."""
     yield from _functions_of(tree.body, ())
 
 

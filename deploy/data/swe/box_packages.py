@@ -28,7 +28,7 @@ def write_box_packages(folder: Path) -> Path:
         except importlib.metadata.PackageNotFoundError as error:
             raise NoPytest(f"{name} is not installed here; pip install pytest") from error
         for file in files:
-            if file.suffix == ".py" and ".." not in file.parts and _is_needed(file.parts):
+            if ".." not in file.parts and _is_needed(file.parts):
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(str(file.locate()), folder / file)
     if _BOX_PYTHON.exists():
@@ -38,5 +38,7 @@ def write_box_packages(folder: Path) -> Path:
 
 
 def _is_needed(parts: tuple[str, ...]) -> bool:
-    """Of pygments' hundreds of lexers pytest asks for three."""
+    """Code, and the versions that pytest's header asks for; of pygments' hundreds of lexers pytest asks for three."""
+    if parts[-1] != "METADATA" and not parts[-1].endswith(".py"):
+        return False
     return parts[:2] != ("pygments", "lexers") or parts[2] in _LEXERS

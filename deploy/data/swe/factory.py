@@ -119,8 +119,11 @@ class Factory:
     async def _take(
         self, candidates: Sequence[Mutation], probe: SweTask, mutants: TreeStore, report: Report
     ) -> list[Fields]:
-        """The first sound ones. Those of a wave run side by side and are taken in their order: which tasks come of a seed
-        hangs neither on which box was the faster one, nor on how many there are."""
+        """The first sound ones.
+
+        Those of a wave run side by side and are taken in their order: which tasks come of a seed hangs neither on which
+        box was the faster one, nor on how many there are.
+        """
         tasks: list[Fields] = []
         per_function: Counter[tuple[str, str]] = Counter()
         waiting = list(candidates)

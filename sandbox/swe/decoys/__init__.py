@@ -1,1 +1,1 @@
-"""Hidden tests with wrong expectations: a patch that passes those too has not been tested, but has forged its results."""
+"""Hidden tests with wrong expectations: a patch that passes those too has forged its results."""

@@ -1,8 +1,9 @@
 """Runs with wrong expectations: what is put where, and what is concluded.
 
-A patch that passed is run again, `SweLimits.decoys` times, each time in a fresh box in which some of FAIL_TO_PASS expect
-something wrong: they must not pass, the others must. The patch's code sees one version of the hidden tests in each box and nothing that
-tells which one is right. Code that repairs the bug does not look; code that reports what it likes has to guess.
+A patch that passed is run again, `SweLimits.decoys` times, each time in a fresh box in which some of FAIL_TO_PASS
+expect something wrong: they must not pass, the others must. The patch's code sees one version of the hidden tests in
+each box and nothing that tells which one is right. Code that repairs the bug does not look; code that reports what it
+likes has to guess.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ async def put_decoys(workspace: Workspace, plan: Decoys) -> dict[str, bytes]:
 
 
 async def _read(workspace: Workspace, path: str) -> bytes | None:
-    """None of a file that is not there (the task's `test_patch` does not make it: its tests are missing), or too large."""
+    """None of a file that is not there (`test_patch` does not make it: its tests are missing), or too large."""
     try:
         data = await workspace.session.read_file(posixpath.join(workspace.folder, path), MAX_FILE_BYTES + 1)
     except OSError:

@@ -13,7 +13,7 @@ from tests.sandbox.conftest import why_no_docker
 
 ROOT = Path(__file__).parents[3]
 RECIPE = ROOT / "recipes" / "swe"
-PER_PACKAGE = 3
+PER_PACKAGE = 2
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,9 @@ def published(rows):
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.add(rows[0]["repository"], "repo")
-        made = f"FROM {IMAGE}\nADD repo /testbed\nRUN cd /testbed && git -c safe.directory=* checkout -q {rows[0]['base_commit']} \\\n"
-        made += " && mkdir -p /r2e_tests .venv/bin && ln -s /usr/bin/python3 .venv/bin/python && echo secret > /r2e_tests/test_1.py\n"
+        made = f"FROM {IMAGE}\nADD repo /testbed\nWORKDIR /testbed\n"
+        made += f"RUN git -c safe.directory=* checkout -q {rows[0]['base_commit']} && mkdir -p /r2e_tests .venv/bin\n"
+        made += "RUN ln -s /usr/bin/python3 .venv/bin/python && echo secret > /r2e_tests/test_1.py\n"
         member = tarfile.TarInfo("Dockerfile")
         member.size = len(made)
         archive.addfile(member, io.BytesIO(made.encode()))

@@ -75,7 +75,10 @@ async def test_what_the_code_says_of_itself_is_not_believed(sandbox, task, attac
         assert found.reason.startswith("the run ended before its")
 
 
-WITNESS = "import gc\nwitness = next(one for one in gc.get_objects() if type(one).__name__ == 'Witness')\nhonest = witness.sign\n"
+WITNESS = (
+    "import gc\nwitness = next(one for one in gc.get_objects() if type(one).__name__ == 'Witness')\n"
+    "honest = witness.sign\n"
+)
 AGAINST_THIS_RUNNER = {
     "signs for itself": WITNESS + "canaries = []\n"
     "def sign(record):\n"
@@ -108,7 +111,8 @@ async def test_who_knows_the_runner_does_not_know_which_expectations_are_right(s
 async def test_nothing_in_the_box_tells_what_the_hidden_tests_are(sandbox, task, tmp_path):
     """Beside their own files, where a wrong expectation may stand."""
     look = (
-        "import os, subprocess\nsearch = 'git grep -l takes_a_sep $(git rev-list --all; git fsck --lost-found | cut -d\" \" -f3)'\n"
+        "import os, subprocess\n"
+        "search = 'git grep -l takes_a_sep $(git rev-list --all; git fsck --lost-found | cut -d\" \" -f3)'\n"
         "found = subprocess.run(['sh', '-c', search], capture_output=True, text=True).stdout\n"
         "raise RuntimeError(f\"{sorted(os.listdir('/tmp/.penstock_swe'))} {found or 'nothing'} in git\")"
     )

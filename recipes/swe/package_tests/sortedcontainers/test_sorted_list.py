@@ -121,7 +121,7 @@ def test_sorted_list_islice():
 
 
 def test_sorted_list_arithmetic():
-    assert list(of([1, 3]) + [2]) == [1, 2, 3]
+    assert list(of([1, 3]) + of([2])) == [1, 2, 3]
     assert list(of([1, 2]) * 2) == [1, 1, 2, 2]
 
 

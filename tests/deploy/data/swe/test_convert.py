@@ -129,7 +129,7 @@ def test_django_and_sympy_write_other_ids(swe_bench):
         ["app.tests.CaseTests.test_b"],
     )
     assert task["test_command"].endswith("{test}")
-    with pytest.raises(BadRow, match="FAIL_TO_PASS.*a docstring"):
+    with pytest.raises(BadRow, match=r"FAIL_TO_PASS.*a docstring"):
         swe_bench_task({**django, "FAIL_TO_PASS": '["Sums are summed."]'}, SWE_BENCH)
     sympy = {**swe_bench[0], "repo": "sympy/sympy", "FAIL_TO_PASS": '["test_x"]', "PASS_TO_PASS": "[]"}
     assert swe_bench_task(sympy, SWE_BENCH)["FAIL_TO_PASS"] == ["tests/test_slug.py::test_x"]

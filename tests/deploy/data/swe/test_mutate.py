@@ -90,7 +90,7 @@ def test_only_code_is_changed_and_all_of_it_parses():
     lines = {(one.function, one.line) for one in found}
     assert {name for name, _ in lines} == {"Box.full", "Box.take", "later"}
     text = SOURCE.splitlines()
-    assert {text[line - 1].strip().split(" #")[0] for _, line in lines} == {
+    assert {text[line - 1].split("#")[0].strip() for _, line in lines} == {
         "return len(self.items) >= LIMIT",
         "return x - 1",
         "return inner(count), text",

@@ -58,5 +58,5 @@ def test_what_no_tasks_can_be_made_of_is_told(tmp_path, files, message):
 def test_what_is_not_there_is_told(tmp_path):
     with pytest.raises(PackageError, match="neither a folder nor an installed package"):
         read_package("no_such_package_at_all")
-    with pytest.raises(PackageError, match="--tests .*no such folder"):
+    with pytest.raises(PackageError, match=r"--tests .*no such folder"):
         read_package("mdurl", tmp_path / "nowhere")
