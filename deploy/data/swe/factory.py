@@ -27,6 +27,8 @@ from penstock.sandbox.swe import Grade, SweEnvironment, SweLimits, SweTask, chec
 from penstock.sandbox.swe.decoys.rounds import function_of
 
 TEST_COMMAND = "python3 -m pytest"
+WIDE = "COLUMNS=160"
+"""What a failing test says stands in one line of pytest's summary, as long as the line is."""
 _TEST_ID = re.compile(r"^\S.*\.py::.+$", re.MULTILINE)
 Report = Callable[[str], None]
 
@@ -81,7 +83,7 @@ class Factory:
         """The package as it is, as a task whose tests are all those that pass, twice."""
         base = mutants.commit("base", self._package.files)
         probe = self._task(self._package.name, mutants.folder, base, ("none",))
-        probe = replace(probe, fail_to_pass=await self._collect(probe))
+        probe = replace(probe, test_command=f"{WIDE} {probe.test_command}", fail_to_pass=await self._collect(probe))
         runs = [await grade(self._sandbox, probe, b"", self._quick) for _ in range(2)]
         if reason := next((run.reason for run in runs if run.reason), ""):
             raise PackageError(f"package {self._package.name}: its tests do not run: {reason}\n{runs[0].output}")

@@ -65,14 +65,14 @@ def mutations(path: str, data: bytes) -> list[Mutation]:
 
 
 def _code_of(function: Function) -> Iterator[ast.AST]:
-    """The function itself, then the nodes of its body; no docstrings, annotations, formatted texts."""
+    """The function itself, then the nodes of its body; no docstrings, annotations, formatted texts, assertions."""
     yield function
     for statement in function.body:
         yield from _walk(statement)
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    if isinstance(node, ast.JoinedStr):  # before Python 3.12 the places of what is in it are wrong
+    if isinstance(node, ast.JoinedStr | ast.Assert):  # before Python 3.12 the places of what is in a text are wrong
         return
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return

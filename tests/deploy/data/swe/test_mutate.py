@@ -74,6 +74,7 @@ class Box:
             return x - 1
 
         text = f"{count + 1} of {self.size}"
+        assert count > 2
         return inner(count), text
 
 
