@@ -44,7 +44,7 @@ def r2e_task(row: Raw, scratch: TreeStore) -> Fields:
         "PASS_TO_PASS": [test for test in passed if test not in fail_to_pass],
         "test_patch": _test_patch(ran, scratch),
         "patch": _fix(commit, scratch),
-        "test_command": f"{PYTHON} -W ignore -m pytest",
+        "test_command": f"PYTHONWARNINGS=ignore {PYTHON} -m pytest",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -28,8 +29,13 @@ class Data:
 
 def penstock(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command as a person gives it."""
-    argv = [sys.executable, "-m", "penstock.deploy.cli", *map(str, arguments)]
-    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
+    return python("-m", "penstock.deploy.cli", *arguments, cwd=cwd)
+
+
+def python(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, *map(str, arguments)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=550, check=False)
 
 
 @pytest.fixture(scope="session")

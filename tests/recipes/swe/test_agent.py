@@ -29,25 +29,31 @@ class Submit(BaseTool):
 
     async def execute(self, state, arguments):
         return ToolResult("submitted", final=True)
+
+def nothing(data_source, solution_str, ground_truth, extra_info):
+    return 0.0
 """
 
 
 @pytest.fixture
 def play(tmp_path):
-    (tmp_path / "fake_tools.py").write_text(TOOLS)
+    (tmp_path / "swe_fake_tools.py").write_text(TOOLS)
 
     async def go(*says: str, max_turns: int = 8, **settings):
         task = Task("eval/0/0", "eval/0", [{"role": "user", "content": "Mend it."}], "swe", "")
-        tools = [ToolConfig(name=f"{tmp_path}/fake_tools.py:{name}") for name in ("Shell", "Submit")]
+        tools = [ToolConfig(name=f"swe_fake_tools:{name}") for name in ("Shell", "Submit")]
         budget = {"max_turns": max_turns, "max_response_tokens": 20000, "max_new_tokens": 2000, "settings": settings}
+        reward = "swe_fake_tools:nothing"
         loop = f"{RECIPE / 'agent.py'}:MiniSweAgent"
-        return await try_loop(loop, task, model=MODEL, says=list(says), tools=tools, recipe_dir=tmp_path, **budget)
+        return await try_loop(
+            loop, task, model=MODEL, says=list(says), tools=tools, recipe_dir=tmp_path, **budget, reward=reward
+        )
 
     return go
 
 
 def prompt_and_answers(trajectory) -> str:
-    from penstock.agent_loops.chat import load_tokenizer
+    from penstock.agent_loops.loading import load_tokenizer
 
     tokenizer = load_tokenizer(MODEL)
     (segment,) = trajectory.segments

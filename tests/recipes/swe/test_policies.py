@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
-from tests.recipes.swe.conftest import PER_PACKAGE, RECIPE
+from tests.recipes.swe.conftest import PER_PACKAGE, RECIPE, python
 from tests.sandbox.containers import IMAGE
 
 from penstock.agent_loops.load import load_object
@@ -27,8 +26,7 @@ def proving():
 
 @pytest.mark.bwrap
 def test_oracle_and_null_on_every_task(data):
-    argv = [sys.executable, RECIPE / "prove.py", data.tasks, "--repositories", data.folder / "data/swe"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=550, check=False)
+    done = python(RECIPE / "prove.py", data.tasks, "--repositories", "data/swe", cwd=data.folder)
     count = 2 * PER_PACKAGE
     assert done.stdout.split("\n")[:2] == [f"oracle: {count} of {count} earned 1", f"null: {count} of {count} earned 0"]
     assert done.returncode == 0, done.stderr
