@@ -91,7 +91,7 @@ def _of_installed(name: str) -> Package:
     if about is None:
         return Package(_plain(name), "", "", files)
     files.update(_licences(about))
-    licence = about.metadata.get("License-Expression") or about.metadata.get("License") or _classifier(about)
+    licence = _said(about, "License-Expression") or _said(about, "License") or _classifier(about)
     return Package(_plain(name), about.version, licence.splitlines()[0] if licence else "", files)
 
 
@@ -104,6 +104,10 @@ def _licences(about: importlib.metadata.Distribution) -> dict[str, bytes]:
     """Kept beside the code: whoever passes the tasks on passes these on."""
     files = [file for file in about.files or () if _LICENCE.match(file.name) and "dist-info" in str(file)]
     return {file.name: Path(str(file.locate())).read_bytes() for file in files}
+
+
+def _said(about: importlib.metadata.Distribution, key: str) -> str:
+    return str((about.metadata.get_all(key) or [""])[0])
 
 
 def _classifier(about: importlib.metadata.Distribution) -> str:

@@ -83,7 +83,8 @@ def _test_patch(ran: Mapping[str, Any], scratch: TreeStore) -> str:
 
 def _fix(commit: Mapping[str, Any], scratch: TreeStore) -> str:
     """The changes of the commit that are no tests."""
-    before, after = {}, {}
+    before: dict[str, bytes] = {}
+    after: dict[str, bytes] = {}
     for one in commit.get("file_diffs") or ():
         path = str(((one.get("header") or {}).get("file") or {}).get("path") or "")
         if not path:
