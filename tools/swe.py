@@ -117,7 +117,7 @@ class _SweTool(BoxTool):
         super().__init__(sandbox)
         self._swe = settings
         self.create_timeout_s = SETTING_UP_S
-        self.reward_timeout_s = settings.tests_timeout_s + SETTING_UP_S
+        self.reward_timeout_s = (1 + settings.decoys) * settings.tests_timeout_s + SETTING_UP_S
 
     def _box_of(self, task: Task) -> SweBox:
         try:

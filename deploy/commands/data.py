@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
+from penstock.deploy.commands import data_swe
+
 app = typer.Typer(help="Turn raw data into Parquet files with verl's columns.", no_args_is_help=True)
+
+app.command("swe-mutations")(data_swe.swe_mutations)
+app.command("swe-check")(data_swe.swe_check)
+app.command("swe-bench")(data_swe.swe_bench)
+app.command("swe-gym")(data_swe.swe_gym)
+app.command("r2e")(data_swe.r2e)
 
 Out = Annotated[Path, typer.Option("--out", help="Folder for train.parquet and the other splits.")]
 

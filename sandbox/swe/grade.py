@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import fnmatch
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from penstock.sandbox.protocol import Sandbox
 from penstock.sandbox.swe import scripts
+from penstock.sandbox.swe.decoys.rounds import Decoys, plan_decoys, put_decoys, read_hidden
 from penstock.sandbox.swe.errors import SweTaskError
 from penstock.sandbox.swe.limits import SweLimits
+from penstock.sandbox.swe.protected import is_protected
 from penstock.sandbox.swe.report import Grade, summary
 from penstock.sandbox.swe.run_tests import Ran, check_runner, files_of_tests, run_tests
+from penstock.sandbox.swe.seal import Seal
 from penstock.sandbox.swe.task import SweTask
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
@@ -22,49 +24,89 @@ async def grade(
 ) -> Grade:
     """Whether the task's tests pass on its snapshot with `patch`. Nothing of the model's own box is used.
 
+    A patch that passes is asked again, in fresh boxes, with hidden tests that it must not pass (`decoys`).
+
     Raises:
         SandboxError: the box failed: no verdict, never a 0.
         SweTaskError: the task is broken (hidden tests do not fit, no pytest in the box, …).
     """
     limits = limits or SweLimits()
     started = time.monotonic()
-    session = await sandbox.start(label or f"{task.instance_id} grading", image=task.sandbox_image)
-    try:
-        workspace = await Workspace.find(session, task, limits)
-        await workspace.place(task)
-        await check_runner(workspace, task)
-        found = await _graded(workspace, task, patch)
-    finally:
-        await session.close()
+    label = label or f"{task.instance_id} grading"
+    first = await _in_box(sandbox, task, patch, limits, label, None)
+    found = first.grade
+    for plan in plan_decoys(task, found, first.files, limits.decoys):
+        again = await _in_box(sandbox, task, patch, limits, label, plan)
+        if doubt := plan.doubt(again.grade):
+            found = replace(found, reason=doubt)
+            break
     return replace(found, duration_s=time.monotonic() - started)
 
 
-async def _graded(workspace: Workspace, task: SweTask, patch: bytes) -> Grade:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    grade: Grade
+    files: Mapping[str, bytes]
+    """Of hidden tests, as they lay in the box before any of the patch's code ran."""
+
+
+async def _in_box(  # noqa: PLR0917 - called in two places
+    sandbox: Sandbox, task: SweTask, patch: bytes, limits: SweLimits, label: str, plan: Decoys | None
+) -> _Run:
+    """One run of the tests in a box of its own."""
+    session = await sandbox.start(label, image=task.sandbox_image)
+    try:
+        workspace = await Workspace.find(session, task, limits)
+        await workspace.place(task)
+        if plan is None:
+            await check_runner(workspace, task)
+        return await _graded(workspace, task, patch, plan)
+    finally:
+        await session.close()
+
+
+async def _graded(workspace: Workspace, task: SweTask, patch: bytes, plan: Decoys | None) -> _Run:
     hidden = await _hidden_entries(workspace, task)
     try:
         changed = await _entries(workspace, "model.patch", patch)
     except ScriptFailed as error:
-        return _nothing(task, f"the patch does not apply: {error}")
+        return _Run(_nothing(task, f"the patch does not apply: {error}"), {})
     guarded = [*(entry.path for entry in hidden), *files_of_tests(task)]
     dropped = [entry for entry in changed if is_protected(entry.path, guarded, task.protected)]
     kept = [entry for entry in changed if entry not in dropped]
     try:
         await _check_out(workspace, [*kept, *hidden])
     except ScriptFailed as error:  # the snapshot was laid out without it
-        return _nothing(task, f"the patch cannot be laid out: {error}")
+        return _Run(_nothing(task, f"the patch cannot be laid out: {error}"), {})
+    files = await put_decoys(workspace, plan) if plan is not None else await read_hidden(workspace, task)
+    await workspace.script(scripts.SCRUB)
     ran = await _build_and_run(workspace, task)
     paths = tuple(entry.path for entry in dropped)
     outcomes = summary(task, ran.outcomes)
-    return replace(_nothing(task, ran.doubt), outcomes=outcomes, dropped=paths, output=ran.output, seconds=ran.seconds)
+    found = replace(_nothing(task, ran.doubt), outcomes=outcomes, dropped=paths, output=ran.output, seconds=ran.seconds)
+    return _Run(found, files)
 
 
 async def _build_and_run(workspace: Workspace, task: SweTask) -> Ran:
     if task.build_command:
+        before = await Seal.of(workspace, task)
         argv = workspace.in_folder(task.build_command, workspace.variables(task))
         built = await workspace.session.run(argv, timeout_s=workspace.limits.command_timeout_s)
+        said = built.stdout + built.stderr
         if built.exit_code != 0:
-            return Ran({}, "the build failed with this patch", built.stdout + built.stderr)
+            return Ran({}, "the build failed with this patch", said)
+        if not await before.holds(workspace) or not await _mended(workspace, task):
+            return Ran({}, "the build changed tests, or what steers them", said)
     return await run_tests(workspace, task)
+
+
+async def _mended(workspace: Workspace, task: SweTask) -> bool:
+    """pytest's own files as they were, whatever the build wrote into them; False where it left no way to do so."""
+    try:
+        await workspace.put_packages(task)
+    except (ScriptFailed, SweTaskError):
+        return False
+    return True
 
 
 def _nothing(task: SweTask, reason: str) -> Grade:
@@ -105,16 +147,3 @@ async def _check_out(workspace: Workspace, entries: list[Entry]) -> None:
     """Later entries win over earlier ones. Raises `ScriptFailed`."""
     lines = b"".join(entry.line() for entry in entries)
     await workspace.script(scripts.CHECK_OUT, await workspace.upload("final", lines))
-
-
-def is_protected(path: str, guarded: Iterable[str], patterns: Iterable[str]) -> bool:
-    """A hidden test, a file or link in its way, or what a pattern names (`task.PROTECTED`)."""
-    if any(path == one or path.startswith(f"{one}/") or one.startswith(f"{path}/") for one in guarded):
-        return True
-    parts = path.split("/")
-    return any(
-        fnmatch.fnmatchcase(parts[0], pattern[1:])
-        if pattern.startswith("/")
-        else any(fnmatch.fnmatchcase(part, pattern) for part in parts)
-        for pattern in patterns
-    )

@@ -87,14 +87,18 @@ class Workspace:
             raise SweTaskError(f"task {task.instance_id}: the snapshot differs from its own files")
 
     async def _put_files(self, task: SweTask) -> None:
-        if task.packages is not None:
-            packed = await asyncio.to_thread(packages_of, task.packages)
-            await self.script(scripts.PACKAGES, await self.upload("packages.tgz", packed))
+        await self.put_packages(task)
         if task.repository is None:
             await self.script(scripts.COPY, task.image_folder)
             return
         packed = await asyncio.to_thread(snapshot_of, task.repository, task.base_commit)
         await self.script(scripts.UNPACK, await self.upload("snapshot.tgz", packed))
+
+    async def put_packages(self, task: SweTask) -> None:
+        """As they are on this machine, whatever a build made of them. Raises `ScriptFailed`, `SweTaskError`."""
+        if task.packages is not None:
+            packed = await asyncio.to_thread(packages_of, task.packages)
+            await self.script(scripts.PACKAGES, await self.upload("packages.tgz", packed))
 
     @property
     def packages(self) -> str:

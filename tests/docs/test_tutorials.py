@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from tests.sandbox.conftest import why_no_docker
-from tests.sandbox.swe.wordkit import make_repository, packages_with_pytest, rows_of
+from tests.sandbox.swe.wordkit import make_repository, rows_of
 
 from penstock.agent_loops.registry import find_loop
+from penstock.deploy.data.swe.box_packages import write_box_packages
 from penstock.deploy.load_config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +84,7 @@ def test_my_own_sandbox_image(tmp_path, monkeypatch, capsys):
 def test_the_page_on_swe_environments(tmp_path, monkeypatch, capsys):
     (program,) = blocks(ROOT / "docs" / "swe.md", "python")
     base = make_repository(tmp_path / "wordkit")
-    row = rows_of(tmp_path / "wordkit", base, packages_with_pytest(tmp_path / "packages"))[0]
+    row = rows_of(tmp_path / "wordkit", base, write_box_packages(tmp_path / "packages"))[0]
     (tmp_path / "tasks.jsonl").write_text(json.dumps({**row, "repository": "wordkit", "packages": "packages"}) + "\n")
     (tmp_path / "try_swe.py").write_text(program)
     monkeypatch.chdir(tmp_path)

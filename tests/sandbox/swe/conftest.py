@@ -11,8 +11,9 @@ import pytest
 import pytest_asyncio
 from tests.sandbox.conftest import MAKERS, Maker
 from tests.sandbox.containers import IMAGE
-from tests.sandbox.swe.wordkit import make_repository, packages_with_pytest, rows_of
+from tests.sandbox.swe.wordkit import make_repository, rows_of
 
+from penstock.deploy.data.swe.box_packages import write_box_packages
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox
@@ -28,7 +29,7 @@ LIMITS = SweLimits(command_timeout_s=60.0, test_timeout_s=2.0, tests_timeout_s=6
 def rows(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("swe")
     base = make_repository(folder / "wordkit")
-    return rows_of(folder / "wordkit", base, packages_with_pytest(folder / "packages"))
+    return rows_of(folder / "wordkit", base, write_box_packages(folder / "packages"))
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from tests.sandbox.swe.conftest import LIMITS
 from tests.sandbox.swe.wordkit import patch_by
 
-from penstock.sandbox.swe import grade
+from penstock.sandbox.swe import check_task, grade
 
 pytestmark = pytest.mark.bwrap
 IN_CODE = "cat >> wordkit/slug.py <<'END'\n{}\nEND"
@@ -71,3 +73,90 @@ async def test_what_the_code_says_of_itself_is_not_believed(sandbox, task, attac
         assert found.reason == "results were forged: tests that must fail did not"
     if attack.startswith("exits"):
         assert found.reason.startswith("the run ended before its")
+
+
+WITNESS = (
+    "import gc\nwitness = next(one for one in gc.get_objects() if type(one).__name__ == 'Witness')\n"
+    "honest = witness.sign\n"
+)
+AGAINST_THIS_RUNNER = {
+    "signs for itself": WITNESS + "canaries = []\n"
+    "def sign(record):\n"
+    "    if record['kind'] == 'canaries':\n        canaries.extend(record['tests'])\n"
+    "    if record['kind'] == 'test' and record['test'] not in canaries:\n        record['outcome'] = 'passed'\n"
+    "    honest(record)\n"
+    "witness.sign = sign",
+    "knows canaries by their code": "import _pytest.python\n"
+    "honest = _pytest.python.Function.runtest\n"
+    "def runtest(self):\n"
+    "    if set(self.function.__code__.co_names) <= {'AssertionError', 'ValueError'}:\n        honest(self)\n"
+    "_pytest.python.Function.runtest = runtest",
+    "equals everything": "class Any(str):\n    __eq__ = lambda self, other: True\n    __hash__ = str.__hash__\n"
+    "def slugify(*_, **__):\n    return Any()",
+}
+"""What code can do that knows every line of the runner: each of these was believed before there were decoys."""
+
+
+@pytest.mark.parametrize("attack", AGAINST_THIS_RUNNER)
+async def test_who_knows_the_runner_does_not_know_which_expectations_are_right(sandbox, task, attack, tmp_path):
+    command = IN_CODE.format(AGAINST_THIS_RUNNER[attack])
+    patch = patch_by(task.repository, task.base_commit, command, tmp_path / "tree")
+    found = await grade(sandbox, task, patch, LIMITS)
+    assert found.reason == "results were forged: hidden tests passed with wrong expectations"
+    assert (found.resolved, found.share) == (False, 0.0)
+    unguarded = await grade(sandbox, task, patch, LIMITS.model_copy(update={"decoys": 0}))
+    assert unguarded.resolved, "the attack itself works: it is the decoys that stop it"
+
+
+async def test_nothing_in_the_box_tells_what_the_hidden_tests_are(sandbox, task, tmp_path):
+    """Beside their own files, where a wrong expectation may stand."""
+    look = (
+        "import os, subprocess\n"
+        "search = 'git grep -l takes_a_sep $(git rev-list --all; git fsck --lost-found | cut -d\" \" -f3)'\n"
+        "found = subprocess.run(['sh', '-c', search], capture_output=True, text=True).stdout\n"
+        "raise RuntimeError(f\"{sorted(os.listdir('/tmp/.penstock_swe'))} {found or 'nothing'} in git\")"
+    )
+    patch = patch_by(task.repository, task.base_commit, IN_CODE.format(look), tmp_path / "tree")
+    found = await grade(sandbox, task, patch, LIMITS)
+    (said,) = {line for line in found.output.splitlines() if line.startswith("E   RuntimeError")}
+    assert "base.git" not in said
+    assert ".patch" not in said
+    assert said.endswith("nothing in git")
+
+
+REBUILT = {
+    "rewrites a hidden test": "open('tests/test_slug.py', 'w').write('def test_slugify_takes_a_separator(): pass')",
+    "takes a test away": "import os; os.unlink('tests/test_money.py')",
+    "brings a conftest": "open('conftest.py', 'w').write('')",
+    "puts a link in its place": "import os; os.rename('tests', 'old'); os.symlink('old', 'tests')",
+}
+
+
+@pytest.mark.parametrize("attack", REBUILT)
+async def test_a_build_cannot_put_other_tests_in(sandbox, task, attack, tmp_path):
+    built = dataclasses.replace(task, build_command="if [ -e setup.py ]; then python3 setup.py; fi")
+    patch = patch_by(
+        task.repository, task.base_commit, f"cat > setup.py <<'END'\n{REBUILT[attack]}\nEND", tmp_path / "tree"
+    )
+    found = await grade(sandbox, built, patch, LIMITS)
+    assert found.reason == "the build changed tests, or what steers them"
+    assert not found.resolved
+
+
+async def test_a_build_cannot_change_pytest(sandbox, task, tmp_path):
+    """Its packages lie in the box, where the build can write: they are laid out again."""
+    attack = (
+        "import _pytest.python\npath = _pytest.python.__file__\ntext = open(path).read()\n"
+        "open(path, 'w').write(text + '\\nFunction.runtest = lambda self: None\\n')"
+    )
+    built = dataclasses.replace(task, build_command="if [ -e setup.py ]; then python3 setup.py; fi")
+    patch = patch_by(task.repository, task.base_commit, f"cat > setup.py <<'END'\n{attack}\nEND", tmp_path / "tree")
+    found = await grade(sandbox, built, patch, LIMITS)
+    assert (found.reason, found.outcomes[task.fail_to_pass[0]]) == ("", "failed")
+
+
+async def test_an_honest_build_is_let_be(sandbox, task):
+    build = (
+        "mkdir -p build tests/built wordkit.egg-info; echo x | tee build/x tests/built/x.so wordkit.egg-info/PKG-INFO"
+    )
+    assert (await check_task(sandbox, dataclasses.replace(task, build_command=build), LIMITS)).problems == ()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -172,21 +170,6 @@ def rows_of(repository: Path, base: str, packages: Path | None = None) -> list[d
             }
         )
     return rows
-
-
-def packages_with_pytest(folder: Path) -> Path:
-    """This environment's pytest and what it needs, for boxes whose Python has none."""
-    for name in ("pytest", "pluggy", "iniconfig", "packaging", "pygments"):
-        for file in importlib.metadata.files(name) or ():
-            if file.suffix == ".py" and ".." not in file.parts and file.parts[:2] != ("pygments", "lexers"):
-                (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(str(file.locate()), folder / file)
-    for file in ("__init__.py", "_mapping.py", "python.py", "diff.py"):
-        source = importlib.metadata.distribution("pygments").locate_file(f"pygments/lexers/{file}")
-        (folder / "pygments/lexers").mkdir(exist_ok=True)
-        shutil.copyfile(str(source), folder / "pygments/lexers" / file)
-    subprocess.run(["/usr/bin/python3", "-m", "compileall", "-q", str(folder)], check=True, timeout=120)
-    return folder
 
 
 def write(folder: Path, name: str, text: str) -> None:

@@ -1,0 +1,148 @@
+"""A small pure-Python package with its tests, as the files of one repository."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+MAX_FILE_BYTES = 1 << 20
+MAX_BYTES = 32 << 20
+_LEFT_OUT = {
+    "__pycache__",
+    ".git",
+    ".hg",
+    ".tox",
+    ".venv",
+    ".mypy_cache",
+    ".pytest_cache",
+    ".ruff_cache",
+    "node_modules",
+}
+_NOT_BROKEN = {"setup.py", "conf.py", "conftest.py", "noxfile.py", "__main__.py"}
+_LICENCE = re.compile(r"(LICEN[CS]E|COPYING|NOTICE)", re.IGNORECASE)
+
+
+class PackageError(ValueError):
+    """A package that no tasks can be made of; the text says why, and what to give instead."""
+
+
+@dataclass(frozen=True)
+class Package:
+    name: str
+    version: str
+    licence: str
+    """As its metadata has it; empty where nobody says."""
+    files: dict[str, bytes]
+    """path → content"""
+
+    @property
+    def sources(self) -> list[str]:
+        """Python files that may be broken: no tests, nothing that builds or steers."""
+        return [path for path in sorted(self.files) if path.endswith(".py") and not _is_about_tests(path)]
+
+    @property
+    def has_tests(self) -> bool:
+        return any(path.endswith(".py") and _is_about_tests(path) for path in self.files)
+
+
+def read_package(given: str, tests: Path | None = None) -> Package:
+    """`given` is a folder (an unpacked sdist, a checkout) or the import name of an installed package.
+
+    `tests` is a folder that becomes its ``tests/``. Raises `PackageError`.
+    """
+    folder = Path(given)
+    package = _of_folder(folder) if folder.is_dir() else _of_installed(given)
+    if tests is not None:
+        if not tests.is_dir():
+            raise PackageError(f"--tests {tests}: no such folder")
+        package.files.update({f"tests/{path}": data for path, data in _read(tests)})
+    if not package.sources:
+        raise PackageError(f"package {given}: no Python files besides tests")
+    if not package.has_tests:
+        raise PackageError(f"package {given} brings no tests along; give a folder of them with --tests")
+    return package
+
+
+def _of_folder(folder: Path) -> Package:
+    files = dict(_read(folder))
+    about = next((data.decode("utf-8", "replace") for path, data in files.items() if path.endswith("PKG-INFO")), "")
+    fields = {key: _field(about, key) for key in ("Name", "Version", "License-Expression", "License")}
+    name = fields["Name"] or re.sub(r"-[0-9].*", "", folder.resolve().name)
+    return Package(_plain(name), fields["Version"], fields["License-Expression"] or fields["License"], files)
+
+
+def _of_installed(name: str) -> Package:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise PackageError(f"--package {name}: neither a folder nor an installed package: {error}") from error
+    if found is None or found.origin is None:
+        raise PackageError(f"--package {name}: neither a folder nor an installed package; pip install it first")
+    origin = Path(found.origin)
+    if found.submodule_search_locations:
+        files = {f"{name}/{path}": data for path, data in _read(origin.parent)}
+    else:
+        files = {origin.name: origin.read_bytes()}
+    about = _distribution_of(name)
+    if about is None:
+        return Package(_plain(name), "", "", files)
+    files.update(_licences(about))
+    licence = _said(about, "License-Expression") or _said(about, "License") or _classifier(about)
+    return Package(_plain(name), about.version, licence.splitlines()[0] if licence else "", files)
+
+
+def _distribution_of(name: str) -> importlib.metadata.Distribution | None:
+    owners = importlib.metadata.packages_distributions().get(name)
+    return importlib.metadata.distribution(owners[0]) if owners else None
+
+
+def _licences(about: importlib.metadata.Distribution) -> dict[str, bytes]:
+    """Kept beside the code: whoever passes the tasks on passes these on."""
+    files = [file for file in about.files or () if _LICENCE.match(file.name) and "dist-info" in str(file)]
+    return {file.name: Path(str(file.locate())).read_bytes() for file in files}
+
+
+def _said(about: importlib.metadata.Distribution, key: str) -> str:
+    return str((about.metadata.get_all(key) or [""])[0])
+
+
+def _classifier(about: importlib.metadata.Distribution) -> str:
+    found = [text for text in about.metadata.get_all("Classifier") or () if text.startswith("License ::")]
+    return found[0].rpartition(":: ")[2] if found else ""
+
+
+def _read(folder: Path) -> Iterator[tuple[str, bytes]]:
+    total = 0
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        if set(inside.parts) & _LEFT_OUT or path.is_symlink() or not path.is_file() or path.suffix == ".pyc":
+            continue
+        if path.suffix in (".so", ".pyd", ".dylib"):
+            raise PackageError(f"{folder} is not pure Python: it holds {inside}")
+        data = path.read_bytes()
+        total += len(data)
+        if total > MAX_BYTES:
+            raise PackageError(f"{folder} holds more than {MAX_BYTES >> 20} MiB: too large for a task's box")
+        if len(data) <= MAX_FILE_BYTES:
+            yield inside.as_posix(), data
+
+
+def _is_about_tests(path: str) -> bool:
+    parts = PurePosixPath(path).parts
+    name = parts[-1]
+    in_tests = any(part in ("test", "tests", "testing", "docs", "examples", "benchmarks") for part in parts[:-1])
+    return in_tests or name in _NOT_BROKEN or name.startswith("test_") or name.endswith("_test.py")
+
+
+def _field(about: str, key: str) -> str:
+    found = re.search(rf"^{key}: (.*)$", about, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
+def _plain(name: str) -> str:
+    """As a folder and an id may be called."""
+    return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-").lower() or "package"

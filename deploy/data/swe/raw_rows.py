@@ -1,0 +1,115 @@
+"""Rows of other people's datasets, and their fields with complaints that name them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Raw = Mapping[str, Any]
+
+
+class BadRow(ValueError):
+    """A row that no task can be made of; the text names the field."""
+
+
+class BadFile(ValueError):
+    """A file that is not a dataset of this kind; the text names it, and the row."""
+
+
+def raw_rows(path: Path) -> Iterator[tuple[str, Raw]]:
+    """(where, row) of a Parquet, JSONL or JSON file, or of all such files of a folder, in order. Raises `BadFile`."""
+    files = sorted(one for one in path.rglob("*") if one.suffix in _READERS) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise BadFile(f"--input {path}: no such file, nor a folder with .parquet, .jsonl or .json files")
+    for file in files:
+        if file.suffix not in _READERS:
+            raise BadFile(f"{file}: unknown kind {file.suffix!r}; give .parquet, .jsonl or .json")
+        for number, row in enumerate(_READERS[file.suffix](file), start=1):
+            if not isinstance(row, dict):
+                raise BadFile(f"{file}, row {number}: expected an object, found {type(row).__name__}")
+            yield f"{file}, row {number}", row
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=64):  # rows of R2E hold megabytes
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadFile(f"{path}: not readable as Parquet: {error}") from error
+
+
+def _jsonl(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _json(line, f"{path}, row {number}")
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadFile(f"{where}: not JSON: {error}") from error
+
+
+def _whole(path: Path) -> Iterator[Any]:
+    rows = _json(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(rows, list):
+        raise BadFile(f"{path}: expected a list of rows, found {type(rows).__name__}")
+    yield from rows
+
+
+_READERS = {".parquet": _parquet, ".jsonl": _jsonl, ".json": _whole}
+
+
+# ---- fields
+
+
+def text(row: Raw, field: str, *, may_be_empty: bool = False) -> str:
+    """Raises `BadRow`."""
+    value = row.get(field)
+    if value is None:
+        raise BadRow(f"field {field!r} is missing; found {', '.join(sorted(row))}")
+    if not isinstance(value, str):
+        raise BadRow(f"field {field!r} must be text, found {type(value).__name__}")
+    if not value.strip() and not may_be_empty:
+        raise BadRow(f"field {field!r} is empty")
+    return value
+
+
+def texts(row: Raw, field: str, *, may_be_empty: bool = False) -> list[str]:
+    """A list of texts, or one written as JSON. Raises `BadRow`."""
+    value = row.get(field)
+    if value is None:
+        raise BadRow(f"field {field!r} is missing; found {', '.join(sorted(row))}")
+    if isinstance(value, str):
+        value = _inner_json(value, field)
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise BadRow(f"field {field!r} must be a list of texts, or such a list as JSON text")
+    if not value and not may_be_empty:
+        raise BadRow(f"field {field!r} is empty")
+    return value
+
+
+def mapping(row: Raw, field: str) -> dict[str, Any]:
+    """An object, or one written as JSON. Raises `BadRow`."""
+    value = row.get(field)
+    if value is None:
+        raise BadRow(f"field {field!r} is missing; found {', '.join(sorted(row))}")
+    if isinstance(value, str):
+        value = _inner_json(value, field)
+    if not isinstance(value, dict):
+        raise BadRow(f"field {field!r} must be an object, or one as JSON text, found {type(value).__name__}")
+    return value
+
+
+def _inner_json(value: str, field: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise BadRow(f"field {field!r} is not JSON: {error}") from error

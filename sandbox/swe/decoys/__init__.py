@@ -1,0 +1,1 @@
+"""Hidden tests with wrong expectations: a patch that passes those too has forged its results."""

@@ -1,0 +1,171 @@
+"""A wrong expectation fails wherever the right one passed, and looks like it."""
+
+from __future__ import annotations
+
+import ast
+import random
+
+import pytest
+
+from penstock.sandbox.swe.decoys.wrong import apply_all, wrong_tests
+
+TESTS = b"""\
+import pytest
+from fractions import Fraction
+
+LIMIT = 3
+
+
+def test_text():
+    found = "".join(["a", "b"])
+    assert found == "ab"
+
+
+def test_numbers():
+    assert sum([1, 2]) == 3
+    assert 10 / 4 == pytest.approx(2.5)
+
+
+def test_nested():
+    assert dict(a=[1, ("x", 2.5)]) == {"a": [1, ("x", 2.5)]}
+
+
+def test_left():
+    assert b"ab" == bytes([97, 98])
+
+
+def test_turned(words=("a", "b")):
+    assert len(words) <= LIMIT
+
+
+def test_membership(words=("a", "b")):
+    assert "a" in words
+
+
+def test_truth():
+    assert all([1, 1])
+
+
+def test_not():
+    assert not any([0, 0])
+
+
+def test_raises():
+    with pytest.raises(ZeroDivisionError):
+        1 / 0
+    with pytest.raises(ValueError):
+        int("x")
+
+
+class TestInside:
+    def test_method(self):
+        assert max(4, 7) == 7
+
+
+class TestCase:
+    def assertEqual(self, left, right):
+        assert left == right
+
+    def assertIsNone(self, value):
+        assert value is None
+
+    def assertIsNotNone(self, value):
+        assert value is not None
+
+    def test_equal(self):
+        self.assertEqual(str(12), "12")
+
+    def test_none(self):
+        self.assertIsNone({}.get("a"))
+"""
+NAMES = {
+    *(
+        (f"test_{name}",)
+        for name in ("text", "numbers", "nested", "left", "turned", "membership", "truth", "not", "raises")
+    ),
+    *(("TestInside", "test_method"), ("TestCase", "test_equal"), ("TestCase", "test_none")),
+}
+NEVER = b"""\
+import pytest
+
+
+def test_after_a_return(flag=True):
+    if flag:
+        return
+    assert 1 == 2
+
+
+@pytest.mark.xfail
+def test_expected_to_fail():
+    assert 1 == 2
+
+
+def test_in_a_loop():
+    for value in []:
+        assert value == 3
+
+
+def test_yields():
+    assert str(1) == "1"
+    yield
+
+
+@pytest.mark.xfail(strict=False)
+class TestAll:
+    def test_one(self):
+        assert str(1) == "1"
+"""
+
+
+def run(data: bytes, name: tuple[str, ...]) -> bool:
+    """Whether the test passes."""
+    space: dict = {}
+    exec(compile(data.decode(), "tests", "exec"), space)
+    owner = space[name[0]] if len(name) == 1 else getattr(space[name[0]](), name[1])
+    try:
+        owner()
+    except Exception:  # noqa: BLE001 - as pytest does
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_test_fails_with_its_wrong_expectation_and_no_other_does(seed):
+    edits = wrong_tests(TESTS, NAMES, random.Random(seed))
+    assert set(edits) == NAMES
+    for name, edit in edits.items():
+        changed = edit.apply(TESTS)
+        assert run(TESTS, name)
+        assert not run(changed, name), edit
+        assert all(run(changed, other) for other in NAMES - {name})
+    everything = apply_all(TESTS, list(edits.values()))
+    assert not any(run(everything, name) for name in NAMES)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_changed_literal_keeps_its_form(seed):
+    """Nothing but its meaning tells the wrong one: the same length, the same kinds of signs, the same syntax."""
+    names = {("test_text",), ("test_numbers",), ("test_nested",), ("test_left",), ("TestCase", "test_equal")}
+    for edit in wrong_tests(TESTS, names, random.Random(seed)).values():
+        changed = edit.apply(TESTS)
+        before, after = TESTS[edit.start : edit.end].decode(), edit.text
+        assert len(changed) == len(TESTS)
+        assert (before.isdigit(), before.islower(), before.isupper()) == (
+            after.isdigit(),
+            after.islower(),
+            after.isupper(),
+        )
+        shapes = [[type(node).__name__ for node in ast.walk(ast.parse(data))] for data in (TESTS, changed)]
+        assert shapes[0] == shapes[1]
+
+
+def test_what_a_passing_test_may_not_have_come_to_is_left_alone():
+    names = {("test_after_a_return",), ("test_in_a_loop",), ("test_yields",), ("test_expected_to_fail",)}
+    assert wrong_tests(NEVER, names, random.Random(0)) == {}
+    without_class = NEVER.partition(b"@pytest.mark.xfail(strict")[0]
+    assert wrong_tests(without_class, names, random.Random(0)) == {}
+
+
+@pytest.mark.parametrize("data", [b"def broken(:\n", b"a = 1\r\n", b"\xff\xfe"])
+def test_what_is_no_plain_python_has_no_wrong_expectations(data):
+    assert wrong_tests(data, {("test_a",)}, random.Random(0)) == {}
