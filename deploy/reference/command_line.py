@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -16,6 +19,8 @@ Made by `python -m penstock.deploy.reference`; a test fails when this page is st
 `KEY=VALUE` overrides keys of [configuration.md](../configuration.md).
 """
 EXAMPLE = re.compile(r"^Examples?:\s*")
+KINDS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", bool: ""}
+"""By annotation: typer's own names of types change with its versions, and this page would with them."""
 
 
 def render() -> str:
@@ -50,7 +55,8 @@ def _section(path: str, command: Any) -> Iterator[str]:
     yield f"## {path}\n"
     yield f"`{usage}`\n"
     yield from _prose(_help(command))
-    rows = [(f"`{_usage(one)}`", one) for one in arguments] + [(_flags(one), one) for one in options]
+    hints = get_type_hints(inspect.unwrap(command.callback))
+    rows = [(f"`{_usage(one)}`", one) for one in arguments] + [(_flags(one, hints), one) for one in options]
     if rows:
         yield "| | default | |\n| --- | --- | --- |"
         yield from (f"| {name} | {_default(one)} | {_cell(one.help or '')} |" for name, one in rows)
@@ -82,9 +88,18 @@ def _usage(argument: Any) -> str:
     return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
-def _flags(option: Any) -> str:
-    flags = " ".join(f"`{flag}`" for flag in [*option.opts, *option.secondary_opts])
-    return flags if option.is_flag else f"{flags} `{option.type.name.upper()}`"
+def _flags(option: Any, hints: Mapping[str, Any]) -> str:
+    """Its names, and what it takes."""
+    names = [*option.opts, *option.secondary_opts, *filter(None, [_kind(hints[option.name])])]
+    return " ".join(f"`{_cell(name)}`" for name in names)
+
+
+def _kind(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "|".join(map(str, get_args(hint)))
+    if hint in KINDS:
+        return KINDS[hint]
+    return next((_kind(one) for one in get_args(hint) if one is not NoneType), "TEXT")
 
 
 def _default(option: Any) -> str:

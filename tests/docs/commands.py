@@ -15,10 +15,12 @@ import typer
 from tests.docs.pages import ROOT
 from tests.docs.shell import simple_commands
 
+from penstock.agent_loops.load import allow_imports_from
 from penstock.agent_loops.registry import find_loop
 from penstock.deploy.cli import app
 from penstock.deploy.load_config import load_config, load_sandbox
 from penstock.simulator.load import changed, of_case, of_file
+from penstock.tools.registry import make_tools
 
 FOREIGN = frozenset(
     """. cat cd cp curl docker echo export git helm kill kubectl ls mkdir mv openssl ray redis-check-aof redis-cli rm sbatch scancel sed
@@ -91,11 +93,13 @@ def parse(words: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
 
 def check_run(given: Mapping[str, Any], folder: Path) -> None:
     """The recipe with its overrides is a sound configuration, and what it names of the page's files is there."""
-    config = load_config(_recipe(given["recipe"]), [one for one in given["overrides"] or () if "=" in one])
+    config = load_config(_recipe(Path(given["recipe"])), [one for one in given["overrides"] or () if "=" in one])
     for named in (config.agent.loop, config.agent.reward):
         if ".py:" in named and not (folder / named.partition(":")[0]).is_file():
             raise Wrong(f"{named}: the page shows no such file")
     find_loop(config.agent.loop, folder)
+    allow_imports_from(folder)
+    make_tools([tool for tool in config.tools if "." in tool.name and not tool.name.startswith("penstock.")], None)
 
 
 def _recipe(path: Path) -> Path:
@@ -105,7 +109,7 @@ def _recipe(path: Path) -> Path:
 
 def check_sandbox(given: Mapping[str, Any], _folder: Path) -> None:
     recipe = given["recipe"]
-    load_sandbox(None if recipe is None else _recipe(recipe), given["overrides"] or ())
+    load_sandbox(None if recipe is None else _recipe(Path(recipe)), given["overrides"] or ())
 
 
 def check_simulate(given: Mapping[str, Any], _folder: Path) -> None:
