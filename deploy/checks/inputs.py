@@ -59,10 +59,12 @@ def check_template(config: RunConfig) -> Check | None:
     if not Path(config.model).is_dir():
         return None
     from penstock.agent_loops.chat import TemplateError, chat_of
+    from penstock.agent_loops.load import allow_imports_from
     from penstock.sandbox.protocol import Sandbox, SandboxError
     from penstock.tools.registry import make_tools
 
     sandbox: Sandbox | None = None
+    allow_imports_from(Path.cwd())  # as workers do: a recipe's tools may lie there
     try:
         sandbox = open_sandbox(config) if config.tools else None
         schemas = [tool.schema for tool in make_tools(config.tools, sandbox).values()]

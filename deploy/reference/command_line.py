@@ -15,7 +15,7 @@ from penstock.deploy.cli import app
 
 HEADER = """# Command line
 
-Made by `python -m penstock.deploy.reference`; a test fails when this page is stale. `penstock COMMAND --help` says the same in a terminal.
+Made by `python -m penstock.deploy.reference`; a test fails when this page is stale. In a terminal: `penstock --help`.
 `KEY=VALUE` overrides keys of [configuration.md](../configuration.md).
 """
 EXAMPLE = re.compile(r"^Examples?:\s*")
@@ -38,11 +38,11 @@ def _index(root: Any) -> Iterator[str]:
 
 
 def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Depth first, in the order of registration; groups that do nothing by themselves are passed over."""
+    """Depth first, by name; groups that do nothing by themselves are passed over."""
     children = getattr(command, "commands", {})
     if not children or getattr(command, "invoke_without_command", False):
         yield path, command
-    for name, child in children.items():
+    for name, child in sorted(children.items()):
         if not child.hidden:
             yield from _commands(child, f"{path} {name}")
 
@@ -68,7 +68,7 @@ def _help(command: Any) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    return _cell(re.split(r"(?<=[.:])\s", text.replace("\n", " "), maxsplit=1)[0])
+    return _cell(re.split(r"(?<=\.)\s", text.replace("\n", " "), maxsplit=1)[0])
 
 
 def _prose(text: str) -> Iterator[str]:

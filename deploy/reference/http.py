@@ -10,8 +10,9 @@ from penstock.deploy.reference.servers import SERVERS, Server
 
 HEADER = """# HTTP
 
-Made by `python -m penstock.deploy.reference` from the servers' OpenAPI schemas; a test fails when this page is stale. Every route needs
-`Authorization: Bearer TOKEN` unless it says otherwise. Rollout and sandbox servers answer `GET /openapi.json` with the whole schema.
+Made by `python -m penstock.deploy.reference` from the servers' OpenAPI schemas; a test fails when this page is stale.
+Every route needs `Authorization: Bearer TOKEN`, but for the dashboard's own files. Rollout and sandbox servers answer
+`GET /openapi.json` with the whole schema.
 """
 Schema = Mapping[str, Any]
 

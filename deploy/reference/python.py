@@ -12,8 +12,8 @@ from penstock.deploy.reference.public import PUBLIC
 
 HEADER = """# Python
 
-Made by `python -m penstock.deploy.reference` from the docstrings; a test fails when this page is stale. These names keep their meaning within
-0.x as long as CHANGELOG.md does not say otherwise; anything else may change without a word.
+Made by `python -m penstock.deploy.reference` from the docstrings; a test fails when this page is stale.
+CHANGELOG.md says when one of these names changes; anything else may change without a word.
 """
 ROOT = Path(__file__).resolve().parents[2]
 """Holds the folder of each part (agent_loops, tools …), as a checkout and as an installed package have it."""
@@ -63,8 +63,8 @@ def _is_overload(node: Documented) -> bool:
 
 
 def _class(node: ast.ClassDef) -> Iterator[str]:
-    bases = [ast.unparse(base) for base in node.bases]
-    yield f"`class {node.name}{f'({', '.join(bases)})' if bases else ''}`\n"
+    bases = ", ".join(map(ast.unparse, node.bases))
+    yield f"`class {node.name}({bases})`\n" if bases else f"`class {node.name}`\n"
     yield from _docstring(node)
     fields = list(_fields(node))
     if fields:

@@ -42,8 +42,13 @@ def type_text(schema: Schema) -> str:
 
 
 def _with_limits(text: str, schema: Schema) -> str:
-    said = [f"{sign} {schema[key]}" for key, sign in LIMITS.items() if key in schema]
+    said = [f"{sign} {_number(schema[key])}" for key, sign in LIMITS.items() if key in schema]
     return ", ".join([text, *said]) if text else ""
+
+
+def _number(value: float) -> str:
+    """Whole numbers as such: pydantic writes an integer's limits as floats."""
+    return str(int(value)) if value == int(value) else str(value)
 
 
 def describe(name: str, field: Schema, needed: bool) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP servers of the project as FastAPI apps, built only to be described: no engine, box, model or run behind them."""
+"""The project's HTTP servers as FastAPI apps, built to be described: no engine, box, model or run is behind them."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def _dashboard() -> FastAPI:
 
 
 def _reward() -> FastAPI:
+    from penstock.rollout_server.reward_model.batcher import Batcher
     from penstock.rollout_server.reward_model.server import build_app
 
-    return _innermost(build_app(NOTHING, "TOKEN", "MODEL", batcher=NOTHING))
+    return _innermost(build_app(NOTHING, "TOKEN", "MODEL", batcher=Batcher(lambda _: [])))
 
 
 def _search() -> FastAPI:
@@ -68,15 +69,17 @@ def _innermost(app: Any) -> FastAPI:
 SERVERS: Sequence[Server] = (
     Server(
         "Rollout server",
-        "`penstock rollout`, the routes of [recorded episodes](../recorded_episodes.md) included. Opened by the run's token.",
+        "`penstock rollout`, with those of [recorded episodes](../recorded_episodes.md).",
         _rollout,
     ),
     Server("Sandbox server", "`penstock sandbox`, port 8700; see [sandbox](../sandbox.md#the-server).", _sandbox),
     Server(
         "Dashboard",
-        "`penstock dashboard`, port 8600; see [dashboard](../dashboard.md). The page's own data: it changes with the page.",
+        "`penstock dashboard`, port 8600; see [dashboard](../dashboard.md). The page's own data, which change with it.",
         _dashboard,
     ),
-    Server("Reward server", "`penstock reward-server`, port 8900; see [rewards](../rewards.md#a-reward-model).", _reward),
+    Server(
+        "Reward server", "`penstock reward-server`, port 8900; see [rewards](../rewards.md#a-reward-model).", _reward
+    ),
     Server("Search server", "`penstock search-server`, port 8800; see [tools](../tools.md#search).", _search),
 )

@@ -23,8 +23,8 @@ from penstock.simulator.load import changed, of_case, of_file
 from penstock.tools.registry import make_tools
 
 FOREIGN = frozenset(
-    """. cat cd cp curl docker echo export git helm kill kubectl ls mkdir mv openssl ray redis-check-aof redis-cli rm sbatch scancel sed
-    sinfo sleep source squeue srun ssh tail tar wait watch""".split()  # noqa: SIM905
+    """. cat cd cp curl docker echo export git helm kill kubectl ls mkdir mv openssl ray redis-check-aof redis-cli rm
+    sbatch scancel sed sinfo sleep source squeue srun ssh tail tar wait watch""".split()  # noqa: SIM905
 )
 """Programs that are not ours: their lines are split, and no more. Pages about them are run by tests of their own."""
 PLACEHOLDER = re.compile(r"^[A-Z][A-Z_0-9]*$|^…$|^<\w+>$")
@@ -37,7 +37,7 @@ class Wrong(AssertionError):
 
 
 def check(words: Sequence[str], folder: Path) -> None:
-    """`folder` holds the page's files and is the current directory. Raises `Wrong`, `ConfigError`, or what parsing raises."""
+    """`folder` holds the page's files and is the current directory. Raises `Wrong`, `ConfigError` or `BadSetup`."""
     name, rest = words[0], list(words[1:])
     if name.startswith("scripts/"):
         check_file(name, rest)
@@ -48,13 +48,12 @@ def check(words: Sequence[str], folder: Path) -> None:
 
 
 def check_penstock(words: list[str], folder: Path) -> None:
-    words = [word.strip("[]") for word in words if word not in ("…", "--help")]
+    words = [word.strip("[]") if word.startswith("[--") else word for word in words if word not in ("…", "--help")]
     try:
         path, given = parse(words)
-    except Exception as error:
-        # one Command class comes with typer or with click, by version: told apart by what it is called
-        if type(error).__name__ == "Exit" or not any(map(PLACEHOLDER.match, words)):
-            raise Wrong(f"penstock {' '.join(words)}: {getattr(error, 'message', error)}") from error
+    except Wrong:
+        if not any(map(PLACEHOLDER.match, words)):
+            raise
         path, given = parse(["1" if PLACEHOLDER.match(word) else word for word in words])
     if found := SETTINGS.get(path):
         found(given, folder)
@@ -77,13 +76,16 @@ def check_name(text: str, folder: Path) -> None:
 
 
 def parse(words: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
-    """The command's path (``train export``) and its values. Raises a usage error of typer's click."""
+    """The command's path (``train export``) and its values. Raises `Wrong`."""
     command: Any = typer.main.get_command(app)
     path: list[str] = []
     while words and words[0] in getattr(command, "commands", {}):
         path.append(words[0])
         command, words = command.commands[words[0]], words[1:]
-    context = command.make_context(path[-1] if path else "penstock", list(words))
+    try:
+        context = command.make_context(path[-1] if path else "penstock", list(words))
+    except Exception as error:  # typer's usage errors are classes of click, or of its own copy of it
+        raise Wrong(f"penstock {' '.join([*path, *words])}: {getattr(error, 'message', error)}") from error
     if left := [*getattr(context, "_protected_args", ()), *context.args]:
         raise Wrong(f"penstock {' '.join(path)} has no command {left[0]!r}")
     if hasattr(command, "commands") and not getattr(command, "invoke_without_command", False):
@@ -120,8 +122,9 @@ def check_simulate(given: Mapping[str, Any], _folder: Path) -> None:
 
 
 def check_bench(given: Mapping[str, Any], _folder: Path) -> None:
-    if given["name"] != "list" and not (ROOT / "benchmarks" / f"{given['name']}.py").is_file():
-        raise Wrong(f"penstock bench {given['name']}: there is no such file in benchmarks/")
+    for name in str(given["name"]).split(","):
+        if name != "list" and not (ROOT / "benchmarks" / f"{name}.py").is_file():
+            raise Wrong(f"penstock bench {name}: there is no such file in benchmarks/")
 
 
 SETTINGS: Mapping[str, Callable[[Mapping[str, Any], Path], None]] = {
@@ -137,9 +140,8 @@ def check_python(words: list[str], folder: Path) -> None:
     if words and words[0] == "-m":
         if importlib.util.find_spec(words[1]) is None:
             raise Wrong(f"python -m {words[1]}: there is no such module")
-    elif words and words[0].endswith(".py"):
-        if not (folder / words[0]).is_file():
-            check_file(words[0], words[1:])
+    elif words and words[0].endswith(".py") and not (folder / words[0]).is_file():
+        check_file(words[0], words[1:])
 
 
 def check_file(name: str, words: Sequence[str]) -> None:

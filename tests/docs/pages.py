@@ -94,13 +94,19 @@ def command_texts(page: str) -> Iterator[str]:
         if fence.language == "bash":
             yield fence.text
         elif fence.language in ("", "text", "console"):
-            yield from (line.removeprefix("$ ") for line in fence.text.splitlines() if _is_command(line))
-    yield from (line.strip() for line in prose(page).splitlines() if line[:4].isspace() and _is_command(line.strip()))
+            yield from (_without_remark(line) for line in fence.text.splitlines() if _is_command(line))
+    indented = (line.strip() for line in prose(page).splitlines() if line.startswith("    "))
+    yield from (_without_remark(line) for line in indented if _is_command(line))
+
+
+def _without_remark(line: str) -> str:
+    """What stands behind a wide gap is no part of the command; ``a|b`` are names to choose from."""
+    return re.sub(r"(?<=\w)\|(?=\w)", ",", re.split(r"\s{3,}", line.removeprefix("$ "))[0])
 
 
 def inline_commands(page: str) -> Iterator[str]:
-    """Commands of ours in the prose, as `penstock run RECIPE --dry-run`; the name alone is none."""
-    for code in inline_code(page):
+    """Commands of ours in the prose, as `penstock run RECIPE --dry-run`; generated pages have usage lines instead."""
+    for code in () if page.startswith(GENERATED) else inline_code(page):
         if re.match(r"penstock [a-z]", code) and not code.endswith("…)"):
             yield code
 

@@ -11,17 +11,21 @@ from tests.docs.pages import ROOT
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.load_config import parse_config
+from penstock.simulator.config import Simulation
 
 KEY = re.compile(r"^(agent|data|sandbox|rollout|transfer_queue|trainer|dashboard)((?:\.\w+)+)(?:[=:].*)?$")
+NO_KEYS = ("sandbox.containment",)
+"""Attributes that are written like keys."""
 CALCULATOR = yaml.safe_load((ROOT / "recipes" / "calculator.yaml").read_text())
 
 
 def unknown_key(code: str) -> str:
-    """The dotted name in `code` where it is neither a key of a recipe nor a module of ours; else empty."""
+    """The dotted name in `code` where it is no key of a recipe or simulation, and no file of ours; else empty."""
     found = KEY.match(code)
-    if found is None or _is_key(RunConfig, (found[1] + found[2]).split(".")) or _is_module(found[1] + found[2]):
+    dotted = found[1] + found[2] if found is not None else ""
+    if not dotted or dotted in NO_KEYS or dotted.endswith(".py") or _is_module(dotted):
         return ""
-    return found[1] + found[2]
+    return "" if any(_is_key(model, dotted.split(".")) for model in (RunConfig, Simulation)) else dotted
 
 
 def _is_key(annotation: Any, names: list[str]) -> bool:

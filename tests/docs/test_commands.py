@@ -47,7 +47,9 @@ def test_every_run_on_a_page_has_an_algorithm_that_fits(desk: Path) -> None:
 def test_bash_can_read_every_bash_block(page: str) -> None:
     for fence in fences(page):
         if fence.language == "bash" and not fence.shown_only:
-            read = subprocess.run(["bash", "-n"], input=fence.text, capture_output=True, text=True, check=False, timeout=20)
+            read = subprocess.run(
+                ["bash", "-n"], input=fence.text, capture_output=True, text=True, check=False, timeout=20
+            )
             assert read.returncode == 0, f"{fence.name}: {read.stderr}"
 
 
@@ -80,17 +82,19 @@ def test_every_key_in_the_prose_is_one(page: str) -> None:
     ],
 )
 def test_a_command_that_is_none_is_noticed(line: str, desk: Path) -> None:
+    (words,) = simple_commands(line)
     with pytest.raises((Wrong, ConfigError, BadSetup)):
-        for words in simple_commands(line):
-            check(words, desk)
+        check(words, desk)
 
 
 def test_commands_are_found_behind_one_another() -> None:
     text = "A=1 . x.env; penstock run a.yaml x=1 2> log.txt && penstock agent \\\n  --name b | tee log  # penstock no\n"
-    found = [["."  , "x.env"], ["penstock", "run", "a.yaml", "x=1"], ["penstock", "agent", "--name", "b"], ["tee", "log"]]
+    found = [[".", "x.env"], ["penstock", "run", "a.yaml", "x=1"], ["penstock", "agent", "--name", "b"], ["tee", "log"]]
     assert list(simple_commands(text)) == found
 
 
-@pytest.mark.parametrize(("code", "wrong"), [("trainer.lr", ""), ("trainer.lr=1e-6", ""), ("trainer.learning", "trainer.learning")])
+@pytest.mark.parametrize(
+    ("code", "wrong"), [("trainer.lr", ""), ("trainer.lr=1e-6", ""), ("trainer.learning", "trainer.learning")]
+)
 def test_a_key_that_is_none_is_noticed(code: str, wrong: str) -> None:
     assert unknown_key(code) == wrong

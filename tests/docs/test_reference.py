@@ -46,7 +46,15 @@ def test_a_name_that_moved_is_told() -> None:
 
 def test_every_command_of_the_program_is_there() -> None:
     page = (DOCS / "reference/cli.md").read_text()
-    for command in ("run", "doctor", "queue dead-letters requeue", "train", "train export", "data calculator", "dashboard"):
+    for command in (
+        "run",
+        "doctor",
+        "queue dead-letters requeue",
+        "train",
+        "train export",
+        "data calculator",
+        "dashboard",
+    ):
         assert f"\n## penstock {command}\n" in page
     assert "train-rank" not in page, "hidden commands stay hidden"
 
@@ -55,7 +63,13 @@ def test_every_server_and_its_refusals_are_there() -> None:
     page = (DOCS / "reference/http.md").read_text()
     titles = [section.splitlines()[0] for section in page.split("\n## ")[1:]]
     assert titles == ["Rollout server", "Sandbox server", "Dashboard", "Reward server", "Search server"]
-    for route in ("POST /generate", "POST /episodes/{handle}/v1/chat/completions", "POST /sessions", "POST /run_code", "POST /score"):
+    for route in (
+        "POST /generate",
+        "POST /episodes/{handle}/v1/chat/completions",
+        "POST /sessions",
+        "POST /run_code",
+        "POST /score",
+    ):
         assert f"\n### {route}\n" in page
     assert "- **429** `ErrorBody`: The queue here is long: ask another server" in page
     assert "HTTPValidationError" not in page

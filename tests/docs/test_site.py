@@ -19,7 +19,15 @@ from tests.docs.pages import ROOT
 
 DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text()
-RESOURCES = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "object": "data", "use": "href"}
+RESOURCES = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "object": "data",
+    "use": "href",
+}
 NOT_FETCHED = {"canonical", "next", "prev", "alternate", "license", "author"}
 """What a `<link>` may be without being loaded."""
 IN_CSS = re.compile(r"(?:url\(|@import)\s*['\"]?([^'\")]+)")
@@ -100,9 +108,13 @@ def _leaves(node: object) -> Iterator[str]:
 def test_no_other_host_is_asked_for_anything(site: Path, pages: dict[Path, Page]) -> None:
     asked = {(file.name, one) for file, page in pages.items() for one in page.resources if _is_foreign(one)}
     assert asked == set()
-    in_css = {(css.name, one) for css in site.rglob("*.css") for one in IN_CSS.findall(css.read_text()) if _is_foreign(one)}
+    in_css = {
+        (css.name, one) for css in site.rglob("*.css") for one in IN_CSS.findall(css.read_text()) if _is_foreign(one)
+    }
     assert in_css == set()
-    assert not any("mermaid" in page.classes for page in pages.values()), "its script comes from another host: draw an SVG"
+    assert not any("mermaid" in page.classes for page in pages.values()), (
+        "its script comes from another host: draw an SVG"
+    )
 
 
 def _is_foreign(address: str) -> bool:
