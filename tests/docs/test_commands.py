@@ -11,6 +11,7 @@ from tests.docs.pages import WITH_COMMANDS, WRITTEN, command_texts, fences, inli
 from tests.docs.settings import unknown_key
 from tests.docs.shell import simple_commands
 
+from penstock.deploy.checks.inputs import check_template
 from penstock.deploy.load_config import ConfigError, load_config
 from penstock.simulator.load import BadSetup
 
@@ -41,6 +42,17 @@ def test_every_run_on_a_page_has_an_algorithm_that_fits(desk: Path) -> None:
     for recipe, *rest in runs:
         config = load_config(Path(recipe), [word for word in rest if "=" in word])
         check_algorithm(config.trainer, config.group_size)
+
+
+@pytest.mark.bwrap
+def test_a_tool_in_the_current_directory_is_found_before_the_run(desk: Path) -> None:
+    """By the checks of `doctor` and `run`, as by workers later: the README puts one there."""
+    (tool,) = [fence.text for fence in fences("README.md") if fence.file == "my_tool.py"]
+    (desk / "found_here.py").write_text(tool)
+    config = load_config(Path("recipes/calculator.yaml"), ["tools=[{name: found_here.calculate}]"])
+    found = check_template(config)
+    assert found is not None
+    assert found.ok, found.found
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)

@@ -43,15 +43,15 @@ def by_language(language: str) -> list[Fence]:
 
 
 def to_run() -> Iterator[Any]:
-    """(page, its programs in order), marked with what they need."""
-    for page in PAGES:
+    """(page, its programs in order), marked with what they need; test_reference imports what generated pages name."""
+    for page in WRITTEN:
         programs = [one for one in fences(page) if one.language == "python" and not one.shown_only and not one.run_by]
         if programs and page not in RUN_BY:
             needs = sorted({marker for said, marker in NEEDS.items() for one in programs if said in one.text})
             yield pytest.param(programs, needs, marks=[getattr(pytest.mark, name) for name in needs], id=page)
 
 
-@pytest.mark.parametrize(("programs", "needs"), to_run())
+@pytest.mark.parametrize(("programs", "needs"), list(to_run()))
 def test_the_programs_of_a_page_run(
     programs: list[Fence], needs: list[str], desk: Path, tokenizer_for: Callable[[str], Any], monkeypatch: Any
 ) -> None:
