@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from penstock.deploy.cli import app
+from penstock.deploy.reference.markdown import cell, code
 
 HEADER = """# Command line
 
@@ -56,10 +57,10 @@ def _section(path: str, command: Any) -> Iterator[str]:
     yield f"`{usage}`\n"
     yield from _prose(_help(command))
     hints = get_type_hints(inspect.unwrap(command.callback))
-    rows = [(f"`{_usage(one)}`", one) for one in arguments] + [(_flags(one, hints), one) for one in options]
+    rows = [(code(_usage(one)), one) for one in arguments] + [(_flags(one, hints), one) for one in options]
     if rows:
         yield "| | default | |\n| --- | --- | --- |"
-        yield from (f"| {name} | {_default(one)} | {_cell(one.help or '')} |" for name, one in rows)
+        yield from (f"| {name} | {_default(one)} | {cell(one.help or '')} |" for name, one in rows)
         yield ""
 
 
@@ -68,7 +69,7 @@ def _help(command: Any) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    return _cell(re.split(r"(?<=\.)\s", text.replace("\n", " "), maxsplit=1)[0])
+    return cell(re.split(r"(?<=\.)\s", text.replace("\n", " "), maxsplit=1)[0])
 
 
 def _prose(text: str) -> Iterator[str]:
@@ -91,7 +92,7 @@ def _usage(argument: Any) -> str:
 def _flags(option: Any, hints: Mapping[str, Any]) -> str:
     """Its names, and what it takes."""
     names = [*option.opts, *option.secondary_opts, *filter(None, [_kind(hints[option.name])])]
-    return " ".join(f"`{_cell(name)}`" for name in names)
+    return " ".join(map(code, names))
 
 
 def _kind(hint: Any) -> str:
@@ -107,8 +108,4 @@ def _default(option: Any) -> str:
         return "*needed*"
     if option.default is None or option.default is False or callable(option.default):
         return ""
-    return f"`{option.default}`"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return code(str(option.default))

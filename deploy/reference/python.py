@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from penstock.deploy.reference.markdown import cell, code
 from penstock.deploy.reference.public import PUBLIC
 
 HEADER = """# Python
@@ -83,7 +84,7 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
             continue
         told = after.value if isinstance(after, ast.Expr) else None
         text = told.value if isinstance(told, ast.Constant) and isinstance(told.value, str) else ""
-        yield f"| `{_cell(ast.unparse(item.target) + ': ' + ast.unparse(item.annotation))}` | {_cell(text)} |"
+        yield f"| {code(f'{ast.unparse(item.target)}: {ast.unparse(item.annotation)}')} | {cell(text)} |"
 
 
 def _is_public(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -124,7 +125,3 @@ def _docstring(node: Documented) -> Iterator[str]:
             section = section and not line
             yield line
     yield ""
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("``", "`").split()).replace("|", "\\|")

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.deploy.reference.markdown import cell, code
+
 Schema = Mapping[str, Any]
 LIMITS = {
     "minimum": "≥",
@@ -53,10 +55,6 @@ def _number(value: float) -> str:
 
 def describe(name: str, field: Schema, needed: bool) -> str:
     """One row: name, type, default, description."""
-    default = "*needed*" if needed else (f"`{json.dumps(field['default'])}`" if "default" in field else "")
-    told = " ".join(str(field.get("description", "")).split())
-    return f"| `{name}` | `{_cell(type_text(field) or 'any')}` | {_cell(default)} | {_cell(told)} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    default = "*needed*" if needed else (code(json.dumps(field["default"])) if "default" in field else "")
+    told = cell(str(field.get("description", "")))
+    return f"| {code(name)} | {code(type_text(field) or 'any')} | {default} | {told} |"

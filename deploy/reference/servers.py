@@ -69,7 +69,7 @@ def _innermost(app: Any) -> FastAPI:
 SERVERS: Sequence[Server] = (
     Server(
         "Rollout server",
-        "`penstock rollout`, with those of [recorded episodes](../recorded_episodes.md).",
+        "`penstock rollout`; the routes of [recorded episodes](../recorded_episodes.md) are among them.",
         _rollout,
     ),
     Server("Sandbox server", "`penstock sandbox`, port 8700; see [sandbox](../sandbox.md#the-server).", _sandbox),

@@ -43,7 +43,7 @@ class Page(HTMLParser):
         self.anchors: set[str] = set()
         self.classes: set[str] = set()
         self.left_as_text: list[str] = []
-        self._in_paragraph = False
+        self._in_paragraph = self._in_cell = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -51,6 +51,7 @@ class Page(HTMLParser):
         self.anchors |= {given[name] for name in ("id", "name") if name in given}
         self.classes |= set(given.get("class", "").split())
         self._in_paragraph = tag == "p"
+        self._in_cell = tag == "td" or (self._in_cell and tag == "code")
         if tag == "a" and "href" in given:
             self.links.append(given["href"])
         if tag == "link" and not set(given.get("rel", "").split()) & NOT_FETCHED:
@@ -60,8 +61,8 @@ class Page(HTMLParser):
         self.resources += IN_CSS.findall(given.get("style", ""))
 
     def handle_data(self, data: str) -> None:
-        """A table or list that Markdown did not see is a paragraph with its marks in it."""
-        if self._in_paragraph and re.match(r"\s*(\| .* \||```)", data):
+        """Tables and blocks that Markdown did not see are paragraphs with marks; a bar in a cell has a backslash."""
+        if (self._in_paragraph and re.match(r"\s*(\| .* \||```)", data)) or (self._in_cell and "\\|" in data):
             self.left_as_text.append(data)
         self._in_paragraph = False
 
