@@ -24,7 +24,7 @@ from penstock.tools.registry import make_tools
 
 FOREIGN = frozenset(
     """. cat cd cp curl docker echo export git helm kill kubectl ls mkdir mv openssl ray redis-check-aof redis-cli rm
-    sbatch scancel sed sinfo sleep source squeue srun ssh tail tar wait watch""".split()  # noqa: SIM905
+    [ sbatch scancel sed sh sinfo sleep source squeue srun ssh tail tar torchrun wait watch""".split()  # noqa: SIM905
 )
 """Programs that are not ours: their lines are split, and no more. Pages about them are run by tests of their own."""
 PLACEHOLDER = re.compile(r"^[A-Z][A-Z_0-9]*$|^…$|^<\w+>$")
@@ -39,7 +39,7 @@ class Wrong(AssertionError):
 def check(words: Sequence[str], folder: Path) -> None:
     """`folder` holds the page's files and is the current directory. Raises `Wrong`, `ConfigError` or `BadSetup`."""
     name, rest = words[0], list(words[1:])
-    if name.startswith("scripts/"):
+    if name.startswith(("scripts/", "recipes/")):
         check_file(name, rest)
     elif name in CHECKS:
         CHECKS[name](rest, folder)

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 
-LEADING = {"then", "do", "else", "if", "while", "!", "time", "sudo", "nohup", "exec", "{"}
+LEADING = {"then", "do", "else", "if", "while", "until", "!", "time", "sudo", "nohup", "exec", "{"}
 CLOSING = {"fi", "done", "}", "esac"}
 ASSIGNMENT = re.compile(r"^\w+=")
 
