@@ -93,12 +93,14 @@ def build_app(classifier: Classifier, token: str, model: str, batcher: Batcher |
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
+        """The model, and how many answers wait; 503 where nothing is scored any more."""
         if not batches.alive:
             raise HTTPException(503, "the scoring task has ended")
         return {"model": model, "waiting": len(batches), "batches": batches.batches}
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        """Prometheus text."""
         return Response(generate_latest(numbers.registry), media_type="text/plain; version=0.0.4")
 
     return RequireToken(LimitBody(app), token)
@@ -107,6 +109,7 @@ def build_app(classifier: Classifier, token: str, model: str, batcher: Batcher |
 def _add_score(app: FastAPI, classifier: Classifier, batches: Batcher, numbers: _Numbers) -> None:
     @app.post("/score")
     async def score(body: ScoreRequest) -> Any:
+        """Scores of the answers, in order, and which were cut; 429 a full queue, 504 not in time, 503 no number."""
         began = time.monotonic()
         try:
             encoded = await asyncio.to_thread(lambda: [classifier.encode(i.messages, i.answer) for i in body.items])

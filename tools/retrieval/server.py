@@ -48,6 +48,7 @@ def build_app(index: Index, token: str, topk: int = 3) -> FastAPI:
 
     @app.post("/retrieve")
     async def retrieve(body: RetrieveRequest) -> dict[str, Any]:
+        """The best passages of each query, in Search-R1's shape."""
         queries = [query[:MAX_QUERY_CHARS] for query in body.queries]
         async with turns:
             found = await asyncio.to_thread(index.search_all, queries, body.topk or topk)
@@ -55,6 +56,7 @@ def build_app(index: Index, token: str, topk: int = 3) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
+        """How many passages there are."""
         return {"passages": len(index)}
 
     return app

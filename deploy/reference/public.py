@@ -1,0 +1,87 @@
+"""The names that users write against, by what they are for, in the order in which somebody needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PUBLIC: Mapping[str, tuple[str, ...]] = {
+    "Agent loops": (
+        "penstock.agent_loops.AgentLoopBase",
+        "penstock.agent_loops.AgentLoopOutput",
+        "penstock.agent_loops.register",
+        "penstock.agent_loops.Conversation",
+        "penstock.agent_loops.segment.SegmentBuilder",
+        "penstock.agent_loops.llm.EpisodeLLM",
+        "penstock.agent_loops.llm.Reply",
+        "penstock.agent_loops.chat.ChatTokens",
+        "penstock.agent_loops.toolbox.ToolBox",
+        "penstock.agent_loops.loops.openai_agent.OpenAIAgentLoop",
+        "penstock.agent_loops.trial.try_loop",
+    ),
+    "Rewards": (
+        "penstock.agent_loops.rewards.base.BaseReward",
+        "penstock.agent_loops.rewards.base.Answer",
+    ),
+    "Tools": (
+        "penstock.tools.function_tool.function_tool",
+        "penstock.tools.BaseTool",
+        "penstock.tools.ToolResult",
+        "penstock.tools.ToolInfraError",
+        "penstock.tools.base.ToolUnavailable",
+        "penstock.tools.base.ToolGroup",
+        "penstock.tools.registry.register_tool",
+        "penstock.tools.registry.make_tools",
+    ),
+    "Sandboxes": (
+        "penstock.sandbox.make.make_sandbox",
+        "penstock.sandbox.protocol.Sandbox",
+        "penstock.sandbox.protocol.Session",
+        "penstock.sandbox.protocol.RunResult",
+        "penstock.sandbox.protocol.SandboxError",
+        "penstock.sandbox.protocol.SandboxLost",
+        "penstock.sandbox.call_key.current_call",
+    ),
+    "Tasks and trajectories": (
+        "penstock.transfer_queue.trajectory.Task",
+        "penstock.transfer_queue.trajectory.Outcome",
+        "penstock.transfer_queue.trajectory.OutcomeKind",
+        "penstock.transfer_queue.trajectory.Segment",
+        "penstock.transfer_queue.trajectory.Trajectory",
+    ),
+    "The ledger": (
+        "penstock.transfer_queue.ledger.Ledger",
+        "penstock.transfer_queue.ledger.Limits",
+        "penstock.transfer_queue.ledger.Lease",
+        "penstock.transfer_queue.ledger.Batch",
+        "penstock.transfer_queue.ledger.LedgerError",
+        "penstock.transfer_queue.ledger.LeaseLost",
+        "penstock.transfer_queue.ledger.LedgerUnavailable",
+        "penstock.transfer_queue.redis_ledger.RedisLedger",
+        "penstock.transfer_queue.memory.MemoryLedger",
+    ),
+    "Rollout servers": (
+        "penstock.rollout_server.client.RolloutClient",
+        "penstock.rollout_server.protocol.Engine",
+        "penstock.rollout_server.protocol.GenerateRequest",
+        "penstock.rollout_server.protocol.Sampling",
+        "penstock.rollout_server.protocol.Chunk",
+        "penstock.rollout_server.protocol.Generation",
+        "penstock.rollout_server.weights.WeightPublisher",
+        "penstock.rollout_server.weights.WeightReader",
+    ),
+    "The trainer": (
+        "penstock.trainer.advantages.Episodes",
+        "penstock.trainer.advantages.Advantages",
+        "penstock.trainer.losses.LossInput",
+        "penstock.trainer.losses.TokenLoss",
+        "penstock.trainer.job.TrainJob",
+        "penstock.trainer.loop.train",
+    ),
+    "Configuration": (
+        "penstock.deploy.load_config.load_config",
+        "penstock.deploy.load_config.parse_config",
+        "penstock.deploy.load_config.dump_config",
+        "penstock.deploy.load_config.ConfigError",
+    ),
+}
+"""Title → dotted names; a name is documented where its module defines or imports it."""

@@ -1,0 +1,85 @@
+"""The project's HTTP servers as FastAPI apps, built to be described: no engine, box, model or run is behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from fastapi import FastAPI
+
+NOTHING: Any = cast(Any, None)
+"""What routes would ask once a request comes; none does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    title: str
+    about: str
+    """What starts it and what opens it, in Markdown."""
+    make: Callable[[], FastAPI]
+
+
+def _rollout() -> FastAPI:
+    from penstock.agent_loops.capture.routes import make_router
+    from penstock.rollout_server.routes import make_routes
+
+    app = make_routes(NOTHING, "MODEL", lambda: None)
+    app.include_router(make_router(NOTHING, "http://HOST:PORT", "TOKEN", lambda: 0))
+    return app
+
+
+def _sandbox() -> FastAPI:
+    from penstock.sandbox.config import SandboxConfig
+    from penstock.sandbox.server.app import build_app
+
+    return build_app(NOTHING, SandboxConfig(), ())
+
+
+def _dashboard() -> FastAPI:
+    from penstock.dashboard.access import Tokens
+    from penstock.dashboard.app import make_app
+    from penstock.deploy.live_ledgers import FolderLedgers
+
+    runs = Path("runs")
+    return _innermost(make_app(runs, FolderLedgers(runs, None), Tokens("TOKEN")))
+
+
+def _reward() -> FastAPI:
+    from penstock.rollout_server.reward_model.batcher import Batcher
+    from penstock.rollout_server.reward_model.server import build_app
+
+    return _innermost(build_app(NOTHING, "TOKEN", "MODEL", batcher=Batcher(lambda _: [])))
+
+
+def _search() -> FastAPI:
+    from penstock.tools.retrieval.server import build_app
+
+    return build_app(NOTHING, "TOKEN")
+
+
+def _innermost(app: Any) -> FastAPI:
+    """The app inside the layers around it."""
+    while not isinstance(app, FastAPI):
+        app = app.app
+    return app
+
+
+SERVERS: Sequence[Server] = (
+    Server(
+        "Rollout server",
+        "`penstock rollout`; the routes of [recorded episodes](../recorded_episodes.md) are among them.",
+        _rollout,
+    ),
+    Server("Sandbox server", "`penstock sandbox`, port 8700; see [sandbox](../sandbox.md#the-server).", _sandbox),
+    Server(
+        "Dashboard",
+        "`penstock dashboard`, port 8600; see [dashboard](../dashboard.md). The page's own data, which change with it.",
+        _dashboard,
+    ),
+    Server(
+        "Reward server", "`penstock reward-server`, port 8900; see [rewards](../rewards.md#a-reward-model).", _reward
+    ),
+    Server("Search server", "`penstock search-server`, port 8800; see [tools](../tools.md#search).", _search),
+)

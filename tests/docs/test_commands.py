@@ -1,0 +1,112 @@
+"""Every command on a page is one that the program takes: options, recipes, keys and values included."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.docs.commands import Wrong, check, check_name, desk
+from tests.docs.pages import WITH_COMMANDS, WRITTEN, command_texts, fences, inline_commands, our_code
+from tests.docs.settings import unknown_key
+from tests.docs.shell import simple_commands
+
+from penstock.deploy import checks
+from penstock.deploy.load_config import ConfigError, load_config
+from penstock.simulator.load import BadSetup
+
+__all__ = ["desk"]
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_every_command_is_one_that_the_program_takes(page: str, desk: Path) -> None:
+    for fence in fences(page):
+        if fence.language == "python" and fence.file:
+            (desk / fence.file).parent.mkdir(parents=True, exist_ok=True)
+            (desk / fence.file).write_text(fence.text)
+    for text in command_texts(page):
+        for words in simple_commands(text):
+            check(words, desk)
+    for text in inline_commands(page):
+        check_name(text, desk)
+
+
+@pytest.mark.torch
+def test_every_run_on_a_page_has_an_algorithm_that_fits(desk: Path) -> None:
+    pytest.importorskip("torch")
+    from penstock.trainer.algorithm import check_algorithm
+
+    runs = [words[2:] for page in WITH_COMMANDS for text in command_texts(page) for words in simple_commands(text)
+            if words[:2] == ["penstock", "run"] and words[2].startswith("recipes/")]  # fmt: skip
+    assert len(runs) > 40
+    for recipe, *rest in runs:
+        config = load_config(Path(recipe), [word for word in rest if "=" in word])
+        check_algorithm(config.trainer, config.group_size)
+
+
+@pytest.mark.bwrap
+def test_a_tool_in_the_current_directory_is_found_before_the_run(desk: Path) -> None:
+    """By the checks of `doctor` and `run`, as by workers later: the README puts one there."""
+    (tool,) = [fence.text for fence in fences("README.md") if fence.file == "my_tool.py"]
+    (desk / "found_here.py").write_text(tool)
+    config = load_config(Path("recipes/calculator.yaml"), ["tools=[{name: found_here.calculate}]"])
+    found = checks.check_template(config)
+    assert found is not None
+    assert found.ok, found.found
+
+
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_bash_can_read_every_bash_block(page: str) -> None:
+    for fence in fences(page):
+        if fence.language == "bash" and not fence.shown_only:
+            read = subprocess.run(
+                ["bash", "-n"], input=fence.text, capture_output=True, text=True, check=False, timeout=20
+            )
+            assert read.returncode == 0, f"{fence.name}: {read.stderr}"
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_every_key_in_the_prose_is_one(page: str) -> None:
+    assert [code for code in our_code(page) if unknown_key(code)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "penstock run recipes/calculator.yaml trainer.larning_rate=1",
+        "penstock run recipes/calculator.yaml trainer.lr=fast",
+        "penstock run recipes/calculater.yaml",
+        "penstock run recipes/calculator.yaml agent.loop=missing.py:Loop",
+        "penstock run RECIPE --dry",
+        "penstock rum recipes/calculator.yaml",
+        "penstock queue dead-letter list",
+        "penstock queue",
+        "penstock rollout --wait-s soon",
+        "penstock sandbox trainer.lr=1",
+        "penstock bench quue --json",
+        "penstock simulate simulator/setups/agentic-64.yaml rollout.server=1",
+        "scripts/setup --everything",
+        "scripts/set-up",
+        "python -m penstock.deploy.configuration",
+        "pytest -m browsers",
+        "pip install 'penstock[voice]'",
+        "penstok run RECIPE",
+    ],
+)
+def test_a_command_that_is_none_is_noticed(line: str, desk: Path) -> None:
+    (words,) = simple_commands(line)
+    with pytest.raises((Wrong, ConfigError, BadSetup)):
+        check(words, desk)
+
+
+def test_commands_are_found_behind_one_another() -> None:
+    text = "A=1 . x.env; penstock run a.yaml x=1 2> log.txt && penstock agent \\\n  --name b | tee log  # penstock no\n"
+    found = [[".", "x.env"], ["penstock", "run", "a.yaml", "x=1"], ["penstock", "agent", "--name", "b"], ["tee", "log"]]
+    assert list(simple_commands(text)) == found
+
+
+@pytest.mark.parametrize(
+    ("code", "wrong"), [("trainer.lr", ""), ("trainer.lr=1e-6", ""), ("trainer.learning", "trainer.learning")]
+)
+def test_a_key_that_is_none_is_noticed(code: str, wrong: str) -> None:
+    assert unknown_key(code) == wrong

@@ -1,0 +1,149 @@
+"""Every block of code on a page works: programs are run, recipes are checked, what is only shown says why."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import runpy
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.docs.commands import desk
+from tests.docs.pages import PAGES, ROOT, WRITTEN, Fence, fences
+from tests.docs.settings import check_recipe_part
+
+__all__ = ["desk"]
+LANGUAGES = ("", "text", "console", "bash", "python", "yaml", "json", "toml")
+"""What these tests can read; a block in another one is run by a named test, or only shown."""
+RUN_BY = {
+    "docs/algorithms.md": "tests/docs/test_algorithms.py",
+    "docs/swe.md": "tests/docs/test_tutorials.py",
+    "docs/tutorials/my_first_loop.md": "tests/docs/test_tutorials.py",
+    "docs/tutorials/my_first_tool.md": "tests/tools/test_tutorial.py",
+    "docs/tutorials/my_own_sandbox_image.md": "tests/docs/test_tutorials.py",
+    "docs/tutorials/openai_agent.md": "tests/docs/test_tutorials.py",
+}
+"""Pages whose programs have a test of their own, which runs all of them in order."""
+NEEDS = {"import torch": "torch", "engines.registry": "torch", "make_sandbox(": "bwrap", "RedisServer(": "redis"}
+"""What a program says → the marker of what it needs."""
+PROGRAMS = {"bwrap": "bwrap", "redis": "redis-server"}
+ALL = [fence for page in PAGES for fence in fences(page)]
+
+
+def by_language(language: str) -> list[Fence]:
+    return [fence for fence in ALL if fence.language == language]
+
+
+def to_run() -> Iterator[Any]:
+    """(page, its programs in order), marked with what they need; test_reference imports what generated pages name."""
+    for page in WRITTEN:
+        programs = [one for one in fences(page) if one.language == "python" and not one.shown_only and not one.run_by]
+        if programs and page not in RUN_BY:
+            needs = sorted({marker for said, marker in NEEDS.items() for one in programs if said in one.text})
+            yield pytest.param(programs, needs, marks=[getattr(pytest.mark, name) for name in needs], id=page)
+
+
+@pytest.mark.parametrize(("programs", "needs"), list(to_run()))
+def test_the_programs_of_a_page_run(
+    programs: list[Fence], needs: list[str], desk: Path, tokenizer_for: Callable[[str], Any], monkeypatch: Any
+) -> None:
+    """One after the other in one folder, each as a program of the name that its first line gives it."""
+    _skip_without(needs)
+    _lay_out(desk, tokenizer_for, "torch" in needs)
+    monkeypatch.setenv("MODEL", "path/to/a/model")
+    monkeypatch.setattr(sys, "path", [str(desk), *sys.path])
+    monkeypatch.setattr(sys, "argv", ["program.py"])
+    for fence in programs:
+        (desk / (fence.file or "program.py")).write_text(fence.text)
+    for fence in programs:
+        program = desk / (fence.file or "program.py")
+        program.write_text(fence.text)
+        runpy.run_path(str(program), run_name="__main__")
+
+
+def _skip_without(needs: list[str]) -> None:
+    if "torch" in needs and importlib.util.find_spec("torch") is None:
+        pytest.skip("no torch")
+    missing = [PROGRAMS[need] for need in needs if need in PROGRAMS and shutil.which(PROGRAMS[need]) is None]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)}")
+
+
+def _lay_out(desk: Path, tokenizer_for: Callable[[str], Any], weights: bool) -> None:
+    """``path/to/a/model``: a tokenizer, and where a program has an engine the weights of a tiny model."""
+    model = desk / "path" / "to" / "a" / "model"
+    if weights:
+        from tests.tiny_model import save_tiny_model
+
+        model.parent.mkdir(parents=True)
+        Path(save_tiny_model(desk / "tiny")).rename(model)
+    else:
+        tokenizer_for("qwen2_5").save_pretrained(model)
+
+
+@pytest.mark.parametrize("fence", by_language("python"), ids=lambda fence: fence.name)
+def test_python_is_python(fence: Fence) -> None:
+    compile(fence.text, fence.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+
+
+@pytest.mark.parametrize(
+    "fence", [fence for fence in by_language("python") if fence.shown_only], ids=lambda fence: fence.name
+)
+def test_what_a_shown_program_imports_is_there(fence: Fence) -> None:
+    imports = [one for one in ast.parse(fence.text).body if isinstance(one, ast.Import | ast.ImportFrom)]
+    text = ast.unparse(ast.Module(body=list(imports), type_ignores=[]))
+    if "penstock.trainer" in text or "torch" in text:
+        pytest.importorskip("torch")
+    exec(compile(text, fence.name, "exec"), {})
+
+
+@pytest.mark.parametrize("fence", [one for one in by_language("yaml") if not one.shown_only], ids=lambda one: one.name)
+def test_yaml_is_a_part_of_a_recipe(fence: Fence) -> None:
+    check_recipe_part(fence.text)
+
+
+def test_json_toml_and_shown_yaml_can_be_read() -> None:
+    for fence in ALL:
+        if fence.language == "json":
+            json.loads(fence.text)
+        if fence.language == "toml":
+            tomllib.loads(fence.text)
+        if fence.language == "yaml":
+            list(yaml.safe_load_all(fence.text))
+
+
+@pytest.mark.parametrize("page", WRITTEN)
+def test_a_block_of_another_language_has_its_own_test(page: str) -> None:
+    others = [f"{one.name} {one.language}" for one in fences(page) if one.language not in LANGUAGES]
+    marked = [f"{one.name} {one.language}" for one in fences(page) if one.shown_only or one.run_by or page in RUN_BY]
+    assert [one for one in others if one not in marked] == [], (
+        "say who runs it: <!-- run by: tests/….py --> or <!-- shown only: the reason --> on the line above"
+    )
+
+
+def test_the_named_tests_read_the_pages() -> None:
+    named = [(page, test) for page, test in RUN_BY.items()]
+    named += [(fence.page, fence.run_by) for fence in ALL if fence.run_by]
+    for page, test in named:
+        assert Path(page).stem in (ROOT / test).read_text(), f"{test} does not read {page}"
+
+
+def test_what_is_only_shown_says_why(record_property: Callable[[str, object], None]) -> None:
+    shown = {fence.name: fence.shown_only for fence in ALL if fence.shown_only}
+    record_property("shown only", shown)
+    if os.environ.get("PENSTOCK_SHOWN"):
+        print(*(f"{name}  {reason}" for name, reason in shown.items()), sep="\n")
+    assert [name for name, reason in shown.items() if len(reason.split()) < 4] == []
+
+
+def test_the_shortest_loop_is_the_recipes() -> None:
+    shown = next(fence.text for fence in fences("README.md") if fence.file == "my_agent.py")
+    assert shown.partition("\n")[2] in (ROOT / "recipes/own_loop/agent.py").read_text()
