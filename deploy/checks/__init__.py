@@ -7,7 +7,9 @@ in `TRIALS` too: they take seconds, write, connect, open boxes, run the user's c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
+from penstock.agent_loops.load import allow_imports_from
 from penstock.deploy.checks.check import Check
 from penstock.deploy.checks.containment import check_containment
 from penstock.deploy.checks.data import check_data, check_prompts
@@ -110,6 +112,7 @@ def joining_checks(config: RunConfig) -> Iterator[Check]:
 
 
 def _ask(checks: Iterable[Asked], config: RunConfig) -> Iterator[Check]:
+    allow_imports_from(Path.cwd())  # as workers do: a recipe's tools and rewards may lie there
     for check in checks:
         found = check(config)
         if isinstance(found, Check):
