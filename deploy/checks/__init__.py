@@ -91,7 +91,9 @@ JOINING: tuple[Asked, ...] = (
     check_search,
 )
 """What a machine needs that joins a living run with servers or workers."""
-OF_THIS_MACHINE = {check_ports, check_engine, check_trainer, check_shared_memory, check_room}
+OF_THIS_MACHINE: frozenset[Asked] = frozenset(
+    (check_ports, check_engine, check_trainer, check_shared_memory, check_room)
+)
 """They say nothing about a run whose roles are elsewhere."""
 
 

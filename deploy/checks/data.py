@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.deploy.checks.check import Check, skipped
 from penstock.deploy.checks.sources import first_rows
@@ -55,11 +57,11 @@ def check_prompts(config: RunConfig) -> Check | None:
     )
 
 
-def _lengths(config: RunConfig, prompts: list[object]) -> list[int]:
+def _lengths(config: RunConfig, prompts: Sequence[Sequence[Mapping[str, Any]]]) -> list[int]:
     from penstock.agent_loops.chat import chat_of, new_budget
 
     chat = chat_of(config.model, config.agent)
     with opened_tools(config) as tools:
         schemas = [tool.schema for tool in tools.values()]
         fresh = (chat.for_episode(new_budget(config.agent)) for _ in prompts)
-        return [one.start(messages, schemas).context_len for one, messages in zip(fresh, prompts, strict=True)]  # type: ignore[arg-type]
+        return [one.start(messages, schemas).context_len for one, messages in zip(fresh, prompts, strict=True)]

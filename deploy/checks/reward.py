@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.deploy.checks.boxes import open_sandbox
 from penstock.deploy.checks.check import Check
@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 NAME = "agent.reward"
 ANSWER = "penstock doctor asks whether this can be scored"
-SAMPLE = {"num_turns": 1, "tool_calls": 0, "final_answer": None, "tool_rewards": {}, "final_text": ANSWER}
+SAMPLE: Mapping[str, Any] = {
+    "num_turns": 1,
+    "tool_calls": 0,
+    "final_answer": None,
+    "tool_rewards": {},
+    "final_text": ANSWER,
+}
 """What a worker tells a reward beside the row."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from penstock.deploy.checks.check import Check
 from penstock.deploy.config import RunConfig
@@ -16,17 +17,17 @@ def check_search(config: RunConfig) -> list[Check]:
     return asyncio.run(_ask_all([entry.settings for entry in found]))
 
 
-async def _ask_all(settings: list[dict[str, object]]) -> list[Check]:
+async def _ask_all(settings: list[dict[str, Any]]) -> list[Check]:
     return [await _ask(given) for given in settings]
 
 
-async def _ask(given: dict[str, object]) -> Check:
+async def _ask(given: dict[str, Any]) -> Check:
     from penstock.tools.base import ToolInfraError
     from penstock.tools.search import SearchTool
 
     where = str(given.get("url", "its usual address"))
     try:
-        tool = SearchTool(**given)  # type: ignore[arg-type]
+        tool = SearchTool(**given)
     except (TypeError, ValueError) as error:
         return Check("search server", False, where, str(error))
     try:
