@@ -68,7 +68,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
     """
     logs = job.log_dir / f"{job.name}-engine"
     with _listen(job.host, job.port) as listener:
-        url = f"http://{_url_host(job.host)}:{listener.getsockname()[1]}"
+        url = f"http://{url_host(job.host)}:{listener.getsockname()[1]}"
         fetcher = _fetcher(job)
         sidecar = Sidecar(
             job.name, url, partial(new_engine, job.config, job.model, logs, job.seed), job.ledger,
@@ -158,7 +158,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url_host(host: str) -> str:
+def url_host(host: str) -> str:
     """What others connect to: an address that means "all interfaces" is reached by this machine's name."""
     host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (not a binding)
     return f"[{host}]" if ":" in host else host

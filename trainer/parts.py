@@ -101,13 +101,7 @@ class Parts:
             learner = Learner(job.config, engine, ranks.data, bad_batches)
             leaving = (publisher, saver, spiller)
             parts = cls(
-                *(job, in_torch, ranks, engine, learner, *leaving, source),
-                recorder=recorder,
-                evaluator=evaluator,
-                feeder=feeder,
-                timeline=timeline,
-                step=0,
-                step_began=0.0,
+                job, in_torch, ranks, engine, learner, *leaving, source, recorder, evaluator, feeder, timeline, 0, 0.0
             )
             await parts._resume()
             yield parts

@@ -22,7 +22,7 @@ from penstock.deploy.telemetry.addresses import Target, announced
 from penstock.deploy.telemetry.config import TelemetryConfig
 from penstock.rollout_server.access import METRICS, OpensMetrics, RequireToken
 from penstock.rollout_server.routes import PROMETHEUS
-from penstock.rollout_server.server import HttpServer
+from penstock.rollout_server.server import HttpServer, url_host
 
 logger = logging.getLogger(__name__)
 PORTS_TRIED = 32
@@ -48,7 +48,7 @@ async def metrics_served(
     if listener is None:
         yield
         return
-    address = f"{_reached_at(config.host)}:{listener.getsockname()[1]}"
+    address = f"{url_host(config.host)}:{listener.getsockname()[1]}"
     settings = uvicorn.Config(
         metrics_app(registry, token), log_level="warning", access_log=False, lifespan="off",
         timeout_graceful_shutdown=STOP_S,
@@ -79,8 +79,3 @@ def _listen(config: TelemetryConfig) -> socket.socket | None:
             last = error
     logger.warning("no metrics: no port on %s from %d on: %s", config.host, config.port, last)
     return None
-
-
-def _reached_at(host: str) -> str:
-    host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (not a binding)
-    return f"[{host}]" if ":" in host else host
