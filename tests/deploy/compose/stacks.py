@@ -94,7 +94,7 @@ class RunningStack:
         metrics = self.folder / "runs" / self.config.name / "metrics.jsonl"
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 400) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 700) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{self.tail()}"
