@@ -191,7 +191,7 @@ async def test_r2e_is_split_by_its_logs_and_graded_by_tests_of_the_row(sandbox, 
     assert "prompt" not in fields
     assert "tests/test_slug.py" not in fields["patch"], "a fix is no test"
     here = {key: rows[0][key] for key in ("repository", "base_commit", "packages")}
-    placed = {**fields, **here, "test_command": "python3 -m pytest"}
+    placed = {**fields, **here, "test_command": "python3 -m pytest", "sandbox_image": None}
     (tmp_path / "out/train.jsonl").write_text(json.dumps(placed) + "\n")
     (task,) = load_tasks(tmp_path / "out/train.jsonl")
     assert (await check_task(sandbox, task, LIMITS)).problems == ()
