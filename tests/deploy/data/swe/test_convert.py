@@ -151,7 +151,7 @@ def r2e(rows) -> dict:
     repository = Path(rows[0]["repository"])
     base = rows[0]["base_commit"]
     before, after = (git(repository, "show", f"{commit}:wordkit/slug.py") for commit in (base, "wordkit-1"))
-    tests = git(repository, "show", "wordkit-1:tests/test_slug.py").replace("(title", "(title='Hello, big World'")
+    tests = git(repository, "show", "wordkit-1:tests/test_slug.py").replace("(title):", "(title='Hello, big World'):")
     diffs = [
         {"header": {"file": {"path": "wordkit/slug.py"}}, "old_file_content": before, "new_file_content": after},
         {"header": {"file": {"path": "tests/test_slug.py"}}, "old_file_content": "", "new_file_content": "no"},
