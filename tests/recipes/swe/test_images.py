@@ -45,7 +45,7 @@ async def test_an_image_of_a_box_from_a_published_one(published, docker_sandbox,
         [RECIPE / "build-images", tmp_path / "images.tsv"], capture_output=True, text=True, timeout=200, check=False
     )
     assert built.returncode == 1
-    assert built.stdout.split() == [OURS]
+    assert built.stdout.split() == [OURS], built.stderr
     assert built.stderr.strip().endswith(f"not made: {OURS}-2")
     task = dataclasses.replace(
         tasks["wordkit-1"],
