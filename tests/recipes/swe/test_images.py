@@ -24,7 +24,7 @@ PUBLISHED, OURS = "penstock-box:published", "penstock-swe:wordkit-1"
 def published(rows):
     """The repository with its future in .git, its hidden tests beside it, a Python of its own in it."""
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.GNU_FORMAT) as archive:
         archive.add(rows[0]["repository"], "repo")
         made = f"FROM {IMAGE}\nADD repo /testbed\nWORKDIR /testbed\n"
         made += f"RUN git -c safe.directory=* checkout -q {rows[0]['base_commit']} && mkdir -p /r2e_tests .venv/bin\n"
@@ -33,7 +33,8 @@ def published(rows):
         member.size = len(made)
         archive.addfile(member, io.BytesIO(made.encode()))
     argv = ["docker", "build", "-q", "--network", "none", "-t", PUBLISHED, "-"]
-    subprocess.run(argv, input=packed.getvalue(), check=True, timeout=120, capture_output=True)
+    built = subprocess.run(argv, input=packed.getvalue(), check=False, timeout=120, capture_output=True)
+    assert built.returncode == 0, built.stderr.decode()
     yield
     docker("rmi", "-f", PUBLISHED, OURS)
 
@@ -44,7 +45,7 @@ async def test_an_image_of_a_box_from_a_published_one(published, docker_sandbox,
         [RECIPE / "build-images", tmp_path / "images.tsv"], capture_output=True, text=True, timeout=200, check=False
     )
     assert built.returncode == 1
-    assert built.stdout.split() == [OURS]
+    assert built.stdout.split() == [OURS], built.stderr
     assert built.stderr.strip().endswith(f"not made: {OURS}-2")
     task = dataclasses.replace(
         tasks["wordkit-1"],

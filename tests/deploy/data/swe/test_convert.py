@@ -151,7 +151,7 @@ def r2e(rows) -> dict:
     repository = Path(rows[0]["repository"])
     base = rows[0]["base_commit"]
     before, after = (git(repository, "show", f"{commit}:wordkit/slug.py") for commit in (base, "wordkit-1"))
-    tests = git(repository, "show", "wordkit-1:tests/test_slug.py").replace("(title", "(title='Hello, big World'")
+    tests = git(repository, "show", "wordkit-1:tests/test_slug.py").replace("(title):", "(title='Hello, big World'):")
     diffs = [
         {"header": {"file": {"path": "wordkit/slug.py"}}, "old_file_content": before, "new_file_content": after},
         {"header": {"file": {"path": "tests/test_slug.py"}}, "old_file_content": "", "new_file_content": "no"},
@@ -191,7 +191,7 @@ async def test_r2e_is_split_by_its_logs_and_graded_by_tests_of_the_row(sandbox, 
     assert "prompt" not in fields
     assert "tests/test_slug.py" not in fields["patch"], "a fix is no test"
     here = {key: rows[0][key] for key in ("repository", "base_commit", "packages")}
-    placed = {**fields, **here, "test_command": "python3 -m pytest"}
+    placed = {**fields, **here, "test_command": "python3 -m pytest", "sandbox_image": None}
     (tmp_path / "out/train.jsonl").write_text(json.dumps(placed) + "\n")
     (task,) = load_tasks(tmp_path / "out/train.jsonl")
     assert (await check_task(sandbox, task, LIMITS)).problems == ()
