@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SECTION = re.compile(r"^(Args|Raises|Returns|Yields):$")
 Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (ast.ClassDef, *FUNCTIONS)
 
 
 def render() -> str:
@@ -46,7 +47,7 @@ def _entry(dotted: str) -> Iterator[str]:
 def find(module: str, name: str) -> Documented:
     """The definition of `name`, which `module` defines or imports. Raises `LookupError`."""
     for node in _tree(module).body:
-        if isinstance(node, Documented) and node.name == name and not _is_overload(node):
+        if isinstance(node, DEFINITIONS) and node.name == name and not _is_overload(node):
             return node
         if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == name for alias in node.names):
             return find(node.module, name)
