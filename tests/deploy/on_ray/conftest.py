@@ -26,8 +26,11 @@ QUICK_TO_NOTICE = {
     "RAY_health_check_timeout_ms": "30000",
     "RAY_health_check_failure_threshold": "5",
     "RAY_raylet_start_wait_time_s": "300",
+    "RAY_memory_monitor_refresh_ms": "0",
 }
-"""A node that refuses connections is given up after some seconds; one that is slow, on a busy machine, is not."""
+"""A node that refuses connections is given up after some seconds; one that is slow, on a busy machine, is not.
+
+Nor does Ray kill workers for what others take of this machine's memory."""
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray then takes 127.0.0.1 for an address, where it would put the machine's own in its place; see docs/ray.md."""
 
