@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
-from click import Context
 from typer.core import TyperGroup
 
 from penstock.deploy.commands.guard import guarded
@@ -20,7 +19,7 @@ from penstock.deploy.slurm.request import Job, Runtime
 class _RecipeFirst(TyperGroup):
     """`penstock slurm RECIPE` is the command that is meant where no other is named."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *self.get_help_option_names(ctx)):
             args = ["run", *args]
         return super().parse_args(ctx, args)

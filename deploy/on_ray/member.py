@@ -154,7 +154,8 @@ def _make_actor(spec: RoleSpec, bundle: Bundle, group: Any) -> ActorHandle:
         max_task_retries=-1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
     )
-    return made.remote()
+    actor: ActorHandle[Any] = made.remote()  # type: ignore[assignment]
+    return actor
 
 
 async def _answer(reference: Any) -> Any:
