@@ -82,6 +82,8 @@ def parse(words: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
     while words and words[0] in getattr(command, "commands", {}):
         path.append(words[0])
         command, words = command.commands[words[0]], words[1:]
+    if path == ["slurm"] and words:  # `run` is meant
+        path, command = ["slurm", "run"], command.commands["run"]
     try:
         context = command.make_context(path[-1] if path else "penstock", list(words))
     except Exception as error:  # typer's usage errors are classes of click, or of its own copy of it
