@@ -48,8 +48,11 @@ class Life:
 
 @dataclass(frozen=True)
 class State:
+    """Of the role's process, in one life of its actor."""
+
     pid: int | None
     restarts: int
+    life_id: str
 
 
 class RoleActor:
@@ -77,7 +80,7 @@ class RoleActor:
 
     async def state(self) -> State:
         process = self._process
-        return State(process.pid, process.restarts) if process else State(None, 0)
+        return State(process.pid, process.restarts, self._id) if process else State(None, 0, self._id)
 
     async def stop(self) -> None:
         """SIGTERM, the role's grace, SIGKILL; returns when its process is gone."""

@@ -42,7 +42,7 @@ class RayMember:
         self.nodes: set[str] = set()
         """Ids of all the nodes it ever was on."""
         self._order = order
-        self._process = State(None, 0)
+        self._process = State(None, 0, "")
         self._last_id: str | None = None
         self._earlier_restarts = 0
         """Of the actor, and of processes in its earlier lives."""
@@ -90,7 +90,7 @@ class RayMember:
             raise RoleFailed(f"{self.spec.name} failed ({cause}): {error}") from error
         if self._last_id not in (None, life.id):
             self._earlier_restarts += self._process.restarts + 1
-            self._process = State(None, 0)
+            self._process = State(None, 0, life.id)
             if self._earlier_restarts > self.spec.max_restarts:
                 raise RoleFailed(f"{self.spec.name} failed ({self.spec.max_restarts} restarts used up); its actor died")
         if self._last_id != life.id:
@@ -116,7 +116,10 @@ class RayMember:
     async def _look(self) -> None:
         with contextlib.suppress(TimeoutError, RayActorError):  # `run` fails too where the actor is gone
             async with asyncio.timeout(ANSWER_S):
-                self._process = await self._actor.state.options(max_task_retries=0).remote()
+                found = await self._actor.state.options(max_task_retries=0).remote()
+            # The next life may answer before `run` fails: what is known of this one must still be counted.
+            if self.life is not None and found.life_id == self.life.id:
+                self._process = found
 
     async def _away(self, error: RayActorError) -> None:
         """The actor, or the way to it: `_meet` waits for its next life, or learns that there is none."""

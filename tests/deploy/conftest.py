@@ -101,8 +101,16 @@ def assert_nothing_left(pids: list[int], run_name: str) -> None:
     deadline = time.monotonic() + 20
     while (alive := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert alive == []
+    assert alive == [], [_command(pid) for pid in alive]
     assert not list(Path("/dev/shm").glob(f"penstock-{run_name}*"))
+
+
+def _command(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        return f"{pid} child of {process.ppid()}: {' '.join(process.cmdline())[:200]}"
+    except psutil.NoSuchProcess:
+        return f"{pid} is gone by now"
 
 
 def _alive(pid: int) -> bool:

@@ -21,7 +21,8 @@ pytestmark = [
 ]
 
 TOKEN = "the-runs-own-token-and-nobody-elses"
-STEPS = 24
+STEPS = 40
+"""So many that those after the last kill need every role again: admission allows three steps ahead."""
 START_S = 600.0
 """A deadline for processes to be there, on a machine that may be busy; nothing is measured."""
 SETTINGS = (
@@ -87,7 +88,8 @@ def test_actors_and_a_whole_node_die_and_the_accounts_balance(
     assert shown["roles"]["rollout-1"]["state"] == "stopped"
     pids = [*run.pids(), *seen(first)]
     first.kill()
-    run.wait_for(lambda: bool(second.below("penstock.deploy.cli", "train")), START_S)
+    for role_again in ("train", "agent", "rollout"):
+        run.wait_for(lambda words=role_again: bool(second.below("penstock.deploy.cli", words)), START_S)
     pids += seen(second)
     summary = run.finish()
 
