@@ -16,12 +16,14 @@ from penstock.deploy.checks.settings import (
     check_training_engine,
 )
 from penstock.deploy.commands.run import run_recipe
-from penstock.deploy.load_config import load_config, parse_config
+from penstock.deploy.load_config import load_config, load_sandbox, parse_config
 from penstock.sandbox.fake import FakeSandbox
 from penstock.tools.registry import close_tools, make_tools
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-ALL = sorted(str(path.relative_to(RECIPES)) for path in [*RECIPES.glob("*.yaml"), *RECIPES.glob("*/*.yaml")])
+FILES = [path for path in [*RECIPES.glob("*.yaml"), *RECIPES.glob("*/*.yaml")] if path.name != "sandbox.yaml"]
+"""Without settings of sandbox servers, which are no recipes."""
+ALL = sorted(str(path.relative_to(RECIPES)) for path in FILES)
 SIZES = ("cpu", "gpu1", "gpu8", "gpu64")
 CHECKS = (check_algorithm, check_correction, check_lengths, check_sampling, check_training_engine)
 
@@ -33,6 +35,11 @@ def test_a_recipe_has_a_page_and_every_size(name: str) -> None:
     assert {path.stem for path in (RECIPES / name).glob("*.yaml")} == set(SIZES)
     page = (RECIPES / name / "README.md").read_text(encoding="utf-8")
     assert [size for size in SIZES if f"{size}.yaml" not in page] == []
+
+
+def test_settings_of_sandbox_servers_are_sound() -> None:
+    for path in RECIPES.glob("*/sandbox.yaml"):
+        assert load_sandbox(path, []).max_boxes >= 1
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -67,6 +67,8 @@ class Factory:
         self._quick = settings.limits.model_copy(update={"decoys": 0})
         self._store = TreeStore(out / "repositories" / f"{package.name}.git")
         self._counts: Counter[str] = Counter()
+        self._committed: set[str] = set()
+        """Names of snapshots; those that became no task are forgotten again."""
 
     async def make(self, report: Report = lambda text: None) -> Made:
         """Raises `PackageError`, and what `grade` raises."""
@@ -75,6 +77,8 @@ class Factory:
             probe = await self._probe(mutants)
             report(f"{self._package.name}: {len(probe.fail_to_pass)} tests pass")
             tasks = await self._take(self._candidates(), probe, mutants, report)
+        for name in self._committed - {str(task["instance_id"]) for task in tasks}:
+            self._store.forget(name)
         self._store.pack()
         return Made(tasks, self._counts)
 
@@ -175,6 +179,7 @@ class Factory:
         name = f"{self._package.name}__{_name_of(mutation)}"
         hidden = _without(broken, killed)
         base = self._store.commit(name, hidden)
+        self._committed.add(name)
         with tempfile.TemporaryDirectory() as folder:
             scratch = TreeStore(Path(folder) / "scratch.git")
             snapshot = scratch.commit("snapshot", hidden)

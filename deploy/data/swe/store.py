@@ -44,10 +44,14 @@ class TreeStore:
         how = ("--binary", "--full-index", "--no-renames", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
         return self._git("diff-tree", "-r", "-p", *how, before, after)
 
+    def forget(self, name: str) -> None:
+        """`pack` leaves its commit out, unless another name has it too. Raises `GitFailed`."""
+        self._git("update-ref", "-d", f"refs/tasks/{name}")
+
     def pack(self) -> None:
-        """Everything that is named, in one file."""
+        """Everything that is named, in one file, and nothing else."""
         self._git("repack", "-adq")
-        self._git("prune-packed", "-q")
+        self._git("prune", "--expire=now")
 
     def _git(self, *arguments: str, stdin: bytes = b"") -> bytes:
         command = ["git", "-c", "safe.directory=*", "-c", "core.quotePath=true", *arguments]

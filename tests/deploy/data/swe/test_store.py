@@ -56,3 +56,13 @@ def test_the_patch_makes_one_of_the_other(tmp_path):
 def test_git_says_what_is_wrong(tmp_path):
     with pytest.raises(GitFailed, match="git diff-tree"):
         TreeStore(tmp_path / "a.git").diff("nothing", "else")
+
+
+def test_what_is_forgotten_is_not_there_any_more(tmp_path):
+    store = TreeStore(tmp_path / "a.git")
+    kept, gone = store.commit("kept", FILES), store.commit("gone", {**FILES, "secret.py": b"the fix\n"})
+    store.forget("gone")
+    store.pack()
+    assert git(store, "rev-list", "--all").decode().split() == [kept]
+    assert git(store, "fsck", "--unreachable", "--no-progress").decode() == ""
+    assert gone != kept
