@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from penstock.agent_loops.errors import LoadError
+from penstock.agent_loops.neighbours import allow_imports_from, neighbours_of
 
 
 def load_object(spec: str, recipe_dir: Path) -> Any:
@@ -57,7 +58,8 @@ def _execute(module_name: str, file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        with neighbours_of(file.parent):
+            spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
         raise LoadError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
@@ -71,9 +73,3 @@ def _import(module_name: str, recipe_dir: Path) -> ModuleType:
         return importlib.import_module(module_name)
     except Exception as error:
         raise LoadError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def allow_imports_from(folder: Path) -> None:
-    """Puts a folder at the end of the import path, once: a user's file must not shadow an installed package."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))

@@ -30,10 +30,10 @@ from penstock.deploy.own_redis import own_redis
 from penstock.deploy.plan import ADDED, page_roles, roles_of
 from penstock.deploy.processes import RoleFailed, RoleProcess
 from penstock.deploy.report import Reporter, StalledRun
-from penstock.deploy.roles import remove_weights
 from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.summary import write_summary
 from penstock.deploy.telemetry.head import head_served
+from penstock.deploy.weights_dir import remove_weights
 from penstock.trainer.jsonl import rewrite_lines
 from penstock.transfer_queue.capacity import check_step_bytes
 from penstock.transfer_queue.redis_ledger import RedisLedger
@@ -50,7 +50,7 @@ async def launch(config: RunConfig, *, resume: bool = False, placement: Placemen
     run, placement = RunDir.of(config), placement or LocalPlacement()
     with RunLock(run, resume=resume):
         run.logs.mkdir(exist_ok=True)
-        config = _with_data(config, run)
+        config = _for_all_roles(config, run)
         run.config.write_text(dump_config(config))
         async with _ledger(config, run) as (link, ledger), _cleaned(config), placement.open(config, run):
             limits = limits_of(config)
@@ -60,13 +60,14 @@ async def launch(config: RunConfig, *, resume: bool = False, placement: Placemen
     return run.summary
 
 
-def _with_data(config: RunConfig, run: RunDir) -> RunConfig:
-    """Generated datasets are written to the run's folder; files stay where they are."""
+def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
+    """What every role is told, wherever it was started: where the run is, and generated datasets as files of it."""
     paths = {
         split: source and materialise(source, run.data)
         for split, source in (("train", config.data.train), ("eval", config.data.eval))
     }
-    return config.model_copy(update={"data": config.data.model_copy(update=paths)})
+    data = config.data.model_copy(update=paths)
+    return config.model_copy(update={"runs_dir": str(Path(config.runs_dir).resolve()), "data": data})
 
 
 @contextlib.asynccontextmanager

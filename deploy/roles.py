@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -26,6 +25,7 @@ from penstock.deploy.telemetry.access import metrics_token
 from penstock.deploy.telemetry.addresses import Target
 from penstock.deploy.telemetry.served import metrics_served
 from penstock.deploy.telemetry.spans import with_spans
+from penstock.deploy.weights_dir import local_weights_dir, weights_dir
 from penstock.sandbox.config import SandboxConfig
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 TRAINER_STOP_S = 25.0
 """For the last checkpoint; torchrun gives its ranks 30 s after SIGTERM."""
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there belong to one run, mode 0600, and the run removes them
 
 
 def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: bool = True) -> None:
@@ -226,24 +225,6 @@ async def sandbox(config: SandboxConfig, host: str, port: int) -> None:
         await serve(config, host, port, token, metrics_token(token))
     except SandboxError as error:
         raise ConfigError(str(error)) from error
-
-
-def weights_dir(config: RunConfig) -> Path:
-    """Where published weights lie: shared memory, also where HTTP serves them; or the run's folder on a shared disk."""
-    if config.rollout.weight_transport == "disk":
-        return RunDir.of(config).root / "weights"
-    return local_weights_dir(config)
-
-
-def local_weights_dir(config: RunConfig) -> Path:
-    """Where servers of this machine keep what they fetched or merged; under a shared disk not that disk."""
-    return SHARED_MEMORY / f"penstock-{config.name}"
-
-
-def remove_weights(config: RunConfig) -> None:
-    """Both folders, of this machine; nobody of the run reads them any more."""
-    for directory in {weights_dir(config), local_weights_dir(config)}:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 async def _watched(

@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.deploy.checks.check import Check
 from penstock.deploy.checks.resources import human
 from penstock.deploy.config import RunConfig
-from penstock.deploy.roles import SHARED_MEMORY
+from penstock.deploy.weights_dir import SHARED_MEMORY
 
 
 def check_shared_memory(config: RunConfig) -> Check | None:

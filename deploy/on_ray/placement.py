@@ -24,8 +24,8 @@ from penstock.deploy.on_ray.cluster import connected, has_gpus, living_nodes, ma
 from penstock.deploy.on_ray.marker import Marker
 from penstock.deploy.on_ray.member import RayMember
 from penstock.deploy.plan import Role
-from penstock.deploy.roles import remove_weights
 from penstock.deploy.run_dir import RunDir
+from penstock.deploy.weights_dir import remove_weights
 
 logger = logging.getLogger("penstock.run")
 CLEAN_S = 20.0

@@ -17,6 +17,7 @@ from penstock.deploy.load_config import ConfigError
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.slurm.placement import Placement
 from penstock.deploy.slurm.request import Job
+from penstock.deploy.weights_dir import local_weights_dir
 
 WARNING_S = 60
 """Before the time limit Slurm tells the script: the last checkpoint and the ordered end fit into it."""
@@ -43,6 +44,7 @@ def run_script(recipe: Recipe, job: Job, at: Placement, *, sandbox: bool, max_re
     values = {
         "name": config.name,
         "run": str(run.root),
+        "local_weights": str(local_weights_dir(config)),
         "picture": list(_picture(at, url, sandbox=sandbox)),
         "directives": _directives(config, job, nodes=at.nodes),
         "url": url,

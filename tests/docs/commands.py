@@ -15,7 +15,7 @@ import typer
 from tests.docs.pages import ROOT
 from tests.docs.shell import simple_commands
 
-from penstock.agent_loops.load import allow_imports_from
+from penstock.agent_loops.neighbours import allow_imports_from
 from penstock.agent_loops.registry import find_loop
 from penstock.deploy.cli import app
 from penstock.deploy.load_config import load_config, load_sandbox

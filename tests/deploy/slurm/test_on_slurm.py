@@ -21,6 +21,7 @@ import pytest
 from tests.deploy.conftest import RECIPE, REPOSITORY, assert_accounts_balance
 
 from penstock.deploy.link import Link
+from penstock.transfer_queue.ledger import LedgerUnavailable
 
 pytestmark = [
     *(pytest.mark.slurm, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
@@ -147,11 +148,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., SlurmRun]]:
 
 
 def servers(run: SlurmRun) -> set[str]:
-    """Names in the registry of the living run's ledger."""
+    """Names in the registry of the living run's ledger; none while it is on its way up."""
 
     async def registered() -> set[str]:
         link = Link.from_lines((run.root / "connect.env").read_text())
-        ledger = await link.connect()
+        try:
+            ledger = await link.connect()
+        except LedgerUnavailable:
+            return set()
         try:
             return {server.server_id for server in await ledger.servers()}
         finally:
@@ -161,7 +165,8 @@ def servers(run: SlurmRun) -> set[str]:
 
 
 def test_a_run_is_requeued_joined_and_told_to_stop_and_loses_nothing(start) -> None:
-    run = start("requeued", *SHORT, "trainer.steps=6", "agent.workers=1", *NEVER_SAVED, "--nodes", "2")
+    steps = 40  # so many that it cannot end before the other server has come and the signal has been sent
+    run = start("requeued", *SHORT, f"trainer.steps={steps}", "agent.workers=1", *NEVER_SAVED, "--nodes", "2")
     run.wait_for(lambda: run.steps() >= 1)
     slurm("scontrol", "requeue", run.job)
     run.wait_for_life(1)
@@ -174,11 +179,13 @@ def test_a_run_is_requeued_joined_and_told_to_stop_and_loses_nothing(start) -> N
     slurm("scancel", "--batch", "--signal=TERM", run.job)
     run.wait_for_life(2)
     summary = run.finish()
-    assert summary["steps"] == 6
+    assert summary["steps"] == steps
     assert summary["staleness_max"] <= 2
     assert_accounts_balance(summary)
     lines = [json.loads(line)["step"] for line in (run.root / "metrics.jsonl").read_text().splitlines()]
-    assert Counter(lines) == dict.fromkeys(range(6), 1), "both lives ended with a checkpoint: no step was trained again"
+    assert Counter(lines) == dict.fromkeys(range(steps), 1), (
+        "both lives ended with a checkpoint: no step was trained again"
+    )
     run.wait_for(lambda: run.state(run.jobs[1])["JobState"] == "COMPLETED")
     run.assert_nothing_left()
 

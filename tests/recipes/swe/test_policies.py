@@ -58,9 +58,8 @@ async def test_another_tasks_patch_earns_nothing(world, data, proving):
     assert (await proving.play(wrong, "oracle", world)).reward == 0.0
 
 
-def test_edits_are_made_of_plain_hunks_alone(proving):
-    from policies import edits_of
-
+def test_edits_are_made_of_plain_hunks_alone():
+    edits_of = load_object("policies.py:edits_of", RECIPE)
     hunk = "@@ -1,3 +1,3 @@ def f():\n one\n-two\n+2\n three\n"
     head = "diff --git a/m.py b/m.py\nindex 1..2 100644\n--- a/m.py\n+++ b/m.py\n"
     expected = {"path": "m.py", "old_text": "one\ntwo\nthree\n", "text": "one\n2\nthree\n"}

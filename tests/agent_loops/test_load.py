@@ -1,0 +1,63 @@
+"""Files of users, and what they import from beside themselves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.agent_loops.errors import LoadError
+from penstock.agent_loops.load import load_object
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch):
+    """Neither the import path nor the modules of a test reach the next one."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    known = dict(sys.modules)
+    yield
+    for name in set(sys.modules) - set(known):
+        del sys.modules[name]
+    sys.modules.update(known)
+
+
+def folder_of(root: Path, name: str, *users: str) -> Path:
+    """A folder with a neighbour that says the folder's name, and files that ask it."""
+    folder = root / name
+    (folder / "helpers").mkdir(parents=True)
+    (folder / "neighbour.py").write_text(f"NAME = {name!r}\nSEEN = []\n")
+    (folder / "helpers" / "__init__.py").write_text("")
+    (folder / "helpers" / "deep.py").write_text(f"NAME = {name!r}\n")
+    for user in users:
+        (folder / user).write_text("from neighbour import NAME, SEEN\nfrom helpers.deep import NAME as DEEP\n")
+    return folder
+
+
+def test_two_folders_have_neighbours_of_one_name(tmp_path):
+    first, second = folder_of(tmp_path, "first", "reward.py"), folder_of(tmp_path, "second", "tool.py")
+    for name in ("NAME", "DEEP"):
+        assert load_object(f"reward.py:{name}", first) == "first"
+        assert load_object(f"tool.py:{name}", second) == "second"
+
+
+def test_two_files_of_a_folder_share_their_neighbour_also_after_anothers_was_loaded(tmp_path):
+    first, second = folder_of(tmp_path, "first", "reward.py", "tool.py"), folder_of(tmp_path, "second", "tool.py")
+    load_object("reward.py:SEEN", first).append("seen by the reward")
+    assert load_object("tool.py:SEEN", second) == []
+    assert load_object("tool.py:SEEN", first) == ["seen by the reward"]
+
+
+def test_a_neighbour_does_not_shadow_an_installed_package(tmp_path):
+    (tmp_path / "json.py").write_text("raise RuntimeError('not the json you know')\n")
+    (tmp_path / "reward.py").write_text("import json\nanswer = json.dumps([1])\n")
+    assert load_object("reward.py:answer", tmp_path) == "[1]"
+
+
+def test_after_a_file_that_breaks_the_others_keep_their_neighbours(tmp_path):
+    first, second = folder_of(tmp_path, "first", "reward.py", "tool.py"), folder_of(tmp_path, "second")
+    (second / "broken.py").write_text("import neighbour\nraise ValueError(neighbour.NAME)\n")
+    seen = load_object("reward.py:SEEN", first)
+    with pytest.raises(LoadError, match=r"broken\.py cannot be imported: ValueError: second"):
+        load_object("broken.py:X", second)
+    assert load_object("tool.py:SEEN", first) is seen
