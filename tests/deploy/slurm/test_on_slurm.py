@@ -97,6 +97,7 @@ class SlurmRun:
         def lives() -> bool:
             state = self.state()
             if state["JobState"] == "PENDING" and state["Reason"] == "BeginTime":
+                time.sleep(2)  # a credential of the second in which the job ended counts as revoked with it
                 slurm("scontrol", "update", f"jobid={self.job}", "starttime=now")
             return state["JobState"] == "RUNNING" and int(state["Restarts"]) == number
 
@@ -165,7 +166,7 @@ def servers(run: SlurmRun) -> set[str]:
 
 
 def test_a_run_is_requeued_joined_and_told_to_stop_and_loses_nothing(start) -> None:
-    steps = 40  # so many that it cannot end before the other server has come and the signal has been sent
+    steps = 30  # so many that it cannot end before the other server has come and the signal has been sent
     run = start("requeued", *SHORT, f"trainer.steps={steps}", "agent.workers=1", *NEVER_SAVED, "--nodes", "2")
     run.wait_for(lambda: run.steps() >= 1)
     slurm("scontrol", "requeue", run.job)
