@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from penstock.deploy.config import RunConfig
+from penstock.deploy.gpus import VARIABLE, gpus_of, visible_gpus
 from penstock.deploy.plan import Role
 from penstock.deploy.processes import RoleProcess, RoleSpec
 from penstock.deploy.run_dir import RunDir
@@ -59,12 +62,21 @@ class Placement(Protocol):
 
 
 class LocalPlacement:
-    """This machine: child processes."""
+    """This machine: child processes, each with the GPUs that are its own."""
 
-    def open(self, config: RunConfig, run: RunDir) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
+    def __init__(self) -> None:
+        self._own_gpus: Callable[[Role], Sequence[str] | None] = lambda role: None
+
+    @asynccontextmanager
+    async def open(self, config: RunConfig, run: RunDir) -> AsyncIterator[None]:
+        gpus = await asyncio.to_thread(visible_gpus)
+        self._own_gpus = partial(gpus_of, config=config, gpus=gpus)
+        yield
 
     def place(self, role: Role, run: RunDir) -> RoleProcess:
+        own = self._own_gpus(role)
+        if own is not None:
+            role = replace(role, env={**role.env, VARIABLE: ",".join(own)})
         return RoleProcess(role.spec(run.logs))
 
     def helpers(self, crew: Crew) -> Sequence[Coroutine[Any, Any, None]]:

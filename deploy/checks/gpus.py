@@ -10,8 +10,9 @@ from typing import Any
 from penstock.deploy.checks.check import Check, skipped, warning
 from penstock.deploy.checks.memory import model_shape, needs_critic
 from penstock.deploy.checks.memory_sums import Shape, server_bytes, trainer_bytes
-from penstock.deploy.checks.resources import has_gpu, human
+from penstock.deploy.checks.resources import human
 from penstock.deploy.config import RunConfig
+from penstock.deploy.gpus import gpus_of_server, has_gpu
 
 USABLE = 0.9
 """Of a device's memory: the rest is the driver's, fragments, and NCCL's buffers."""
@@ -39,16 +40,8 @@ def check_gpus(config: RunConfig) -> Iterator[Check]:
         yield _memory(config, shape, min(torch.cuda.get_device_properties(i).total_memory for i in range(count)))
 
 
-def engine_devices(config: RunConfig) -> int:
-    """GPUs of one server; the `hf` engine computes on CPUs."""
-    arguments = {"vllm": config.rollout.vllm_args, "sglang": config.rollout.sglang_args}.get(config.rollout.engine)
-    if arguments is None:
-        return 0
-    return int(arguments.get("tensor_parallel_size") or arguments.get("tp_size") or 1)
-
-
 def _enough(config: RunConfig, count: int, names: list[str]) -> Check:
-    ranks, each = config.trainer.ranks, engine_devices(config)
+    ranks, each = config.trainer.ranks, gpus_of_server(config.rollout)
     servers = config.rollout.servers
     found = f"{count} ({', '.join(sorted(set(names)))}); {ranks} ranks, {servers} servers of {each}"
     if ranks > count or (servers and each > count):
@@ -78,7 +71,7 @@ def _memory(config: RunConfig, shape: Shape, have: int) -> Check:
     rank = trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
     if config.trainer.offload:
         rank = {name: size for name, size in rank.items() if name in ("gathered layers", "activations")}
-    each = engine_devices(config)
+    each = gpus_of_server(config.rollout)
     server = sum(server_bytes(shape, config, config.rollout.max_model_len).values()) / each if each else 0.0
     training = sum(rank.values())
     found = f"a rank takes about {human(training)}, an engine {human(server)} at least, a device has {human(have)}"

@@ -18,8 +18,9 @@ from penstock.deploy.checks.memory_sums import (
 )
 from penstock.deploy.checks.model import read_config
 from penstock.deploy.checks.model_files import BadModel, read_weights
-from penstock.deploy.checks.resources import available_bytes, has_gpu, human, memory_bytes
+from penstock.deploy.checks.resources import available_bytes, human, memory_bytes
 from penstock.deploy.config import RunConfig
+from penstock.deploy.gpus import has_gpu
 
 TORCH_PROCESS = 500 << 20
 """Resident in a process that has loaded torch and transformers, before any weights."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 CGROUP_V2 = Path("/sys/fs/cgroup")
 CGROUP_V1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-NVIDIA = Path("/dev/nvidiactl")
 
 
 def memory_bytes() -> int:
@@ -35,11 +34,6 @@ def cores() -> int:
         quota, period = (CGROUP_V2 / "cpu.max").read_text().split()
         return max(1, min(mine, math.ceil(int(quota) / int(period))))  # "max": no quota
     return mine
-
-
-def has_gpu() -> bool:
-    """An NVIDIA driver is here; asked without loading torch."""
-    return NVIDIA.exists()
 
 
 def _number(file: Path) -> int:

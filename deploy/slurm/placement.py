@@ -8,14 +8,11 @@ nodes T …             rollout servers and agent workers in turn, a sandbox ser
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from penstock.deploy.config import RunConfig
+from penstock.deploy.gpus import gpus_of_server
 from penstock.deploy.load_config import ConfigError
 from penstock.rollout_server.config import RolloutConfig
-
-TENSOR_PARALLEL = ("tensor_parallel_size", "tp_size", "tp")
-"""What vLLM and SGLang call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +75,8 @@ def place(
 
 
 def server_gpus(rollout: RolloutConfig) -> int:
-    """GPUs of one rollout server: as many as its engine is told to split the model over."""
-    arguments: dict[str, Any] = {"vllm": rollout.vllm_args, "sglang": rollout.sglang_args}.get(rollout.engine, {})
-    plain = {name.replace("-", "_"): value for name, value in arguments.items()}
-    return int(next((plain[name] for name in TENSOR_PARALLEL if plain.get(name)), 1))
+    """GPUs of one rollout server on nodes that have some; at least one, as a node's CPUs are shared out by its GPUs."""
+    return max(gpus_of_server(rollout), 1)
 
 
 def _nodes_needed(ranks: int, gpus_per_node: int) -> int:

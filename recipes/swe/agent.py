@@ -1,6 +1,6 @@
 """A small agent that repairs repositories: look around once, then one tool after the other until it submits.
 
-penstock run recipes/swe/laptop.yaml
+penstock run recipes/swe/cpu.yaml
 """
 
 from __future__ import annotations

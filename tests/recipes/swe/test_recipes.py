@@ -10,7 +10,7 @@ from penstock.deploy.load_config import load_config, load_sandbox
 from penstock.tools.swe import SweSettings
 
 pytestmark = pytest.mark.recipes
-NAMES = ("laptop", "1gpu", "8gpu", "64gpu")
+NAMES = ("cpu", "gpu1", "gpu8", "gpu64")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,5 +40,5 @@ def test_its_parts_fit_together(name):
 
 def test_the_boxes_of_64_gpus_are_those_of_their_servers():
     sandbox = load_sandbox(RECIPE / "sandbox.yaml")
-    run = load_config(RECIPE / "64gpu.yaml").sandbox
+    run = load_config(RECIPE / "gpu64.yaml").sandbox
     assert (sandbox.memory_mb, sandbox.tmp_mb, sandbox.run_timeout_s) == (run.memory_mb, run.tmp_mb, run.run_timeout_s)

@@ -32,7 +32,7 @@ def model(tmp_path_factory) -> str:
 
 
 def test_fully_asynchronous_over_bwrap_boxes(start_run, data, model):
-    run = start_run("swe", f"model={model}", *SHORT, cwd=data.folder, recipe=RECIPE / "laptop.yaml")
+    run = start_run("swe", f"model={model}", *SHORT, cwd=data.folder, recipe=RECIPE / "cpu.yaml")
     summary = run.finish()
     assert summary["steps"] == 3
     assert summary["staleness_max"] <= 2
