@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.trainer.layout import Layout
+from penstock.trainer.meeting import own_store
 from penstock.trainer.mesh import Mesh
 
 
@@ -53,19 +54,24 @@ class Ranks:
 
     @classmethod
     def open(cls, timeout_s: float, layout: Layout = Layout()) -> Ranks:
-        """gloo for CPUs, nccl for GPUs; under torchrun its ranks, otherwise a group of this process alone."""
+        """gloo for CPUs, nccl for GPUs; under torchrun its ranks, otherwise a group of this process alone.
+
+        Where they meet is in `penstock.trainer.meeting`.
+        """
         # gloo's threads live as long as anything refers to their group, an engine's reference cycles for one. A thread
         # that drops its last tensor when the interpreter is gone aborts the process: rank -6 after a sound run.
         atexit.register(gc.collect)
         cuda = torch.cuda.is_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         timeout = timedelta(seconds=timeout_s)
-        if "RANK" in os.environ:
+        rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        store = own_store()
+        if store is None:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            # Alone there is nobody to find; loopback keeps gloo from looking up this machine's name.
+            # All on this machine: loopback keeps gloo from looking up its name, and from listening on its address.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(device)

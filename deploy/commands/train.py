@@ -6,12 +6,17 @@ import asyncio
 import os
 import re
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
+from penstock.deploy.config import RunConfig
 from penstock.deploy.link import Link
 from penstock.deploy.load_config import ConfigError
 from penstock.deploy.processes import die_with_parent
+from penstock.deploy.weights_dir import local_weights_dir
 from penstock.trainer.config import TrainerConfig
+from penstock.trainer.meeting import RANKS_FILE_VARIABLE
 
 NODES_VARIABLE = "PENSTOCK_TRAIN_NODES"
 RENDEZVOUS_VARIABLE = "PENSTOCK_TRAIN_RENDEZVOUS"
@@ -45,10 +50,14 @@ class Meeting:
             raise ConfigError(f"--node-rank {node_rank}: of {nodes} machines the last is {nodes - 1}")
         return cls(nodes, node_rank, endpoint)
 
-    def arguments(self, ranks: int, run: str) -> list[str]:
-        """Of torchrun. Raises `ConfigError` where the ranks cannot be shared out evenly."""
+    def arguments(self, ranks: int, run: str, folder: Path) -> list[str]:
+        """Of torchrun; one machine's ranks meet in `folder`. Raises `ConfigError` where they cannot be split evenly."""
         if self.nodes == 1:
-            return ["--standalone", "--nproc-per-node", str(ranks)]
+            # Not --standalone: its store listens on every address of the machine.
+            return [
+                *("--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1", "--rdzv-id", run),
+                *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(folder / "nodes")),
+            ]
         here, rest = divmod(ranks, self.nodes)
         if rest or not here:
             raise ConfigError(f"trainer.ranks={ranks} cannot be shared out evenly over {self.nodes} machines")
@@ -60,23 +69,33 @@ class Meeting:
 
 
 def exec_torchrun(link: Link, meeting: Meeting = Meeting(), *, wait_s: float = 0.0) -> None:
-    """Replace this process by torchrun with this machine's share of `trainer.ranks`.
+    """Replace this process by torchrun with this machine's share of `trainer.ranks`. Raises `ConfigError`.
 
-    On one machine they meet on a free loopback port. Raises `ConfigError`.
+    On one machine they meet in files, and listen on loopback alone.
     """
     if os.environ.get("PENSTOCK_SUPERVISED"):
         die_with_parent()  # kept over exec; torchrun passes SIGTERM on to its ranks
-    trainer = asyncio.run(_settings(link, wait_s))
+    config = asyncio.run(_config(link, wait_s))
+    trainer = config.trainer
     python = _python(trainer)
+    folder = _new_folder(local_weights_dir(config))
+    command = [python, "-m", "torch.distributed.run", *meeting.arguments(trainer.ranks, link.run, folder)]
     environment = {**os.environ, **link.environment(), "OMP_NUM_THREADS": str(trainer.threads)}
-    command = [python, "-m", "torch.distributed.run", *meeting.arguments(trainer.ranks, link.run)]
+    if meeting.nodes == 1:
+        environment |= {RANKS_FILE_VARIABLE: str(folder / "ranks"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     os.execve(python, [*command, "-m", "penstock.deploy.cli", "train-rank"], environment)  # noqa: S606
 
 
-async def _settings(link: Link, wait_s: float) -> TrainerConfig:
+def _new_folder(weights: Path) -> Path:
+    """For this life's ranks alone: what an earlier one left in its files is not for them. It goes with the weights."""
+    weights.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return Path(tempfile.mkdtemp(prefix="ranks-", dir=weights))
+
+
+async def _config(link: Link, wait_s: float) -> RunConfig:
     ledger, config = await link.join(wait_s=wait_s)
     await ledger.close()
-    return config.trainer
+    return config
 
 
 def _python(trainer: TrainerConfig) -> str:

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from tests.deploy.conftest import RECIPE, LivingRun, assert_accounts_balance, assert_nothing_left
 from tests.deploy.run_trace.checked import check
@@ -133,10 +134,24 @@ def test_weights_may_come_over_the_network(start_run, transport: str) -> None:
     assert any(int(servers) for servers in held) == (transport == "collective")
 
 
-def test_two_ranks(start_run) -> None:
-    summary = start_run("ranks", *SHORT, "trainer.ranks=2").finish()
+def test_two_ranks_and_all_that_listens_does_so_on_loopback(start_run) -> None:
+    run = start_run("ranks", *SHORT, "trainer.ranks=2")
+    run.wait_for(lambda: run.steps() >= 1)
+    pids = run.pids()
+    listening = {ip for pid in pids for ip in listens_on(pid)}
+    summary = run.finish()
     assert summary["steps"] == 4
     assert_accounts_balance(summary)
+    assert listening == {"127.0.0.1"}
+    assert_nothing_left(pids, "ranks")
+
+
+def listens_on(pid: int) -> set[str]:
+    try:
+        sockets = psutil.Process(pid).net_connections("inet")
+    except psutil.NoSuchProcess:
+        return set()
+    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 def test_ctrl_c_ends_every_process_and_the_run_goes_on_later(start_run) -> None:

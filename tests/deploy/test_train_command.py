@@ -1,9 +1,13 @@
 """Where the ranks of a trainer meet, on one machine and over several."""
 
+from pathlib import Path
+
 import pytest
 
 from penstock.deploy.commands.train import Meeting
 from penstock.deploy.load_config import ConfigError
+
+HERE = Path("/dev/shm/here")
 
 
 @pytest.fixture(autouse=True)
@@ -12,12 +16,15 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_one_machine_meets_on_loopback() -> None:
-    assert Meeting.of(None, 0, None).arguments(2, "mine") == ["--standalone", "--nproc-per-node", "2"]
+def test_one_machine_meets_in_a_file() -> None:
+    words = Meeting.of(None, 0, None).arguments(2, "mine", HERE)
+    told = dict(zip(words[::2], words[1::2], strict=True))
+    assert (told["--nproc-per-node"], told["--rdzv-id"], told["--local-addr"]) == ("2", "mine", "127.0.0.1")
+    assert (told["--rdzv-conf"], told["--rdzv-endpoint"]) == ("store_type=file", "/dev/shm/here/nodes")
 
 
 def test_several_machines_share_the_ranks_out_evenly() -> None:
-    words = Meeting.of(2, 1, "n1:4000").arguments(8, "mine")
+    words = Meeting.of(2, 1, "n1:4000").arguments(8, "mine", HERE)
     told = dict(zip(words[::2], words[1::2], strict=True))
     assert (told["--nnodes"], told["--node-rank"], told["--nproc-per-node"]) == ("2", "1", "4")
     assert (told["--rdzv-backend"], told["--rdzv-endpoint"], told["--rdzv-id"]) == ("static", "n1:4000", "mine")
@@ -45,7 +52,7 @@ def test_what_cannot_meet_is_refused(given, message: str) -> None:
 
 def test_ranks_that_cannot_be_shared_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.ranks=3 cannot"):
-        Meeting(2, 0, "n1:4000").arguments(3, "mine")
+        Meeting(2, 0, "n1:4000").arguments(3, "mine", HERE)
     monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "two")
     with pytest.raises(ConfigError, match="PENSTOCK_TRAIN_NODES='two'"):
         Meeting.of(None, 0, None)
