@@ -11,8 +11,9 @@ from penstock.agent_loops.chat import chat_of
 from penstock.agent_loops.client import GenerateClient
 from penstock.agent_loops.concurrency import Bounds
 from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.load import allow_imports_from
+from penstock.agent_loops.load import load_object
 from penstock.agent_loops.metrics import WorkerMetrics
+from penstock.agent_loops.neighbours import allow_imports_from
 from penstock.agent_loops.parts import EpisodeParts
 from penstock.agent_loops.registry import find_loop
 from penstock.agent_loops.reward import load_reward
@@ -62,7 +63,7 @@ class WorkerJob:
 def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
     """Template, tools, loop, reward. Raises `AgentError` naming what the recipe has wrong."""
     allow_imports_from(job.recipe_dir.resolve())
-    tools = make_tools(job.tools, sandbox)
+    tools = make_tools(job.tools, sandbox, partial(load_object, recipe_dir=job.recipe_dir))
     chat = chat_of(job.model, job.config)
     proof = chat.prove([tool.schema for tool in tools.values()])
     log.info(

@@ -21,7 +21,7 @@ class ConfigError(Exception):
 def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `recipe`, apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
 
-    Paths of `model`, `data.train`, `data.eval`, `agent.loop` and rewards become absolute, so that every role
+    Paths of `model`, `data.train`, `data.eval`, `agent.loop`, rewards and tools become absolute, so that every role
     finds them: those in the file relative to its folder, those in overrides relative to the current directory, each to
     the other where there is nothing. Raises `ConfigError`.
     """
@@ -113,7 +113,7 @@ def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
             node = node.get(section) if isinstance(node, dict) else None
         if isinstance(node, dict) and isinstance(node.get(leaf), str):
             node[leaf] = _resolve_path(node[leaf], roots)
-    for holder, key in _named_rewards(tree):
+    for holder, key in (*_named_rewards(tree), *_named_tools(tree)):
         holder[key] = _resolve_path(holder[key], roots)
 
 
@@ -127,6 +127,13 @@ def _named_rewards(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], st
     if isinstance(sources, dict):
         places += [(choice, "name") if isinstance(choice, dict) else (sources, key) for key, choice in sources.items()]
     yield from ((holder, key) for holder, key in places if ".py:" in str(holder.get(key)))
+
+
+def _named_tools(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where an entry of `tools` names a file."""
+    tools = tree.get("tools")
+    entries = tools if isinstance(tools, list) else []
+    yield from ((entry, "name") for entry in entries if isinstance(entry, dict) and ".py:" in str(entry.get("name")))
 
 
 def _resolve_path(text: str, roots: Sequence[Path]) -> str:

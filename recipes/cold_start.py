@@ -21,6 +21,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ async def schemas_of(config: RunConfig) -> list[Any]:
     from penstock.deploy.checks.boxes import open_sandbox
 
     sandbox = open_sandbox(config) if config.tools else None
-    tools = make_tools(config.tools, sandbox)
+    tools = make_tools(config.tools, sandbox, partial(load_object, recipe_dir=Path.cwd()))
     try:
         return [tool.schema for tool in tools.values()]
     finally:

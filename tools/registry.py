@@ -48,11 +48,16 @@ def register_tool(name: str) -> Callable[[T], T]:
     return register
 
 
-def make_tools(configs: Sequence[ToolConfig], sandbox: Sandbox | None) -> dict[str, BaseTool]:
-    """Name that the model calls → tool, in the order of the recipe. Raises `ToolConfigError`."""
+def make_tools(
+    configs: Sequence[ToolConfig], sandbox: Sandbox | None, load: Callable[[str], Any] | None = None
+) -> dict[str, BaseTool]:
+    """Name that the model calls → tool, in the order of the recipe. Raises `ToolConfigError`, and what `load` raises.
+
+    `load` finds what users name by a path, a file's too (`penstock.agent_loops.load`); without it they are imported.
+    """
     tools: dict[str, BaseTool] = {}
     for config in configs:
-        for tool in _make(config, sandbox):
+        for tool in _make(config, sandbox, load or _import):
             if tool.name in tools:
                 raise ToolConfigError(f"tools: two of them are called {tool.name!r}")
             tools[tool.name] = tool
@@ -88,8 +93,8 @@ def _check_box(tools: Mapping[str, BaseTool]) -> None:
         )
 
 
-def _make(config: ToolConfig, sandbox: Sandbox | None) -> list[BaseTool]:
-    found = _find(config.name)
+def _make(config: ToolConfig, sandbox: Sandbox | None, load: Callable[[str], Any]) -> list[BaseTool]:
+    found = _find(config.name, load)
     try:
         tools = _instances(found, config, sandbox)
         if config.tool_schema is not None:
@@ -129,14 +134,14 @@ def _rename(tools: list[BaseTool], schema: Mapping[str, Any]) -> None:
     tool.parameters = parameters
 
 
-def _find(name: str) -> Any:
+def _find(name: str, load: Callable[[str], Any]) -> Any:
     found = _TOOLS.get(name)
     if found is None and ("." in name or ":" in name):
-        return _import(name)
+        return load(name)
     if found is None:
         close = difflib.get_close_matches(name, _TOOLS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(sorted(_TOOLS))}"
-        raise ToolConfigError(f"no tool {name!r}; {hint} (or give a dotted path)")
+        raise ToolConfigError(f"no tool {name!r}; {hint} (or give a dotted path, or FILE.py:name)")
     return _import(found) if isinstance(found, str) else found
 
 

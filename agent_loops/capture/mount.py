@@ -17,7 +17,7 @@ from penstock.agent_loops.capture.routes import make_router
 from penstock.agent_loops.chat import ChatTokens, chat_of
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import AgentError
-from penstock.agent_loops.load import allow_imports_from
+from penstock.agent_loops.neighbours import allow_imports_from
 from penstock.agent_loops.reward import RewardFunction, load_reward
 from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.sidecar import Sidecar

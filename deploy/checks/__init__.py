@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from penstock.agent_loops.load import allow_imports_from
+from penstock.agent_loops.neighbours import allow_imports_from
 from penstock.deploy.checks.check import Check
 from penstock.deploy.checks.containment import check_containment
 from penstock.deploy.checks.data import check_data, check_prompts

@@ -13,12 +13,12 @@ def check_template(config: RunConfig) -> Check | None:
     if not Path(config.model).is_dir():
         return None
     from penstock.agent_loops.chat import chat_of
-    from penstock.agent_loops.errors import TemplateError
+    from penstock.agent_loops.errors import AgentError
     from penstock.sandbox.protocol import SandboxError
 
     try:
         with opened_tools(config) as tools:
             proof = chat_of(config.model, config.agent).prove([tool.schema for tool in tools.values()])
-    except (TemplateError, SandboxError, OSError, ValueError) as error:
+    except (AgentError, SandboxError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
     return Check("chat template", True, f"splices exactly, proven on {proof.conversations} conversations")

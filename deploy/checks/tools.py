@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
-from penstock.agent_loops.load import allow_imports_from
+from penstock.agent_loops.load import load_object
 from penstock.deploy.checks.boxes import open_sandbox
 from penstock.deploy.config import RunConfig
 from penstock.tools.base import BaseTool
@@ -16,15 +17,14 @@ from penstock.tools.registry import close_tools, make_tools
 
 @contextlib.contextmanager
 def opened_tools(config: RunConfig) -> Iterator[Mapping[str, BaseTool]]:
-    """Users' tools by dotted path are found from the current directory, as a worker finds them.
+    """Users' tools are found from the current directory, as a worker finds them.
 
-    Raises `SandboxError`, `ToolConfigError`.
+    Raises `SandboxError`, `ToolConfigError`, `LoadError`.
     """
-    allow_imports_from(Path.cwd())
     sandbox = open_sandbox(config) if config.tools else None
     tools: Mapping[str, BaseTool] = {}
     try:
-        tools = make_tools(config.tools, sandbox)
+        tools = make_tools(config.tools, sandbox, partial(load_object, recipe_dir=Path.cwd()))
         yield tools
     finally:
         asyncio.run(close_tools(tools.values()))

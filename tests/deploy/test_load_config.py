@@ -110,3 +110,37 @@ def test_files_of_rewards_are_found_and_names_stay_names(tmp_path: Path, monkeyp
     tree["agent"]["reward"] = "own.py:f"
     load_config_module._resolve_paths(tree, [tmp_path])
     assert tree["agent"]["reward"] == f"{tmp_path}/own.py:f"
+
+
+TOOL = """
+from penstock.tools.function_tool import function_tool
+
+@function_tool
+def convert(euros: float) -> str:
+    \"\"\"Convert euros to dollars.\"\"\"
+    return f"{1.1 * euros:.2f}"
+"""
+
+
+def test_a_file_of_tools_is_found_beside_the_recipe_from_anywhere(recipe: Path, monkeypatch) -> None:
+    from penstock.deploy.checks.tools import opened_tools
+
+    (recipe.parent / "money.py").write_text(TOOL)
+    recipe.write_text(RECIPE + "tools: [{name: 'money.py:convert', timeout_s: 3}]\n")
+    elsewhere = recipe.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    config = load_config(recipe)
+    assert config.tools[0].name == f"{recipe.parent / 'money.py'}:convert"
+    assert parse_config(yaml.safe_load(dump_config(config)), source="stored") == config
+    with opened_tools(config) as tools:
+        assert list(tools) == ["convert"]
+
+
+def test_a_file_of_tools_that_is_not_there_is_named(recipe: Path) -> None:
+    from penstock.agent_loops.errors import LoadError
+    from penstock.deploy.checks.tools import opened_tools
+
+    recipe.write_text(RECIPE + "tools: [{name: 'money.py:convert'}]\n")
+    with pytest.raises(LoadError, match=r"no file 'money\.py'"), opened_tools(load_config(recipe)):
+        pass

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
+from penstock.agent_loops.load import load_object
 from penstock.agent_loops.reward import load_reward
 from penstock.deploy.checks.settings import (
     check_algorithm,
@@ -64,7 +66,10 @@ async def test_its_reward_and_tools_can_be_made(name: str, monkeypatch: pytest.M
     config = load_config(RECIPES / name)
     pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
     sandbox = FakeSandbox()
-    reward, tools = load_reward(config.agent, Path.cwd(), sandbox), make_tools(config.tools, sandbox)
+    reward, tools = (
+        load_reward(config.agent, Path.cwd(), sandbox),
+        make_tools(config.tools, sandbox, partial(load_object, recipe_dir=Path.cwd())),
+    )
     await close_tools(tools.values())
     if reward is not None:
         await reward.close()

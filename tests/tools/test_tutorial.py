@@ -46,4 +46,4 @@ def _output(folder: Path, program: str) -> str:
 def test_the_recipes_part_is_valid() -> None:
     (text,) = [text for language, text in BLOCKS if language == "yaml"]
     (config,) = [ToolConfig.model_validate(entry) for entry in yaml.safe_load(text)["tools"]]
-    assert (config.name, config.max_output_tokens) == ("money.convert", 200)
+    assert (config.name, config.max_output_tokens) == ("money.py:convert", 200)
