@@ -12,7 +12,7 @@ import pytest
 from tests.deploy.compose.stacks import RunningStack, docker, why_not
 
 pytestmark = [pytest.mark.docker, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(1800)]
-STEPS = 30
+STEPS = 20
 SHORT = (
     *("name=composed", f"trainer.steps={STEPS}", "trainer.checkpoint_every=4", "group_size=4", "groups_per_step=4"),
     *("data.eval_limit=16", "agent.concurrency=16", "transfer_queue.lease_ttl_s=5"),

@@ -165,16 +165,36 @@ def servers(run: SlurmRun) -> set[str]:
     return asyncio.run(registered()) if (run.root / "connect.env").exists() else set()
 
 
-def test_a_run_is_requeued_joined_and_told_to_stop_and_loses_nothing(start) -> None:
-    steps = 30  # so many that it cannot end before the other server has come and the signal has been sent
-    run = start("requeued", *SHORT, f"trainer.steps={steps}", "agent.workers=1", *NEVER_SAVED, "--nodes", "2")
+HELD = """
+import asyncio
+from pathlib import Path
+
+from penstock.agent_loops.loops import ToolAgentLoop
+
+
+class HeldLoop(ToolAgentLoop):
+    async def run(self, task):
+        while Path({hold!r}).exists():
+            await asyncio.sleep(0.2)
+        return await super().run(task)
+"""
+"""The recipe's loop, which waits while there is a file: a run cannot end before what the test has in store for it."""
+
+
+def test_a_run_is_requeued_joined_and_told_to_stop_and_loses_nothing(start, tmp_path: Path) -> None:
+    steps, hold = 12, tmp_path / "hold"
+    (tmp_path / "held.py").write_text(HELD.format(hold=str(hold)))
+    words = (f"trainer.steps={steps}", f"agent.loop={tmp_path}/held.py:HeldLoop", "agent.episode_deadline_s=1200")
+    run = start("requeued", *SHORT, *words, "agent.workers=1", *NEVER_SAVED, "--nodes", "2")
     run.wait_for(lambda: run.steps() >= 1)
+    hold.touch()
     slurm("scontrol", "requeue", run.job)
     run.wait_for_life(1)
-    before = run.steps()
     joined = run.penstock("join", str(run.root), "--array", "0", "--cpus-per-node", "1", "--time", "30")
     run.jobs.append(re.match(r"job (\d+):", joined)[1])  # type: ignore[index]
     run.wait_for(lambda: servers(run) == {"rollout-0", f"rollout-{run.jobs[1]}-0-0"})
+    before = run.steps()
+    hold.unlink()
     run.wait_for(lambda: run.steps() > before)
     # What Slurm sends before a time limit: to the batch shell alone.
     slurm("scancel", "--batch", "--signal=TERM", run.job)
@@ -185,7 +205,7 @@ def test_a_run_is_requeued_joined_and_told_to_stop_and_loses_nothing(start) -> N
     assert_accounts_balance(summary)
     lines = [json.loads(line)["step"] for line in (run.root / "metrics.jsonl").read_text().splitlines()]
     assert Counter(lines) == dict.fromkeys(range(steps), 1), (
-        "both lives ended with a checkpoint: no step was trained again"
+        "each life ended with a checkpoint: no step is trained again"
     )
     run.wait_for(lambda: run.state(run.jobs[1])["JobState"] == "COMPLETED")
     run.assert_nothing_left()
