@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import typer
 from tests.docs.pages import ROOT
 from tests.docs.shell import simple_commands
 
-from penstock.agent_loops.neighbours import allow_imports_from
+from penstock.agent_loops.load import load_object
 from penstock.agent_loops.registry import find_loop
 from penstock.deploy.cli import app
 from penstock.deploy.load_config import load_config, load_sandbox
@@ -103,8 +104,8 @@ def check_run(given: Mapping[str, Any], folder: Path) -> None:
         if ".py:" in named and not (folder / named.partition(":")[0]).is_file():
             raise Wrong(f"{named}: the page shows no such file")
     find_loop(config.agent.loop, folder)
-    allow_imports_from(folder)
-    make_tools([tool for tool in config.tools if "." in tool.name and not tool.name.startswith("penstock.")], None)
+    theirs = [tool for tool in config.tools if "." in tool.name and not tool.name.startswith("penstock.")]
+    make_tools(theirs, None, partial(load_object, recipe_dir=folder))
 
 
 def _recipe(path: Path) -> Path:
