@@ -23,7 +23,10 @@ def allow_imports_from(folder: Path) -> None:
 
 @contextmanager
 def neighbours_of(folder: Path) -> Iterator[None]:
-    """While a file of `folder` is executed: imports find its neighbours before those of other users' folders."""
+    """While a file of `folder` is executed: imports find its neighbours before those of other users' folders.
+
+    What a function of it imports later is found Python's usual way, where the folder that came first has the name.
+    """
     path, others = list(sys.path), _modules_hidden_by(folder)
     for name in others:
         del sys.modules[name]
