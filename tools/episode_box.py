@@ -117,6 +117,8 @@ class BoxTool(BaseTool):
 
     replayable = False
     turn_group = "box"
+    create_timeout_s = 300.0
+    """Longer than a sandbox lets anyone wait for a free box: its refusal names the setting, this deadline cannot."""
     box_kind: type[EpisodeBox] = EpisodeBox
     """What it works in. Tools of one recipe agree on it: the first one that is called opens the box for all."""
 
@@ -136,7 +138,14 @@ class BoxTool(BaseTool):
         return EpisodeBox(self._sandbox, task.task_id, image_of(task))
 
     async def create(self, task: Task) -> EpisodeBox:
-        return box_for(self._sandbox, self._box_of(task))
+        """Opened here: waiting for a free box is no part of a call's time, and no fault of the model's."""
+        box = box_for(self._sandbox, self._box_of(task))
+        try:
+            await box.session()
+        except BaseException:
+            await box.let_go()
+            raise
+        return box
 
     async def attach(self, task: Task, session_id: str) -> EpisodeBox:
         box = box_for(self._sandbox, self._box_of(task))

@@ -127,16 +127,10 @@ class _SweTool(BoxTool):
         return SweBox(self._sandbox, row, task.task_id, self._swe)
 
     async def create(self, task: Task) -> EpisodeBox:
-        """Opened here: placing a repository is no part of a call's time."""
-        box = await super().create(task)
         try:
-            await box.session()
-        except BaseException as error:
-            await box.let_go()
-            if isinstance(error, SweTaskError):
-                raise ToolInfraError("swe", str(error)) from error
-            raise
-        return box
+            return await super().create(task)
+        except SweTaskError as error:
+            raise ToolInfraError("swe", str(error)) from error
 
     async def attach(self, task: Task, session_id: str) -> EpisodeBox:
         try:

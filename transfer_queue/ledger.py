@@ -34,6 +34,9 @@ from typing import Any, Protocol
 
 from penstock.transfer_queue.trajectory import DataCursor, FieldValues, JournalEntry, Outcome, Task, Trajectory
 
+KEPT_UPDATES = 10_000
+"""Swaps of weights that a ledger remembers: hundreds of servers make more of them than anyone looks at."""
+
 
 class LedgerError(Exception):
     """Base of everything a ledger raises."""
@@ -338,7 +341,8 @@ class Ledger(Protocol):
 
     async def report_update(self, update: WeightUpdate) -> None: ...
 
-    async def updates(self) -> list[WeightUpdate]: ...
+    async def updates(self) -> list[WeightUpdate]:
+        """The newest `KEPT_UPDATES`, in the order in which they were reported."""
 
     async def held(self) -> set[str]:
         """Ids of finished training episodes that are still here: in unfinished, ready and uncommitted groups.

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.ledger import BadPayload, LedgerError, Limits, NoSuchRun, ServerInfo, WeightUpdate
+from penstock.transfer_queue.ledger import (
+    KEPT_UPDATES,
+    BadPayload,
+    LedgerError,
+    Limits,
+    NoSuchRun,
+    ServerInfo,
+    WeightUpdate,
+)
 from penstock.transfer_queue.memory_state import Member, MemoryState, split_episode
 from penstock.transfer_queue.rows import check_limits
 
@@ -31,7 +39,7 @@ class MemoryRun:
         self._state = MemoryState(self._clock)
         self._config: str | None = None
         self._servers: dict[str, tuple[ServerInfo, float]] = {}
-        self._updates: list[WeightUpdate] = []
+        self._updates: deque[WeightUpdate] = deque(maxlen=KEPT_UPDATES)
         self._waits: Counter[str] = Counter()
 
     async def create_run(self, limits: Limits, config: str) -> None:

@@ -21,6 +21,7 @@ from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.connection import Connection
 from penstock.transfer_queue.keys import Keys
 from penstock.transfer_queue.ledger import (
+    KEPT_UPDATES,
     Announcement,
     BadPayload,
     Batch,
@@ -259,7 +260,7 @@ class RedisLedger:
         return ServerInfo(**{**unpack_plain(blob, "server"), "age_s": age_s})
 
     async def report_update(self, update: WeightUpdate) -> None:
-        await self._script("report_update", pack_record(update), _nonce())
+        await self._script("report_update", pack_record(update), _nonce(), KEPT_UPDATES)
 
     async def updates(self) -> list[WeightUpdate]:
         blobs = await self._connection.command("LRANGE", self._keys.updates, 0, -1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import sys
+import threading
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated
+from types import FrameType, ModuleType
+from typing import Annotated, Never
 
 import typer
 
@@ -26,6 +28,8 @@ def bench(
         for file in _available():
             typer.echo(file)
         return
+    if threading.current_thread() is threading.main_thread():  # others may not set what a signal does
+        signal.signal(signal.SIGTERM, _leave)
     result = _load(name).measure()
     if as_json:
         typer.echo(json.dumps(result))
@@ -34,6 +38,11 @@ def bench(
         typer.echo(f"{part}:")
         for key, value in result[part].items():
             typer.echo(f"  {key}: {value}")
+
+
+def _leave(number: int, _frame: FrameType | None) -> Never:
+    """By an exception, as Ctrl-C does: what a benchmark started and wrote goes with its `finally` blocks."""
+    raise SystemExit(128 + number)
 
 
 def _available() -> list[str]:

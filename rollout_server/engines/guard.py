@@ -1,11 +1,14 @@
 """Runs a command and ends it, with everything it started, when its owner is gone: `python guard.py COMMAND...`.
 
-An engine is several processes; `kill -9` of the sidecar must not leave one behind. The guard is the leader of a process
-group of its own (its owner starts it so) and its standard input is a pipe that only the owner holds:
+An engine is several processes; `kill -9` of the sidecar must not leave one behind, nor `kill -9` of one of them its
+shared memory, which outlives every process. The guard is the leader of a process group of its own (its owner starts it
+so) and its standard input is a pipe that only the owner holds:
 
     owner closes the pipe, or dies however it dies  ->  end of file  ->  SIGTERM to the group, grace, SIGKILL
     the command ends by itself                      ->  the rest of the group is ended, the exit status is handed on
     the guard is killed -9                          ->  the kernel sends the command SIGTERM (parent-death signal)
+
+It looks now and then which segments and semaphores its group has mapped, and removes those that are left at the end.
 
 Standard library only, run as a file: it starts in milliseconds.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import subprocess
@@ -24,6 +28,11 @@ from pathlib import Path
 
 GRACE_S = 5.0
 """How long the group has between SIGTERM and SIGKILL; vLLM needs it to remove its shared memory."""
+LOOK_S = 30.0
+"""Between two looks at what the group has mapped: what is made and orphaned within it may stay."""
+SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - where Linux keeps POSIX shared memory and semaphores
+_SEGMENT = re.compile(rf" (\d+) +{SHARED_MEMORY}[^/]+$")
+"""A line of /proc/PID/maps: … inode path. A folder's files are no segments: the weights of a run are in one."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -31,10 +40,13 @@ def main(command: list[str]) -> int:
     """Exit status of `command`, 128 + the signal that killed it, or 0 where the owner ended it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole group, the guard included
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_before_exec)  # noqa: PLW1509 one thread
-    status = _wait(child)
+    segments = Segments()
+    status = _wait(child, segments)
     if status < 0:  # said before the grace: who asks why the command is gone asks at once
         print(f"guard: the command ended with exit code {status}", file=sys.stderr, flush=True)
+    segments.look()
     _end_group(child)
+    segments.remove()
     return status if status >= 0 else 128 - status
 
 
@@ -43,15 +55,16 @@ def _before_exec() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(child: subprocess.Popen[bytes]) -> int:
+def _wait(child: subprocess.Popen[bytes], segments: Segments) -> int:
     """Returns when the command ended, or at the end of standard input."""
     ended = os.pidfd_open(child.pid)
     while True:
-        ready, _, _ = select.select([ended, 0], [], [])
+        ready, _, _ = select.select([ended, 0], [], [], LOOK_S)
         if ended in ready:
             return child.wait()
-        if not os.read(0, 4096):
+        if 0 in ready and not os.read(0, 4096):
             return 0
+        segments.look()
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
@@ -67,11 +80,46 @@ def _end_group(child: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
+class Segments:
+    """POSIX shared memory and semaphores that processes of the group were seen to have mapped."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        """Inodes, not names: one may come again for another's segment, and a semaphore is mapped under another name."""
+
+    def look(self) -> None:
+        for pid in _others():
+            self._seen |= _mapped_by(pid)
+
+    def remove(self) -> None:
+        """Those that are there still and that nobody has mapped: the group may share one with a process of another."""
+        if not self._seen:
+            return
+        left = {entry.inode(): entry.path for entry in os.scandir(SHARED_MEMORY) if entry.inode() in self._seen}
+        mapped = set().union(*map(_mapped_by, _processes()))
+        for inode, path in left.items():
+            if inode not in mapped:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+
+
+def _mapped_by(pid: int) -> set[int]:
+    """Inodes of segments; empty for a process that is gone, and for another user's."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    return {int(found[1]) for line in lines if (found := _SEGMENT.search(line))}
+
+
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
 def _others() -> list[int]:
     """Living members of this process group, except the guard itself."""
     group = os.getpgrp()
-    numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in numbers if pid != os.getpid() and _group_of(pid) == group]
+    return [pid for pid in _processes() if pid != os.getpid() and _group_of(pid) == group]
 
 
 def _group_of(pid: int) -> int | None:

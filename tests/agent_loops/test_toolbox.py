@@ -8,10 +8,12 @@ import pytest
 from penstock.agent_loops.errors import EpisodeRestart, InfraFailure
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.toolbox import ToolBox
+from penstock.sandbox.fake import FakeSandbox
 from penstock.sandbox.protocol import SandboxError
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
 from penstock.tools.config import ToolConfig
 from penstock.tools.parsers import ToolCall
+from penstock.tools.python import PythonTool
 
 
 def add(expression: str) -> ToolCall:
@@ -93,6 +95,26 @@ async def test_a_call_past_its_deadline_reads_a_timeout(box_of):
     assert result.is_error
     assert "did not finish within 0.05 s" in result.text
     assert tool.cancelled == 1
+
+
+async def test_waiting_for_a_box_is_no_part_of_a_calls_time(box_of):
+    sandbox = FakeSandbox()
+    sandbox.start_s = 0.4
+    box, _ = box_of(PythonTool(sandbox), timeout_s=0.2)
+    (result,) = await box.call_all([ToolCall("python", {"code": "1"})])
+    assert (result.text, result.is_error) == ("python 1", False)
+    await box.release()
+    assert sandbox.living == set()
+
+
+async def test_no_box_at_all_is_infrastructure_and_leaves_none(box_of):
+    sandbox = FakeSandbox()
+    sandbox.failures = 1
+    box, _ = box_of(PythonTool(sandbox))
+    with pytest.raises(InfraFailure, match="no box today"):
+        await box.call_all([ToolCall("python", {"code": "1"})])
+    await box.release()
+    assert (sandbox.started, sandbox.living) == (1, set())
 
 
 async def test_long_output_is_cut(box_of, calculator):

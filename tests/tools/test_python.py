@@ -37,11 +37,11 @@ async def run(tool: PythonTool, state: object, code: str) -> tuple[str, bool]:
     return result.text, result.is_error
 
 
-async def test_the_box_is_opened_at_the_first_call_and_kept_until_release(tool: PythonTool) -> None:
+async def test_the_box_is_opened_with_the_state_and_kept_until_release(tool: PythonTool) -> None:
     state = await tool.create(TASK)
-    assert state.session_id is None
-    assert await run(tool, state, "x = 6") == ("(no output)", False)
     session_id = state.session_id
+    assert session_id is not None
+    assert await run(tool, state, "x = 6") == ("(no output)", False)
     assert await run(tool, state, "print(x * 7)") == ("42", False)
     assert (state.session_id, state.python_calls) == (session_id, ["x = 6", "print(x * 7)"])
     await tool.release(state)
@@ -90,6 +90,11 @@ async def test_a_lost_box_without_replay_and_a_sandbox_that_fails_are_infrastruc
     async def fail(_: str, **__: object) -> None:
         raise SandboxError("no room")
 
+    other = PythonTool(sandbox)
+    state = await other.create(TASK)
+    await (await state.session()).close()
     sandbox.start = fail  # type: ignore[assignment,method-assign]
     with pytest.raises(ToolInfraError, match="sandbox: no room"):
-        await run(tool, await tool.create(TASK), "1")
+        await run(other, state, "1")
+    with pytest.raises(SandboxError, match="no room"):
+        await other.create(TASK)

@@ -9,6 +9,7 @@ import pytest
 from ledger_samples import INFRA, LIMITS, at, finish_all, task, tasks, train, trajectory, turn
 
 from penstock.transfer_queue.ledger import (
+    KEPT_UPDATES,
     LedgerError,
     ServerInfo,
     WeightUpdate,
@@ -33,6 +34,13 @@ async def test_updates_are_kept_in_order(make_ledger) -> None:
     for update in reported:
         await ledger.report_update(update)
     assert await ledger.updates() == reported
+
+
+async def test_only_the_newest_updates_are_kept(make_ledger) -> None:
+    ledger = await make_ledger(LIMITS)
+    for version in range(KEPT_UPDATES + 3):
+        await ledger.report_update(WeightUpdate("one", version, 0.02, 0.1, 0.01, 0))
+    assert [update.version for update in await ledger.updates()] == list(range(3, KEPT_UPDATES + 3))
 
 
 async def test_a_lane_collects_results_and_goes_away(make_ledger) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
+from penstock.tools.base import BaseTool, ToolInfraError, ToolResult, ToolUnavailable
 from penstock.tools.mcp.connection import McpConnection
+from penstock.transfer_queue.trajectory import Task
 
 
 class McpTool(BaseTool):
@@ -20,6 +22,11 @@ class McpTool(BaseTool):
         self.name = f"{prefix}{listed.name}"
         self.description = " ".join((listed.description or listed.title or listed.name).split())
         self.parameters = {"properties": {}, **listed.input_schema, "type": "object"}
+
+    async def create(self, task: Task) -> None:
+        """Connected here: starting a server is no part of a call's time. What fails here the call tries again."""
+        with contextlib.suppress(ToolUnavailable):
+            await self._connection.client()
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
         """Bad arguments are the model's; whatever else the protocol reports is the server's failure."""

@@ -1,4 +1,7 @@
 -- needs: run, full
--- ARGV: packed update, nonce.
-if first_time(ARGV[2]) then call('RPUSH', key('updates'), ARGV[1]) end
+-- ARGV: packed update, nonce, how many are kept.
+if first_time(ARGV[2]) then
+  call('RPUSH', key('updates'), ARGV[1])
+  call('LTRIM', key('updates'), -tonumber(ARGV[3]), -1)
+end
 return 1

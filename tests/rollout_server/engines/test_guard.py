@@ -7,13 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import pytest
 from tests.rollout_server.conftest import running
 
 from penstock.rollout_server.engines import guard
 
+SHARED_MEMORY = Path(guard.SHARED_MEMORY)
 FAMILY = "sleep 300 & echo $!; sleep 300 & echo $!; wait"
 
 
@@ -85,6 +88,54 @@ def test_killing_the_owner_ends_everything() -> None:
     owner.wait(timeout=10)
     assert wait_until(lambda: not any(running(pid) for pid in pids))
 
+
+@pytest.mark.crash
+def test_shared_memory_of_a_killed_group_is_removed_but_not_what_another_process_has_mapped(
+    ours: SharedMemory,
+) -> None:
+    process = start(f"exec {sys.executable} -c '{SEGMENTS}' {ours.name}")
+    assert process.stdout is not None
+    assert process.stdin is not None
+    made = process.stdout.readline().split()
+    assert all(SHARED_MEMORY.joinpath(name).exists() for name in made)
+    process.stdin.close()
+    assert process.wait(timeout=30) == 0
+    assert [name for name in (*made, ours.name) if SHARED_MEMORY.joinpath(name).exists()] == [ours.name]
+
+
+@pytest.mark.crash
+def test_what_a_process_had_mapped_is_known_after_it_was_killed(ours: SharedMemory) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SEGMENTS, ours.name], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    made = process.stdout.readline().split()
+    segments = guard.Segments()
+    segments.look()
+    process.kill()
+    process.wait(timeout=10)
+    assert all(SHARED_MEMORY.joinpath(name).exists() for name in made)
+    segments.remove()
+    assert [name for name in (*made, ours.name) if SHARED_MEMORY.joinpath(name).exists()] == [ours.name]
+
+
+@pytest.fixture
+def ours() -> Iterator[SharedMemory]:
+    """A segment that this process and the group share."""
+    segment = SharedMemory(create=True, size=1024)
+    yield segment
+    segment.close()
+    segment.unlink()
+
+
+SEGMENTS = """
+import multiprocessing, sys, time
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+resource_tracker.register = lambda *_: None  # an end by a signal leaves everything, as one of the tracker does
+shared, made = SharedMemory(sys.argv[1]), SharedMemory(create=True, size=1024)
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+print(made.name, "sem." + semaphore._semlock.name[1:], flush=True)
+time.sleep(300)
+"""
 
 OWNER = """
 import subprocess, sys, time
