@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from penstock.agent_loops.errors import TemplateError
+from penstock.rollout_server.no_torch import no_torch
 
 
 def load_tokenizer(model: str) -> Any:
     """The model's fast tokenizer. Imports transformers; raises `TemplateError` naming the folder where it is none."""
-    from transformers import AutoTokenizer
+    with no_torch():
+        from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise TemplateError(f"no tokenizer in {model!r}: {error}") from error
+        try:
+            return AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise TemplateError(f"no tokenizer in {model!r}: {error}") from error
 
 
 def load_processor(model: str, tokenizer: Any) -> Any | None:
@@ -25,11 +27,11 @@ def load_processor(model: str, tokenizer: Any) -> Any | None:
 
     `AutoProcessor` would load the part for videos too, which wants torchvision. Raises `TemplateError`.
     """
-    import transformers
-
     told = {**_json_of(model, "preprocessor_config.json"), **_json_of(model, "processor_config.json")}
     if "image_processor" not in told and "image_processor_type" not in told:
         return None
+    import transformers
+
     kind = getattr(transformers, str(told.get("processor_class")), None)
     if kind is None:
         raise TemplateError(f"transformers has no processor {told.get('processor_class')!r}, which {model!r} names")
@@ -66,7 +68,8 @@ def generation_stops(model: str) -> tuple[int, ...]:
 
 def _json_of(model: str, name: str) -> dict[str, Any]:
     """A JSON file of the model's; empty where it has none. Raises `TemplateError`."""
-    from transformers.utils import cached_file
+    with no_torch():
+        from transformers.utils import cached_file
 
     file = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
     try:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.rollout_server.no_torch import no_torch
 from penstock.rollout_server.protocol import EngineError, WeightsRefused
 
 Shapes = dict[str, tuple[int, ...]]
@@ -30,14 +31,15 @@ def find_model(model: str) -> Path:
 
 def vocab_size(model: str) -> int:
     """Rows of the embedding. `model` is a folder or a name in the hub's cache. Raises `EngineError`."""
-    from transformers import AutoConfig
+    with no_torch():
+        from transformers import AutoConfig
 
-    try:
-        return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
-    except (OSError, ValueError, AttributeError) as error:
-        raise EngineError(
-            f"model {model}: no readable config.json with a vocab_size: {error}", retryable=False
-        ) from error
+        try:
+            return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
+        except (OSError, ValueError, AttributeError) as error:
+            raise EngineError(
+                f"model {model}: no readable config.json with a vocab_size: {error}", retryable=False
+            ) from error
 
 
 def tensor_shapes(model: str) -> Shapes:

@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = (os.environ.get("PENSTOCK_CHROMIUM", "chromium"), "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
 START_S = 60
+PATIENCE_MS = 60_000
 PICTURES = os.environ.get("PENSTOCK_SCREENSHOTS")
 """A folder for the pictures of docs/dashboard.md; unset: none are taken."""
 IN_BROWSER = [
@@ -69,7 +70,7 @@ class Tab:
         self.page, self.url = page, url
         self.trouble: list[str] = []
         self.requests: list[str] = []
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: self.trouble.append(f"error: {error}"))
         page.on("dialog", lambda dialog: self.trouble.append(f"dialog: {dialog.message}"))
         page.on("console", self._on_console)

@@ -72,9 +72,10 @@ class RayCluster:
         own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_USAGE_STATS_ENABLED": "0", **ON_LOOPBACK}
         self.settings = {**own, **QUICK_TO_NOTICE}
         self.env = {**os.environ, **self.settings, "PYTHONPATH": str(REPOSITORY / "src")}
+        self.env["RAY_TMPDIR"] = str(folder)
         with (folder / "nodes.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("nodes.py")), str(folder)],
+                [sys.executable, str(Path(__file__).with_name("nodes.py"))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster, in a process of its own: python nodes.py FOLDER.
+"""Nodes of a Ray cluster, in a process of its own. What they write lies in RAY_TMPDIR, which must be set.
 
 A line with a number on stdin starts a node with so many CPUs and prints its raylet's pid and the cluster's address as
 JSON; the first node is the head. The end of stdin ends all of them. `ray start` would do, were it not for its ports:
@@ -8,7 +8,9 @@ only where Ray takes 127.0.0.1 for a node's address, as it does on other systems
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
@@ -16,9 +18,12 @@ STORE_BYTES = 80 << 20
 START_S = 300
 
 
-def main(folder: str) -> None:
+def main() -> None:
+    # `Cluster` notes its address in Ray's default folder, whoever made that and whatever `temp_dir` says.
+    folder = Path(os.environ["RAY_TMPDIR"], "ray")
+    folder.mkdir()
     cluster = Cluster(shutdown_at_exit=True)
-    head = {"include_dashboard": False, "no_monitor": True, "temp_dir": folder}
+    head = {"include_dashboard": False, "no_monitor": True, "temp_dir": str(folder)}
     for line in sys.stdin:
         further = {} if cluster.head_node else head
         node = cluster.add_node(wait=False, num_cpus=int(line), object_store_memory=STORE_BYTES, **further)
@@ -29,4 +34,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

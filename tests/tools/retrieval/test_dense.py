@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("faiss")
-pytest.importorskip("sentence_transformers")
-
-import sentence_transformers
-
 from penstock.tools.retrieval.corpus import Passage
 from penstock.tools.retrieval.dense import DenseIndex, open_or_build_dense
 from penstock.tools.retrieval.folder import IndexFailed
 
-pytestmark = pytest.mark.torch
+DENSE = Path(__file__).parents[3] / ".venv-dense"
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("libraries")]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "paris", "berlin", "rome", "is", "the", "capital", "of"]
 WORDS += ["france", "germany", "italy", "query", "passage", ":", "é"]
 ROWS = [
@@ -29,9 +27,20 @@ ROWS = [
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def libraries() -> Iterator[None]:
+    """They are in no other test's way: see scripts/setup-dense."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(DENSE)])
+        for name in ("faiss", "sentence_transformers"):
+            pytest.importorskip(name, reason=f"{name} is not there: scripts/setup-dense")
+        yield
+
+
+@pytest.fixture(scope="module")
+def encoder(libraries: None, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a sentence-transformers model: a BERT of 2 layers, mean pooling, E5's prompts."""
     import torch
+    from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
@@ -43,7 +52,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
     BertModel(BertConfig(vocab_size=len(WORDS), **sizes)).save_pretrained(folder)
     words = Transformer(str(folder))
     prompts = {"query": "query : ", "document": "passage : "}
-    model = sentence_transformers.SentenceTransformer(modules=[words, Pooling(32)], prompts=prompts)
+    model = SentenceTransformer(modules=[words, Pooling(32)], prompts=prompts)
     model.save(str(folder / "whole"))
     return str(folder / "whole")
 
@@ -64,9 +73,11 @@ def ids(index: DenseIndex, query: str, topk: int = 3) -> list[str]:
 
 
 def test_hits_are_the_cosines_of_the_models_own_vectors_best_first(encoder: str, corpus: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
     queries = ["capital of france", "rome"]
     found = open_or_build_dense(corpus, encoder).search_all(queries, 2)
-    model = sentence_transformers.SentenceTransformer(encoder)
+    model = SentenceTransformer(encoder)
     passages = [Passage(row["id"], row["title"], row["text"]) for row in ROWS]
     asked = model.encode([f"query : {query}" for query in queries], normalize_embeddings=True)
     held = model.encode([f"passage : {passage.contents}" for passage in passages], normalize_embeddings=True)
