@@ -23,20 +23,24 @@ def no_torch() -> Iterator[None]:
     `AutoTokenizer` and `AutoConfig` import torch, its compiler and the base class of all models where torch is there:
     several seconds of a core and 330 MB, in every agent worker and beside every engine. What is imported within is kept
     apart: an import of transformers elsewhere in this process (a reward function's model) sees torch as ever. Where
-    either has been imported already, nothing is hidden. A tokenizer from within refuses `return_tensors="pt"`.
+    transformers has been imported already, nothing is hidden. For a process's start: a thread that imports torch
+    meanwhile is told that there is none. A tokenizer from within refuses `return_tensors="pt"`.
     """
     with _lock:
-        if _TRANSFORMERS in sys.modules or _TORCH in sys.modules:
+        if _TRANSFORMERS in sys.modules:
             yield
             return
         was_quiet = os.environ.get(_QUIET)
         os.environ[_QUIET] = "1"
+        torch = sys.modules.pop(_TORCH, None)
         sys.modules.update(_apart)
         sys.modules[_TORCH] = None  # type: ignore[assignment]  # what the import system reads as "not there"
         try:
             yield
         finally:
             del sys.modules[_TORCH]
+            if torch is not None:
+                sys.modules[_TORCH] = torch
             for name in [name for name in sys.modules if name.partition(".")[0] == _TRANSFORMERS]:
                 _apart[name] = sys.modules.pop(name)
             if was_quiet is None:

@@ -36,6 +36,17 @@ again = load_tokenizer(model)
 said = {"rows": logits.shape[-1], "ids": ids, "later": AutoTokenizer.from_pretrained(model)("1+1")["input_ids"],
         "one class": type(again) is type(AutoTokenizer.from_pretrained(model))}
 """
+TORCH_BEFORE = """
+import torch
+from penstock.agent_loops.loading import load_tokenizer
+
+ids = load_tokenizer(model)("1+1")["input_ids"]
+dynamo = "torch._dynamo" in sys.modules
+from transformers import AutoModelForCausalLM
+
+logits = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([ids])).logits
+said = {"rows": logits.shape[-1], "dynamo": dynamo, "same": sys.modules["torch"] is torch}
+"""
 TEMPLATE = """
 from transformers import AutoTokenizer
 
@@ -72,3 +83,10 @@ def test_who_imports_transformers_later_sees_torch() -> None:
     assert said["ids"] == said["later"]
     assert said["rows"] == json.loads((MODEL / "config.json").read_text())["vocab_size"]
     assert said["one class"], "where transformers is there already, it is used as it is"
+
+
+def test_torch_that_is_there_already_stays_and_a_tokenizer_brings_no_more_of_it() -> None:
+    said, _ = said_by(TORCH_BEFORE)
+    assert said["rows"] == json.loads((MODEL / "config.json").read_text())["vocab_size"]
+    assert not said["dynamo"]
+    assert said["same"]
