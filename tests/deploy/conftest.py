@@ -32,6 +32,7 @@ class LivingRun:
         recipe: Path = RECIPE,
     ) -> None:
         self.root = runs_dir / name
+        self.weights_of_others = weights_of(name)
         self.log = runs_dir / f"{name}.log"
         argv = [sys.executable, "-m", "penstock.deploy.cli", "run", str(recipe), f"name={name}", f"runs_dir={runs_dir}"]
         with self.log.open("ab") as log:
@@ -96,13 +97,18 @@ def assert_accounts_balance(summary: dict[str, Any]) -> None:
     assert summary["episodes_failed"] == 0
 
 
-def assert_nothing_left(pids: list[int], run_name: str) -> None:
+def weights_of(name: str) -> set[Path]:
+    """Folders of published weights that runs of this name have on this machine, be they killed ones' of another day."""
+    return set(Path("/dev/shm").glob(f"penstock-{name}-*"))
+
+
+def assert_nothing_left(run: LivingRun, pids: list[int]) -> None:
     """Every process that the run started is gone (a zombie not yet reaped counts as gone), its shared memory too."""
     deadline = time.monotonic() + 20
     while (alive := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive == [], [_command(pid) for pid in alive]
-    assert not list(Path("/dev/shm").glob(f"penstock-{run_name}*"))
+    assert weights_of(run.root.name) <= run.weights_of_others
 
 
 def _command(pid: int) -> str:

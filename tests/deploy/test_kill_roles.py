@@ -40,7 +40,7 @@ def test_each_role_killed_once(start_run) -> None:
     assert summary["restarts"]["agent-0"] == 1
     assert summary["restarts"]["rollout-0"] == 1
     assert summary["restarts"]["trainer"] == 1
-    assert_nothing_left(seen, "killed")
+    assert_nothing_left(run, seen)
 
 
 def test_a_killed_trainer_of_two_ranks_replays_from_the_batch_log(start_run) -> None:

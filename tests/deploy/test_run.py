@@ -55,7 +55,7 @@ def test_a_short_run_leaves_what_is_promised(start_run) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     episodes = [e for line in (run.root / "steps.jsonl").read_text().splitlines() for e in json.loads(line)["episodes"]]
     assert len(episodes) == len(set(episodes)) == 4 * 4 * 4
-    assert_nothing_left(pids, "short")
+    assert_nothing_left(run, pids)
     for name in ("connect.env", "metrics.token", "prometheus-targets.json"):
         assert not (run.root / name).exists(), name
     assert_the_run_can_be_drawn(run)
@@ -129,7 +129,7 @@ def test_weights_may_come_over_the_network(start_run, transport: str) -> None:
     assert summary["weight_updates"] >= 3
     assert summary["logprob_abs_diff_mean"] <= 1e-3
     assert_accounts_balance(summary)
-    assert_nothing_left(pids, transport)
+    assert_nothing_left(run, pids)
     held = re.findall(r"round \S+: (\d) of \d servers", (run.root / "logs" / "trainer.log").read_text())
     assert any(int(servers) for servers in held) == (transport == "collective")
 
@@ -143,7 +143,7 @@ def test_two_ranks_and_all_that_listens_does_so_on_loopback(start_run) -> None:
     assert summary["steps"] == 4
     assert_accounts_balance(summary)
     assert listening == {"127.0.0.1"}
-    assert_nothing_left(pids, "ranks")
+    assert_nothing_left(run, pids)
 
 
 def listens_on(pid: int) -> set[str]:
@@ -160,7 +160,7 @@ def test_ctrl_c_ends_every_process_and_the_run_goes_on_later(start_run) -> None:
     pids = run.pids()
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(90) == 130
-    assert_nothing_left(pids, "stopped")
+    assert_nothing_left(run, pids)
     summary = start_run("stopped", *SHORT, "trainer.steps=6", resume=True).finish()
     assert summary["steps"] == 6
     assert_accounts_balance(summary)

@@ -98,7 +98,7 @@ def test_a_run_that_stands_still_ends_with_the_reason(start_run) -> None:
     assert "no progress for " in why
     assert "; stuck is " in why
     assert run.summary()["ended"] == why
-    assert_nothing_left(pids, "impatient")
+    assert_nothing_left(run, pids)
     assert not (run.root / "roles.json").exists()
 
 

@@ -100,7 +100,7 @@ def test_actors_and_a_whole_node_die_and_the_accounts_balance(
     assert summary["restarts"]["agent-0"] >= 3
     assert summary["restarts"]["rollout-0"] >= 1
     assert "rollout-1" in summary["restarts"]
-    assert_nothing_left([pid for pid in pids if pid not in seen(second)], "on-ray")
+    assert_nothing_left(run, [pid for pid in pids if pid not in seen(second)])
     assert not second.below("penstock.deploy.cli")
     assert_released(cluster)
     assert not (run.root / "connect.env").exists()

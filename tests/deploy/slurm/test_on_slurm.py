@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.deploy.conftest import RECIPE, REPOSITORY, assert_accounts_balance
+from tests.deploy.conftest import RECIPE, REPOSITORY, assert_accounts_balance, weights_of
 
 from penstock.deploy.link import Link
 from penstock.transfer_queue.ledger import LedgerUnavailable
@@ -65,6 +65,7 @@ class SlurmRun:
 
     def __init__(self, runs_dir: Path, name: str, *words: str) -> None:
         self.root = runs_dir / name
+        self.weights_of_others = weights_of(name)
         output = self.penstock(str(RECIPE), f"name={name}", f"runs_dir={runs_dir}", "--time", "30", *words)
         self.jobs = [re.match(r"job (\d+):", output)[1]]  # type: ignore[index]
 
@@ -130,7 +131,7 @@ class SlurmRun:
             time.sleep(0.2)
         assert [psutil.Process(pid).cmdline() for pid in alive] == []
         assert slurm("squeue", "--noheader", "--jobs", ",".join(self.jobs), "--states=PENDING,RUNNING,COMPLETING") == ""
-        assert not list(Path("/dev/shm").glob(f"penstock-{self.root.name}*"))
+        assert weights_of(self.root.name) <= self.weights_of_others
         assert not (self.root / "connect.env").exists()
 
 

@@ -134,12 +134,12 @@ resource_tracker.register = lambda *_: None  # an end by a signal leaves everyth
 shared, made = SharedMemory(sys.argv[1]), SharedMemory(create=True, size=1024)
 semaphore = multiprocessing.get_context("spawn").Semaphore()
 print(made.name, "sem." + semaphore._semlock.name[1:], flush=True)
-time.sleep(300)
+time.sleep(300)  # until it is killed, which is what the tests are about
 """
 
 OWNER = """
 import subprocess, sys, time
 command = [sys.executable, "-I", sys.argv[1], "sh", "-c", sys.argv[2]]
 subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-time.sleep(300)
+time.sleep(300)  # until it is killed
 """
