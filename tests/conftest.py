@@ -13,7 +13,16 @@ TOGETHER = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = next((folder for folder in TOGETHER if folder in item.path.parents), item.path)
         item.add_marker(pytest.mark.xdist_group(str(folder.relative_to(ROOT))))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """xdist says nothing where it has not read the groups: all tests pass, and every engine is started twice."""
+    grouped = getattr(session.config.option, "loadgroup", False)
+    if grouped and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("xdist has not taken over the groups of tests: see pytest's range in pyproject.toml")
