@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(str(folder.relative_to(ROOT))))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish(session: pytest.Session) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """xdist says nothing where it has not read the groups: all tests pass, and every engine is started twice."""
-    grouped = getattr(session.config.option, "loadgroup", False)
-    if grouped and not all("@" in item.nodeid for item in session.items):
-        raise pytest.UsageError("xdist has not taken over the groups of tests: see pytest's range in pyproject.toml")
+    if node.config.getvalue("dist") == "loadgroup" and not all("@" in one for one in ids):
+        pytest.exit("xdist has not read the groups of tests: see pytest's range in pyproject.toml", returncode=4)
