@@ -78,6 +78,7 @@ ROLLOUT = {**TINY, "PENSTOCK_BENCH_CONCURRENCY": "1,4", "PENSTOCK_BENCH_ANSWER_T
 WEIGHTS = {**TINY, "PENSTOCK_BENCH_WEIGHTS_MB": "8", "PENSTOCK_BENCH_UPDATES": "3", "PENSTOCK_BENCH_SWAPS": "4"}
 
 
+@pytest.mark.alone
 @pytest.mark.torch
 async def test_the_rollout_servers(measure: Measure) -> None:
     pytest.importorskip("transformers")
@@ -86,6 +87,7 @@ async def test_the_rollout_servers(measure: Measure) -> None:
     assert "no counters" in measured["figures"]["prefix"]["not_measured"]
 
 
+@pytest.mark.alone
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 async def test_the_rollout_servers_beside_the_bare_engine(measure: Measure) -> None:
@@ -131,6 +133,7 @@ async def test_the_weights(measure: Measure) -> None:
     assert not any("pause" in name for name in ratios)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "engine", [pytest.param("hf", marks=pytest.mark.torch), pytest.param("vllm", marks=pytest.mark.vllm)]
 )
@@ -166,6 +169,7 @@ async def test_thousands_of_episodes_leave_nothing_behind(measure: Measure) -> N
     assert figures["most_used_bytes"] > figures["used_bytes"]["before"] + (1 << 20)
 
 
+@pytest.mark.alone
 async def test_the_agent_worker(measure: Measure) -> None:
     measured = await measure(
         "agents",
