@@ -23,6 +23,7 @@ from penstock.deploy.load_config import dump_config, parse_config
 from penstock.deploy.plan import roles_of
 from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import RunDir
+from penstock.deploy.weights_dir import remove_weights
 from penstock.transfer_queue.redis_ledger import RedisLedger
 
 pytestmark = [
@@ -110,9 +111,10 @@ async def until(condition: Callable[[], bool], running: asyncio.Task[None], log:
 
 
 async def test_all_ranks_go_on_from_the_last_checkpoint_as_often_as_the_limit_says(
-    tmp_path: Path, tiny_model: str, redis_server: Any, reference: dict[str, Any]
+    tmp_path: Path, tiny_model: str, redis_server: Any, reference: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     run = RankedRun(tmp_path, tiny_model, redis_server, f"ranks-{os.getpid()}", {**SETTINGS, "save_trajectories": 0})
+    request.addfinalizer(lambda: remove_weights(run.config()))  # `penstock run` does, which is not here
     spec = run.spec()
     async with run.worker(PAUSE_S):
         async with supervised(spec) as (trainer, running):
