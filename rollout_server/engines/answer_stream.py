@@ -4,8 +4,9 @@
                                 │ wakes
     consumer  ◄── Chunk ── chunks(): the first tokens at once, then whatever arrived within `COALESCE_S`
 
-Servers report version spans only with the last event, so tokens are labelled before; the last event proves the labels
-of each answer: a difference is an error, never a guess.
+Servers report version spans only with the last event. Tokens that are certain on receipt are handed on before it; those
+that are not wait for it (empty chunks say meanwhile that the server samples). It proves the labels of each answer: a
+difference is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ class AnswerStream(ABC):
         self.finish_reason: FinishReason | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
+        self._certain = 0
+        """Positions below have a version that nothing can change any more."""
         self._emitted = 0
+        self._told = False
+        """The consumer heard of the first tokens."""
         self._cuts: list[tuple[int, int]] = []  # (first position, version), ascending
         self._error: EngineError | None = None
         self._news = asyncio.Event()
@@ -95,20 +100,26 @@ class AnswerStream(ABC):
     def _receive(self, event: dict[str, Any]) -> None:
         """Take one event apart: `_add` its tokens, and `_end` the answer at the last."""
 
-    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+    def _add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, *, certain: bool = True) -> None:
+        """`certain`: no server's report can say another version."""
         if len(token_ids) != len(logprobs):
             raise EngineError(f"{self.engine} sent {len(token_ids)} tokens with {len(logprobs)} logprobs")
         self._token_ids += token_ids
         self._logprobs += logprobs
         if token_ids and (not self._cuts or self._cuts[-1][1] != version):
             self._cuts.append((self.received, version))
+        if certain and self._certain == self.received:
+            self._certain += len(token_ids)
         self.received += len(token_ids)
         self.received_at = time.monotonic()
 
     def _end(self, reason: FinishReason, reported: list[tuple[int, int]] | None) -> None:
         """`reported`: the server's own (first position, version) of the whole answer, the truth where it has one."""
-        if reported is not None:
+        if reported:
             self._believe(reported)
+        elif self._certain < self.received:
+            raise EngineError(f"{self.engine} ended the answer without the versions of its tokens")
+        self._certain = self.received
         self.finish_reason = reason
 
     def _believe(self, reported: list[tuple[int, int]]) -> None:
@@ -128,7 +139,7 @@ class AnswerStream(ABC):
 
     def _tell(self) -> None:
         """Wake the consumer: for the first tokens and for the end at once, else once per `COALESCE_S`."""
-        if self.ended or not self._emitted:
+        if self.ended or not self._told:
             self._news.set()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(COALESCE_S, self._time_is_up)
@@ -138,12 +149,12 @@ class AnswerStream(ABC):
         self._news.set()
 
     def _take(self) -> Chunk | None:
-        """Everything received and not yet handed on; None where that is nothing."""
-        start, end, self._emitted = self._emitted, self.received, self.received
-        if start == end and self.finish_reason is None:
+        """Everything certain that was not yet handed on; None where nothing was received."""
+        if not self._token_ids and self.finish_reason is None:
             return None
-        token_ids, self._token_ids = self._token_ids, []
-        logprobs, self._logprobs = self._logprobs, []
+        start, end, self._emitted, self._told = self._emitted, self._certain, self._certain, True
+        token_ids, self._token_ids = self._token_ids[: end - start], self._token_ids[end - start :]
+        logprobs, self._logprobs = self._logprobs[: end - start], self._logprobs[end - start :]
         return Chunk(
             token_ids=token_ids,
             logprobs=logprobs,

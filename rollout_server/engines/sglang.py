@@ -43,16 +43,25 @@ class SGLangWeights(StockWeights[Fetched]):
     ) -> None:
         super().__init__(config, model, server, streams)
         self.checked: list[str] = []
-        """SGLang's parameters whose checksums we can compute; none where they are of another kind."""
+        """SGLang's parameters whose checksums we can compute, on every rank; none where they are of another kind."""
+        self._ranks = 1
         self._reader = VersionReader(self.shapes)
 
     async def _look(self) -> list[str]:
-        found = await self._checksums()
+        ranks = await self._checksums()
+        self._ranks = len(ranks)
         tensors = await asyncio.to_thread(folder_tensors, self.model)
-        expected = await asyncio.to_thread(expected_checksums, tensors, list(found), self.config.dtype)
-        self.checked = sorted(expected) if first_difference(expected, found) is None else []
-        unverified = "weights are verified before loading only: this SGLang's checksums cannot be computed here"
-        return [] if self.checked else [unverified]
+        names = list(ranks[0]) if ranks else []
+        expected = await asyncio.to_thread(expected_checksums, tensors, names, self.config.dtype)
+        alike = [name for name in sorted(expected) if all(held.get(name) == expected[name] for held in ranks)]
+        # Of several ranks each holds some parameters whole, norms mostly, and its part of the others.
+        self.checked = alike if len(alike) == len(expected) or len(ranks) > 1 else []
+        if not self.checked:
+            return ["weights are verified before loading only: this SGLang's checksums cannot be computed here"]
+        if len(self.checked) == len(expected):
+            return []
+        part = f"{len(self.checked)} of {len(expected)} parameters"
+        return [f"what {part} hold is verified after loading, of the others before it only: ranks hold parts of them"]
 
     @asynccontextmanager
     async def _fetch(self, manifest: Mapping[str, Any]) -> AsyncGenerator[Fetched]:
@@ -78,19 +87,28 @@ class SGLangWeights(StockWeights[Fetched]):
         await self.server.call("POST", "/update_weights_from_disk", body)
 
     async def _verify(self, fetched: Fetched) -> None:
+        """Until it returns the version's file must be there: to a load SGLang answers when its first rank has read it.
+
+        Checksums are gathered from all ranks, so each has read it by then.
+        """
         _, expected = fetched
-        if expected and (name := first_difference(expected, await self._checksums())):
-            raise EngineError(f"SGLang holds other values than it was told to load in {name}")
+        if not expected and self._ranks == 1:
+            return
+        for rank, held in enumerate(await self._checksums(all_of_them=bool(expected))):
+            if name := first_difference(expected, held):
+                raise EngineError(f"rank {rank} of SGLang holds other values than it was told to load in {name}")
 
     async def _resume(self) -> None:
         # Its default empties the cache of a GPU, and fails where there is none.
         await self.server.call("POST", "/continue_generation", {"torch_empty_cache": False})
 
-    async def _checksums(self) -> dict[str, str]:
-        """Of each parameter; empty where ranks hold different parts of them."""
-        answer = await self.server.call("POST", "/weights_checker", {"action": "checksum"})
-        ranks = answer.get("ranks") or []
-        return dict(ranks[0]["checksums"]) if len(ranks) == 1 else {}
+    async def _checksums(self, *, all_of_them: bool = True) -> list[dict[str, str]]:
+        """Of each parameter, for each rank; of no parameter unless `all_of_them`."""
+        body: dict[str, Any] = {"action": "checksum"}
+        if not all_of_them:
+            body["skip_tensor_list"] = [""]  # names that contain it
+        answer = await self.server.call("POST", "/weights_checker", body)
+        return [dict(rank["checksums"]) for rank in answer.get("ranks") or []]
 
 
 class SGLangEngine(StockEngine):
@@ -121,7 +139,11 @@ class SGLangEngine(StockEngine):
             raise EngineError("SGLang sampled nothing", retryable=False)
         if "weight_versions" not in answer["meta_info"]:
             raise EngineError("SGLang does not report the version of each token; take a newer one", retryable=False)
-        limits = ["with top_k or top_p, logprobs are of the whole distribution at the temperature, before truncation"]
+        limits = [
+            "with top_k or top_p, logprobs are of the whole distribution at the temperature, before truncation",
+            "what an answer gets after a weight update is handed on at its end: SGLang tells no earlier which version"
+            " sampled which token",
+        ]
         if not self._seeds:
             limits.append("requests with a seed are refused: SGLang honours seeds with enable_deterministic_inference")
         return limits
@@ -131,7 +153,7 @@ class SGLangEngine(StockEngine):
             raise BadRequest("sampling.seed", "this SGLang honours no seeds; see enable_deterministic_inference")
 
     def _send(self, request: GenerateRequest) -> SGLangStream:
-        return SGLangStream(self.server.http, self._body(request))
+        return SGLangStream(self.server.http, self._body(request), self.weights.version)
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         params = sampling_params(request.sampling)

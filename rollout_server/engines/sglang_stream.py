@@ -1,7 +1,10 @@
 """One request to SGLang's `/generate`: its events, taken apart.
 
-Each event carries the tokens since the last one and the version that the server had when they came out of its
-scheduler, which is paused while that changes. The spans of the last event are the truth.
+Each event carries the tokens since the last one, and the version that SGLang's front end had when it took them in. Its
+scheduler sends tokens and the replies to control calls through two sockets, of which the second may overtake the first:
+tokens of the old version can get the new one's label, never the other way round. So tokens are certain while the label
+is the version that the request was sent under. From the first newer one on they wait for the spans of the last event,
+which the scheduler itself counts.
 """
 
 from __future__ import annotations
@@ -20,14 +23,18 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort":
 
 
 class SGLangStream(AnswerStream):
-    """One answer of SGLang. `body["rid"]` is its name there; none may be the beginning of another."""
+    """One answer of SGLang, asked for under `version`.
+
+    `body["rid"]` is its name there; none may be the beginning of another.
+    """
 
     engine = "SGLang"
     path = "/generate"
 
-    def __init__(self, http: aiohttp.ClientSession, body: dict[str, Any]) -> None:
+    def __init__(self, http: aiohttp.ClientSession, body: dict[str, Any], version: int) -> None:
         super().__init__(http, body)
         self._http = http
+        self._version = version
         self._rid: str = body["rid"]
 
     async def close(self) -> None:
@@ -41,7 +48,8 @@ class SGLangStream(AnswerStream):
 
     def _receive(self, event: dict[str, Any]) -> None:
         meta = event["meta_info"]
-        self._add(event["output_ids"], logprobs_of(event), version_of(meta["weight_version"]))
+        label = version_of(meta["weight_version"])
+        self._add(event["output_ids"], logprobs_of(event), label, certain=label == self._version)
         if (reason := meta["finish_reason"]) is not None:
             self._finish(reason, meta)
 

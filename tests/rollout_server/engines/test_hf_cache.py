@@ -17,7 +17,7 @@ from penstock.rollout_server.engines import hf_attention  # noqa: E402
 from penstock.rollout_server.engines.hf_batch import PAGE_TOKENS, Batcher  # noqa: E402
 from penstock.rollout_server.protocol import Sampling  # noqa: E402
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.torch]
 
 
 class Bench:
@@ -38,7 +38,7 @@ class Bench:
     async def answer(self, name: str) -> tuple[list[int], list[float]]:
         ids: list[int] = []
         logprobs: list[float] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 for found, chunk in self.batcher.collect():
                     assert found == name

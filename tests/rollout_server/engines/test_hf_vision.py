@@ -20,7 +20,7 @@ from penstock.rollout_server.engines.hf import HFEngine
 from penstock.rollout_server.limits import BadRequest, fit_request
 from penstock.rollout_server.protocol import EngineError, EngineInfo, GenerateRequest, ImageRef, Sampling
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.torch]
 RED, BLUE = png((200, 30, 30)), png((20, 20, 220), (300, 120))
 TOLERANCE = 1e-4
 

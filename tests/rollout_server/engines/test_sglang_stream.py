@@ -63,9 +63,9 @@ class Server:
 
 
 @asynccontextmanager
-async def answering(server: Server) -> AsyncIterator[SGLangStream]:
+async def answering(server: Server, version: int = 0) -> AsyncIterator[SGLangStream]:
     async with serving(server) as http:
-        stream = SGLangStream(http, {"rid": "ab" * 16})
+        stream = SGLangStream(http, {"rid": "ab" * 16}, version)
         yield stream
         await stream.close()
 
@@ -91,11 +91,49 @@ async def test_tokens_of_two_versions_in_one_event_are_told_apart_by_the_spans()
 
 
 async def test_a_version_that_was_handed_on_wrongly_is_an_error_not_a_guess() -> None:
-    async with answering(Server([], keep_open=True)) as stream:
+    async with answering(Server([], keep_open=True), version=1) as stream:
         stream._take_apart(event([1], "1"))
         assert stream._take() is not None
         with pytest.raises(EngineError, match="differ from SGLang's own"):
             stream._take_apart(event([2], "2", LENGTH, **spans(("2", 0, 2))))
+
+
+async def test_a_token_with_the_label_of_a_swap_that_came_before_it_is_handed_on_with_its_own_version() -> None:
+    late = [event([1]), event([2], "1"), event([3], "1")]
+    last = event([4], "1", LENGTH, **spans(("0", 0, 2), ("1", 2, 4)))
+    chunks = await all_chunks(Server([*late, last]))
+    assert [token for chunk in chunks for token in chunk.token_ids] == [1, 2, 3, 4]
+    versions = [version for chunk in chunks for version, start, end in chunk.version_spans for _ in range(start, end)]
+    assert versions == [0, 0, 1, 1]
+
+
+async def test_after_a_swap_tokens_wait_for_the_spans_and_empty_chunks_say_that_there_are_some() -> None:
+    async with answering(Server([], keep_open=True)) as stream:
+        handed_on = []
+        for i, label in enumerate(["0", "1", "1"]):
+            stream._take_apart(event([i], label))
+            handed_on.append(stream._take())
+        assert stream._take() is not None
+        assert [chunk and chunk.token_ids for chunk in handed_on] == [[0], [], []]
+        stream._take_apart(event([3], "1", LENGTH, **spans(("0", 0, 2), ("1", 2, 4))))
+        last = stream._take()
+        assert last is not None
+        assert (last.token_ids, last.logprobs) == ([1, 2, 3], [-0.1, -0.2, -0.3])
+        assert last.version_spans == [(0, 0, 1), (1, 1, 3)]
+
+
+async def test_an_answer_that_breaks_off_after_a_swap_hands_on_nothing_uncertain() -> None:
+    async with answering(Server([event([1]), event([2], "1")])) as stream:
+        chunks = stream.chunks(5.0)
+        handed_on = (await anext(chunks)).token_ids
+        with pytest.raises(EngineError, match="without a finish reason"):
+            handed_on += [token async for chunk in chunks for token in chunk.token_ids]
+    assert handed_on == [1]
+
+
+async def test_uncertain_tokens_without_spans_are_an_error() -> None:
+    with pytest.raises(EngineError, match="without the versions of its tokens"):
+        await all_chunks(Server([event([1]), event([2], "1"), event([], "1", ABORTED)]))
 
 
 async def test_an_abort_hands_on_the_partial_answer() -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.rollout_server.conftest import small_config
 
-from penstock.rollout_server.protocol import WeightsRefused
+from penstock.rollout_server.protocol import EngineError, WeightsRefused
 
 torch = pytest.importorskip("torch")
-from safetensors.torch import load_file  # noqa: E402 it needs torch
+from safetensors.torch import load_file, save_file  # noqa: E402 it needs torch
 
 pytestmark = pytest.mark.torch
 
+from penstock.rollout_server.engines.sglang import SGLangWeights  # noqa: E402
 from penstock.rollout_server.engines.sglang_weights import (  # noqa: E402 it needs torch
     VersionReader,
     expected_checksums,
@@ -45,6 +48,47 @@ def test_the_first_parameter_that_differs_is_named_missing_ones_too() -> None:
     assert first_difference({"a": "1", "b": "2"}, {"a": "1", "b": "2", "buffer": "3"}) is None
     assert first_difference({"a": "1", "b": "2"}, {"a": "1", "b": "3"}) == "b"
     assert first_difference({"a": "1", "b": "2"}, {"b": "2"}) == "a"
+
+
+class Ranks:
+    """In place of a server of two ranks: each holds the norm whole and half of the matrix."""
+
+    name, folder = "SGLang", Path()
+
+    def __init__(self, norms: tuple[float, float], matrix: list[float]) -> None:
+        self.norms, self.matrix = norms, matrix
+        self.asked: list[dict[str, Any]] = []
+
+    async def call(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(body)
+        held = [{"norm": sha([norm]), "w": sha([half])} for norm, half in zip(self.norms, self.matrix, strict=True)]
+        return {"ranks": [{"checksums": {} if body.get("skip_tensor_list") else one} for one in held]}
+
+
+async def weights_on(server: Any, folder: Path) -> tuple[SGLangWeights, list[str]]:
+    save_file({"norm": torch.tensor([1.0]), "w": torch.tensor([1.0, 2.0])}, folder / "model.safetensors")
+    weights = SGLangWeights(small_config(engine="sglang"), str(folder), server, set())
+    return weights, await weights._look()
+
+
+async def test_what_each_rank_holds_whole_is_compared_on_each(tmp_path: Path) -> None:
+    server = Ranks((1.0, 1.0), [1.0, 2.0])
+    weights, limits = await weights_on(server, tmp_path)
+    assert weights.checked == ["norm"]
+    assert limits[0].startswith("what 1 of 2 parameters hold is verified after loading")
+    server.norms = (5.0, 5.0)
+    await weights._verify((tmp_path, {"norm": sha([5.0])}))
+    server.norms = (5.0, 1.0)
+    with pytest.raises(EngineError, match="rank 1 of SGLang holds other values than it was told to load in norm"):
+        await weights._verify((tmp_path, {"norm": sha([5.0])}))
+
+
+async def test_ranks_are_waited_for_where_nothing_can_be_compared(tmp_path: Path) -> None:
+    server = Ranks((7.0, 7.0), [1.0, 2.0])  # as if it hashed otherwise
+    weights, limits = await weights_on(server, tmp_path)
+    assert limits == ["weights are verified before loading only: this SGLang's checksums cannot be computed here"]
+    await weights._verify((tmp_path, {}))
+    assert server.asked == [{"action": "checksum"}, {"action": "checksum", "skip_tensor_list": [""]}]
 
 
 def publish(folder: Path) -> WeightPublisher:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ ENGINES = [
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(240, func_only=True),  # the start has a deadline of its own
+    pytest.mark.timeout(600, func_only=True),  # the start has a deadline of its own
 ]
 TOLERANCE = 2e-4
 
@@ -113,6 +115,34 @@ async def test_a_damaged_file_leaves_both_ranks_on_the_old_weights(subject: Subj
     for answer in await asyncio.gather(*tasks):
         assert answer.version_spans == [(version, 0, 400)]
     await check_goes_on(subject, reference, processes)
+
+
+async def test_a_load_waits_for_a_rank_that_reads_slowly(subject: Subject, reference: Reference) -> None:
+    """The file is the trainer's and the sidecar's to delete once the load has returned."""
+    await subject.load(reference, reference.first)
+    processes = subject.process_group
+    (second,) = [pid for pid in members(processes) if "TP1" in title(pid)]
+    slowed = asyncio.create_task(slow_down(second))
+    try:
+        version = await subject.load(reference, reference.other(4))
+    finally:
+        slowed.cancel()
+        await asyncio.wait([slowed])
+    reference.use(reference.other(4))
+    await check_holds(subject, reference, version)
+    await check_goes_on(subject, reference, processes)
+
+
+async def slow_down(pid: int) -> None:
+    """It runs a hundredth of the time, until cancelled."""
+    try:
+        while True:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(0.5)
+            os.kill(pid, signal.SIGCONT)
+            await asyncio.sleep(0.005)
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

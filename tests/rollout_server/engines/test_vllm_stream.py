@@ -166,6 +166,6 @@ async def test_what_is_being_read_when_the_server_is_stopped_ends_with_what_arri
         stream.break_off("the server is being stopped")
         await http.close()
         with pytest.raises(EngineError, match="being stopped") as caught:
-            await asyncio.wait_for(waiting, 10)
+            await asyncio.wait_for(waiting, 60)
         assert caught.value.retryable
         await stream.close()
