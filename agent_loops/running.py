@@ -32,6 +32,9 @@ class RunningEpisodes:
         return len(self.running)
 
     def start(self, lease: Lease) -> None:
+        """Run it. A run of the same episode under an older lease is stopped: whatever it brought would be refused."""
+        if lease.episode_id in self.running:
+            self._cancel_lost(self.running[lease.episode_id][0])
         task = asyncio.create_task(self._run(lease), name=lease.episode_id)
         self.running[lease.episode_id] = (lease, task)
         task.add_done_callback(lambda _: self._forget(lease))
@@ -41,7 +44,7 @@ class RunningEpisodes:
         held = {episode_id: lease for episode_id, (lease, _) in self.running.items()}
         for leases in _chunks(list(held.values())):
             for episode_id in await self._parts.ledger.renew(leases):
-                self._cancel_lost(episode_id, held[episode_id])
+                self._cancel_lost(held[episode_id])
 
     async def drain(self) -> None:
         """Every episode gives its tools back first, then its lease goes back with its journal."""
@@ -82,11 +85,11 @@ class RunningEpisodes:
             del self.running[lease.episode_id]
         self._ended()
 
-    def _cancel_lost(self, episode_id: str, lease: Lease) -> None:
+    def _cancel_lost(self, lease: Lease) -> None:
         """Only the run that held the lost lease: the episode may have ended, or been leased anew, meanwhile."""
-        current = self.running.get(episode_id)
+        current = self.running.get(lease.episode_id)
         if current is not None and current[0].fence == lease.fence:
-            log.warning("lease of %s was lost; stopping it", episode_id)
+            log.warning("lease of %s was lost; stopping it", lease.episode_id)
             _cancel_once(current[1])
 
     async def _hand_back(self, lease: Lease) -> None:

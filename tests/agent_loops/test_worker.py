@@ -43,7 +43,7 @@ async def running(worker):
             await task
 
 
-async def until(condition, deadline_s=5.0):
+async def until(condition, deadline_s=60.0):
     async with asyncio.timeout(deadline_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -156,6 +156,21 @@ async def test_a_lost_lease_stops_its_episode_only(worker_of, ledger_of, tasks_o
         assert list(worker.episodes.running) == ["train/00000001"]
         assert calculator.open == 1
     assert ledger.released == ["train/00000001"]
+
+
+async def test_a_worker_that_leases_its_own_lost_episode_runs_it_once(
+    worker_of, ledger_of, tasks_of, calling_policy, calculator
+):
+    calculator.delay_s = 60
+    ledger = ledger_of(tasks_of(1))
+    worker = worker_of(ledger, FakeClient(calling_policy()), calculator, tool_timeout_s=90, lease_ttl_s=1e6)
+    async with running(worker):
+        await until(lambda: calculator.created == 1)
+        ledger.expire_all()
+        await until(lambda: calculator.created == 2 and calculator.open == 1)
+        assert len(worker.episodes) == 1
+    assert ledger.released == ["train/00000000"]
+    assert calculator.open == 0
 
 
 async def test_failures_in_a_row_stop_the_worker_with_their_cause(worker_of, ledger_of, tasks_of):
