@@ -142,14 +142,14 @@ def train(
         str | None, typer.Option(help="HOST:PORT on machine 0, where all meet [PENSTOCK_TRAIN_RENDEZVOUS].")
     ] = None,
 ) -> None:
-    """Start the trainer (torchrun with trainer.ranks processes) and join a running ledger.
+    """Start the trainer (one process, or torchrun with trainer.ranks of them) and join a running ledger.
 
     Over several machines: the same command on each, with its own --node-rank.
     """
-    from penstock.deploy.commands.train import Meeting, exec_torchrun
+    from penstock.deploy.commands.train import Meeting, exec_trainer
 
     def work() -> None:
-        exec_torchrun(_link(ledger, run), Meeting.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)
+        exec_trainer(_link(ledger, run), Meeting.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)
 
     if context.invoked_subcommand is None:
         _guarded(work)
@@ -161,7 +161,7 @@ train_app.command()(export)
 
 @app.command(hidden=True)
 def train_rank() -> None:
-    """One rank of the trainer; started by torchrun."""
+    """One rank of the trainer; torchrun starts several."""
     from penstock.deploy import roles
 
     _run(lambda: roles.train_rank(_link(None, None)))

@@ -47,7 +47,19 @@ async def launch(config: RunConfig, *, resume: bool = False, placement: Placemen
     Raises `ConfigError`, `LedgerError`, `RoleFailed`, `StalledRun`, and `Interrupted` after a first Ctrl-C or SIGTERM;
     however it ends, its processes are stopped and what was trained is summed up.
     """
-    run, placement = RunDir.of(config), placement or LocalPlacement()
+    task = asyncio.current_task()
+    assert task is not None
+    # Until there are roles to stop in order: connect.env and a redis-server must not stay behind. Once: a second
+    # cancellation would cut off their removal.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: task.cancelling() or task.cancel())
+    try:
+        return await _launch(config, resume, placement or LocalPlacement())
+    except asyncio.CancelledError:
+        raise Interrupted from None
+
+
+async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path:
+    run = RunDir.of(config)
     with RunLock(run, resume=resume):
         run.logs.mkdir(exist_ok=True)
         config = _for_all_roles(config, run)

@@ -166,7 +166,7 @@ async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
 
 
 async def train_rank(link: Link) -> None:
-    """One rank of the trainer; torchrun starts as many as `trainer.ranks`."""
+    """One rank of the trainer: the only one, or one of those that torchrun starts."""
     from penstock.trainer.bad_steps import TrainingDiverged
     from penstock.trainer.batch import BadBatch
     from penstock.trainer.data import DataError

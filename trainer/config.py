@@ -131,7 +131,7 @@ class TrainerConfig(BaseModel):
     megatron: MegatronConfig = MegatronConfig()
     steps: int = Field(40, gt=0, description="Optimizer steps (published versions) of the run.")
     ranks: int = Field(
-        1, gt=0, description="Trainer processes, started by torchrun; over several machines as many on each."
+        1, gt=0, description="Trainer processes; torchrun starts several, over several machines as many on each."
     )
     threads: int = Field(1, gt=0, description="CPU threads per trainer process.")
     advantage: str = Field("grpo", description="Registered advantage estimator.")

@@ -1,4 +1,4 @@
-"""`penstock train`: become torchrun."""
+"""`penstock train`: become the trainer's one rank, or torchrun with several."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ NODES_VARIABLE = "PENSTOCK_TRAIN_NODES"
 RENDEZVOUS_VARIABLE = "PENSTOCK_TRAIN_RENDEZVOUS"
 RENDEZVOUS_TIMEOUT_S = 600
 """A machine that is restarted waits so long for the others."""
+TORCHRUN_TELLS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+"""A rank that has none of these is alone. Somebody else's torchrun may have started us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +70,26 @@ class Meeting:
         ]
 
 
-def exec_torchrun(link: Link, meeting: Meeting = Meeting(), *, wait_s: float = 0.0) -> None:
-    """Replace this process by torchrun with this machine's share of `trainer.ranks`. Raises `ConfigError`.
+def exec_trainer(link: Link, meeting: Meeting = Meeting(), *, wait_s: float = 0.0) -> None:
+    """Replace this process by the trainer's one rank, or by torchrun with this machine's share of `trainer.ranks`.
 
-    On one machine they meet in files, and listen on loopback alone.
+    On one machine they meet in files, and listen on loopback alone. Raises `ConfigError`.
     """
     if os.environ.get("PENSTOCK_SUPERVISED"):
         die_with_parent()  # kept over exec; torchrun passes SIGTERM on to its ranks
     config = asyncio.run(_config(link, wait_s))
     trainer = config.trainer
     python = _python(trainer)
-    folder = _new_folder(local_weights_dir(config))
-    command = [python, "-m", "torch.distributed.run", *meeting.arguments(trainer.ranks, link.run, folder)]
     environment = {**os.environ, **link.environment(), "OMP_NUM_THREADS": str(trainer.threads)}
-    if meeting.nodes == 1:
-        environment |= {RANKS_FILE_VARIABLE: str(folder / "ranks"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    os.execve(python, [*command, "-m", "penstock.deploy.cli", "train-rank"], environment)  # noqa: S606
+    words = [python]
+    if (meeting.nodes, trainer.ranks) == (1, 1):
+        environment = {name: value for name, value in environment.items() if name not in TORCHRUN_TELLS}
+    else:
+        folder = _new_folder(local_weights_dir(config))
+        words += ["-m", "torch.distributed.run", *meeting.arguments(trainer.ranks, link.run, folder)]
+        if meeting.nodes == 1:
+            environment |= {RANKS_FILE_VARIABLE: str(folder / "ranks"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    os.execve(python, [*words, "-m", "penstock.deploy.cli", "train-rank"], environment)  # noqa: S606
 
 
 def _new_folder(weights: Path) -> Path:

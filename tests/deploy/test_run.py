@@ -17,7 +17,7 @@ from penstock.deploy.cli import app
 from penstock.deploy.load_config import load_config
 
 DOCS = Path(__file__).parents[2] / "docs" / "telemetry.md"
-pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(1500)]
 
 FIRST_STEP_KL = 1e-4
 """Between engine and trainer in float32, before anything is learned: they are the same policy."""
@@ -118,32 +118,24 @@ def test_synchronous_is_the_same_recipe_with_another_value(start_run) -> None:
     assert all(one["version_oldest"] == one["version_newest"] >= one["version"] for one in evaluations)
 
 
-@pytest.mark.parametrize("transport", ["http", "collective"])
-def test_weights_may_come_over_the_network(start_run, transport: str) -> None:
+@pytest.mark.parametrize(("transport", "ranks"), [("http", 2), ("collective", 1)])
+def test_weights_may_come_over_the_network_and_all_that_listens_does_so_on_loopback(
+    start_run, transport: str, ranks: int
+) -> None:
     overrides = (f"rollout.weight_transport={transport}", "rollout.weights_full_every=3", "rollout.servers=2")
-    run = start_run(transport, *SHORT, *overrides)
-    run.wait_for(lambda: run.steps() >= 1)
-    pids = run.pids()
-    summary = run.finish()
-    assert summary["steps"] == 4
-    assert summary["weight_updates"] >= 3
-    assert summary["logprob_abs_diff_mean"] <= 1e-3
-    assert_accounts_balance(summary)
-    assert_nothing_left(run, pids)
-    held = re.findall(r"round \S+: (\d) of \d servers", (run.root / "logs" / "trainer.log").read_text())
-    assert any(int(servers) for servers in held) == (transport == "collective")
-
-
-def test_two_ranks_and_all_that_listens_does_so_on_loopback(start_run) -> None:
-    run = start_run("ranks", *SHORT, "trainer.ranks=2")
+    run = start_run(transport, *SHORT, *overrides, f"trainer.ranks={ranks}")
     run.wait_for(lambda: run.steps() >= 1)
     pids = run.pids()
     listening = {ip for pid in pids for ip in listens_on(pid)}
     summary = run.finish()
     assert summary["steps"] == 4
+    assert summary["weight_updates"] >= 3
+    assert summary["logprob_abs_diff_mean"] <= 1e-3
     assert_accounts_balance(summary)
     assert listening == {"127.0.0.1"}
     assert_nothing_left(run, pids)
+    held = re.findall(r"round \S+: (\d) of \d servers", (run.root / "logs" / "trainer.log").read_text())
+    assert any(int(servers) for servers in held) == (transport == "collective")
 
 
 def listens_on(pid: int) -> set[str]:
@@ -164,6 +156,17 @@ def test_ctrl_c_ends_every_process_and_the_run_goes_on_later(start_run) -> None:
     summary = start_run("stopped", *SHORT, "trainer.steps=6", resume=True).finish()
     assert summary["steps"] == 6
     assert_accounts_balance(summary)
+
+
+def test_a_run_that_is_told_to_stop_before_its_roles_are_there_leaves_nothing(start_run) -> None:
+    run = start_run("early", *SHORT)
+    run.wait_for((run.root / "redis").exists)
+    pids = run.pids()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(90) == 130
+    assert "go on with: penstock run" in run.log.read_text()
+    assert not (run.root / "connect.env").exists()
+    assert_nothing_left(run, pids)
 
 
 def test_an_own_loop_by_dotted_path(start_run, tmp_path: Path) -> None:

@@ -1,11 +1,18 @@
 """Where the ranks of a trainer meet, on one machine and over several."""
 
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.deploy.conftest import RECIPE
 
-from penstock.deploy.commands.train import Meeting
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.commands import train
+from penstock.deploy.commands.train import Meeting, exec_trainer
+from penstock.deploy.link import Link
+from penstock.deploy.load_config import ConfigError, load_config
+from penstock.deploy.weights_dir import remove_weights
 
 HERE = Path("/dev/shm/here")
 
@@ -14,6 +21,38 @@ HERE = Path("/dev/shm/here")
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PENSTOCK_TRAIN_NODES", "PENSTOCK_TRAIN_RENDEZVOUS"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_only_several_ranks_are_started_by_torchrun(
+    ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = load_config(RECIPE, [f"trainer.ranks={ranks}", f"runs_dir={tmp_path}", "trainer.threads=3"])
+
+    async def of_the_run(*_: Any) -> Any:
+        return config
+
+    became: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(train, "_config", of_the_run)
+    monkeypatch.setattr(os, "execve", lambda _, words, environment: became.append((words, environment)))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")  # of somebody else's torchrun: a rank that has them waits for two more
+    try:
+        exec_trainer(Link("redis://127.0.0.1:1", "mine", None, "a token"))
+    finally:
+        remove_weights(config)
+    [(words, environment)] = became
+    rank = ["-m", "penstock.deploy.cli", "train-rank"]
+    assert (words[0], words[-3:]) == (sys.executable, rank)
+    assert environment["PENSTOCK_RUN"] == "mine"
+    assert environment["OMP_NUM_THREADS"] == "3"
+    if ranks == 1:
+        assert words[1:] == rank
+        assert not environment.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK", "PENSTOCK_RANKS_FILE"}
+    else:
+        assert words[1:3] == ["-m", "torch.distributed.run"]
+        assert words[words.index("--nproc-per-node") + 1] == "2"
+        assert environment["PENSTOCK_RANKS_FILE"].endswith("/ranks")
 
 
 def test_one_machine_meets_in_a_file() -> None:
