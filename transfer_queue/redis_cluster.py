@@ -72,10 +72,11 @@ class RedisCluster:
         await asyncio.gather(*(self._until(server, _is_ok(len(self.servers))) for server in self.servers))
 
     async def ask(self, server: RedisServer, *command: Any) -> Any:
-        """One command at one node, whatever it is in charge of."""
-        async with aioredis.Redis.from_url(
-            server.url, password=self._password, socket_timeout=None, protocol=2
-        ) as client:
+        """One command at one node, whatever it is in charge of. Raises `TimeoutError` after `start_timeout_s`."""
+        client = aioredis.Redis.from_url(
+            server.url, password=self._password, socket_timeout=None, socket_connect_timeout=None, protocol=2
+        )
+        async with asyncio.timeout(self._start_timeout_s), client:
             return await client.execute_command(*command)
 
     async def _introduce(self) -> None:

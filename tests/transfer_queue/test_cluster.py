@@ -148,7 +148,7 @@ async def test_a_node_killed_in_the_middle_is_waited_for(
     await connection.many([("SET", key, 0) for key in keys])
     await dead.kill()
     calls = [asyncio.create_task(connection.many([("INCR", key) for key in keys])) for _ in range(10)]
-    with pytest.raises(LedgerUnavailable, match=r"GET: no answer from redis://.* for 0\.\d s"):
+    with pytest.raises(LedgerUnavailable, match=r"GET: no answer from redis://.* for \d+\.\d s"):
         await impatient.command("GET", next(iter(theirs)))
     assert not any(call.done() for call in calls)
     await dead.restart()
@@ -184,7 +184,7 @@ async def add_replica(cluster: RedisCluster, master: RedisServer, directory: Pat
     await cluster.ask(replica, "CLUSTER", "MEET", "127.0.0.1", master.port)
     await cluster.until_ok()
     await cluster.ask(replica, "CLUSTER", "REPLICATE", await cluster.ask(master, "CLUSTER", "MYID"))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (await cluster.ask(replica, "INFO", "replication")).get("master_link_status") != "up":
             await asyncio.sleep(0.05)
     return replica
@@ -197,7 +197,7 @@ async def migrate(cluster: RedisCluster, source: RedisServer, target: RedisServe
 
 async def until_counted(cluster: RedisCluster, server: RedisServer, error: str) -> None:
     """Wait until a server has refused a command for that reason."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while error not in await cluster.ask(server, "INFO", "errorstats"):
             await asyncio.sleep(0.01)
 
