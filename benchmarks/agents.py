@@ -7,7 +7,8 @@ the number of episodes, so that at every level as many turns end per second and 
 differs. Each level has a process of its own, each round all levels, in changing order.
 
     cpu       seconds on a core of the whole worker process (its threads, its Redis client), per turn
-    memory    of one episode that waits for the model, by what Python has allocated and by resident pages
+    memory    of one episode that waits for the model: by what Python has allocated, with all episodes in the same turn,
+              so that contexts are as long at every level; and by resident pages of the worker that was at work
 
 PENSTOCK_BENCH_EPISODES_AT_ONCE (100,1000,10000), PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_TURNS_PER_S (200),
 PENSTOCK_BENCH_TURNS_BEFORE (1, of each episode before anything is counted), PENSTOCK_BENCH_SECONDS (30, of measuring at
@@ -34,6 +35,10 @@ from penstock.transfer_queue.redis_server import RedisServer
 
 MODEL = ROOT / "recipes" / "calculator" / "model"
 """Its tokenizer and chat template are used, not its weights."""
+HELD_TURN = 2
+"""All episodes wait for its answer where bytes are counted: a call and its result are in the context."""
+TRACING = 2.0
+"""Turns take so many times as long where bytes are counted: who is traced does not keep up with more."""
 Rounds = dict[int, list[dict[str, Any]]]
 """episodes at once → figures of each round"""
 
@@ -69,18 +74,19 @@ async def _measure() -> dict[str, Any]:
     extent = Extent.read()
     setup = {**processor(), **asdict(extent), **_of_the_work()}
     working: Rounds = {level: [] for level in extent.levels}
-    traced: Rounds = {level: [] for level in extent.levels}
+    held: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         password = secrets.token_urlsafe(16)
         async with RedisServer(Path(folder), password) as server:
             for number in range(extent.rounds):
                 order = extent.levels if number % 2 == 0 else extent.levels[::-1]
                 for level in order:
-                    working[level].append(await _one_level(server, password, level, extent))
+                    working[level].append(await _one_level(server, password, _at_work(level, extent)))
                     say(f"agents: round {number + 1} of {extent.rounds}, {level} episodes: {working[level][-1]}")
             for level in extent.levels:
-                traced[level].append(await _one_level(server, password, level, extent, traced=True))
-    figures = {f"{level}_episodes": _figures(working[level], traced[level]) for level in extent.levels}
+                held[level] = await _one_level(server, password, _all_held(level, extent), PYTHONTRACEMALLOC="1")
+                say(f"agents: {level} episodes that wait in turn {HELD_TURN}: {held[level]}")
+    figures = {f"{level}_episodes": _figures(working[level], held[level]) for level in extent.levels}
     bytes_per_idle_episode = figures[f"{extent.levels[-1]}_episodes"]["resident_bytes_per_episode"]
     return {
         "bench": "agents",
@@ -90,37 +96,38 @@ async def _measure() -> dict[str, Any]:
     }
 
 
+def _at_work(level: int, extent: Extent) -> dict[str, Any]:
+    return {
+        "episodes": level,
+        "turns_per_s": extent.turns_per_s,
+        "turns_before": extent.turns_before,
+        "warm_up_s": min(5.0, extent.seconds),
+        "seconds": extent.seconds,
+    }
+
+
+def _all_held(level: int, extent: Extent) -> dict[str, Any]:
+    return {"episodes": level, "turns_per_s": extent.turns_per_s / TRACING, "held_turn": HELD_TURN}
+
+
 async def _one_level(
-    server: RedisServer, password: str, level: int, extent: Extent, *, traced: bool = False
+    server: RedisServer, password: str, question: dict[str, Any], **environment: str
 ) -> dict[str, Any]:
-    environment = {"PENSTOCK_BENCH_PASSWORD": password, "PENSTOCK_LOG": "WARNING"}
-    if traced:
-        environment["PYTHONTRACEMALLOC"] = "1"
+    environment |= {"PENSTOCK_BENCH_PASSWORD": password, "PENSTOCK_LOG": "WARNING"}
     child = await Child.module("benchmarks.support.agents_child", server.url, str(MODEL), env=environment)
     try:
-        return await child.ask(
-            {
-                "episodes": level,
-                "turns_per_s": extent.turns_per_s,
-                "turns_before": extent.turns_before,
-                "warm_up_s": min(5.0, extent.seconds),
-                "seconds": extent.seconds,
-                "traced": traced,
-            },
-            timeout_s=2400,
-        )
+        return await child.ask(question, timeout_s=2400)
     finally:
         await child.stop()
 
 
-def _figures(working: list[dict[str, Any]], traced: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the rounds; what Python has allocated from the round that counts it."""
+def _figures(working: list[dict[str, Any]], held: dict[str, Any]) -> dict[str, Any]:
+    """Medians of the rounds; what Python has allocated from the run that counts it."""
     figures = {name: round(median(one[name] for one in working), 4) for name in working[0]}
-    tokens = traced[0]["context_tokens_per_episode"]
     return {
         **figures,
-        "traced_bytes_per_episode": traced[0]["traced_bytes_per_episode"],
-        "context_tokens_per_traced_episode": tokens,
+        "traced_bytes_per_episode": held["traced_bytes_per_episode"],
+        "context_tokens_per_traced_episode": held["context_tokens_per_episode"],
     }
 
 
@@ -145,5 +152,6 @@ def _of_the_work() -> dict[str, Any]:
         "sampled_tokens_per_turn": ANSWER_TOKENS,
         "tool_result_chars": RESULT_CHARS,
         "turns_per_episode": f"geometric, mean {1 / LAST_TURN:g}",
+        "traced_in_turn": HELD_TURN,
         "ledger": "redis, a process of its own, not counted",
     }

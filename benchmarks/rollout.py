@@ -68,7 +68,8 @@ class Extent:
             "engine": self.engine,
             "dtype": self.dtype,
             "max_model_len": CONTEXT,
-            "max_concurrent": most,
+            # One more: the sidecar probes an engine that it believes idle, also while the bare side loads it.
+            "max_concurrent": most + 1,
             "kv_cache_tokens": 2 * CONTEXT + 2 * most * (PROMPT_TOKENS + self.answer_tokens),
             "request_timeout_s": 600.0,
             **engine_args(self.engine),

@@ -2,7 +2,8 @@
 
 python -m benchmarks.support.agents_child REDIS_URL MODEL    (password in PENSTOCK_BENCH_PASSWORD)
 
-    {"episodes", "turns_per_s", "turns_before", "warm_up_s", "seconds", "traced"} ──► figures of this process
+    {"episodes", "turns_per_s", "turns_before", "warm_up_s", "seconds"} ──► figures of a worker at work
+    {"episodes", "turns_per_s", "held_turn"}                            ──► bytes of an episode that waits in that turn
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from penstock.transfer_queue.redis_ledger import RedisLedger
 from penstock.transfer_queue.trajectory import Task
 
 GROUP_SIZE = 8
-WARM_EPISODES, WARM_TURN_S, WARM_TURNS = 32, 0.02, 600
+WARM_AT_ONCE, WARM_TURN_S, WARM_GROUPS = 32, 0.02, 15
 """Before anything is counted: every path taken, every cache filled."""
 NEARLY_ALL = 0.99
 """Some are always on their way from one wait to the next."""
@@ -77,6 +78,7 @@ class World:
     engine: SlowEngine
     model_clock: Clock
     tool_clock: Clock
+    lease_ttl_s: float
 
     def take_time(self, turn_s: float) -> None:
         """On average, for model and tool together."""
@@ -84,48 +86,71 @@ class World:
 
     def worker(self, episodes: int) -> Worker:
         config = self.parts.config.model_copy(update={"concurrency": episodes})
-        job = WorkerJob("bench", config, self.ledger, self.engine, model="", lease_ttl_s=30.0)
+        job = WorkerJob("bench", config, self.ledger, self.engine, model="", lease_ttl_s=self.lease_ttl_s)
         return Worker(job, replace(self.parts, config=config))
 
 
 async def measure(url: str, password: str, model: str, question: dict[str, Any]) -> dict[str, Any]:
+    # Who traces is several times slower: leases must not run out meanwhile.
+    lease_ttl_s = HELD_DEADLINE_S if "held_turn" in question else 30.0
     ledger = await RedisLedger.connect(url, f"agents-{secrets.token_hex(4)}", TransferQueueConfig(), password=password)
     try:
-        await _fill(ledger, question)
-        return await _measure(build_world(ledger, model), question)
+        return await _measure(build_world(ledger, model, lease_ttl_s), question)
     finally:
         await ledger.drop_run()
         await ledger.close()
 
 
 async def _measure(world: World, question: dict[str, Any]) -> dict[str, Any]:
-    episodes = question["episodes"]
+    await _warm_up(world, _tasks(question))
+    world.take_time(question["episodes"] / question["turns_per_s"])
+    return await (_all_held if "held_turn" in question else _full_worker)(world, question)
+
+
+async def _warm_up(world: World, tasks: list[Task]) -> None:
+    """Run the first tasks to their end, so that no episode of them is taken up later in mid-way; queue the others."""
+    limits = Limits(GROUP_SIZE, len(tasks), max_staleness=0, max_bytes=64 << 30, lease_ttl_s=world.lease_ttl_s)
+    await world.ledger.create_run(limits, "{}")
+    await world.ledger.submit(tasks[:WARM_GROUPS])
     world.take_time(WARM_TURN_S)
-    async with running(world.worker(WARM_EPISODES)):
-        await until(lambda: world.engine.turns >= WARM_TURNS)
-    before, worker, engine = memory(), world.worker(episodes), world.engine
-    with frozen_start():
-        return await _full_worker(world, worker, engine, before, question)
-
-
-async def _full_worker(
-    world: World, worker: Worker, engine: SlowEngine, before: tuple[int, int], question: dict[str, Any]
-) -> dict[str, Any]:
-    episodes, turn_s = question["episodes"], question["episodes"] / question["turns_per_s"]
-    world.take_time(turn_s)
+    worker = world.worker(WARM_AT_ONCE)
     async with running(worker):
-        began, ramp = time.monotonic(), engine.turns + question["turns_before"] * episodes
-        await until(lambda: len(worker.episodes) >= NEARLY_ALL * episodes)
-        figures = {"mean_turn_s": turn_s, "started_in_s": round(time.monotonic() - began, 2)}
-        await until(lambda: engine.turns >= ramp)
-        await asyncio.sleep(question["warm_up_s"])
-        if not question["traced"]:
-            figures |= await _at_work(world.engine, question["seconds"])
-        world.model_clock.stop()
-        await until(lambda: world.engine.waiting >= NEARLY_ALL * episodes)
-        figures |= _held(before, memory(), world.engine)
-        began = time.monotonic()
+        await until(lambda: worker.stats.outcomes.total() >= WARM_GROUPS * GROUP_SIZE and not worker.episodes)
+    await world.ledger.submit(tasks[WARM_GROUPS:])
+
+
+async def _full_worker(world: World, question: dict[str, Any]) -> dict[str, Any]:
+    """Figures of a worker whose episodes are of mixed ages, then of the same when all of them wait."""
+    episodes, engine, before = question["episodes"], world.engine, memory()
+    worker = world.worker(episodes)
+    with frozen_start():
+        async with running(worker):
+            began, ramp = time.monotonic(), engine.turns + question["turns_before"] * episodes
+            await until(lambda: len(worker.episodes) >= NEARLY_ALL * episodes)
+            figures = {
+                "mean_turn_s": episodes / question["turns_per_s"],
+                "started_in_s": round(time.monotonic() - began, 2),
+            }
+            await until(lambda: engine.turns >= ramp)
+            await asyncio.sleep(question["warm_up_s"])
+            figures |= await _at_work(engine, question["seconds"])
+            world.model_clock.stop()
+            await until(lambda: engine.waiting >= NEARLY_ALL * episodes)
+            figures |= _waiting(before, engine)
+            began = time.monotonic()
+    del figures["traced_bytes_per_episode"]
     return {**figures, "drained_in_s": round(time.monotonic() - began, 2)}
+
+
+async def _all_held(world: World, question: dict[str, Any]) -> dict[str, Any]:
+    """Of episodes that all wait in the same turn: a ratio of two such figures compares contexts of the same length."""
+    engine, before = world.engine, memory()
+    engine.hold(question["held_turn"])
+    world.model_clock.even = world.tool_clock.even = True
+    with frozen_start():
+        async with running(world.worker(question["episodes"])):
+            await until(lambda: engine.held >= NEARLY_ALL * question["episodes"])
+            return _waiting(before, engine)
 
 
 async def _at_work(engine: SlowEngine, seconds: float) -> dict[str, float]:
@@ -153,8 +178,9 @@ def memory() -> tuple[int, int]:
     return pages * resource.getpagesize(), tracemalloc.get_traced_memory()[0]
 
 
-def _held(before: tuple[int, int], now: tuple[int, int], engine: SlowEngine) -> dict[str, Any]:
+def _waiting(before: tuple[int, int], engine: SlowEngine) -> dict[str, Any]:
     """Bytes per episode that waits for the model; `engine` has all of them."""
+    now = memory()
     resident, traced = (round((after - first) / engine.waiting) for after, first in zip(now, before, strict=True))
     return {
         "waiting": engine.waiting,
@@ -166,14 +192,14 @@ def _held(before: tuple[int, int], now: tuple[int, int], engine: SlowEngine) -> 
 
 
 # the parts ---------------------------------------------------------------------------------------------------------
-async def _fill(ledger: RedisLedger, question: dict[str, Any]) -> None:
-    """More episodes than are needed, all admitted at once: step 0 would take every group."""
-    seconds = 60 + question["warm_up_s"] + question["seconds"]
-    turns = question["turns_per_s"] * seconds + question["turns_before"] * question["episodes"]
-    count = question["episodes"] + WARM_EPISODES + WARM_TURNS + int(turns)
-    groups = count // GROUP_SIZE + 1
-    await ledger.create_run(Limits(GROUP_SIZE, groups, max_staleness=0, max_bytes=64 << 30), "{}")
-    await ledger.submit([_task(number) for number in range(groups)])
+def _tasks(question: dict[str, Any]) -> list[Task]:
+    """Of more episodes than are needed. All are admitted at once: step 0 would take every group."""
+    turns = 60 * question["turns_per_s"]
+    if "held_turn" not in question:
+        turns += question["turns_per_s"] * (question["warm_up_s"] + question["seconds"])
+        turns += question["turns_before"] * question["episodes"]
+    groups = WARM_GROUPS + (question["episodes"] + int(turns)) // GROUP_SIZE + 1
+    return [_task(number) for number in range(groups)]
 
 
 def _task(number: int) -> Task:
@@ -182,7 +208,7 @@ def _task(number: int) -> Task:
     return Task(f"train/{number:08d}", "train", messages, "bench", "46")
 
 
-def build_world(ledger: RedisLedger, model: str) -> World:
+def build_world(ledger: RedisLedger, model: str, lease_ttl_s: float) -> World:
     """A real worker's parts, but for the engine and the tool."""
     config = AgentConfig(max_turns=64, max_new_tokens=256, max_response_tokens=16384, episode_deadline_s=3600)
     model_clock, tool_clock = Clock(seed=1), Clock(seed=2)
@@ -196,7 +222,7 @@ def build_world(ledger: RedisLedger, model: str) -> World:
         tool_configs={tool.name: ToolConfig(name=tool.name, timeout_s=3600)},
         reward=RewardFunction(_score),
     )
-    return World(ledger, parts, engine, model_clock, tool_clock)
+    return World(ledger, parts, engine, model_clock, tool_clock, lease_ttl_s)
 
 
 async def _score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
@@ -205,13 +231,11 @@ async def _score(data_source: str, solution_str: str, ground_truth: Any, extra_i
 
 @asynccontextmanager
 async def running(worker: Worker) -> AsyncIterator[None]:
-    task = asyncio.create_task(worker.run())
-    try:
+    """For the time of the block, which a worker that fails ends."""
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(worker.run())
         yield
-    finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 async def until(condition: Callable[[], bool]) -> None:
