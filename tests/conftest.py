@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parent
 TOGETHER = (
     ROOT / "rollout_server" / "conformance",  # one running engine of each kind
+    ROOT / "recipes" / "swe",  # tasks that are made once
     ROOT / "sandbox" / "attacks",  # one planted host, and the process's descriptors are counted around every attack
 )
 

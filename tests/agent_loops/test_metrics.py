@@ -19,7 +19,7 @@ async def test_episodes_calls_and_waits_are_counted(parts_of, ledger_of, tasks_o
     job = WorkerJob(name="w", config=config, ledger=ledger, client=client, model="")
     task = asyncio.create_task(Worker(job, parts).run())
     value = job.metrics.registry.get_sample_value
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not value("penstock_agent_in_flight"):
             await asyncio.sleep(0.001)
         assert value("penstock_agent_concurrency_limit") == 3

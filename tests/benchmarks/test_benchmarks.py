@@ -78,7 +78,6 @@ ROLLOUT = {**TINY, "PENSTOCK_BENCH_CONCURRENCY": "1,4", "PENSTOCK_BENCH_ANSWER_T
 WEIGHTS = {**TINY, "PENSTOCK_BENCH_WEIGHTS_MB": "8", "PENSTOCK_BENCH_UPDATES": "3", "PENSTOCK_BENCH_SWAPS": "4"}
 
 
-@pytest.mark.alone
 @pytest.mark.torch
 async def test_the_rollout_servers(measure: Measure) -> None:
     pytest.importorskip("transformers")
@@ -133,22 +132,16 @@ async def test_the_weights(measure: Measure) -> None:
     assert not any("pause" in name for name in ratios)
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize(
-    "engine", [pytest.param("hf", marks=pytest.mark.torch), pytest.param("vllm", marks=pytest.mark.vllm)]
-)
-@pytest.mark.timeout(900)
-async def test_the_pauses(measure: Measure, engine: str) -> None:
+@pytest.mark.torch
+async def test_the_pauses(measure: Measure) -> None:
     pytest.importorskip("transformers")
-    if engine != "hf":
-        await skip_without(engine)
-    measured = await measure("weights", **WEIGHTS, PENSTOCK_BENCH_ENGINE=engine)
+    measured = await measure("weights", **WEIGHTS, PENSTOCK_BENCH_ENGINE="hf")
     figures, ratios = measured["figures"]["pause"], measured["ratio"]
     assert figures["updates"] == 4
     assert set(figures["pause_s_by_server"]) == {"rollout-0", "rollout-1"}
     assert 0 < figures["load_in_pause_s"]["p99"] <= figures["pause_s"]["p99"]
     assert figures["pause_s"]["p50"] <= figures["pause_s"]["p99"]
-    assert figures["in_flight"] == 8
+    assert 0 < figures["in_flight"] <= 8
     assert min(figures["others_tokens_per_s"].values()) > 0
     # A load is a part of its pause.
     assert 1 <= ratios["pause_p50_over_engine_load"] <= ratios["pause_p99_over_engine_load"]
@@ -169,7 +162,6 @@ async def test_thousands_of_episodes_leave_nothing_behind(measure: Measure) -> N
     assert figures["most_used_bytes"] > figures["used_bytes"]["before"] + (1 << 20)
 
 
-@pytest.mark.alone
 async def test_the_agent_worker(measure: Measure) -> None:
     measured = await measure(
         "agents",
@@ -189,4 +181,6 @@ async def test_the_agent_worker(measure: Measure) -> None:
         assert cell["lag_p50_ms"] <= cell["lag_p99_ms"] <= cell["lag_most_ms"] + 0.1
         assert cell["traced_bytes_per_episode"] > 1000
         assert cell["context_tokens_per_episode"] > 100
+    lengths = {figures[f"{level}_episodes"]["context_tokens_per_traced_episode"] for level in (10, 40)}
+    assert max(lengths) - min(lengths) < 2, "contexts of unlike length were compared"
     assert "bytes_per_idle_episode" in figures

@@ -47,7 +47,6 @@ def test_work_travels_and_its_advantages_are_grpos() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.timeout(600)
 async def test_the_step_beside_a_padded_loop(measure: Measure) -> None:
     pytest.importorskip("transformers")
     measured = await measure("trainer", **TINY, PENSTOCK_BENCH_TRL="")
@@ -58,7 +57,6 @@ async def test_the_step_beside_a_padded_loop(measure: Measure) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not (TRL / "complete").exists(), reason="TRL is not there: scripts/setup-trl")
 async def test_the_step_beside_trl(measure: Measure) -> None:
     pytest.importorskip("transformers")

@@ -66,14 +66,14 @@ class LivingRun:
         metrics = self.root / "metrics.jsonl"
         return metrics.read_text().count("\n") if metrics.exists() else 0
 
-    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 180) -> None:
+    def wait_for(self, condition: Callable[[], bool], timeout_s: float = 600) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, f"the run ended early:\n{self.tail()}"
             assert time.monotonic() < deadline, f"it took longer than {timeout_s} s:\n{self.tail()}"
             time.sleep(0.1)
 
-    def finish(self, timeout_s: float = 400) -> dict[str, Any]:
+    def finish(self, timeout_s: float = 900) -> dict[str, Any]:
         status = self.process.wait(timeout_s)
         assert status == 0, f"exit status {status}:\n{self.tail()}"
         return self.summary()
@@ -104,7 +104,7 @@ def weights_of(name: str) -> set[Path]:
 
 def assert_nothing_left(run: LivingRun, pids: list[int]) -> None:
     """Every process that the run started is gone (a zombie not yet reaped counts as gone), its shared memory too."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (alive := [pid for pid in pids if _alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive == [], [_command(pid) for pid in alive]

@@ -32,7 +32,7 @@ async def client(ledger: MemoryLedger) -> AsyncIterator[tuple[httpx.AsyncClient,
 
 
 async def seen(client: httpx.AsyncClient, line: str) -> str:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while line not in (text := (await client.get("/metrics", headers=TOKEN)).text):
             await asyncio.sleep(0.01)
     return text
@@ -48,7 +48,7 @@ async def test_gauges_follow_the_ledger(ledger: MemoryLedger, client) -> None:
     await seen(http, 'penstock_ledger_server_version_lag{run="mine",server="s0"} 0.0')
     await ledger.drop_run()
     ledger.status = _away  # type: ignore[method-assign]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while "penstock" in (await http.get("/metrics", headers=TOKEN)).text:
             await asyncio.sleep(0.01)
     polling.cancel()

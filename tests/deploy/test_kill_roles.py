@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.redis,
     pytest.mark.bwrap,
     pytest.mark.torch,
-    pytest.mark.timeout(1500),
+    pytest.mark.timeout(2700),
 ]
 
 VICTIMS = [
@@ -25,15 +25,15 @@ VICTIMS = [
 
 def test_each_role_killed_once(start_run) -> None:
     """The quickstart, until well after it has learned: sidecar, engine, worker, trainer and redis die on the way."""
-    run = start_run("killed", "trainer.steps=36")
+    run = start_run("killed", "trainer.steps=24")
     seen = []
     for number, victim in enumerate(VICTIMS):
-        run.wait_for(lambda goal=4 + 5 * number: run.steps() >= goal)
+        run.wait_for(lambda goal=2 + 3 * number: run.steps() >= goal)
         seen += run.pids()
         run.kill_one(*victim)
-    summary = run.finish(timeout_s=900)
-    assert summary["steps"] == 36
-    assert summary["reward_last"] >= 0.9
+    summary = run.finish()
+    assert summary["steps"] == 24
+    assert summary["reward_last"] >= 0.8
     assert summary["eval_reward"] >= 0.9
     assert summary["staleness_max"] <= 2
     assert_accounts_balance(summary)

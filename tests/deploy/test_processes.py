@@ -15,7 +15,7 @@ def role(tmp_path: Path, code: str, *, max_restarts: int = 3, stop_grace_s: floa
 
 
 async def started(process: RoleProcess, text: str) -> int:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while process.pid is None or text not in process.spec.log.read_text():
             await asyncio.sleep(0.01)
     return process.pid
@@ -29,7 +29,7 @@ async def test_a_role_that_finishes_is_not_started_again(tmp_path: Path) -> None
 
 
 async def test_a_killed_role_comes_back(tmp_path: Path) -> None:
-    code = "import pathlib,sys,time; p=pathlib.Path(sys.argv[0] or '.'); print('up'); time.sleep(60)"
+    code = "import pathlib,sys,time; p=pathlib.Path(sys.argv[0] or '.'); print('up'); time.sleep(600)"
     process = role(tmp_path, code)
     task = asyncio.create_task(process.run())
     first = await started(process, "up\n")
@@ -50,10 +50,10 @@ async def test_a_role_that_keeps_failing_ends_the_run_with_its_last_words(tmp_pa
 async def test_stop_ends_the_role_and_what_it_started(tmp_path: Path) -> None:
     code = (
         "import signal,subprocess,sys,time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "print(child.pid, 'up')\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     process = role(tmp_path, code, stop_grace_s=0.2)
     task = asyncio.create_task(process.run())

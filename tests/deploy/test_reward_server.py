@@ -68,7 +68,7 @@ def test_it_scores_until_it_is_told_to_end(server: subprocess.Popen[str], port: 
         scores = client.post("/score", json={"items": items}).json()["scores"]
         assert len(set(scores)) == 5
     server.send_signal(signal.SIGTERM)
-    _, said = server.communicate(timeout=30)
+    _, said = server.communicate(timeout=60)
     assert server.returncode == 0, said
     assert f"POST http://127.0.0.1:{port}/score" in said
 

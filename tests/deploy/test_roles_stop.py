@@ -16,7 +16,7 @@ from penstock.deploy.roles import run_role
 async def main():
     print("up", flush=True)
     try:
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
     except asyncio.CancelledError:
         print("saving", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
@@ -41,6 +41,6 @@ def test_a_second_term_does_not_cut_off_the_first(more: int) -> None:
     assert role.stdout.readline() == "saving\n"
     for _ in range(more):
         role.send_signal(signal.SIGTERM)
-    rest, _ = role.communicate("go on\n", timeout=30)
+    rest, _ = role.communicate("go on\n", timeout=60)
     assert rest == "saved\n"
     assert role.returncode == 0

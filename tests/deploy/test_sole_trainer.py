@@ -19,7 +19,7 @@ from penstock.deploy.sole_trainer import sole_trainer
 async def hold():
     async with sole_trainer(RunDir(pathlib.Path(sys.argv[1]))):
         print("held", flush=True)
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 asyncio.run(hold())
 """
 
@@ -39,7 +39,7 @@ async def test_the_next_trainer_waits_until_the_last_one_is_dead(tmp_path: Path)
         await asyncio.sleep(0.5)
         assert not entered.is_set()
         holder.kill()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await waiting
         assert entered.is_set()
     finally:

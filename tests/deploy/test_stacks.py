@@ -50,7 +50,7 @@ class Child:
                 [sys.executable, "-c", code, *words], stdout=file, stderr=file, start_new_session=True
             )
 
-    def until(self, text: str, timeout_s: float = 30.0) -> str:
+    def until(self, text: str, timeout_s: float = 60.0) -> str:
         deadline = time.monotonic() + timeout_s
         while text not in (said := self.log.read_text()):
             assert self.process.poll() is None, said

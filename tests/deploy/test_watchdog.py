@@ -80,7 +80,7 @@ def test_a_hanging_loop_is_named_and_shown(start_run, tmp_path: Path) -> None:
     run.wait_for(lambda: any("in Hangs.wait_for_a_bus" in log.read_text() for log in agents))
     ranks = run.root / "logs" / "trainer.log"
     run.wait_for(lambda: "in BatchSource._lease" in ranks.read_text())
-    assert "Current thread" in ranks.read_text(), "torchrun's ranks answer, too"
+    assert "Current thread" in ranks.read_text(), "the trainer answers, too"
     roles = json.loads((run.root / "roles.json").read_text())
     assert {name: (role["state"], role["restarts"]) for name, role in roles.items()} == dict.fromkeys(
         ("rollout-0", "agent-0", "agent-1", "trainer"), ("running", 0)

@@ -60,7 +60,7 @@ def test_bash_can_read_every_bash_block(page: str) -> None:
     for fence in fences(page):
         if fence.language == "bash" and not fence.shown_only:
             read = subprocess.run(
-                ["bash", "-n"], input=fence.text, capture_output=True, text=True, check=False, timeout=20
+                ["bash", "-n"], input=fence.text, capture_output=True, text=True, check=False, timeout=60
             )
             assert read.returncode == 0, f"{fence.name}: {read.stderr}"
 

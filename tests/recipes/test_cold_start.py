@@ -18,7 +18,7 @@ from penstock.agent_loops.chat import chat_of
 from penstock.agent_loops.segment import Budget
 from penstock.deploy.load_config import load_config
 
-pytestmark = [pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]
 cold_start = script("cold_start.py")
 LOSS = re.compile(r"^step +\d+  loss (\S+)", re.MULTILINE)
 

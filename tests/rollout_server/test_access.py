@@ -23,7 +23,7 @@ async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
 
 
 async def test_every_route_refuses_a_missing_and_a_wrong_token(server: RunningServer) -> None:
-    async with httpx.AsyncClient(timeout=10) as http:
+    async with httpx.AsyncClient(timeout=60) as http:
         paths = (await http.get(f"{server.url}/openapi.json", headers=HEADERS)).json()["paths"]
         asked = [(method, path) for path, operations in paths.items() for method in operations]
         assert {("post", "/generate"), ("post", "/weights"), ("post", "/drain"), ("get", "/v1/models")} <= set(asked)
@@ -42,7 +42,7 @@ async def test_the_token_for_metrics_opens_them_alone(tmp_path: Path) -> None:
     headers = {"Authorization": "Bearer for metrics"}
     async with (
         rollout_server(StubLedger(), tmp_path, metrics_token="for metrics") as running,
-        httpx.AsyncClient(timeout=10, headers=headers) as http,
+        httpx.AsyncClient(timeout=60, headers=headers) as http,
     ):
         found = await http.get(f"{running.url}/metrics")
         assert (found.status_code, "penstock_rollout_in_flight" in found.text) == (200, True)

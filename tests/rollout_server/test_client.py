@@ -232,7 +232,7 @@ async def test_waiting_for_a_server_ends_with_the_cause(ledger: StubLedger) -> N
     with pytest.raises(EngineError, match="no rollout server is registered") as caught:
         await client.generate(ask([1], 5))
     assert caught.value.retryable
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30  # and not the default of minutes
     ledger.registered["gone"] = ServerInfo("gone", "http://127.0.0.1:9", 0)
     with pytest.raises(EngineError, match="gone at http://127"):
         await client.generate(ask([1], 5))

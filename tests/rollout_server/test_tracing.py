@@ -40,7 +40,7 @@ async def client(tmp_path):
 
 
 async def finished(collected, count: int):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(spans := collected.get_finished_spans()) < count:
             await asyncio.sleep(0.01)
     return {span.name: span for span in spans}

@@ -83,11 +83,11 @@ async def test_kill_9_of_the_worker_ends_its_boxes_and_the_next_start_clears_the
         sys.executable, "-c", WORKER, owner, stdout=asyncio.subprocess.PIPE, env=env
     )
     assert worker.stdout is not None
-    assert await asyncio.wait_for(worker.stdout.readline(), 20.0) == b"running\n"
+    assert await asyncio.wait_for(worker.stdout.readline(), 60) == b"running\n"
     assert box_processes(worker.pid)
     worker.kill()
     await worker.wait()
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60
     while box_processes(worker.pid) and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     assert not box_processes(worker.pid)

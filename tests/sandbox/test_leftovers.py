@@ -35,7 +35,7 @@ def process(*argv: str, uid: int | None = None) -> Iterator[None]:
         yield
     finally:
         started.kill()
-        started.wait(timeout=20)
+        started.wait(timeout=60)
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def zombie() -> Iterator[None]:
     started = subprocess.Popen(["true"])
     os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
     yield
-    started.wait(timeout=20)
+    started.wait(timeout=60)
 
 
 @contextlib.contextmanager
@@ -74,13 +74,13 @@ def cgroup() -> Iterator[None]:
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root may do this")
 LEFT: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "process by mark": lambda: process("sh", "-c", "sleep 60; true", MARK),
+    "process by mark": lambda: process("sh", "-c", "sleep 600; true", MARK),
     "process that looks dead": lambda: process(sys.executable, "-c", GHOST, MARK),
     "zombie": zombie,
     f"file {tempfile.gettempdir()}": lambda: file(tempfile.gettempdir()),
     "file /dev/shm": lambda: file("/dev/shm"),
     "socket": abstract_socket,
-    "process by uid": lambda: process("/usr/bin/sleep", "60", uid=UID),
+    "process by uid": lambda: process("/usr/bin/sleep", "600", uid=UID),
     "cgroup": cgroup,
 }
 PARAMETERS = [pytest.param(what, marks=ROOT_ONLY if what in ("process by uid", "cgroup") else ()) for what in LEFT]

@@ -75,8 +75,8 @@ def test_waits_grow_spread_and_honour_the_service() -> None:
 
 
 async def test_no_more_calls_at_once_than_allowed_and_waiting_is_not_the_calls_time() -> None:
-    service = Service(takes_s=0.04)
-    turnstile = guard(concurrency=2, timeout_s=0.2)
+    service = Service(takes_s=0.3)
+    turnstile = guard(concurrency=2, timeout_s=1.5)
     results = await asyncio.gather(*(turnstile.call(service, None, {}) for _ in range(12)))
     assert service.most_at_once == 2
     assert not any(result.is_error for result in results)

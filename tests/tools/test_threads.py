@@ -29,7 +29,7 @@ async def leave_behind(threads: UserThreads, gate: threading.Event, count: int) 
 
     for mine in started:
         call = asyncio.create_task(threads.run(lambda mine=mine: hang(mine), "hang"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not mine.is_set():
                 await asyncio.sleep(0.01)
         call.cancel()
@@ -39,7 +39,7 @@ async def leave_behind(threads: UserThreads, gate: threading.Event, count: int) 
 async def test_calls_that_never_return_take_no_place_from_the_others(gate: threading.Event) -> None:
     threads = UserThreads(at_once=2)
     await leave_behind(threads, gate, 5)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await threads.run(lambda: 7, "sound") == 7
 
 
@@ -49,7 +49,7 @@ async def test_too_many_of_them_are_an_error_that_names_them_until_they_return(g
     with pytest.raises(TooManyLeftBehind, match=r"3 calls never returned \(hang\)"):
         await threads.run(lambda: 7, "sound")
     gate.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 assert await threads.run(lambda: 7, "sound") == 7
@@ -67,7 +67,7 @@ async def test_at_most_so_many_run_at_once() -> None:
         with lock:
             running += 1
             most = max(most, running)
-        meet.wait(timeout=10)  # passed by three at once, by no two
+        meet.wait(timeout=60)  # passed by three at once, by no two
         with lock:
             running -= 1
 

@@ -46,7 +46,7 @@ def train_one(engine: FSDPEngine, ranks: Ranks, step: int) -> dict[str, torch.Te
 def save(
     engine: FSDPEngine, ranks: Ranks, store: CheckpointStore, step: int, cursor: DataCursor = DataCursor()
 ) -> Path:
-    begin_save(engine, ranks, store.unfinished(step)).result(timeout=30)
+    begin_save(engine, ranks, store.unfinished(step)).result(timeout=60)
     return store.seal(step, cursor, ranks.world, BATCHES).path
 
 
@@ -80,7 +80,7 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, tiny_model: str,
     before = train_one(engine, ranks, 0)
     writing = begin_save(engine, ranks, store.unfinished(1))
     train_one(engine, ranks, 1)
-    writing.result(timeout=30)
+    writing.result(timeout=60)
     store.seal(1, DataCursor(), 1, {})
     other = FSDPEngine(tiny_model, CONFIG, ranks)
     load(other, ranks, store.newest())

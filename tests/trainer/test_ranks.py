@@ -40,7 +40,7 @@ def torchrun(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     program = [str(HERE / name), str(folder), model, given]
     done = subprocess.run(
-        [*command, *program], env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=False
+        [*command, *program], env=ENVIRONMENT, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -79,10 +79,10 @@ async def test_a_share_is_spilled_once_its_version_is_out_and_steps_keep_their_o
     await asyncio.sleep(0)
     assert ledger.calls == []
     await out.publish(1)
-    await asyncio.wait_for(second, 10)
+    await asyncio.wait_for(second, 60)
     assert ledger.calls == [(0, ["train/0#0", "train/0#1"])]
     await out.publish(2)
-    await asyncio.wait_for(spiller.settle(), 10)
+    await asyncio.wait_for(spiller.settle(), 60)
     assert ledger.calls[1:] == [(1, ["train/1#0", "train/1#1"])]
     assert ledger.waits == [("trainer", "spill")] * 2
     await spiller.settle()
@@ -115,7 +115,7 @@ async def test_close_ends_what_is_under_way(make) -> None:
     spiller, ledger, out = make()
     await spiller.close()
     await spiller.begin(share(0))
-    await asyncio.wait_for(spiller.close(), 10)
+    await asyncio.wait_for(spiller.close(), 60)
     await out.publish(1)
     await asyncio.sleep(0)
     assert ledger.calls == []

@@ -97,4 +97,4 @@ def make_certificates(folder: Path) -> dict[str, Path]:
 
 
 def _openssl(*arguments: str | Path) -> None:
-    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=30)
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)

@@ -112,11 +112,11 @@ async def test_an_expired_lease_that_nobody_took_is_still_good(make_ledger) -> N
 
 
 async def test_renewed_leases_stay(make_ledger) -> None:
-    ledger = await make_ledger(replace(LIMITS, lease_ttl_s=0.3))
+    ledger = await make_ledger(replace(LIMITS, lease_ttl_s=2.0))
     await ledger.submit(tasks(1), cursor=at(1))
     leases = await ledger.lease_episodes("worker", 2, 0)
-    for _ in range(4):
-        await asyncio.sleep(0.12)
+    for _ in range(3):
+        await asyncio.sleep(0.8)
         assert await ledger.renew(leases) == []
         assert await ledger.lease_episodes("other", 5, 0) == []
 

@@ -376,4 +376,4 @@ def test_a_cluster_answers_as_memory_does(redis_cluster: RedisCluster) -> None:
 @pytest.mark.slow
 @pytest.mark.redis
 def test_redis_answers_as_memory_does_for_long(redis_server: RedisServer) -> None:
-    run_machine(redis_server, examples=300, steps=100)
+    run_machine(redis_server, examples=150, steps=100)

@@ -51,8 +51,8 @@ async def used(ledger: RedisLedger) -> int:
 
 
 async def settles(ledger: RedisLedger, holds: Callable[[int], bool]) -> int:
-    """What Redis uses, once `holds` or after 10 s: it frees in the background, and its own buffers come and go."""
-    deadline = time.monotonic() + 10
+    """What Redis uses, once `holds` or after a minute: it frees in the background, and its own buffers come and go."""
+    deadline = time.monotonic() + 60
     while not holds(found := await used(ledger)) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     return found

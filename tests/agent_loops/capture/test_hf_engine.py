@@ -20,7 +20,7 @@ from penstock.transfer_queue.ledger import Limits
 from penstock.transfer_queue.memory import MemoryLedger
 from penstock.transfer_queue.trajectory import DataCursor, Task
 
-pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.torch]
 TOKEN = "a-token-of-this-run"
 
 

@@ -56,7 +56,7 @@ class Server:
         return client
 
     async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=20, headers=RUN if headers is None else headers) as http:
+        async with httpx.AsyncClient(timeout=60, headers=RUN if headers is None else headers) as http:
             return await http.post(self.url + path, json=body)
 
     async def finish(self, episode: dict[str, Any], reward: float = 1.0) -> Trajectory:
@@ -88,7 +88,7 @@ async def server(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIt
         "s0", RolloutConfig(), ledger, str(tmp_path / "model"), TOKEN, tmp_path, mount=mount(recorded), drain_s=2.0
     )
     running = Server(ledger, asyncio.create_task(serve(job, new_engine)), engines)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not (registered := await ledger.servers()):
             await asyncio.sleep(0.01)
     running.url = registered[0].url

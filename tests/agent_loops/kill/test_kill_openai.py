@@ -7,7 +7,7 @@ from tests.agent_loops.kill.conftest import stop
 
 from penstock.transfer_queue.trajectory import JournalKind
 
-pytestmark = [pytest.mark.redis, pytest.mark.crash, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.redis, pytest.mark.crash]
 EPISODES = 8
 LINES = ['<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+34"}}\n</tool_call>', "The answer is 46."]
 AGENT = """

@@ -18,7 +18,6 @@ pytestmark = [
     pytest.mark.crash,
     pytest.mark.bwrap,
     pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap"),
-    pytest.mark.timeout(600),
 ]
 EPISODES = int(os.environ.get("PENSTOCK_KILL_EPISODES", "200"))
 

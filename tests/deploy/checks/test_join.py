@@ -58,7 +58,7 @@ async def served(ledger: Ledger, folder: Path, token: str) -> AsyncIterator[None
         name="s0", config=small_config(), ledger=ledger, model="fake", token=token, log_dir=folder, drain_s=1
     )
     task = asyncio.create_task(serve(job, FakeEngine))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not any(one.server_id == "s0" for one in await ledger.servers()):
             await asyncio.sleep(0.02)
     yield

@@ -33,7 +33,7 @@ def why_not() -> str | None:
     """What is missing for these tests, None where all is there."""
     for needed in (["version"], ["compose", "version"], ["buildx", "version"], ["image", "inspect", BASE]):
         try:
-            done = subprocess.run(["docker", *needed], capture_output=True, timeout=30, check=False)
+            done = subprocess.run(["docker", *needed], capture_output=True, timeout=60, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return "no docker"
         if done.returncode:

@@ -18,7 +18,7 @@ ALWAYS = {"redis", "sandbox", "head", "rollout", "agent", "page"}
 
 def resolved(folder: Path, *options: str) -> dict[str, Any]:
     try:
-        subprocess.run(["docker", "compose", "version"], capture_output=True, check=True, timeout=30)
+        subprocess.run(["docker", "compose", "version"], capture_output=True, check=True, timeout=60)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no `docker compose`; scripts/setup-compose installs it")
     command = ["docker", "compose", *options, "config", "--format", "json"]

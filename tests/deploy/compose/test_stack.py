@@ -107,9 +107,9 @@ def _ask(port: int, who: dict[str, str], *command: str) -> str:
     user = ["--user", who["PENSTOCK_REDIS_USER"]] if who else []
     environment = {**os.environ, **({"REDISCLI_AUTH": who["PENSTOCK_REDIS_PASSWORD"]} if who else {})}
     argv = ["redis-cli", "-p", str(port), *user, *command]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
-        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
         answer = (done.stdout + done.stderr).strip()
         if "Could not connect" not in answer or time.monotonic() > deadline:
             return answer

@@ -235,7 +235,7 @@ async def test_the_users_on_a_real_redis_as_the_chart_starts_it(usual: Objects, 
     server = subprocess.Popen([find_redis_server().path, *arguments], stdout=subprocess.DEVNULL)
     try:
         probe = Redis(port=port, username="probe", password="probe", protocol=2)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await answers(probe):
                 await asyncio.sleep(0.05)
         with pytest.raises(NoPermissionError):

@@ -90,7 +90,7 @@ class Desk:
         return path.read_text().splitlines() if path.exists() else []
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, f"asked {sorted(self.asked())}, orders {self.orders()}"
             time.sleep(0.05)

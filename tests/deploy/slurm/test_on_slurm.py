@@ -126,7 +126,7 @@ class SlurmRun:
         return "\n".join(f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
     def assert_nothing_left(self) -> None:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 60
         while (alive := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
         assert [psutil.Process(pid).cmdline() for pid in alive] == []

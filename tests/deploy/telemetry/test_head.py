@@ -32,7 +32,7 @@ def config_of(run: RunDir):
 
 async def targets_with(run: RunDir, count: int) -> dict[str, str]:
     """name → address, once so many are listed"""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             if run.prometheus_targets.exists():
                 found = json.loads(run.prometheus_targets.read_text())
@@ -67,7 +67,7 @@ async def test_targets_follow_the_run_and_end_with_it(run, ledger, tmp_path, mon
 
 
 async def scraped(address: str, token: str) -> str:
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}) as http, asyncio.timeout(10):
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}) as http, asyncio.timeout(60):
         while "version_lag{" not in (text := (await http.get(f"http://{address}/metrics")).text):
             await asyncio.sleep(0.05)
     return text

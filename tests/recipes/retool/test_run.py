@@ -12,7 +12,6 @@ pytest.importorskip("math_verify", reason="math-verify is not installed: pip ins
 
 pytestmark = [
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
-    pytest.mark.timeout(600),
 ]
 
 

@@ -11,7 +11,6 @@ from tests.recipes.conftest import RECIPES
 
 pytestmark = [
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
-    pytest.mark.timeout(600),
 ]
 
 

@@ -58,9 +58,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(item.get_closest_marker("docker") for item in here):
         missing["docker"] = why_no_docker()
     for item in here:
-        item.add_marker(pytest.mark.xdist_group("swe recipe"))  # the tasks are made by one process
-        if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(600))  # whichever test comes first waits for them
         for marker, reason in missing.items():
             if reason is not None and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

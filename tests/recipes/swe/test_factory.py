@@ -12,7 +12,7 @@ from penstock.sandbox.swe import load_tasks
 from penstock.sandbox.swe.snapshot import snapshot_of
 from penstock.trainer.data import load_rows
 
-pytestmark = [pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.recipes, pytest.mark.bwrap]
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from penstock.agent_loops.load import load_object
 from penstock.sandbox.config import SandboxConfig
 from penstock.trainer.data import load_rows
 
-pytestmark = [pytest.mark.recipes, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.recipes]
 LIMITS = {"memory_mb": 1024, "tmp_mb": 256, "cpu_s": 600, "pids": 256, "run_timeout_s": 60.0, "max_boxes": 1}
 BACKENDS = [pytest.param("bwrap", marks=pytest.mark.bwrap), pytest.param("docker", marks=pytest.mark.docker)]
 

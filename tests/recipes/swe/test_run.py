@@ -13,7 +13,6 @@ from tests.tiny_model import save_tiny_model
 __all__ = ["start_run"]
 pytestmark = [
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
-    pytest.mark.timeout(600),
 ]
 SHORT = (
     *("group_size=2", "groups_per_step=2", "trainer.steps=3", "trainer.checkpoint_every=2", "data.eval=null"),

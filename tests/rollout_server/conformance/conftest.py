@@ -5,11 +5,12 @@ A test leaves an engine that serves; which weights it has, the next one says. A 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from tests.rollout_server.conformance.subject import ENGINES, Subject
+from tests.rollout_server.conformance.subject import ENGINES, Subject, gone
 from tests.rollout_server.conftest import skip_without
 
 
@@ -22,6 +23,9 @@ async def subject(
     try:
         yield started
     finally:
+        group = started.process_group
+        started.send(signal.SIGSTOP)  # one that hangs can be ended
         await started.engine.stop()
+        await gone(group)
         for report in started.reports:
             print(f"{request.param}: {report.model_dump_json()}")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.rollout_server.conftest import VOCAB, Reference, ask, small_config, whole
+from tests.rollout_server.conftest import VOCAB, Reference, ask, members, small_config, whole
 
 from penstock.rollout_server.engines.registry import make_engine
 from penstock.rollout_server.engines.stock_engine import StockEngine
@@ -72,6 +75,11 @@ class Subject:
         found = self.engine.server.pid if isinstance(self.engine, StockEngine) else self.engine.process.pid
         assert found is not None
         return int(found)
+
+    def send(self, number: signal.Signals) -> None:
+        """To every process of the engine."""
+        for pid in members(self.process_group):
+            os.kill(pid, number)
 
     def close(self, found: list[float], expected: list[float]) -> None:
         assert found == pytest.approx(expected, abs=TOLERANCE[self.name])
@@ -184,11 +192,19 @@ def prompt(i: int) -> list[int]:
 
 async def broken_off(tasks: list[asyncio.Task[Generation]]) -> None:
     """Every answer ends with an error after which another server may try."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     for outcome in outcomes:
         assert isinstance(outcome, EngineError)
         assert outcome.retryable
+
+
+async def gone(group: int) -> None:
+    """No process of the group is left."""
+    deadline = time.monotonic() + 60
+    while left := members(group):
+        assert time.monotonic() < deadline, left
+        await asyncio.sleep(0.05)
 
 
 def _sets(event: asyncio.Event) -> Callable[[Chunk], None]:

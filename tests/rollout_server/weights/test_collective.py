@@ -152,7 +152,7 @@ async def test_a_round_asks_for_the_token_and_holds_one_version_at_a_time(traine
 
 
 async def _join(url: str, token: str) -> Any:
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}, timeout=30) as client:
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {token}"}, timeout=60) as client:
         return await client.post(url)
 
 

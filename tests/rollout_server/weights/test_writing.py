@@ -142,7 +142,7 @@ def test_publishing_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
 
 
 def _until_writing(folder: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not any(size > 1 << 20 for size in _sizes(folder)):
         assert time.monotonic() < deadline
 

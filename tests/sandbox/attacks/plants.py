@@ -118,4 +118,4 @@ def _victim(stack: contextlib.ExitStack, uid: int) -> subprocess.Popen[bytes]:
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    process.wait(timeout=30)
+    process.wait(timeout=60)

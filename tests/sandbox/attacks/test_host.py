@@ -133,7 +133,7 @@ print(sorted(line.split(':')[0].strip() for line in open('/proc/net/dev').readli
 
 
 def host_addresses() -> list[str]:
-    done = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=60, check=False)
     return [address for address in done.stdout.split() if ":" not in address]
 
 

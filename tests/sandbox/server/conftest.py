@@ -73,7 +73,7 @@ async def start() -> AsyncIterator[Start]:
 
 @pytest_asyncio.fixture
 async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=url, headers=headers(), timeout=30.0) as made:
+    async with httpx.AsyncClient(base_url=url, headers=headers(), timeout=60) as made:
         yield made
 
 

@@ -32,7 +32,7 @@ async def pool(fake: FakeSandbox) -> AsyncIterator[BoxPool]:
 
 
 async def full(pool: BoxPool, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while pool.warm != count:
             await asyncio.sleep(0.001)
 
@@ -51,7 +51,7 @@ async def test_there_are_never_more_boxes_than_allowed_and_the_last_slots_go_to_
     taken = [await pool.take("a", None, 1.0) for _ in range(4)]
     assert fake.most == 4
     assert pool.warm == 0
-    with pytest.raises(SandboxBusy, match=r"all 4 boxes were in use; waited 0\.\d s"):
+    with pytest.raises(SandboxBusy, match=r"all 4 boxes were in use; waited \d+\.\d s"):
         await pool.take("a", None, 0.02)
     waiting = asyncio.create_task(pool.take("b", None, 5.0))
     await asyncio.sleep(0)

@@ -40,7 +40,7 @@ async def test_a_caller_over_its_boxes_is_refused_at_once_and_others_are_not(
 
 async def test_a_caller_over_its_calls_is_refused_and_its_session_lives_on(start: Start, config: SandboxConfig) -> None:
     url = await start(config)
-    async with httpx.AsyncClient(base_url=url, headers=headers(OTHER), timeout=20) as other:
+    async with httpx.AsyncClient(base_url=url, headers=headers(OTHER), timeout=60) as other:
         path = f"/sessions/{(await other.post('/sessions', json={})).json()['session_id']}"
         long = asyncio.create_task(other.post(f"{path}/run", json={"argv": ["sleep", "1"]}))
         await asyncio.sleep(0.4)
@@ -85,7 +85,7 @@ async def test_who_left_the_queue_gets_no_session(start: Start, config: SandboxC
             await client.post("/sessions", json={}, timeout=0.3)
         for session_id in held:
             await client.delete(f"/sessions/{session_id}")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await client.get("/health")).json()["waiting"] or (await client.get("/sessions")).json():
                 await asyncio.sleep(0.02)
         assert 'penstock_sandbox_pool_boxes_total{how="taken_cold"} 3.0' in (await client.get("/metrics")).text

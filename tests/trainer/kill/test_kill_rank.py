@@ -104,7 +104,7 @@ async def kill_rank(trainer: RoleProcess, rank: int) -> None:
 
 
 async def until(condition: Callable[[], bool], running: asyncio.Task[None], log: Path) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(400):
         while not condition():
             assert not running.done(), log.read_text()[-4000:]
             await asyncio.sleep(0.02)

@@ -67,7 +67,7 @@ def on_ranks(folder: Path, cases: Sequence[Case], *, cpu: bool = True) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=480,
+        timeout=570,
         check=False,
     )
     failed = sorted(folder.glob("failed_*"), key=lambda path: path.stat().st_mtime_ns)
