@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
@@ -73,7 +74,20 @@ for fd in range(3, 20):
         os.read(fd, 1 << 20)
     except OSError: pass
 """
-    await attack(session, eaten, timeout_s=0.5)
+    await attack(session, "name = 'kept'")
+    assert not (await attack(session, eaten)).state_lost
+    await asyncio.sleep(0.2)  # an interpreter that ends by it has ended now
+    assert (await attack(session, "name")).stdout == "'kept'\n"
+    closed = """
+import os, stat
+for fd in range(3, 20):
+    try:
+        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+            os.read(fd, 0)  # the end that the next request comes from
+            os.close(fd)
+    except OSError: pass
+"""
+    assert (await attack(session, closed)).state_lost
 
 
 async def test_words_are_not_results(session: Session) -> None:
