@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tests.tiny_model import save_tiny_model
 
@@ -113,6 +114,14 @@ def small_config(**changes: Any) -> RolloutConfig:
 
 def ask(token_ids: list[int], max_new_tokens: int = 16, **sampling: Any) -> GenerateRequest:
     return GenerateRequest(token_ids=token_ids, sampling=Sampling(max_new_tokens=max_new_tokens, **sampling))
+
+
+async def all_sampling(url: str, count: int) -> None:
+    """Until a server samples so many answers. Asks it: heartbeats are a second apart, an answer may take no longer."""
+    async with httpx.AsyncClient(base_url=url, headers=HEADERS) as http, asyncio.timeout(60):
+        while (await http.get("/health")).json()["in_flight"] < count:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
 
 
 async def whole(

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.rollout_server.conftest import TOKEN, VOCAB, Reference, RunningServer, StubLedger, check_answer
+from tests.rollout_server.conftest import TOKEN, VOCAB, Reference, RunningServer, StubLedger, all_sampling, check_answer
 
 from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.engines import hf
@@ -56,8 +56,7 @@ async def test_updates_under_load_interrupt_nobody(
     server: RunningServer, client: RolloutClient, reference: Reference
 ) -> None:
     asking = asyncio.create_task(ask_all(client, 450))
-    await server.until(lambda: server.engine.alive)
-    await asyncio.sleep(0.15)
+    await all_sampling(server.url, 12)
     for version in (1, 2):
         server.ledger.announced = Announcement(version, reference.publish(version, reference.other(version)))
         await server.until(lambda wanted=version: server.ledger.registered["s0"].version == wanted)
@@ -77,7 +76,7 @@ async def test_a_killed_engine_comes_back_with_the_newest_weights_and_answers_ar
     await server.until(lambda: server.ledger.registered["s0"].version == 1)
     whole = await ask_all(client, 400)
     asking = asyncio.create_task(ask_all(client, 400))
-    await asyncio.sleep(0.5)
+    await all_sampling(server.url, 12)
     os.kill(server.engine.process.pid, signal.SIGKILL)
     cut = await asking
     assert len(server.engines) == 2
@@ -96,7 +95,7 @@ async def test_a_hung_engine_is_started_again_and_nobody_notices_but_by_the_cloc
     monkeypatch.setattr(hf, "STOP_S", 1.0)
     whole = await ask_all(client, 400)
     asking = asyncio.create_task(ask_all(client, 400))
-    await asyncio.sleep(0.5)
+    await all_sampling(server.url, 12)
     os.kill(server.engine.process.pid, signal.SIGSTOP)
     cut = await asking
     assert len(server.engines) == 2

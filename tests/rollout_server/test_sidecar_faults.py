@@ -172,7 +172,7 @@ async def test_weights_says_what_is_held_and_what_went_wrong(ledger: StubLedger,
         ledger.announce(1)
         await server.until(lambda: server.engine.loaded == [1])
         ledger.announce(3, damaged="lm_head")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (status := await get(server, "/weights"))["refused"] is None:
                 await asyncio.sleep(0.02)
         assert (status["version"], status["newest"], status["behind_versions"], status["refused"]) == (1, 3, 2, 3)
@@ -198,7 +198,7 @@ async def test_pull_tries_refused_weights_again(ledger: StubLedger, tmp_path: Pa
 async def refuse(server: RunningServer, versions: range) -> None:
     for version in versions:
         server.ledger.announce(version)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await get(server, "/weights"))["refused"] != version:
                 await asyncio.sleep(0.02)
 

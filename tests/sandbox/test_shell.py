@@ -96,10 +96,10 @@ async def test_the_interpreters_end_leaves_the_shell_alone(session: Session) -> 
 async def test_the_loss_of_a_whole_box_is_told_once_to_each(session: Session) -> None:
     await session.run_python("x = 1")
     await told(session, "X=1; echo > file")
-    task = session.stream(["sleep", "60"], timeout_s=60.0)
-    reader = task.__anext__()
+    task = session.stream(["sh", "-c", "echo started; exec sleep 60"], timeout_s=60.0)
+    await anext(task)  # given up before that, it costs the box nothing
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(reader, 0.2)
+        await asyncio.wait_for(anext(task), 0.2)
     first = await session.run_shell('echo "[$X]"; ls')
     assert (first.stdout, first.state_lost, first.files_lost) == ("[]\n", True, True)
     second = await session.run_python("1")

@@ -21,7 +21,7 @@ from penstock.transfer_queue.redis_server import RedisServer
 sys.path.insert(0, str(Path(__file__).parent))  # test files share ledger_samples
 
 PASSWORD = "a-test-password"
-CONFIG = TransferQueueConfig(deadline_s=20.0, registry_ttl_s=0.3)
+CONFIG = TransferQueueConfig(deadline_s=20.0, registry_ttl_s=3.0)
 
 MakeLedger = Callable[[Limits], Awaitable[Ledger]]
 

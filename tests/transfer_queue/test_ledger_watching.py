@@ -17,15 +17,16 @@ from penstock.transfer_queue.ledger import (
 
 
 async def test_servers_live_as_long_as_they_beat(make_ledger) -> None:
-    ledger = await make_ledger(LIMITS)  # time to live 0.3 s
+    ledger = await make_ledger(LIMITS)
     one, two = ServerInfo("one", "http://a", 1, 3, True, 900), ServerInfo("two", "http://b", 0, 0, False)
     await ledger.heartbeat(two)
     await ledger.heartbeat(one)
     assert await ledger.servers() == [one, two]
     await ledger.deregister("two")
     assert await ledger.servers() == [one]
-    await asyncio.sleep(0.4)
-    assert await ledger.servers() == []
+    async with asyncio.timeout(60):
+        while await ledger.servers():
+            await asyncio.sleep(0.1)
 
 
 async def test_updates_are_kept_in_order(make_ledger) -> None:

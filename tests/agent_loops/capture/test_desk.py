@@ -195,7 +195,7 @@ async def test_no_episode_is_said_with_the_ledgers_cause(make_bench):
 async def test_an_episode_is_waited_for(make_bench):
     bench = await make_bench()
     held = [await bench.open(), await bench.open()]
-    waiting = asyncio.create_task(bench.desk.open(5.0))
+    waiting = asyncio.create_task(bench.desk.open(60.0))
     await asyncio.sleep(0.1)
     await bench.desk.finish(held[0].handle, INFRA)
     assert (await waiting).lease.episode_id == held[0].lease.episode_id

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import httpx
 import pytest
 from tests.rollout_server.conformance.subject import prompt
 from tests.rollout_server.conftest import (
     TOKEN,
     Reference,
-    RunningServer,
     StubLedger,
+    all_sampling,
     ask,
     check_answer,
     rollout_server,
@@ -26,15 +25,6 @@ from penstock.transfer_queue.ledger import Announcement
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
 
-async def all_sampling(server: RunningServer, count: int) -> None:
-    """Asks the server itself: heartbeats are a second apart, and the answers take no longer than that."""
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with httpx.AsyncClient(base_url=server.url, headers=headers) as http, asyncio.timeout(60):
-        while (await http.get("/health")).json()["in_flight"] < count:
-            await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
-
-
 async def test_the_client_goes_on_with_what_an_aborted_answer_has(
     tiny_model: str, tmp_path: Path, reference: Reference
 ) -> None:
@@ -43,7 +33,7 @@ async def test_the_client_goes_on_with_what_an_aborted_answer_has(
     client = RolloutClient(ledger, TOKEN, timeout_s=90)
     async with rollout_server(ledger, tmp_path / "logs", **job) as server:
         asking = [asyncio.create_task(client.generate(ask(prompt(i), 450))) for i in range(6)]
-        await all_sampling(server, 6)
+        await all_sampling(server.url, 6)
         ledger.announced = Announcement(1, reference.publish(1, reference.other(1)))
         answers = await asyncio.gather(*asking)
         await client.close()

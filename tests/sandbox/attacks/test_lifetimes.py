@@ -90,7 +90,8 @@ async def test_closing_in_the_middle_of_it(target: Target) -> None:
 
 
 def _endless(code: str) -> str:
-    return code + "\nwhile True: pass"
+    """Asleep: one that spins comes to its limit of processor time if whoever should close it is late."""
+    return code + "\nimport time\nwhile True: time.sleep(1)"
 
 
 async def test_a_caller_who_gives_up_in_the_middle_of_it(target: Target) -> None:
