@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,8 @@ import httpx
 import pytest
 from tests.tiny_model import save_tiny_model
 
+from penstock.rollout_server.answer import Answer
+from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.fake_engine import FakeEngine, next_token
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, GenerateRequest, Generation, Sampling
@@ -118,10 +120,27 @@ def ask(token_ids: list[int], max_new_tokens: int = 16, **sampling: Any) -> Gene
 
 async def all_sampling(url: str, count: int) -> None:
     """Until a server samples so many answers. Asks it: heartbeats are a second apart, an answer may take no longer."""
-    async with httpx.AsyncClient(base_url=url, headers=HEADERS) as http, asyncio.timeout(60):
+    async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=60) as http, asyncio.timeout(60):
         while (await http.get("/health")).json()["in_flight"] < count:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
+
+
+async def begun(client: RolloutClient, requests: Sequence[GenerateRequest]) -> list[asyncio.Task[Generation]]:
+    """Answers under way, each with tokens here: what a server that dies now has sampled goes on at the next."""
+
+    async def one(request: GenerateRequest, arrived: asyncio.Event) -> Generation:
+        answer = Answer(request)
+        async with aclosing(client._grow(answer)) as chunks:
+            async for _ in chunks:
+                arrived.set()
+        return answer.whole()
+
+    events = [asyncio.Event() for _ in requests]
+    tasks = [asyncio.create_task(one(*pair)) for pair in zip(requests, events, strict=True)]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(event.wait() for event in events))
+    return tasks
 
 
 async def whole(

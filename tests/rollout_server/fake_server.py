@@ -37,4 +37,4 @@ class PrintingLedger:
 
 
 job = ServerJob("killed", RolloutConfig(), PrintingLedger(), "fake", sys.argv[1], Path(sys.argv[2]))
-asyncio.run(serve(job, partial(FakeEngine, token_s=0.005)))
+asyncio.run(serve(job, partial(FakeEngine, token_s=0.02)))

@@ -69,7 +69,7 @@ class Subject:
         return await self.client.generate(GenerateRequest(token_ids=PROMPT, sampling=sampling))
 
     async def cause(self) -> str:
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
             answer = await client.get(f"{self.server.url}/health")
         assert answer.json()["ok"], answer.text
         cause: str = answer.json()["cause"]

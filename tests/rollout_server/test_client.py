@@ -18,7 +18,7 @@ from tests.rollout_server.conftest import (
     TOKEN,
     RunningServer,
     StubLedger,
-    all_sampling,
+    begun,
     check_answer,
     fake_answer,
     rollout_server,
@@ -188,8 +188,7 @@ async def test_answers_of_a_killed_server_go_on_token_exact_at_the_next(
 ) -> None:
     with killable_server(tmp_path) as (process, url):
         ledger.registered["killed"] = ServerInfo("killed", url, 0)
-        asking = [asyncio.create_task(client.generate(ask([9, i], 400, f"e{i}"))) for i in range(8)]
-        await all_sampling(url, 8)
+        asking = await begun(client, [ask([9, i], 400, f"e{i}") for i in range(8)])
         process.kill()
         # Still registered: the client must find out by itself, and come back once another one is up.
         async with rollout_server(ledger, tmp_path, name="s1", token_s=0.001):
@@ -206,13 +205,12 @@ async def test_a_server_that_hangs_is_left_after_silence(
     monkeypatch.setattr(rollout_client, "SILENCE_S", 5.0)
     with killable_server(tmp_path) as (process, url):
         ledger.registered["killed"] = ServerInfo("killed", url, 0)
-        asking = [asyncio.create_task(client.generate(ask([9, i], 400, f"e{i}"))) for i in range(4)]
-        await all_sampling(url, 4)
+        asking = await begun(client, [ask([9, i], 400, f"e{i}") for i in range(4)])
         process.send_signal(signal.SIGSTOP)
         async with rollout_server(ledger, tmp_path, name="s1", token_s=0.001) as other:
             for i, answer in enumerate(await asyncio.gather(*asking)):
                 assert check(answer).token_ids == fake_answer([9, i], 400)
-            assert other.engine.asked == 4
+            assert other.engine.asked >= 4
         process.send_signal(signal.SIGCONT)
 
 

@@ -37,13 +37,13 @@ class ReadingEngine(FakeEngine):
 
 
 async def health(server: RunningServer) -> dict[str, Any]:
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
         found: dict[str, Any] = (await client.get(f"{server.url}/health")).json()
         return found
 
 
 async def metrics(server: RunningServer) -> str:
-    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
         return (await client.get(f"{server.url}/metrics")).text
 
 

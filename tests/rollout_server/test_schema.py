@@ -52,11 +52,11 @@ class ServerThread:
 
     def __enter__(self) -> str:
         self._thread.start()
-        return self.url.result(10)
+        return self.url.result(60)
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,7 @@ async def test_without_the_ledger_it_goes_on_serving(server: RunningServer) -> N
     url = server.url
     server.ledger.down = True
     await asyncio.sleep(0.4)
-    async with httpx.AsyncClient(headers=HEADERS) as http:
+    async with httpx.AsyncClient(headers=HEADERS, timeout=60) as http:
         assert (await http.post(f"{url}/generate", json={"token_ids": [1]})).status_code == 200
         assert "down" in (await http.get(f"{url}/health")).json()["ledger"]
     server.ledger.down = False
@@ -213,7 +213,7 @@ async def test_drain_lets_requests_end_then_the_server(server: RunningServer) ->
     asking = asyncio.create_task(post(server, {"token_ids": [1], "sampling": {"max_new_tokens": 300}}))
     await server.until(lambda: server.engine.running == 1)
     url = server.url
-    async with httpx.AsyncClient(headers=HEADERS) as http:
+    async with httpx.AsyncClient(headers=HEADERS, timeout=60) as http:
         assert (await http.post(f"{url}/drain")).status_code == 202
         await server.until(lambda: "s0" not in server.ledger.registered)
         assert (await http.post(f"{url}/generate", json={"token_ids": [1]})).status_code == 503
@@ -237,7 +237,7 @@ async def test_cancelling_the_server_is_a_drain(server: RunningServer) -> None:
 async def test_a_client_that_goes_away_frees_the_engine(server: RunningServer) -> None:
     body = {"token_ids": [1], "sampling": {"max_new_tokens": 500}}
     async with (
-        httpx.AsyncClient(headers=HEADERS) as http,
+        httpx.AsyncClient(headers=HEADERS, timeout=60) as http,
         http.stream("POST", f"{server.url}/generate", json=body) as response,
     ):
         async for _ in response.aiter_lines():
@@ -284,7 +284,7 @@ async def test_routes_from_above_are_mounted_with_keys_of_their_own(ledger: Stub
         made.append(Echo(sidecar, url))
         return made[-1]
 
-    async with rollout_server(ledger, tmp_path, mount=mount) as server, httpx.AsyncClient() as http:
+    async with rollout_server(ledger, tmp_path, mount=mount) as server, httpx.AsyncClient(timeout=60) as http:
         url, keys = (
             server.url,
             {"right": "Bearer sesame", "run": f"Bearer {TOKEN}", "wrong": "Bearer x", "bare": "sesame"},

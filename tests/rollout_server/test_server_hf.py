@@ -9,7 +9,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.rollout_server.conftest import TOKEN, VOCAB, Reference, RunningServer, StubLedger, all_sampling, check_answer
+from tests.rollout_server.conftest import (
+    TOKEN,
+    VOCAB,
+    Reference,
+    RunningServer,
+    StubLedger,
+    all_sampling,
+    begun,
+    check_answer,
+)
 
 from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.engines import hf
@@ -75,10 +84,9 @@ async def test_a_killed_engine_comes_back_with_the_newest_weights_and_answers_ar
     server.ledger.announced = Announcement(1, reference.publish(1, reference.other(1)))
     await server.until(lambda: server.ledger.registered["s0"].version == 1)
     whole = await ask_all(client, 400)
-    asking = asyncio.create_task(ask_all(client, 400))
-    await all_sampling(server.url, 12)
+    asking = await begun(client, [ask(i, 400) for i in range(12)])
     os.kill(server.engine.process.pid, signal.SIGKILL)
-    cut = await asking
+    cut = await asyncio.gather(*asking)
     assert len(server.engines) == 2
     assert [answer.resumed for answer in cut] == [1] * 12
     for before, after in zip(whole, cut, strict=True):
@@ -94,10 +102,9 @@ async def test_a_hung_engine_is_started_again_and_nobody_notices_but_by_the_cloc
     """SIGSTOP: the process lives, answers nothing and obeys no SIGTERM."""
     monkeypatch.setattr(hf, "STOP_S", 1.0)
     whole = await ask_all(client, 400)
-    asking = asyncio.create_task(ask_all(client, 400))
-    await all_sampling(server.url, 12)
+    asking = await begun(client, [ask(i, 400) for i in range(12)])
     os.kill(server.engine.process.pid, signal.SIGSTOP)
-    cut = await asking
+    cut = await asyncio.gather(*asking)
     assert len(server.engines) == 2
     assert not server.engines[0].alive
     assert [answer.token_ids for answer in cut] == [answer.token_ids for answer in whole]

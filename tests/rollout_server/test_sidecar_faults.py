@@ -137,7 +137,6 @@ async def test_an_idle_engine_is_asked_for_a_token_now_and_then(
     monkeypatch.setattr(sidecar, "PROBE_TIMEOUT_S", 0.5)
     async with rollout_server(ledger, tmp_path, new_engine=Mute) as server:
         await server.until(lambda: server.engine.asked == 1)
-        assert (await get(server, "/health"))["sampled_s_ago"] < 0.3 + 0.5
         await server.until(lambda: len(server.engines) == 2)
         assert (await get(server, "/health"))["cause"] in ("", "an idle engine sampled no token in 0.5 s")
 

@@ -72,7 +72,7 @@ async def answering(server: Server, version: int = 0) -> AsyncIterator[SGLangStr
 
 async def all_chunks(server: Server) -> list[Chunk]:
     async with answering(server) as stream:
-        return [chunk async for chunk in stream.chunks(5.0)]
+        return [chunk async for chunk in stream.chunks(60.0)]
 
 
 async def test_tokens_logprobs_and_versions_arrive_in_order() -> None:
@@ -124,7 +124,7 @@ async def test_after_a_swap_tokens_wait_for_the_spans_and_empty_chunks_say_that_
 
 async def test_an_answer_that_breaks_off_after_a_swap_hands_on_nothing_uncertain() -> None:
     async with answering(Server([event([1]), event([2], "1")])) as stream:
-        chunks = stream.chunks(5.0)
+        chunks = stream.chunks(60.0)
         handed_on = (await anext(chunks)).token_ids
         with pytest.raises(EngineError, match="without a finish reason"):
             handed_on += [token async for chunk in chunks for token in chunk.token_ids]
@@ -169,7 +169,7 @@ def test_logprobs_of_other_tokens_are_refused() -> None:
 async def test_closing_an_unfinished_answer_aborts_it_by_its_name() -> None:
     server = Server([event([1])], keep_open=True)
     async with answering(server) as stream:
-        assert (await anext(stream.chunks(5.0))).token_ids == [1]
+        assert (await anext(stream.chunks(60.0))).token_ids == [1]
     assert server.others == [("/abort_request", {"rid": "ab" * 16})]
 
 

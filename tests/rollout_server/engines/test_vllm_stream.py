@@ -37,11 +37,11 @@ async def answering(events: Iterator[dict[str, Any]], version: Callable[[], int]
 
 
 async def all_chunks(stream: TokenStream) -> list[Chunk]:
-    return [chunk async for chunk in stream.chunks(5.0)]
+    return [chunk async for chunk in stream.chunks(60.0)]
 
 
 async def collect(stream: TokenStream, received: list[int]) -> None:
-    async for chunk in stream.chunks(5.0):
+    async for chunk in stream.chunks(60.0):
         received += chunk.token_ids
 
 

@@ -91,7 +91,7 @@ async def test_the_reward_is_the_models_own_number(reward: RewardFunction, model
 async def test_a_batch_of_unequal_rows_scores_each_as_if_alone(url: str, model: str) -> None:
     answers = ["t1", "t2 t3 t4 t5", "t9 t10"]
     items = [{"messages": [{"role": "user", "content": "t5"}], "answer": answer} for answer in answers]
-    async with httpx.AsyncClient(base_url=url, headers=HEADERS) as client:
+    async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=60) as client:
         reply = (await client.post("/score", json={"items": items})).json()
         health = (await client.get("/health")).json()
         metrics = (await client.get("/metrics")).text
@@ -102,7 +102,7 @@ async def test_a_batch_of_unequal_rows_scores_each_as_if_alone(url: str, model: 
 
 
 async def test_every_route_asks_for_the_token_and_bad_bodies_are_named(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         for method, path in (("GET", "/health"), ("GET", "/metrics"), ("POST", "/score"), ("GET", "/docs")):
             assert (await client.request(method, path)).status_code == 401
         for body in ({"items": []}, {"items": [{"answer": 3}]}, {"items": [{"answer": "x"}], "more": 1}):
@@ -128,7 +128,7 @@ async def test_messages_that_the_template_refuses_are_named(
     url: str, classifier: HuggingFaceClassifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(classifier._tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
-    async with httpx.AsyncClient(base_url=url, headers=HEADERS) as client:
+    async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=60) as client:
         answer = await client.post("/score", json={"items": [{"messages": [{"role": "user"}], "answer": "x"}]})
     assert answer.status_code == 422
     assert "chat template refuses these messages: TemplateError: roles must alternate" in answer.json()["detail"]

@@ -19,7 +19,7 @@ from typing import Any
 
 TOKEN = "the-token-of-this-run"
 BUCKET_BYTES = 1 << 20
-SILENCE_S = 2.0
+SILENCE_S = 10.0
 VALUES = 16 << 20
 """64 MB: far more than what sockets hold."""
 
@@ -108,7 +108,7 @@ def _stop_after(count: int | None) -> None:
 async def _train(folder: Path, port: int, seed: int) -> None:
     from penstock.rollout_server.weights import FileServer, Rounds, WeightPublisher
 
-    rounds = Rounds(window_s=10, bucket_bytes=BUCKET_BYTES, silence_s=SILENCE_S)
+    rounds = Rounds(window_s=60, bucket_bytes=BUCKET_BYTES, silence_s=SILENCE_S)
     server = FileServer(folder, TOKEN, port=port, rounds=rounds)
     await server.start()
     publisher = WeightPublisher(folder, "collective", base_url=server.url)

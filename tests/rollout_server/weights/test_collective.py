@@ -32,7 +32,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 async def trainer(tmp_path: Path) -> AsyncIterator[Route]:
-    rounds = Rounds(window_s=10, bucket_bytes=BUCKET_BYTES, silence_s=SILENCE_S)
+    rounds = Rounds(window_s=60, bucket_bytes=BUCKET_BYTES, silence_s=SILENCE_S)
     server = FileServer(tmp_path / "published", TOKEN, rounds=rounds)
     await server.start()
     yield Route(tmp_path, "collective", 1, server, rounds)

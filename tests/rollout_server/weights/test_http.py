@@ -38,7 +38,7 @@ async def test_ranges_and_nothing_but_published_files(tmp_path: Path, server: Fi
     manifest = publish(tmp_path, server.url)
     (tmp_path / "published" / "notes.txt").write_text("not for others")
     whole = (tmp_path / "published" / "weights-00000001.safetensors").read_bytes()
-    async with httpx.AsyncClient(headers=BEARER) as client:
+    async with httpx.AsyncClient(headers=BEARER, timeout=60) as client:
         assert (await client.get(manifest["url"])).content == whole
         part = await client.get(manifest["url"], headers={"Range": "bytes=1000-"})
         assert (part.status_code, part.content) == (206, whole[1000:])
@@ -53,7 +53,7 @@ async def test_ranges_and_nothing_but_published_files(tmp_path: Path, server: Fi
 @pytest.mark.parametrize("given", [{}, {"Authorization": "Bearer other"}, {"Authorization": TOKEN}])
 async def test_without_the_token_nothing_is_said(tmp_path: Path, server: FileServer, given: dict[str, str]) -> None:
     manifest = publish(tmp_path, server.url)
-    async with httpx.AsyncClient(headers=given) as client:
+    async with httpx.AsyncClient(headers=given, timeout=60) as client:
         for url in (manifest["url"], f"{server.url}/weights-00000009.safetensors", f"{server.url}/x/y"):
             assert (await client.get(url)).status_code == 401
     downloader = Downloader(tmp_path / "s0", "another token", deadline_s=20)

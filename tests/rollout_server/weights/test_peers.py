@@ -145,7 +145,7 @@ async def test_peers_ask_for_the_token_and_serve_whole_files_only(
     (file,) = (tmp_path / "s0").glob("*-weights-*")
     (tmp_path / "s0" / f"{file.name}.part").write_bytes(b"half")
     assert server._files is not None
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         assert (await client.get(f"{server._files.url}/{file.name}")).status_code == 401
         client.headers["Authorization"] = f"Bearer {TOKEN}"
         found = await client.get(f"{server._files.url}/{file.name}", headers={"Range": "bytes=9-"})

@@ -43,7 +43,7 @@ async def test_a_caller_over_its_calls_is_refused_and_its_session_lives_on(start
     url = await start(config)
     async with httpx.AsyncClient(base_url=url, headers=headers(OTHER), timeout=60) as other:
         path = f"/sessions/{(await other.post('/sessions', json={})).json()['session_id']}"
-        long = asyncio.create_task(other.post(f"{path}/run", json={"argv": ["sleep", "5"]}))
+        long = asyncio.create_task(other.post(f"{path}/run", json={"argv": ["sleep", "5"], "timeout_s": 60.0}))
         await asyncio.sleep(1.0)
         for verb, body in (
             ("run", {"argv": ["true"]}),
