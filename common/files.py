@@ -1,0 +1,262 @@
+"""Files that are whole or absent, line files that grow, and locks that end with their holder. Standard library only.
+
+write_atomically, atomic_path          a reader sees the old file or the new one
+fsync_path, fsync_tree, write_synced   what survives a power cut
+read_jsonl, append_jsonl, JsonlTail    one JSON object per line; a line cut short by a crash is expected
+FileLock                               flock: the kernel releases it when the holder dies, however it dies
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
+LOCK_POLL_S = 0.2
+
+
+# whole or absent ---------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def atomic_path(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Yields a temporary path beside `path`, for whatever writes there, and renames it to `path` at the end.
+
+    A block that raises leaves `path` as it was and no temporary file. The temporary name holds process and thread, so
+    that two writers never share one; a killed writer's may stay (``.NAME.*.tmp``).
+
+    Args:
+        durable: file, name and folder entry survive a power cut when the block has ended.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        yield temporary
+        if durable:
+            fsync_path(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        fsync_path(path.parent)
+
+
+def write_atomically(
+    path: Path, content: str | bytes | Iterable[bytes], *, mode: int = 0o666, durable: bool = False
+) -> None:
+    """Replaces `path` by a file with `content` (text as UTF-8): a reader sees the old one or the new one, whole.
+
+    Args:
+        mode: permissions of a new file before the umask, from its first byte on; 0o600 for secrets.
+        durable: it survives a power cut when this returns.
+    """
+    with atomic_path(path, durable=durable) as temporary:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(_parts(content))
+
+
+def write_synced(path: Path, content: str | bytes | Iterable[bytes], *, mode: int = 0o600) -> None:
+    """Writes `path` in place and returns when its bytes are on the disk; its name is so after `fsync_path(folder)`."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "wb") as file:
+        file.writelines(_parts(content))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_path(path: Path) -> None:
+    """A file's bytes, or a folder's entries, are on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Syncs a folder with everything below it."""
+    for path in folder.rglob("*"):
+        fsync_path(path)
+    fsync_path(folder)
+
+
+def _parts(content: str | bytes | Iterable[bytes]) -> Iterable[bytes]:
+    if isinstance(content, str):
+        return (content.encode(),)
+    return (content,) if isinstance(content, bytes) else content
+
+
+# line files --------------------------------------------------------------------------------------------------------
+def read_jsonl(path: Path, *, broken: Literal["stop", "skip"] = "stop") -> list[dict[str, Any]]:
+    """The lines of a file; empty where there is no file.
+
+    Args:
+        broken: what a line that is no JSON does, left by a crash or being written: ``stop`` ends the reading with a
+            warning, ``skip`` passes over it.
+    """
+    lines: list[dict[str, Any]] = []
+    if not path.exists():
+        return lines
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            if broken == "stop":
+                logger.warning("%s: line %d is cut short and left out", path, number)
+                break
+    return lines
+
+
+def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Appends to the file, in one write."""
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def rewrite_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Replaces the file atomically; without lines no file is created where there was none."""
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    if text or path.exists():
+        write_atomically(path, text)
+
+
+def end_last_line(path: Path) -> None:
+    """Ends a line that a killed writer left unfinished, so that the next one does not become part of it."""
+    if path.exists() and (size := path.stat().st_size):
+        with path.open("rb+") as file:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+def last_by(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """One row per integer value of `key`, in its order; of several the last one counts: a crash repeats some."""
+    newest = {int(row[key]): row for row in rows}
+    return [newest[value] for value in sorted(newest)]
+
+
+class JsonlTail:
+    """Reads a growing file line by line, each line once; from the beginning where it was replaced or cut."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Complete lines since the last call; an unfinished line is returned by a later one."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode or found.st_size < self._offset:
+                self._inode, self._offset = found.st_ino, 0
+            file.seek(self._offset)
+            complete, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(complete) + len(newline)
+        return [json.loads(line) for line in complete.splitlines()]
+
+
+# locks -------------------------------------------------------------------------------------------------------------
+class FileLocked(Exception):
+    """The lock has another holder; the message has the file and who that is."""
+
+
+class FileLock:
+    """An exclusive flock on a file, which is created and stays. One holder per file, in this process or another.
+
+    The kernel, or a shared disk's server, releases it when the holder dies. Children that are forked without exec share
+    it; started programs do not.
+
+        with FileLock(folder / "lock", "another server is running there", error=QueueError): ...
+    """
+
+    def __init__(self, path: Path, cause: str, *, error: type[Exception] = FileLocked, mode: int = 0o666) -> None:
+        """Args:
+        cause: who else may hold it, for the message ``PATH: CAUSE``.
+        error: raised where it is held, with that message as its argument.
+        mode: permissions of a new lock file before the umask.
+        """
+        self.path = path
+        self._cause = cause
+        self._error = error
+        self._mode = mode
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds it."""
+        return self._descriptor is not None
+
+    def try_acquire(self) -> bool:
+        """Takes the lock if it is free. Raises `OSError` where the file cannot be opened or the disk has no locks."""
+        descriptor = self._open()
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+        return True
+
+    def acquire(self) -> None:
+        """Takes the lock. Raises the lock's error type at once where it is held, by this process too."""
+        if not self.try_acquire():
+            raise self._error(f"{self.path}: {self._cause}")
+
+    def wait(self) -> None:
+        """Takes the lock; blocks the thread for as long as it is held elsewhere."""
+        descriptor = self._open()
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    async def acquire_within(self, wait_s: float, on_wait: Callable[[], None] | None = None) -> None:
+        """Takes the lock, polling for up to `wait_s` seconds; `on_wait` is called once, before the first pause.
+
+        Raises the lock's error type after that.
+        """
+        deadline = time.monotonic() + wait_s
+        while not self.try_acquire():
+            if time.monotonic() >= deadline:
+                raise self._error(f"{self.path}: {self._cause}")
+            if on_wait is not None:
+                on_wait()
+                on_wait = None
+            await asyncio.sleep(LOCK_POLL_S)
+
+    def release(self) -> None:
+        """Releases the lock; a second call does nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> FileLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _open(self) -> int:
+        if self._descriptor is not None:
+            raise self._error(f"{self.path}: {self._cause}")
+        return os.open(self.path, os.O_RDWR | os.O_CREAT, self._mode)

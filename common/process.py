@@ -1,0 +1,146 @@
+"""Processes: ending with the parent, ending a whole group or tree, and what /proc says. Standard library only.
+
+die_with_parent()                      called by a process of ours at its start
+guard_command(command)                 wraps a foreign command, see `guard`
+kill_group(pid), ProcessTable.now()    whatever a process started
+describe_exit(returncode)              an exit status in words
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+MAX_OPEN_FILES = 65536
+"""Far above what a process of ours needs; a limit of a billion makes programs slow that close all descriptors."""
+_PR_SET_PDEATHSIG = 1
+_STATE, _PARENT, _USER_TICKS, _SYSTEM_TICKS = 0, 1, 11, 12
+"""Fields of /proc/PID/stat after the name in brackets, see proc(5)."""
+
+
+def die_with_parent(signum: int = signal.SIGTERM) -> None:
+    """Has the kernel send `signum` to this process when its parent dies, however it dies. Linux only; else a no-op.
+
+    The kernel counts the end of the thread that started this process as the parent's death.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:  # it died between the two calls
+        os.kill(os.getpid(), signum)
+
+
+def guard_command(command: Sequence[str]) -> list[str]:
+    """The command line that runs `command` under `guard`, which ends it and all it started when its owner is gone.
+
+    Start it with ``stdin=PIPE``, held open as long as the command shall live, and ``start_new_session=True``.
+    """
+    return [sys.executable, "-I", str(Path(__file__).with_name("guard.py")), *command]
+
+
+def kill_group(pid: int | None, signum: int = signal.SIGKILL) -> None:
+    """Sends `signum` to the process group of leader `pid`; a group that is gone, and None, are ignored."""
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signum)
+
+
+def signal_tree(root: int, signum: int = signal.SIGKILL) -> list[int]:
+    """Sends `signum` to `root` and every process below it, parents first; returns the pids that got it."""
+    reached = []
+    for pid in ProcessTable.now().tree_of(root):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signum)
+            reached.append(pid)
+    return reached
+
+
+def describe_exit(returncode: int) -> str:
+    """An exit status in words; above 128 it is read as a shell, and `guard`, report a signal."""
+    number = -returncode if returncode < 0 else returncode - 128
+    if number == signal.SIGKILL:
+        return "was killed (signal 9), perhaps by the kernel for want of memory"
+    if number in signal.valid_signals():
+        return f"was ended by {signal.Signals(number).name}"
+    return f"ended with exit status {returncode}"
+
+
+def raise_open_files() -> None:
+    """Raises the soft limit of open files, meant for programs with few, to the hard one, at most `MAX_OPEN_FILES`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # the old limit stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessTable:
+    """All processes of this machine at one moment, from /proc; empty where there is none."""
+
+    fields: Mapping[int, Sequence[str]]
+    """pid → the fields of /proc/PID/stat after the name."""
+
+    @classmethod
+    def now(cls) -> ProcessTable:
+        """Reads /proc."""
+        found = ((int(entry.name), _stat(entry)) for entry in PROC.glob("[0-9]*"))
+        return cls({pid: fields for pid, fields in found if fields})
+
+    def tree_of(self, root: int) -> list[int]:
+        """`root` and every process below it, parents first."""
+        below = defaultdict(list)
+        for pid, fields in self.fields.items():
+            below[int(fields[_PARENT])].append(pid)
+        found = [root]
+        for pid in found:
+            found += below[pid]
+        return found
+
+    def cpu_s(self, root: int) -> float:
+        """CPU seconds used by the living processes of the tree."""
+        known = [self.fields[pid] for pid in self.tree_of(root) if pid in self.fields]
+        ticks = sum(int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS]) for fields in known)
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def stopped(self, root: int) -> list[int]:
+        """Processes of the tree that SIGSTOP or a debugger holds."""
+        return [pid for pid in self.tree_of(root) if self.fields.get(pid, "?")[_STATE] in ("T", "t")]
+
+    def is_running(self, pid: int) -> bool:
+        """Whether `pid` exists and is no zombie."""
+        return self.fields.get(pid, "Z")[_STATE] not in ("Z", "X")
+
+
+def handles_signal(pid: int, signum: int) -> bool:
+    """Whether the process has installed a handler for `signum`; False where it has ended."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = (PROC / str(pid) / "status").read_text().splitlines()
+        caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+        return bool(caught >> (signum - 1) & 1)
+    return False
+
+
+def command_line(pid: int) -> bytes:
+    """Arguments of a process, separated by NUL; empty where it has ended or belongs to another user."""
+    with contextlib.suppress(OSError):
+        return (PROC / str(pid) / "cmdline").read_bytes()
+    return b""
+
+
+def _stat(entry: Path) -> list[str]:
+    """Empty where the process has ended. The name in front may hold spaces and brackets itself."""
+    try:
+        return (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

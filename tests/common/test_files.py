@@ -1,0 +1,190 @@
+"""Files that are whole or absent, JSON lines and locks between real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.common import (
+    FileLock,
+    FileLocked,
+    JsonlTail,
+    append_jsonl,
+    atomic_path,
+    end_last_line,
+    fsync_tree,
+    last_by,
+    read_jsonl,
+    rewrite_jsonl,
+    write_atomically,
+    write_synced,
+)
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from penstock.common.files import FileLock
+FileLock(Path(sys.argv[1]), "").acquire()
+print("held", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_write_atomically_replaces(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    write_atomically(path, [b"n", b"ew"], mode=0o600, durable=durable)
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_atomic_path_failure_keeps_the_old(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write_half() -> None:
+        with atomic_path(path) as temporary:
+            temporary.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_half()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_write_synced_truncates(tmp_path: Path) -> None:
+    write_synced(tmp_path / "file", b"longer")
+    write_synced(tmp_path / "file", b"new")
+    fsync_tree(tmp_path)
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("broken", "steps"), [("stop", [0]), ("skip", [0, 2])])
+def test_read_jsonl_with_a_broken_line(tmp_path: Path, broken, steps) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step": 0}\n{"ste\n{"step": 2}\n')
+    assert [line["step"] for line in read_jsonl(path, broken=broken)] == steps
+    assert read_jsonl(tmp_path / "none") == []
+
+
+def test_append_after_a_killed_writer(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    end_last_line(path)
+    assert not path.exists()
+    append_jsonl(path, [{"step": 0}])
+    end_last_line(path)
+    assert path.read_text() == '{"step": 0}\n'
+    with path.open("a") as file:
+        file.write('{"st')
+    end_last_line(path)
+    append_jsonl(path, [{"step": 1}, {"step": 2}])
+    assert [line["step"] for line in read_jsonl(path, broken="skip")] == [0, 1, 2]
+
+
+def test_rewrite_jsonl_creates_no_empty_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    rewrite_jsonl(path, [])
+    assert not path.exists()
+    rewrite_jsonl(path, [{"text": "é"}])
+    assert path.read_text(encoding="utf-8") == '{"text": "é"}\n'
+    rewrite_jsonl(path, [])
+    assert path.read_text() == ""
+
+
+def test_last_by_keeps_the_last_in_order() -> None:
+    rows = [{"step": 1, "n": 0}, {"step": 0, "n": 1}, {"step": 1, "n": 2}]
+    assert last_by(rows, "step") == [rows[1], rows[2]]
+
+
+def test_tail_reads_each_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    tail = JsonlTail(path)
+    assert tail.read() == []
+    append_jsonl(path, [{"step": 0}, {"step": 1}])
+    assert tail.read() == [{"step": 0}, {"step": 1}]
+    assert tail.read() == []
+    text = json.dumps({"step": 2}) + "\n"
+    with path.open("a") as file:
+        file.write(text[:4])
+        file.flush()
+        assert tail.read() == []
+        file.write(text[4:])
+    assert tail.read() == [{"step": 2}]
+
+
+def test_tail_restarts_on_a_replaced_or_cut_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    tail = JsonlTail(path)
+    append_jsonl(path, [{"step": 0}, {"step": 1}])
+    tail.read()
+    rewrite_jsonl(path, [{"step": 0, "eval": 1.0}, {"step": 1}, {"step": 2}])
+    assert tail.read() == [{"step": 0, "eval": 1.0}, {"step": 1}, {"step": 2}]
+    path.write_text('{"step": 3}\n')
+    assert tail.read() == [{"step": 3}]
+
+
+@pytest.fixture
+def holder(tmp_path: Path):
+    """Another process that holds the lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "lock")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_lock_held_elsewhere_names_path_and_cause(tmp_path: Path, holder) -> None:
+    lock = FileLock(tmp_path / "lock", "another server is running there", error=ValueError)
+    with pytest.raises(ValueError, match=r"lock: another server is running there$"):
+        lock.acquire()
+    assert not lock.held
+
+
+@pytest.mark.crash
+async def test_lock_is_free_when_its_holder_is_killed(tmp_path: Path, holder) -> None:
+    lock, waited = FileLock(tmp_path / "lock", "still held"), []
+    with pytest.raises(FileLocked, match="still held"):
+        await lock.acquire_within(0)
+    waiting = asyncio.create_task(lock.acquire_within(60, lambda: (waited.append(1), holder.kill())))
+    await waiting
+    assert lock.held
+    assert waited == [1]
+
+
+@pytest.mark.crash
+async def test_wait_blocks_until_the_lock_is_free(tmp_path: Path, holder) -> None:
+    lock = FileLock(tmp_path / "lock", "")
+    waiting = asyncio.create_task(asyncio.to_thread(lock.wait))
+    done, _ = await asyncio.wait({waiting}, timeout=0.2)
+    assert not done
+    holder.kill()
+    async with asyncio.timeout(60):
+        await waiting
+    assert lock.held
+    lock.release()
+
+
+def test_lock_has_one_holder_in_a_process(tmp_path: Path) -> None:
+    first, second = (FileLock(tmp_path / "lock", "held here") for _ in range(2))
+    with first:
+        for other in (first, second):
+            with pytest.raises(FileLocked):
+                other.acquire()
+        assert not second.try_acquire()
+        assert (first.held, second.held) == (True, False)
+    first.release()
+    with second:
+        assert second.held
