@@ -75,6 +75,15 @@ def test_guard_ends_the_group_when_the_pipe_closes(start) -> None:
     process.stdin = None
 
 
+def test_guard_kills_after_the_grace_what_ignores_sigterm(start) -> None:
+    process = start(guard_command(["sh", "-c", "trap '' TERM; sleep 300 & echo $!; echo $$; wait; sleep 300"]))
+    pids = read_pids(process)
+    process.stdin.close()
+    process.wait(timeout=60)
+    process.stdin = None
+    assert wait_until(lambda: not any(map(running, pids)))
+
+
 def test_guard_passes_the_exit_status_on(start) -> None:
     process = start(guard_command(["sh", "-c", "sleep 300 & echo $!; exit 7"]))
     (left,) = read_pids(process, 1)
@@ -99,20 +108,38 @@ def test_guard_ends_the_group_when_the_owner_is_killed(start) -> None:
     assert wait_until(lambda: not any(map(running, pids)))
 
 
+@pytest.fixture
+def shared() -> Iterator[SharedMemory]:
+    """A segment that this process and the command map."""
+    segment = SharedMemory(create=True, size=1024)
+    yield segment
+    segment.close()
+    segment.unlink()
+
+
 @pytest.mark.crash
-def test_guard_removes_orphaned_shared_memory_alone(start) -> None:
-    shared = SharedMemory(create=True, size=1024)
-    try:
-        process = start(guard_command([sys.executable, "-c", SEGMENTS, shared.name]))
+def test_guard_removes_orphaned_shared_memory_alone(start, shared: SharedMemory) -> None:
+    process = start(guard_command([sys.executable, "-c", SEGMENTS, shared.name]))
+    made = process.stdout.readline().split()
+    assert all((SHARED_MEMORY / name).exists() for name in made)
+    process.stdin.close()
+    assert process.wait(timeout=60) == 0
+    process.stdin = None
+    assert [name for name in (*made, shared.name) if (SHARED_MEMORY / name).exists()] == [shared.name]
+
+
+@pytest.mark.crash
+def test_segments_are_known_after_their_process_was_killed(shared: SharedMemory) -> None:
+    pipe = subprocess.PIPE  # a member of this process's own group
+    with subprocess.Popen([sys.executable, "-c", SEGMENTS, shared.name], stdout=pipe, text=True) as process:
+        assert process.stdout is not None
         made = process.stdout.readline().split()
-        assert all((SHARED_MEMORY / name).exists() for name in made)
-        process.stdin.close()
-        assert process.wait(timeout=60) == 0
-        process.stdin = None
-        assert [name for name in (*made, shared.name) if (SHARED_MEMORY / name).exists()] == [shared.name]
-    finally:
-        shared.close()
-        shared.unlink()
+        segments = guard.Segments()
+        segments.look()
+        process.kill()
+    assert all((SHARED_MEMORY / name).exists() for name in made)
+    segments.remove()
+    assert [name for name in (*made, shared.name) if (SHARED_MEMORY / name).exists()] == [shared.name]
 
 
 SEGMENTS = """
