@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.agent_loops.parts import EpisodeParts
     from penstock.agent_loops.toolbox import ToolBox
     from penstock.sandbox.protocol import Sandbox
-    from penstock.transfer_queue.ledger import Lease
+    from penstock.transfer_queue.queue import Lease
 
 
 T = TypeVar("T")

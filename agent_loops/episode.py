@@ -1,4 +1,4 @@
-"""One leased episode from its lease to the ledger.
+"""One leased episode from its lease to the queue.
 
 lease ─► equip loop ─► setup, run (deadline) ─► teardown ─► tools' rewards ─► release ─► reward ─► complete
               ▲                │                                                            │
@@ -26,7 +26,7 @@ from penstock.agent_loops.segment import TRUNCATED_DEADLINE
 from penstock.agent_loops.toolbox import ToolBox
 from penstock.agent_loops.trace import Trace, begin_trace
 from penstock.tools.threads import call_users
-from penstock.transfer_queue.ledger import BadPayload, Lease, LedgerError
+from penstock.transfer_queue.queue import BadPayload, Lease, TransferQueueError
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind, Trajectory
 
 TEARDOWN_DEADLINE_S = 10.0
@@ -40,11 +40,11 @@ class Episode:
     def __init__(self, parts: EpisodeParts, lease: Lease) -> None:
         self._parts = parts
         self._lease = lease
-        self._journal = EpisodeJournal(parts.ledger, lease)
+        self._journal = EpisodeJournal(parts.queue, lease)
         self._trace = Trace()
 
     async def run(self) -> Outcome:
-        """The outcome that the ledger was told. Raises `LedgerError` (lease lost, ledger gone) and `CancelledError`."""
+        """The outcome that the queue was told. Raises `TransferQueueError` (lease lost, queue gone) and `CancelledError`."""
         spans = episode_spans(self._lease, self._parts.worker)
         self._trace = begin_trace(self._parts.on_span, spans)
         return await (self._run() if spans is None else self._run_told(spans))
@@ -56,7 +56,7 @@ class Episode:
             spans.outcome(outcome)
             cause = ""
             return outcome
-        except LedgerError as error:
+        except TransferQueueError as error:
             cause = f"{type(error).__name__}: {error}"
             raise
         finally:
@@ -75,15 +75,15 @@ class Episode:
     # endings -------------------------------------------------------------------------------------------------------
     async def _complete(self, trajectory: Trajectory) -> Outcome:
         try:
-            await self._parts.ledger.complete(self._lease, trajectory)
+            await self._parts.queue.complete(self._lease, trajectory)
         except BadPayload as error:
-            raise InfraFailure("ledger", f"refused the trajectory: {error}") from error
+            raise InfraFailure("queue", f"refused the trajectory: {error}") from error
         if self._trace.exported is not None:
             self._trace.exported.root.note(**trajectory_facts(trajectory))
         return trajectory.outcome
 
     async def _fail(self, outcome: Outcome) -> Outcome:
-        again = await self._parts.ledger.fail(self._lease, outcome)
+        again = await self._parts.queue.fail(self._lease, outcome)
         log.warning(
             "episode %s: %s %s: %s (%s)",
             self._lease.episode_id,
@@ -119,7 +119,7 @@ class Episode:
                 await self._teardown(loop)
             _raise_swallowed(llm, tools)
             tool_rewards = await tools.rewards()
-        except (asyncio.CancelledError, LedgerError):
+        except (asyncio.CancelledError, TransferQueueError):
             leave = True
             raise
         except (InfraFailure, EpisodeRestart):
@@ -135,8 +135,8 @@ class Episode:
     async def _is_lost(self) -> bool:
         """Another worker owns the episode by now, and its tools' sessions with it: they are not this one's to end."""
         try:
-            return self._lease.episode_id in await self._parts.ledger.renew([self._lease])
-        except LedgerError:
+            return self._lease.episode_id in await self._parts.queue.renew([self._lease])
+        except TransferQueueError:
             return True
 
     def _loop_class(self) -> type[AgentLoopBase]:
@@ -166,7 +166,7 @@ class Episode:
                 outputs = as_outputs(await loop.run(self._lease.task))
                 self._journal.check_followed()
                 return outputs
-        except (InfraFailure, EpisodeRestart, LedgerError):
+        except (InfraFailure, EpisodeRestart, TransferQueueError):
             raise
         except Exception as error:
             if not deadline.expired():

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from penstock.rollout_server.tracing import TRACING, OpenSpan, begin, here, inside
-from penstock.transfer_queue.ledger import Lease
+from penstock.transfer_queue.queue import Lease
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
 
 NAMES = {"model": "generate", "tool": "tool", "reward": "reward", "sandbox": "sandbox"}
@@ -69,7 +69,7 @@ class EpisodeSpans:
                 turn.last_ns = time.time_ns()
 
     def outcome(self, outcome: Outcome) -> None:
-        """How it ended, as the ledger was told."""
+        """How it ended, as the queue was told."""
         self.root.note(outcome=outcome.kind.value, reason=outcome.reason or None, component=outcome.component or None)
         if outcome.kind is OutcomeKind.INFRA_ERROR:
             self.root.fail(f"{outcome.component}: {outcome.reason}")

@@ -21,19 +21,19 @@ from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import Sandbox
 from penstock.tools.config import ToolConfig
 from penstock.tools.registry import configs_of, make_tools
-from penstock.transfer_queue.ledger import Ledger
+from penstock.transfer_queue.queue import TransferQueue
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """Everything one agent worker is told. The ledger and the client stay their opener's to close."""
+    """Everything one agent worker is told. The queue and the client stay their opener's to close."""
 
     name: str
     """Unique in the run; named in leases and logs."""
     config: AgentConfig
-    ledger: Ledger
+    queue: TransferQueue
     client: GenerateClient
     model: str
     """Folder or hub name of the tokenizer."""
@@ -74,7 +74,7 @@ def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
     return EpisodeParts(
         worker=job.name,
         config=job.config,
-        ledger=job.ledger,
+        queue=job.queue,
         client=job.client,
         chat=chat,
         tools=tools,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.agent_loops.errors import EpisodeRestart
-from penstock.transfer_queue.ledger import Lease, Ledger
+from penstock.transfer_queue.queue import Lease, TransferQueue
 from penstock.transfer_queue.trajectory import JournalEntry, JournalKind
 
 RESTART = "restart"
@@ -39,8 +39,8 @@ class Replayed:
 class EpisodeJournal:
     """Owned by one lease; `take` before doing, `append` after doing and before anything depends on it."""
 
-    def __init__(self, ledger: Ledger, lease: Lease) -> None:
-        self._ledger = ledger
+    def __init__(self, queue: TransferQueue, lease: Lease) -> None:
+        self._queue = queue
         self._lease = lease
         entries = since_last_restart(lease.journal)
         self._left = [entry for entry in entries if not entry.data or not entry.data.keys() <= NOTES]
@@ -95,8 +95,8 @@ class EpisodeJournal:
         return tuple(theirs)
 
     async def append(self, entry: JournalEntry) -> None:
-        """Write it down. Raises `LeaseLost`, `LedgerUnavailable`."""
-        await self._ledger.journal(self._lease, entry)
+        """Write it down. Raises `LeaseLost`, `TransferQueueUnavailable`."""
+        await self._queue.journal(self._lease, entry)
 
     async def append_naming(self, entry: JournalEntry) -> None:
         """The same, and the entry tells this run's name where none did yet."""

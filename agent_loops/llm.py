@@ -17,7 +17,7 @@ from penstock.agent_loops.trace import span
 from penstock.rollout_server.answer import Answer
 from penstock.rollout_server.protocol import Chunk, GenerateRequest, Generation, ImageRef, Sampling
 from penstock.rollout_server.tracing import OpenSpan, versions_of
-from penstock.transfer_queue.ledger import Lease
+from penstock.transfer_queue.queue import Lease
 from penstock.transfer_queue.trajectory import JournalKind
 
 Watch = Callable[[Chunk], int | None]

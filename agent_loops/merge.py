@@ -12,7 +12,7 @@ from penstock.agent_loops.base import AgentLoopOutput
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
 from penstock.agent_loops.llm import Seen
 from penstock.agent_loops.token_row import little_endian
-from penstock.transfer_queue.ledger import Lease
+from penstock.transfer_queue.queue import Lease
 from penstock.transfer_queue.trajectory import Segment, Trajectory
 
 IMAGES = "images"

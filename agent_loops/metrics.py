@@ -15,7 +15,7 @@ class WorkerMetrics:
         ProcessCollector(namespace="penstock", registry=registry)
         self.episodes = Counter("penstock_agent_episodes", "Episodes by how they ended", ["outcome"], registry=registry)
         self.episode_s = Histogram(
-            "penstock_agent_episode_seconds", "From lease to the ledger", buckets=SECONDS, registry=registry
+            "penstock_agent_episode_seconds", "From lease to the queue", buckets=SECONDS, registry=registry
         )
         self.model_s = Histogram(
             "penstock_agent_model_call_seconds", "Waiting for an answer", buckets=SECONDS, registry=registry

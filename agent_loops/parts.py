@@ -15,7 +15,7 @@ from penstock.agent_loops.trace import OnSpan
 from penstock.sandbox.protocol import Sandbox
 from penstock.tools.base import BaseTool
 from penstock.tools.config import ToolConfig
-from penstock.transfer_queue.ledger import Ledger
+from penstock.transfer_queue.queue import TransferQueue
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Mismatches:
 class EpisodeParts:
     worker: str
     config: AgentConfig
-    ledger: Ledger
+    queue: TransferQueue
     client: GenerateClient
     chat: ChatTokens
     tools: Mapping[str, BaseTool]

@@ -25,8 +25,8 @@ from penstock.rollout_server.protocol import Chunk, GenerateRequest, Generation
 from penstock.sandbox.config import SandboxConfig
 from penstock.tools.config import ToolConfig
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue.ledger import DeadLetter, Limits
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import DeadLetter, Limits
 from penstock.transfer_queue.trajectory import Task, Trajectory
 
 LANE = "rehearsal"
@@ -133,16 +133,16 @@ async def rehearse(
     `WorkerStopped` where the infrastructure fails again and again, or nothing ends any more.
     """
     staged = [replace(task, lane=LANE, task_id=f"{LANE}/{number:08d}") for number, task in enumerate(tasks)]
-    ledger = MemoryLedger()
-    await ledger.create_run(
+    queue = MemoryTransferQueue()
+    await queue.create_run(
         Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1, lease_ttl_s=LEASE_TTL_S), "{}"
     )
-    await ledger.submit(staged)
+    await queue.submit(staged)
     player = Player(chat_of(model, config), {task.task_id: task for task in staged}, policy)
     job = WorkerJob(
         name="rehearsal",
         config=config,
-        ledger=ledger,
+        queue=queue,
         client=player,
         model=model,
         tools=list(tools),
@@ -152,13 +152,13 @@ async def rehearse(
         lease_ttl_s=LEASE_TTL_S,
     )
     patience_s = config.episode_deadline_s + config.rewards.timeout_s + SLACK_S
-    await _play(job, ledger, len(staged), patience_s, on_ended)
-    trajectories, _ = await ledger.results(LANE)
-    return Rehearsal(sorted(trajectories, key=lambda one: one.task_id), await ledger.dead_letters(max(1, len(staged))))
+    await _play(job, queue, len(staged), patience_s, on_ended)
+    trajectories, _ = await queue.results(LANE)
+    return Rehearsal(sorted(trajectories, key=lambda one: one.task_id), await queue.dead_letters(max(1, len(staged))))
 
 
 async def _play(
-    job: WorkerJob, ledger: MemoryLedger, count: int, patience_s: float, on_ended: Callable[[int], None]
+    job: WorkerJob, queue: MemoryTransferQueue, count: int, patience_s: float, on_ended: Callable[[int], None]
 ) -> None:
     worker = asyncio.create_task(run_worker(job), name="rehearsal")
     try:
@@ -167,7 +167,7 @@ async def _play(
             await asyncio.wait({worker}, timeout=POLL_S)
             if worker.done():
                 worker.result()  # a worker runs until it is cancelled: it can only have failed
-            lane = (await ledger.status()).other_lanes[LANE]
+            lane = (await queue.status()).other_lanes[LANE]
             if lane["done"] > ended:
                 ended, since = lane["done"], time.monotonic()
                 on_ended(ended)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.parts import EpisodeParts
 from penstock.agent_loops.stats import WorkerStats
-from penstock.transfer_queue.ledger import Lease, LeaseLost, LedgerError
+from penstock.transfer_queue.queue import Lease, LeaseLost, TransferQueueError
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
 
 DRAIN_DEADLINE_S = 10.0
 CHUNK = 256
-"""Leases of one call: neither the ledger nor this worker's loop stands still for thousands at once."""
+"""Leases of one call: neither the queue nor this worker's loop stands still for thousands at once."""
 log = logging.getLogger(__name__)
 
 
@@ -40,10 +40,10 @@ class RunningEpisodes:
         task.add_done_callback(lambda _: self._forget(lease))
 
     async def renew(self) -> None:
-        """One round over all leases; runs whose lease was lost are stopped. Raises `LedgerError`."""
+        """One round over all leases; runs whose lease was lost are stopped. Raises `TransferQueueError`."""
         held = {episode_id: lease for episode_id, (lease, _) in self.running.items()}
         for leases in _chunks(list(held.values())):
-            for episode_id in await self._parts.ledger.renew(leases):
+            for episode_id in await self._parts.queue.renew(leases):
                 self._cancel_lost(held[episode_id])
 
     async def drain(self) -> None:
@@ -71,8 +71,8 @@ class RunningEpisodes:
         except LeaseLost:
             log.warning("episode %s went to another worker", lease.episode_id)
             return
-        except LedgerError as error:
-            outcome = Outcome(OutcomeKind.INFRA_ERROR, str(error), "ledger")
+        except TransferQueueError as error:
+            outcome = Outcome(OutcomeKind.INFRA_ERROR, str(error), "queue")
         except Exception as error:
             log.exception("episode %s failed in the worker itself", lease.episode_id)
             outcome = Outcome(OutcomeKind.INFRA_ERROR, repr(error), "worker")
@@ -96,8 +96,8 @@ class RunningEpisodes:
         """A lease that is lost by now is refused, and that is right."""
         try:
             async with asyncio.timeout(DRAIN_DEADLINE_S / 2):
-                await self._parts.ledger.release(lease)
-        except (LedgerError, TimeoutError) as error:
+                await self._parts.queue.release(lease)
+        except (TransferQueueError, TimeoutError) as error:
             log.warning("lease of %s was not handed back (%s); it runs out by itself", lease.episode_id, error)
 
 

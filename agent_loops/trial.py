@@ -1,4 +1,4 @@
-"""Try a loop in a second: the real episode code on a tokenizer and a ledger in memory, with a model that you play.
+"""Try a loop in a second: the real episode code on a tokenizer and a queue in memory, with a model that you play.
 
 trajectory = await try_loop("my_agent.py:MyAgent", task, model=FOLDER, says=["first answer", "second answer"])
 """
@@ -19,8 +19,8 @@ from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox
 from penstock.tools.config import ToolConfig
-from penstock.transfer_queue.ledger import Limits
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Limits
 from penstock.transfer_queue.trajectory import DataCursor, Task, Trajectory
 
 Says = Sequence[str] | Callable[[str], str]
@@ -62,18 +62,18 @@ async def _try(  # noqa: PLR0917 - called in one place
     sandbox: Sandbox | None,
     agent: dict[str, Any],
 ) -> Trajectory:
-    ledger = MemoryLedger()
-    await ledger.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1), "trial: true")
+    queue = MemoryTransferQueue()
+    await queue.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1), "trial: true")
     client = FakeClient(lambda context: [])
-    job = WorkerJob("trial", AgentConfig(loop=loop, **agent), ledger, client, model, tools, recipe_dir=recipe_dir)
+    job = WorkerJob("trial", AgentConfig(loop=loop, **agent), queue, client, model, tools, recipe_dir=recipe_dir)
     parts = build_parts(job, sandbox)
     client.reply = _player(parts.chat, says)
-    await ledger.submit([task], cursor=DataCursor(0, 1))
-    (lease,) = await ledger.lease_episodes("trial", 1, 0)
+    await queue.submit([task], cursor=DataCursor(0, 1))
+    (lease,) = await queue.lease_episodes("trial", 1, 0)
     outcome = await Episode(parts, lease).run()
     if not outcome.may_carry_reward:
         raise InfraFailure(outcome.component or str(outcome.kind), outcome.reason)
-    (trajectory,) = await ledger.read([lease.episode_id])
+    (trajectory,) = await queue.read([lease.episode_id])
     return trajectory
 
 

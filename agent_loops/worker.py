@@ -2,7 +2,7 @@
 
 task         consumes                waits for                        woken by
 admit        client.best_version,    room; a server; admission        an episode's end; its own back-off
-             ledger.lease_episodes
+             queue.lease_episodes
 episode × N  one lease               model, tools, reward             (see running.py, episode.py)
 renew        leases held             a third of the lease's TTL       the clock; cancels episodes that were lost
 adapt        client.servers, 429s    ADAPT_S                          the clock; wakes admit (concurrency.py)
@@ -35,10 +35,10 @@ from penstock.agent_loops.traced_sandbox import traced
 from penstock.sandbox.make import make_sandbox
 from penstock.sandbox.protocol import Sandbox, SandboxError
 from penstock.tools.registry import close_tools
-from penstock.transfer_queue.ledger import Lease, LedgerError
+from penstock.transfer_queue.queue import Lease, TransferQueueError
 
 BACK_OFF_S = (0.05, 0.2)
-"""First and longest pause while the ledger admits nothing, before jitter."""
+"""First and longest pause while the queue admits nothing, before jitter."""
 GATHER_S = 0.005
 """After an episode ends, others are given this long to end too, so that one round trip leases several."""
 REPORT_S = 5.0
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 async def run_worker(job: WorkerJob) -> None:
     """Run episodes until cancelled.
 
-    Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `LedgerError`.
+    Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `TransferQueueError`.
     """
     sandbox = _sandbox_of(job)
     parts: EpisodeParts | None = None
@@ -115,7 +115,7 @@ class Worker:
 
     # admission -----------------------------------------------------------------------------------------------------
     async def _admit(self) -> None:
-        """One look at the ledger, or one wait for room."""
+        """One look at the queue, or one wait for room."""
         free = self.concurrency.limit - len(self.episodes)
         if free <= 0:
             self._room.clear()
@@ -125,7 +125,7 @@ class Worker:
         version = await self._job.client.best_version()
         leases: list[Lease] = []
         if version is not None:
-            leases = await self._job.ledger.lease_episodes(self._job.name, min(free, CHUNK), version)
+            leases = await self._job.queue.lease_episodes(self._job.name, min(free, CHUNK), version)
         for lease in leases:
             self.episodes.start(lease)
         self._server_seen = time.monotonic() if version is not None else self._server_seen
@@ -153,7 +153,7 @@ class Worker:
             await asyncio.sleep(ADAPT_S)
             try:
                 servers = await client.servers()
-            except LedgerError as error:
+            except TransferQueueError as error:
                 log.warning("the servers' load is not known: %s", error)
                 continue
             before = self.concurrency.limit
@@ -172,8 +172,8 @@ class Worker:
     async def _flush(self) -> None:
         for cause, seconds in self.stats.take_waits().items():
             try:
-                await self._job.ledger.add_wait("agent", cause, seconds)
-            except LedgerError as error:
+                await self._job.queue.add_wait("agent", cause, seconds)
+            except TransferQueueError as error:
                 log.warning("waits not recorded: %s", error)
 
     # giving up -----------------------------------------------------------------------------------------------------

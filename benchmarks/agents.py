@@ -2,7 +2,7 @@
 
     penstock bench agents --json
 
-A worker process, a Redis ledger, an engine and a tool that answer after a log-normal time. The mean time grows with
+A worker process, a Redis queue, an engine and a tool that answer after a log-normal time. The mean time grows with
 the number of episodes, so that at every level as many turns end per second and only the number of episodes that wait
 differs. Each level has a process of its own, each round all levels, in changing order.
 

@@ -24,10 +24,10 @@ import numpy as np
 import uvloop
 
 from benchmarks.support.comparison import say
-from benchmarks.support.ledger_calls import open_ledger, tasks
+from benchmarks.support.queue_calls import open_queue, tasks
 from benchmarks.support.summary import median_of, microseconds
-from penstock.transfer_queue.ledger import Lease, Ledger, LedgerError, Limits
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Lease, Limits, TransferQueue, TransferQueueError
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 from penstock.transfer_queue.trajectory import JournalEntry, JournalKind
 
@@ -66,42 +66,42 @@ Samples = dict[int, list[float]]
 
 
 async def _one_round(url: str, password: str) -> Samples:
-    ledger = await open_ledger(url, password, f"journal-{secrets.token_hex(4)}")
+    queue = await open_queue(url, password, f"journal-{secrets.token_hex(4)}")
     try:
-        return await _staggered(ledger, await _lease(ledger, EPISODES_PER_ROUND + max(TURNS)))
+        return await _staggered(queue, await _lease(queue, EPISODES_PER_ROUND + max(TURNS)))
     finally:
-        await ledger.drop_run()
-        await ledger.close()
+        await queue.drop_run()
+        await queue.close()
 
 
-async def _lease(ledger: RedisLedger, count: int) -> list[Episode]:
+async def _lease(queue: RedisTransferQueue, count: int) -> list[Episode]:
     """Groups of one: nothing but their journals matters."""
-    await ledger.create_run(Limits(1, count, max_staleness=0, min_group=1, lease_ttl_s=600), "{}")
-    await ledger.submit(tasks(0, count))
-    leases = await ledger.lease_episodes("bench", count, 0)
+    await queue.create_run(Limits(1, count, max_staleness=0, min_group=1, lease_ttl_s=600), "{}")
+    await queue.submit(tasks(0, count))
+    leases = await queue.lease_episodes("bench", count, 0)
     if len(leases) != count:
-        raise LedgerError(f"{len(leases)} of {count} episodes could be leased")
+        raise TransferQueueError(f"{len(leases)} of {count} episodes could be leased")
     return [Episode(lease) for lease in leases]
 
 
-async def _staggered(ledger: Ledger, episodes: Sequence[Episode]) -> Samples:
+async def _staggered(queue: TransferQueue, episodes: Sequence[Episode]) -> Samples:
     """Samples of the ticks at which all turns are present."""
     samples: Samples = {turn: [] for turn in TURNS}
     for tick in range(1, len(episodes) + 1):
         for episode in episodes[max(0, tick - max(TURNS)) : tick]:
-            took = await _take_turn(ledger, episode)
+            took = await _take_turn(queue, episode)
             if tick > max(TURNS) and episode.turn in samples:
                 samples[episode.turn].append(took)
     return samples
 
 
-async def _take_turn(ledger: Ledger, episode: Episode) -> float:
+async def _take_turn(queue: TransferQueue, episode: Episode) -> float:
     episode.turn += 1
     episode.context += SAMPLED_TOKENS
     entries = _entries(episode)
     began = time.perf_counter()
     for entry in entries:
-        await ledger.journal(episode.lease, entry)
+        await queue.journal(episode.lease, entry)
     return time.perf_counter() - began
 
 

@@ -1,4 +1,4 @@
-"""A million episodes through one ledger: is anything left behind?
+"""A million episodes through one queue: is anything left behind?
 
     penstock bench million --json
 
@@ -29,10 +29,10 @@ import uvloop
 
 from benchmarks.support.child import Child
 from benchmarks.support.comparison import merge_peaks, say
-from benchmarks.support.ledger_calls import open_ledger, tasks
 from benchmarks.support.memory import family, peaks_mb
-from penstock.transfer_queue.ledger import Announcement, Batch, LedgerError, Limits, Waiting
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from benchmarks.support.queue_calls import open_queue, tasks
+from penstock.transfer_queue.queue import Announcement, Batch, Limits, TransferQueueError, Waiting
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 from penstock.transfer_queue.trajectory import DataCursor
 
@@ -92,15 +92,15 @@ class Store:
         self.password = password
         self._client = client
 
-    async def open(self, run: str) -> RedisLedger:
-        return await open_ledger(self.server.url, self.password, run)
+    async def open(self, run: str) -> RedisTransferQueue:
+        return await open_queue(self.server.url, self.password, run)
 
     async def drop(self, run: str) -> None:
-        ledger = await self.open(run)
+        queue = await self.open(run)
         try:
-            await ledger.drop_run()
+            await queue.drop_run()
         finally:
-            await ledger.close()
+            await queue.close()
 
     async def used_bytes(self) -> int:
         return int((await self._client.info("memory"))["used_memory"])
@@ -145,27 +145,27 @@ class Account:
         task, _, member = episode_id.rpartition("#")
         at = int(task.removeprefix("train/")) * GROUP_SIZE + int(member)
         if self.trained[at]:
-            raise LedgerError(f"{episode_id} was handed out in two steps")
+            raise TransferQueueError(f"{episode_id} was handed out in two steps")
         self.trained[at] = 1
 
 
 async def _whole_run(store: Store, run: str, steps: int) -> Account:
     account = Account(bytearray(steps * EPISODES_PER_STEP))
-    ledger = await store.open(run)
+    queue = await store.open(run)
     try:
-        await ledger.create_run(Limits(GROUP_SIZE, GROUPS_PER_STEP, MAX_STALENESS), "{}")
+        await queue.create_run(Limits(GROUP_SIZE, GROUPS_PER_STEP, MAX_STALENESS), "{}")
         async with _workers(store) as workers:
             async with asyncio.TaskGroup() as group:
                 question = {"run": run, "steps": steps}
                 working = [group.create_task(worker.ask(question, timeout_s=24 * 3600)) for worker in workers]
-                await _train(store, ledger, steps, account)
+                await _train(store, queue, steps, account)
             account.completed = sum(task.result()["completed"] for task in working)
             pids = [pid for worker in workers for pid in family(worker.pid)]
             merge_peaks(account.peaks, peaks_mb([os.getpid(), store.server.pid or 0, *pids]))
     finally:
-        await ledger.close()
+        await queue.close()
     if missing := account.trained.count(0):
-        raise LedgerError(f"{missing} of {len(account.trained)} episodes never came out")
+        raise TransferQueueError(f"{missing} of {len(account.trained)} episodes never came out")
     return account
 
 
@@ -181,28 +181,28 @@ async def _workers(store: Store) -> AsyncIterator[list[Child]]:
         await asyncio.gather(*(worker.stop() for worker in workers))
 
 
-async def _train(store: Store, ledger: RedisLedger, steps: int, account: Account) -> None:
+async def _train(store: Store, queue: RedisTransferQueue, steps: int, account: Account) -> None:
     """The data stream and the trainer in one loop: submit ahead, take a step, account for it, commit it."""
     submitted, began = 0, time.perf_counter()
     for step in range(steps):
         while submitted < min(steps, step + STEPS_AHEAD):
             first = submitted * GROUPS_PER_STEP
-            await ledger.submit(tasks(first, GROUPS_PER_STEP), DataCursor(0, first + GROUPS_PER_STEP))
+            await queue.submit(tasks(first, GROUPS_PER_STEP), DataCursor(0, first + GROUPS_PER_STEP))
             submitted += 1
-        batch = await _batch(ledger, step)
-        for trajectory in await ledger.read([episode for group in batch.groups for episode in group]):
+        batch = await _batch(queue, step)
+        for trajectory in await queue.read([episode for group in batch.groups for episode in group]):
             account.train(trajectory.episode_id)
         account.most_bytes = max(account.most_bytes, await store.used_bytes())
-        await ledger.publish_version(Announcement(step + 1, {}))
-        await ledger.commit(step + 1)
+        await queue.publish_version(Announcement(step + 1, {}))
+        await queue.commit(step + 1)
         if (step + 1) % max(1, steps // 20) == 0:
             done = (step + 1) * EPISODES_PER_STEP
             say(f"million: {done} episodes, {done / (time.perf_counter() - began):.0f} per second")
 
 
-async def _batch(ledger: RedisLedger, step: int) -> Batch:
+async def _batch(queue: RedisTransferQueue, step: int) -> Batch:
     async with asyncio.timeout(STEP_TIMEOUT_S):
-        while isinstance(batch := await ledger.lease_batch(step), Waiting):  # noqa: ASYNC110 - workers are processes
+        while isinstance(batch := await queue.lease_batch(step), Waiting):  # noqa: ASYNC110 - workers are processes
             await asyncio.sleep(POLL_S)
     return batch
 

@@ -1,9 +1,9 @@
-"""The ledger beside raw Redis and beside verl's queue, in one run on one machine; and the ledger's index alone.
+"""The queue beside raw Redis and beside verl's queue, in one run on one machine; and the queue's index alone.
 
     penstock bench queue --json
 
     raw_redis              SET each payload; GET each payload
-    ledger                 complete each; lease_batch, read, publish_version, commit
+    queue                 complete each; lease_batch, read, publish_version, commit
     transferqueue          kv_put each; kv_batch_get, kv_clear            (where scripts/setup-bench has been run)
     transferqueue_batched  the same with one kv_batch_put per producer
 

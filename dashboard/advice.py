@@ -37,7 +37,7 @@ class Split:
     bubble: float | None
     """Share of the wall time in which the trainer waited for a batch; None before the first step."""
     rollout_idle: float | None
-    """Share of the rollout slots' time that admission held back; None where the ledger is not there to say."""
+    """Share of the rollout slots' time that admission held back; None where the queue is not there to say."""
     rollout_share: float | None
     """Of all devices, to be given to rollouts."""
     advice: str

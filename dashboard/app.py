@@ -13,21 +13,21 @@ from fastapi.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from penstock.dashboard.access import DATA, READ, RequireScope, SecureHeaders, Tokens
-from penstock.dashboard.live import DEADLINE_S, LiveLedgers, NotAlive, Pulse
+from penstock.dashboard.live import DEADLINE_S, LiveQueues, NotAlive, Pulse
 from penstock.dashboard.live_routes import live_routes
 from penstock.dashboard.run_routes import run_routes
 from penstock.dashboard.runs import NoSuchRun, RunFolders
 from penstock.rollout_server.access import LimitBody
 from penstock.rollout_server.errors import add_error_handlers, error_response
-from penstock.transfer_queue.ledger import LedgerError, LedgerUnavailable
+from penstock.transfer_queue.queue import TransferQueueError, TransferQueueUnavailable
 
 STATIC = Path(__file__).parent / "static"
 MOST_BODY_BYTES = 64 << 10
 
 
-def make_app(runs_dir: Path, ledgers: LiveLedgers, tokens: Tokens) -> ASGIApp:
-    """The whole page over the runs in `runs_dir`; closes `ledgers` when it ends."""
-    folders, pulse = RunFolders(runs_dir, ledgers.names), Pulse(ledgers)
+def make_app(runs_dir: Path, queues: LiveQueues, tokens: Tokens) -> ASGIApp:
+    """The whole page over the runs in `runs_dir`; closes `queues` when it ends."""
+    folders, pulse = RunFolders(runs_dir, queues.names), Pulse(queues)
 
     @contextlib.asynccontextmanager
     async def closing(_: FastAPI) -> AsyncIterator[None]:
@@ -35,7 +35,7 @@ def make_app(runs_dir: Path, ledgers: LiveLedgers, tokens: Tokens) -> ASGIApp:
             yield
         finally:
             await asyncio.to_thread(folders.close)
-            await ledgers.close()
+            await queues.close()
 
     app = FastAPI(title="Penstock dashboard", docs_url=None, redoc_url=None, openapi_url=None, lifespan=closing)
     add_error_handlers(app)
@@ -67,8 +67,8 @@ def _add_own_errors(app: FastAPI) -> None:
 
     @app.exception_handler(TimeoutError)
     async def late(_request: Request, _error: Exception) -> JSONResponse:
-        return error_response(503, "", f"the ledger did not answer within {DEADLINE_S:g} s")
+        return error_response(503, "", f"the queue did not answer within {DEADLINE_S:g} s")
 
-    @app.exception_handler(LedgerError)
+    @app.exception_handler(TransferQueueError)
     async def refused(_request: Request, error: Exception) -> JSONResponse:
-        return error_response(503 if isinstance(error, LedgerUnavailable) else 409, "", str(error))
+        return error_response(503 if isinstance(error, TransferQueueUnavailable) else 409, "", str(error))

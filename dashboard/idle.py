@@ -1,4 +1,4 @@
-"""How long rollouts were held back, from the living ledger or from what a run that ended wrote."""
+"""How long rollouts were held back, from the living queue or from what a run that ended wrote."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.dashboard.decode import Decode
 from penstock.dashboard.plain import plain
-from penstock.transfer_queue.ledger import DeadLetter
+from penstock.transfer_queue.queue import DeadLetter
 from penstock.transfer_queue.trajectory import JournalEntry
 
 

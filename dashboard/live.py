@@ -1,4 +1,4 @@
-"""The state of a living run: one question to the ledger answers every page that asks within `FRESH_S`.
+"""The state of a living run: one question to the queue answers every page that asks within `FRESH_S`.
 
 pages ──► Pulse.of(run) ──at most once per FRESH_S and run──► status · servers        every UPDATES_S: updates
 """
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.dashboard.plain import plain
-from penstock.transfer_queue.ledger import Ledger, LedgerError, WeightUpdate
+from penstock.transfer_queue.queue import TransferQueue, TransferQueueError, WeightUpdate
 
 FRESH_S = 0.5
 UPDATES_S = 10.0
@@ -22,20 +22,20 @@ DEADLINE_S = 5.0
 NEWEST_UPDATES = 20
 
 
-class LiveLedgers(Protocol):
-    """Where the ledgers of living runs are found; owns the connections."""
+class LiveQueues(Protocol):
+    """Where the queues of living runs are found; owns the connections."""
 
     def names(self) -> Sequence[str]:
         """Runs that may be alive."""
 
-    async def ledger(self, run: str) -> Ledger | None:
-        """A connected one; None where the run does not live. Raises `LedgerError`."""
+    async def queue(self, run: str) -> TransferQueue | None:
+        """A connected one; None where the run does not live. Raises `TransferQueueError`."""
 
     async def close(self) -> None: ...
 
 
 class NotAlive(Exception):
-    """The run has no ledger now; the message says why."""
+    """The run has no queue now; the message says why."""
 
 
 @dataclass(slots=True)
@@ -48,18 +48,18 @@ class _Beat:
 
 
 class Pulse:
-    """Asks the ledgers."""
+    """Asks the queues."""
 
-    def __init__(self, ledgers: LiveLedgers) -> None:
-        self._ledgers = ledgers
+    def __init__(self, queues: LiveQueues) -> None:
+        self._queues = queues
         self._beats: dict[str, _Beat] = {}
 
-    async def ledger(self, run: str) -> Ledger:
-        """Raises `NotAlive`, `LedgerError`."""
-        ledger = await self._ledgers.ledger(run)
-        if ledger is None:
-            raise NotAlive(f"run {run!r} is not going on, or its ledger cannot be reached from here")
-        return ledger
+    async def queue(self, run: str) -> TransferQueue:
+        """Raises `NotAlive`, `TransferQueueError`."""
+        queue = await self._queues.queue(run)
+        if queue is None:
+            raise NotAlive(f"run {run!r} is not going on, or its queue cannot be reached from here")
+        return queue
 
     async def of(self, run: str) -> dict[str, Any]:
         """``alive`` and, where it is, the status, servers and weight updates; where it is not, the ``cause``."""
@@ -73,13 +73,13 @@ class Pulse:
     async def _ask(self, run: str, beat: _Beat) -> dict[str, Any]:
         try:
             async with asyncio.timeout(DEADLINE_S):
-                ledger = await self.ledger(run)
-                status, servers = await ledger.status(), await ledger.servers()
+                queue = await self.queue(run)
+                status, servers = await queue.status(), await queue.servers()
                 if time.monotonic() - beat.updates_at > UPDATES_S or not beat.updates:
-                    beat.updates, beat.updates_at = told_updates(await ledger.updates()), time.monotonic()
+                    beat.updates, beat.updates_at = told_updates(await queue.updates()), time.monotonic()
         except TimeoutError:
-            return {"alive": False, "cause": f"the ledger did not answer within {DEADLINE_S:g} s"}
-        except (NotAlive, LedgerError) as error:
+            return {"alive": False, "cause": f"the queue did not answer within {DEADLINE_S:g} s"}
+        except (NotAlive, TransferQueueError) as error:
             return {"alive": False, "cause": str(error)}
         servers = sorted(servers, key=lambda server: server.server_id)
         return {

@@ -1,4 +1,4 @@
-"""What living runs' ledgers say, and the one thing that the page can change: a dead letter's new life."""
+"""What living runs' queues say, and the one thing that the page can change: a dead letter's new life."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
         """From the `start`-th oldest on; 409 where the run does not live."""
         folders.run(run)
         async with asyncio.timeout(DEADLINE_S):
-            found = await (await pulse.ledger(run)).dead_letters(limit, start)
+            found = await (await pulse.queue(run)).dead_letters(limit, start)
         return {"start": start, "letters": [letter_line(letter) for letter in found]}
 
     @router.get("/dead-letter", response_model=None)
@@ -51,7 +51,7 @@ def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
         """With its journal."""
         config = await asyncio.to_thread(folders.run(run).config)
         async with asyncio.timeout(DEADLINE_S):
-            found = await (await pulse.ledger(run)).dead_letter(episode)
+            found = await (await pulse.queue(run)).dead_letter(episode)
         if found is None:
             return error_response(404, "episode", f"{episode[:200]}: no such dead letter")
         decode = await asyncio.to_thread(decoder_of, str(config.get("model", "")))
@@ -62,7 +62,7 @@ def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
         """Its whole group is queued again as it was submitted. Needs the token that may write."""
         folders.run(run)
         async with asyncio.timeout(DEADLINE_S):
-            await (await pulse.ledger(run)).requeue(asked.episode)
+            await (await pulse.queue(run)).requeue(asked.episode)
         return {"queued": asked.episode}
 
     return router

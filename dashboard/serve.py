@@ -11,7 +11,7 @@ import uvicorn
 
 from penstock.dashboard.access import Tokens
 from penstock.dashboard.app import make_app
-from penstock.dashboard.live import LiveLedgers
+from penstock.dashboard.live import LiveQueues
 
 LAST_CALLS_S = 5
 
@@ -21,12 +21,12 @@ class CannotListen(Exception):
 
 
 async def serve(
-    runs_dir: Path, ledgers: LiveLedgers, tokens: Tokens, *, host: str, port: int, say: Callable[[str], None]
+    runs_dir: Path, queues: LiveQueues, tokens: Tokens, *, host: str, port: int, say: Callable[[str], None]
 ) -> None:
     """Until cancelled or told by SIGTERM; `say` gets the address once it listens. Raises `CannotListen`."""
     listener = _listen(host, port)
     settings = uvicorn.Config(
-        make_app(runs_dir, ledgers, tokens),
+        make_app(runs_dir, queues, tokens),
         log_level="warning",
         server_header=False,
         lifespan="on",

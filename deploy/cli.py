@@ -16,7 +16,7 @@ from penstock.deploy.commands.dashboard import dashboard
 from penstock.deploy.commands.doctor import doctor
 from penstock.deploy.commands.export import export
 from penstock.deploy.commands.guard import guarded as _guarded
-from penstock.deploy.commands.ledger import ledger
+from penstock.deploy.commands.redis_server import redis_server
 from penstock.deploy.commands.rehearse import rehearse
 from penstock.deploy.commands.replay import replay
 from penstock.deploy.commands.reward_server import reward_server
@@ -42,7 +42,7 @@ app.add_typer(slurm.app, name="slurm")
 train_app = typer.Typer(invoke_without_command=True)
 app.add_typer(train_app, name="train")
 app.command()(bench)
-app.command(name="ledger")(ledger)
+app.command(name="ledger")(redis_server)
 app.command()(search_server)
 app.command()(dashboard)
 app.command()(rehearse)
@@ -54,10 +54,10 @@ app.command()(trace)
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]
-LedgerUrl = Annotated[str | None, typer.Option("--ledger", help="redis:// URL of the run's ledger [PENSTOCK_LEDGER].")]
+QueueUrl = Annotated[str | None, typer.Option("--queue", help="redis:// URL of the run's queue [PENSTOCK_QUEUE].")]
 WaitS = Annotated[
     float,
-    typer.Option("--wait-s", min=0, help="Wait so many seconds for a ledger that is away or a run that has not begun."),
+    typer.Option("--wait-s", min=0, help="Wait so many seconds for a queue that is away or a run that has not begun."),
 ]
 RunName = Annotated[str | None, typer.Option("--run", help="Name of the run [PENSTOCK_RUN].")]
 
@@ -97,7 +97,7 @@ def rollout(
     name: Annotated[
         str | None, typer.Option(help="Unique in the run; default: rollout- and this machine's name.")
     ] = None,
-    ledger: LedgerUrl = None,
+    queue: QueueUrl = None,
     run: RunName = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: the recipe's.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one; default: the recipe's.")] = None,
@@ -105,11 +105,11 @@ def rollout(
     evaluates: Annotated[bool, typer.Option(help="Take evaluations alone, each at one version.")] = False,
     wait_s: WaitS = 0.0,
 ) -> None:
-    """Start one rollout server (sidecar and engine) and join a running ledger."""
+    """Start one rollout server (sidecar and engine) and join a running queue."""
     from penstock.deploy import roles
 
     own = name or f"rollout-{socket.gethostname()}"
-    _run(lambda: roles.rollout(_link(ledger, run), own, host, port, evaluates=evaluates, wait_s=wait_s))
+    _run(lambda: roles.rollout(_link(queue, run), own, host, port, evaluates=evaluates, wait_s=wait_s))
 
 
 @app.command()
@@ -117,20 +117,20 @@ def agent(
     name: Annotated[
         str | None, typer.Option(help="Unique in the run; default: agent- and this machine's name.")
     ] = None,
-    ledger: LedgerUrl = None,
+    queue: QueueUrl = None,
     run: RunName = None,
     wait_s: WaitS = 0.0,
 ) -> None:
-    """Start one agent worker and join a running ledger."""
+    """Start one agent worker and join a running queue."""
     from penstock.deploy import roles
 
-    _run(lambda: roles.agent(_link(ledger, run), name or f"agent-{socket.gethostname()}", wait_s=wait_s))
+    _run(lambda: roles.agent(_link(queue, run), name or f"agent-{socket.gethostname()}", wait_s=wait_s))
 
 
 @train_app.callback()
 def train(
     context: typer.Context,
-    ledger: LedgerUrl = None,
+    queue: QueueUrl = None,
     run: RunName = None,
     wait_s: WaitS = 0.0,
     *,
@@ -142,14 +142,14 @@ def train(
         str | None, typer.Option(help="HOST:PORT on machine 0, where all meet [PENSTOCK_TRAIN_RENDEZVOUS].")
     ] = None,
 ) -> None:
-    """Start the trainer (one process, or torchrun with trainer.ranks of them) and join a running ledger.
+    """Start the trainer (one process, or torchrun with trainer.ranks of them) and join a running queue.
 
     Over several machines: the same command on each, with its own --node-rank.
     """
     from penstock.deploy.commands.train import Meeting, exec_trainer
 
     def work() -> None:
-        exec_trainer(_link(ledger, run), Meeting.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)
+        exec_trainer(_link(queue, run), Meeting.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)
 
     if context.invoked_subcommand is None:
         _guarded(work)
@@ -184,10 +184,10 @@ def sandbox(
     _run(lambda: roles.sandbox(load_sandbox(recipe, overrides or []), host, port))
 
 
-def _link(ledger: str | None, run: str | None) -> Any:
+def _link(queue: str | None, run: str | None) -> Any:
     from penstock.deploy.link import Link
 
-    return Link.from_environment(ledger, run)
+    return Link.from_environment(queue, run)
 
 
 def _run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

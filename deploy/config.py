@@ -37,7 +37,7 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(
-        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Names runs/NAME and the ledger's keys."
+        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Names runs/NAME and the queue's keys."
     )
     runs_dir: str = Field("runs", description="Folder that holds the runs.")
     seed: int = Field(0, description="Of data order, sampling and initialisation.")

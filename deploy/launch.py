@@ -1,10 +1,10 @@
 """`penstock run`: every role a supervised process, here or where a placement puts it, from a recipe to a summary.
 
-    check ─► lock the run's folder ─► redis ─► ledger ─► data ─► rollout servers, agent workers, trainer (`crew`)
+    check ─► lock the run's folder ─► redis ─► queue ─► data ─► rollout servers, agent workers, trainer (`crew`)
                                                                     │ restarted with back-off when they die
     summary ◄─ stop everything we started ◄─ trainer finished, a role failed for good, stalled, or Ctrl-C
 
-Tasks: one per role (waits for its process), one for redis (restarts it), one reporter (reads metrics and the ledger
+Tasks: one per role (waits for its process), one for redis (restarts it), one reporter (reads metrics and the queue
 every second), and those of the placement. The first that ends, ends the run; the others are cancelled and the
 processes stopped in order: trainer (saves a checkpoint), agent workers (hand leases back), rollout servers, redis.
 """
@@ -36,7 +36,7 @@ from penstock.deploy.telemetry.head import head_served
 from penstock.deploy.weights_dir import remove_weights
 from penstock.trainer.jsonl import rewrite_lines
 from penstock.transfer_queue.capacity import check_step_bytes
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 
 logger = logging.getLogger("penstock.run")
 
@@ -44,7 +44,7 @@ logger = logging.getLogger("penstock.run")
 async def launch(config: RunConfig, *, resume: bool = False, placement: Placement | None = None) -> Path:
     """Run to the end and return the path of summary.json. No placement: this machine.
 
-    Raises `ConfigError`, `LedgerError`, `RoleFailed`, `StalledRun`, and `Interrupted` after a first Ctrl-C or SIGTERM;
+    Raises `ConfigError`, `TransferQueueError`, `RoleFailed`, `StalledRun`, and `Interrupted` after a first Ctrl-C or SIGTERM;
     however it ends, its processes are stopped and what was trained is summed up.
     """
     task = asyncio.current_task()
@@ -64,11 +64,11 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
         run.logs.mkdir(exist_ok=True)
         config = _for_all_roles(config, run)
         run.config.write_text(dump_config(config))
-        async with _ledger(config, run) as (link, ledger), _cleaned(config), placement.open(config, run):
+        async with _queue(config, run) as (link, queue), _cleaned(config), placement.open(config, run):
             limits = limits_of(config)
             check_step_bytes(limits, config.agent.max_response_tokens)
-            await ledger.create_run(limits, dump_config(config))
-            await _run_roles(config, run, link, ledger, placement)
+            await queue.create_run(limits, dump_config(config))
+            await _run_roles(config, run, link, queue, placement)
     return run.summary
 
 
@@ -83,30 +83,30 @@ def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
 
 
 @contextlib.asynccontextmanager
-async def _ledger(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[Link, RedisLedger]]:
+async def _queue(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[Link, RedisTransferQueue]]:
     """A connection to the run's Redis: the one the recipe names, or one of our own that ends with the run."""
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
     url = config.transfer_queue.url
     if url:
         username, password = redis_login()
         link = Link(url, config.name, password, token, username)
-        async with _connected(link, config, run) as ledger:
-            yield link, ledger
+        async with _connected(link, config, run) as queue:
+            yield link, queue
         return
-    async with own_redis(config, run, token) as link, _connected(link, config, run) as ledger:
-        yield link, ledger
+    async with own_redis(config, run, token) as link, _connected(link, config, run) as queue:
+        yield link, queue
 
 
 @contextlib.asynccontextmanager
-async def _connected(link: Link, config: RunConfig, run: RunDir) -> AsyncIterator[RedisLedger]:
-    ledger = await link.connect(config.transfer_queue)
+async def _connected(link: Link, config: RunConfig, run: RunDir) -> AsyncIterator[RedisTransferQueue]:
+    queue = await link.connect(config.transfer_queue)
     with os.fdopen(os.open(run.connect_env, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(link.shell_lines())
     try:
-        yield ledger
+        yield queue
     finally:
         run.connect_env.unlink(missing_ok=True)
-        await ledger.close()
+        await queue.close()
 
 
 @contextlib.asynccontextmanager
@@ -118,10 +118,12 @@ async def _cleaned(config: RunConfig) -> AsyncIterator[None]:
         remove_weights(config)
 
 
-async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLedger, placement: Placement) -> None:
+async def _run_roles(
+    config: RunConfig, run: RunDir, link: Link, queue: RedisTransferQueue, placement: Placement
+) -> None:
     started = time.time()
     crew = Crew(lambda role: placement.place(role, run), lambda kind, number: ADDED[kind](config, link, number))
-    reporter = Reporter(config, run, ledger, crew.members)
+    reporter = Reporter(config, run, queue, crew.members)
     page = [RoleProcess(role.spec(run.logs)) for role in page_roles(config, run, link)]
     beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
     watchers = [
@@ -133,7 +135,7 @@ async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLe
     try:
         for role in roles_of(config, link):
             crew.add(role)
-        async with head_served(config, run, link, ledger, lambda: [*crew.members, *page]):
+        async with head_served(config, run, link, queue, lambda: [*crew.members, *page]):
             await crew.run(watchers)
     except (RoleFailed, StalledRun) as error:
         why = error.why
@@ -147,7 +149,7 @@ async def _run_roles(config: RunConfig, run: RunDir, link: Link, ledger: RedisLe
         reporter.close()
         if why:
             rewrite_lines(run.ended, [{"version": reporter.steps_done, "why": why}])
-        await write_summary(config, run, ledger, wall_s=time.time() - started, members=crew.members)
+        await write_summary(config, run, queue, wall_s=time.time() - started, members=crew.members)
 
 
 async def _beside(process: RoleProcess) -> None:

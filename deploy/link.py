@@ -1,4 +1,4 @@
-"""How a role finds its run: the ledger's address and the run's name on the command line, secrets in the environment."""
+"""How a role finds its run: the queue's address and the run's name on the command line, secrets in the environment."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from penstock.deploy.load_config import ConfigError, parse_config
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import LedgerUnavailable, Limits, NoSuchRun
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Limits, NoSuchRun, TransferQueueUnavailable
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 
 logger = logging.getLogger("penstock.run")
 JOIN_AGAIN_S = 0.5
-URL_VARIABLE = "PENSTOCK_LEDGER"
+URL_VARIABLE = "PENSTOCK_QUEUE"
 RUN_VARIABLE = "PENSTOCK_RUN"
 USER_VARIABLE = "PENSTOCK_REDIS_USER"
 PASSWORD_VARIABLE = "PENSTOCK_REDIS_PASSWORD"  # noqa: S105 - the variable's name, not a secret
@@ -40,7 +40,7 @@ class Link:
     username: str | None = None
     """None: Redis's default user."""
     role_passwords: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Role → password of the Redis user that has this role's name and rights; empty where the ledger has none."""
+    """Role → password of the Redis user that has this role's name and rights; empty where the queue has none."""
 
     @classmethod
     def from_environment(cls, url: str | None = None, run: str | None = None) -> Link:
@@ -49,7 +49,7 @@ class Link:
         run = run or os.environ.get(RUN_VARIABLE)
         token = os.environ.get(TOKEN_VARIABLE)
         for value, mend in (
-            (url, f"--ledger or {URL_VARIABLE}"),
+            (url, f"--queue or {URL_VARIABLE}"),
             (run, f"--run or {RUN_VARIABLE}"),
             (token, TOKEN_VARIABLE),
         ):
@@ -70,7 +70,7 @@ class Link:
         return cls(found[URL_VARIABLE], found[RUN_VARIABLE], password, found[TOKEN_VARIABLE], username)
 
     def of_role(self, role: str) -> Link:
-        """What a process of that role is told: its own user of the ledger, and nobody else's password."""
+        """What a process of that role is told: its own user of the queue, and nobody else's password."""
         if role not in self.role_passwords:
             return replace(self, role_passwords={})
         return replace(self, username=role, password=self.role_passwords[role], role_passwords={})
@@ -88,9 +88,9 @@ class Link:
 
     async def connect(
         self, settings: TransferQueueConfig | None = None, batch_log: BatchLog | None = None
-    ) -> RedisLedger:
+    ) -> RedisTransferQueue:
         settings = settings or TransferQueueConfig()
-        return await RedisLedger.connect(
+        return await RedisTransferQueue.connect(
             self.url,
             run=self.run,
             config=settings,
@@ -99,13 +99,13 @@ class Link:
             batch_log=batch_log,
         )
 
-    async def join(self, *, with_batch_log: bool = False, wait_s: float = 0.0) -> tuple[RedisLedger, RunConfig]:
-        """The ledger and the run's configuration, as `penstock run` stored it there. A trainer asks for a batch log.
+    async def join(self, *, with_batch_log: bool = False, wait_s: float = 0.0) -> tuple[RedisTransferQueue, RunConfig]:
+        """The queue and the run's configuration, as `penstock run` stored it there. A trainer asks for a batch log.
 
-        A ledger that is away and a run that has not begun are waited for, `wait_s` seconds. Raises `LedgerError` then.
+        A queue that is away and a run that has not begun are waited for, `wait_s` seconds. Raises `TransferQueueError` then.
         """
         text = await self._config_of_run(time.monotonic() + wait_s)
-        config = parse_config(yaml.safe_load(text), source=f"the ledger's run {self.run!r}")
+        config = parse_config(yaml.safe_load(text), source=f"the queue's run {self.run!r}")
         batch_log = BatchLog(RunDir.of(config).batches) if with_batch_log else None
         return await self.connect(config.transfer_queue, batch_log), config
 
@@ -113,12 +113,12 @@ class Link:
         told = False
         while True:
             try:
-                ledger = await self.connect()
+                queue = await self.connect()
                 try:
-                    return await ledger.config()
+                    return await queue.config()
                 finally:
-                    await ledger.close()
-            except (NoSuchRun, LedgerUnavailable) as error:
+                    await queue.close()
+            except (NoSuchRun, TransferQueueUnavailable) as error:
                 if time.monotonic() >= deadline:
                     raise
                 if not told:
@@ -144,24 +144,24 @@ def link_of_run(config: RunConfig) -> Link:
 
 
 def redis_login() -> tuple[str | None, str | None]:
-    """User and password for the ledger, from the environment; an empty one counts as none."""
+    """User and password for the queue, from the environment; an empty one counts as none."""
     return os.environ.get(USER_VARIABLE) or None, os.environ.get(PASSWORD_VARIABLE) or None
 
 
 def limits_of(config: RunConfig) -> Limits:
-    """What the ledger enforces, from the run's configuration."""
-    queue = config.transfer_queue
+    """What the queue enforces, from the run's configuration."""
+    knobs = config.transfer_queue
     return Limits(
         group_size=config.group_size,
         groups_per_step=config.groups_per_step,
         max_staleness=config.max_staleness,
-        overage=queue.overage,
-        min_group=min(queue.min_group, config.group_size),
-        max_attempts=queue.max_attempts,
-        lease_ttl_s=queue.lease_ttl_s,
-        max_bytes=queue.max_bytes,
-        max_groups=queue.max_groups,
-        filter_groups=queue.filter_groups,
-        max_filtered_steps=queue.max_filtered_steps,
-        quotas=queue.quotas,
+        overage=knobs.overage,
+        min_group=min(knobs.min_group, config.group_size),
+        max_attempts=knobs.max_attempts,
+        lease_ttl_s=knobs.lease_ttl_s,
+        max_bytes=knobs.max_bytes,
+        max_groups=knobs.max_groups,
+        filter_groups=knobs.filter_groups,
+        max_filtered_steps=knobs.max_filtered_steps,
+        quotas=knobs.quotas,
     )

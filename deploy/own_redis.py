@@ -40,13 +40,13 @@ async def _role_passwords() -> dict[str, str]:
     """Role → password, made for this run; none where redis-server is too old for rights to read only."""
     binary = await asyncio.to_thread(find_redis_server)
     if binary.version < USERS_VERSION:
-        logger.warning("%s is older than 7.0: all roles share the ledger's one password", binary.path)
+        logger.warning("%s is older than 7.0: all roles share the queue's one password", binary.path)
         return {}
     return {role: secrets.token_urlsafe(32) for role in ROLES}
 
 
 async def keep_alive(server: RedisServer) -> None:
-    """Redis killed from outside comes back with its append-only file; clients retry meanwhile. Raises `LedgerError`."""
+    """Redis killed from outside comes back with its append-only file; clients retry meanwhile. Raises `TransferQueueError`."""
     while True:
         await asyncio.sleep(0.2)
         if server.alive:

@@ -1,6 +1,6 @@
 """What a person sees while a run goes on, and what other processes may read: ``roles.json``.
 
-The reporter consumes metrics.jsonl, the ledger's status and its registry once a second; it is woken by nothing else.
+The reporter consumes metrics.jsonl, the queue's status and its registry once a second; it is woken by nothing else.
 What it has read, the watchdog judges.
 """
 
@@ -20,7 +20,7 @@ from penstock.deploy.roles_file import RolesFile
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.watchdog import StalledRun, Watchdog
 from penstock.trainer.jsonl import LineTail
-from penstock.transfer_queue.ledger import Ledger, LedgerError, ServerInfo, Status
+from penstock.transfer_queue.queue import ServerInfo, Status, TransferQueue, TransferQueueError
 
 __all__ = ["Reporter", "StalledRun", "describe"]
 
@@ -28,11 +28,11 @@ __all__ = ["Reporter", "StalledRun", "describe"]
 class Reporter:
     """Draws one progress bar on a terminal, or prints one line per step elsewhere."""
 
-    def __init__(self, config: RunConfig, run: RunDir, ledger: Ledger, members: Sequence[Member]) -> None:
+    def __init__(self, config: RunConfig, run: RunDir, queue: TransferQueue, members: Sequence[Member]) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._config = config
         self._run = run
-        self._ledger = ledger
+        self._queue = queue
         self._roles = RolesFile(run.roles, members)
         self._watchdog = Watchdog(config, members, self._say)
         self._metrics = LineTail(run.metrics)
@@ -64,9 +64,9 @@ class Reporter:
 
     async def _ask(self) -> tuple[Status | None, list[ServerInfo]]:
         try:
-            return await self._ledger.status(), await self._ledger.servers()
-        except LedgerError as error:
-            self._say(f"  ledger: {error}")
+            return await self._queue.status(), await self._queue.servers()
+        except TransferQueueError as error:
+            self._say(f"  queue: {error}")
             return None, []
 
     def _show(self, rows: list[dict[str, Any]], status: Status | None) -> None:
@@ -114,7 +114,7 @@ def _progress_bar(console: Console) -> Progress:
 
 def _pipeline(status: Status | None) -> str:
     if status is None:
-        return "ledger away"
+        return "queue away"
     groups = status.groups
     return (
         f"v{status.version} | {groups.get('admitted', 0)} groups in flight, {groups.get('ready', 0)} ready, "

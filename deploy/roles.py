@@ -1,4 +1,4 @@
-"""The roles of a run, each the main of one process: join the ledger, build the job, run it until told to stop."""
+"""The roles of a run, each the main of one process: join the queue, build the job, run it until told to stop."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ async def rollout(
     from penstock.rollout_server.protocol import EngineError
     from penstock.rollout_server.server import ServerJob, serve
 
-    ledger, config = await link.join(wait_s=wait_s)
+    queue, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' reward functions by dotted path
     recorded = CaptureJob(
         config=config.agent,
-        ledger=ledger,
+        queue=queue,
         model=config.model,
         token=link.token,
         lease_ttl_s=config.transfer_queue.lease_ttl_s,
@@ -117,7 +117,7 @@ async def rollout(
     job = ServerJob(
         name=name,
         config=config.rollout,
-        ledger=ledger,
+        queue=queue,
         model=config.model,
         token=link.token,
         log_dir=RunDir.of(config).logs,
@@ -130,7 +130,7 @@ async def rollout(
         mount=mount(recorded),
     )
     with _no_use_restarting(EngineError, OSError):  # the sidecar has restarted its engine as often as it may
-        await _closing(ledger, with_spans("rollout", config.name, name, serve(job)))
+        await _closing(queue, with_spans("rollout", config.name, name, serve(job)))
 
 
 async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
@@ -141,14 +141,14 @@ async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
     from penstock.sandbox.protocol import SandboxError
     from penstock.tools.registry import ToolConfigError
 
-    ledger, config = await link.join(wait_s=wait_s)
+    queue, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' loops and tools by dotted path
     hedge_after_s = config.rollout.hedge_after_s
-    client = RolloutClient(ledger, link.token, config.rollout.request_timeout_s, hedge_after_s=hedge_after_s)
+    client = RolloutClient(queue, link.token, config.rollout.request_timeout_s, hedge_after_s=hedge_after_s)
     job = WorkerJob(
         name=name,
         config=config.agent,
-        ledger=ledger,
+        queue=queue,
         client=client,
         model=config.model,
         tools=config.tools,
@@ -162,7 +162,7 @@ async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
     spans = with_spans("agent", config.name, name, run_worker(job))
     work = _watched(config, link, Target("", config.name, "agent", name), job.metrics.registry, spans)
     with _no_use_restarting(AgentError, SandboxError, ToolConfigError):
-        await _closing(client, _closing(ledger, work))
+        await _closing(client, _closing(queue, work))
 
 
 async def train_rank(link: Link) -> None:
@@ -175,14 +175,14 @@ async def train_rank(link: Link) -> None:
     from penstock.trainer.prometheus import TrainerMetrics
     from penstock.trainer.registry import UnknownName
     from penstock.trainer.source import BatchTimeout
-    from penstock.transfer_queue.ledger import TooManyFiltered
+    from penstock.transfer_queue.queue import TooManyFiltered
 
     # Also where nothing is spilled (any more): an earlier life of the run may have spilled what is to be replayed.
-    ledger, config = await link.join(with_batch_log=True)
+    queue, config = await link.join(with_batch_log=True)
     run, metrics = RunDir.of(config), TrainerMetrics()
     job = TrainJob(
         config=config.trainer,
-        ledger=ledger,
+        queue=queue,
         limits=limits_of(config),
         model=config.model,
         run_dir=run.root,
@@ -210,7 +210,7 @@ async def train_rank(link: Link) -> None:
     final = (BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered)
     with _no_use_restarting(*final):
         async with sole_trainer(run):
-            await _closing(ledger, work)
+            await _closing(queue, work)
 
 
 async def sandbox(config: SandboxConfig, host: str, port: int) -> None:

@@ -72,7 +72,7 @@ class RunDir:
 
     @property
     def weight_updates(self) -> Path:
-        """The ledger's weight updates, written when the run ends: the ledger is away then."""
+        """The queue's weight updates, written when the run ends: the queue is away then."""
         return self.root / "weight_updates.jsonl"
 
     @property

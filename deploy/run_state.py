@@ -1,4 +1,4 @@
-"""What a run is doing, or did: from its folder and, where it lives, its ledger. One plain mapping."""
+"""What a run is doing, or did: from its folder and, where it lives, its queue. One plain mapping."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     start ─► keep alive ─► told to stop ─► `linger_while` is gone, or `linger_s` over ─► stop
 
 A scheduler that stops a job tells all of its processes at once, redis-server too: the trainer's last checkpoint and
-commit, and the head's summary, come after that and still need the ledger.
+commit, and the head's summary, come after that and still need the queue.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger("penstock.run")
 async def serve(server: RedisServer, linger_while: Path | None, linger_s: float) -> None:
     """Until cancelled, and then while the file is there: the head takes its ``connect.env`` away when it is done.
 
-    Raises `LedgerError` where redis-server does not come up, or not again.
+    Raises `TransferQueueError` where redis-server does not come up, or not again.
     """
     await server.start()
-    logger.info("ledger at %s:%d and loopback", server.host, server.port)
+    logger.info("queue at %s:%d and loopback", server.host, server.port)
     keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
     try:
         await asyncio.shield(keeper)

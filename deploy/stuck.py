@@ -1,9 +1,9 @@
-"""Which part of a run that stands still should have moved: from the ledger, the registry and the local processes.
+"""Which part of a run that stands still should have moved: from the queue, the registry and the local processes.
 
 The rules follow a task backwards from the trainer; the first that fits names the part. What lies before it in the
 pipeline waits for it, what lies behind it has nothing to do.
 
-    not running · held by a signal · ledger away · trainer has a batch · no server · servers too old ·
+    not running · held by a signal · queue away · trainer has a batch · no server · servers too old ·
     requests in flight · episodes held without a request · nobody leases · nothing to lease
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.transfer_queue.ledger import ServerInfo, Status
+from penstock.transfer_queue.queue import ServerInfo, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Scene:
     """A run at the moment in which it is called stuck."""
 
     status: Status | None
-    """None: the ledger did not answer."""
+    """None: the queue did not answer."""
     servers: Sequence[ServerInfo]
     roles: Sequence[LocalRole]
     groups_per_step: int
@@ -44,7 +44,7 @@ class Scene:
 @dataclass(frozen=True, slots=True)
 class Stuck:
     part: str
-    """Names of roles, or ``ledger``."""
+    """Names of roles, or ``queue``."""
     why: str
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ Rule = Callable[[Scene, Status], Stuck | None]
 
 
 def find_stuck(scene: Scene) -> Stuck:
-    return _local(scene) or _by_the_ledger(scene)
+    return _local(scene) or _by_the_queue(scene)
 
 
 def _local(scene: Scene) -> Stuck | None:
@@ -69,9 +69,9 @@ def _local(scene: Scene) -> Stuck | None:
     return None
 
 
-def _by_the_ledger(scene: Scene) -> Stuck:
+def _by_the_queue(scene: Scene) -> Stuck:
     if scene.status is None:
-        return Stuck("ledger", "it does not answer: every other part waits for it")
+        return Stuck("queue", "it does not answer: every other part waits for it")
     for rule in RULES:
         found = rule(scene, scene.status)
         if found is not None:

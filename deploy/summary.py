@@ -1,4 +1,4 @@
-"""summary.json and reward.png: what a run did, from what it wrote and what the ledger counted."""
+"""summary.json and reward.png: what a run did, from what it wrote and what the queue counted."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.crew import Member
 from penstock.deploy.run_dir import RunDir
 from penstock.trainer.jsonl import last_by_step, read_lines, rewrite_lines
-from penstock.transfer_queue.ledger import Ledger, Status, WeightUpdate
+from penstock.transfer_queue.queue import Status, TransferQueue, WeightUpdate
 
 
 async def write_summary(
-    config: RunConfig, run: RunDir, ledger: Ledger, *, wall_s: float, members: Sequence[Member]
+    config: RunConfig, run: RunDir, queue: TransferQueue, *, wall_s: float, members: Sequence[Member]
 ) -> dict[str, Any]:
     """Collect, write and return the summary. Also draws the reward curve."""
     rows = last_by_step(read_lines(run.metrics))
-    status, updates = await ledger.status(), await ledger.updates()
+    status, updates = await queue.status(), await queue.updates()
     rewrite_lines(run.weight_updates, map(asdict, updates))
     summary = {
         "name": config.name,
@@ -31,7 +31,7 @@ async def write_summary(
         "ended": _why_ended(run),
         "wall_s": round(wall_s, 1),
         **_learning(rows, read_lines(run.evaluations)),
-        **_accounts(last_by_step(read_lines(run.steps)), status, await ledger.held()),
+        **_accounts(last_by_step(read_lines(run.steps)), status, await queue.held()),
         **_tokens(rows),
         "checkpoints_damaged": rows[-1].get("checkpoints_damaged", 0) if rows else 0,
         **_updates(updates),
@@ -60,7 +60,7 @@ def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> 
 
 
 def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> dict[str, Any]:
-    """Invariant 2 from the outside: the trainer's own record of what it trained against what the ledger acknowledged.
+    """Invariant 2 from the outside: the trainer's own record of what it trained against what the queue acknowledged.
 
     `lost` = episodes acknowledged as complete − (trained + still held + counted under a reason).
     """

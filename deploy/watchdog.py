@@ -17,7 +17,7 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.process_tree import Processes, ask_for_stacks
 from penstock.deploy.processes import RoleSpec
 from penstock.deploy.stuck import LocalRole, Scene, Stuck, find_stuck
-from penstock.transfer_queue.ledger import ServerInfo, Status
+from penstock.transfer_queue.queue import ServerInfo, Status
 
 STACKS_S = 2.0
 """A role is given so long to write its stacks before it may be stopped."""
@@ -129,6 +129,6 @@ class Watchdog:
         if scene.status is not None:
             found = scene.status
             lines.append(
-                f"  ledger: version {found.version}, groups {dict(found.groups)}, episodes {dict(found.episodes)}"
+                f"  queue: version {found.version}, groups {dict(found.groups)}, episodes {dict(found.episodes)}"
             )
         return "\n".join(lines)

@@ -26,7 +26,7 @@ from penstock.rollout_server.routing import Registry, Router
 from penstock.rollout_server.since import Sent
 from penstock.rollout_server.streams import first_to_speak, until
 from penstock.rollout_server.tracing import carrier, here
-from penstock.transfer_queue.ledger import LedgerError, ServerInfo
+from penstock.transfer_queue.queue import ServerInfo, TransferQueueError
 
 CONNECT_S = 5.0
 SILENCE_S = 20.0
@@ -52,7 +52,7 @@ class RolloutClient:
 
     def __init__(
         self,
-        ledger: Registry,
+        queue: Registry,
         token: str,
         timeout_s: float = 120.0,
         home: str | None = None,
@@ -66,7 +66,7 @@ class RolloutClient:
         self.timeout_s, self.hedge_after_s = timeout_s, hedge_after_s
         self.refused = 0
         """Times that a server said its queue is long (429)."""
-        self._router = Router(ledger, home)
+        self._router = Router(queue, home)
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
 
@@ -105,7 +105,7 @@ class RolloutClient:
                         yield chunk
             except TimeoutError:
                 cause = cause or "the servers were too slow"
-            except LedgerError as error:
+            except TransferQueueError as error:
                 cause, failures = str(error), failures + 1
             except _Broken as error:
                 cause, failures = str(error), failures + 1
@@ -114,7 +114,7 @@ class RolloutClient:
                 await asyncio.sleep(min(_backoff_s(failures), max(0.0, deadline - time.monotonic())))
 
     async def _try_once(self, answer: Answer, deadline: float, avoid: str) -> AsyncGenerator[Chunk]:
-        """What one server, or the faster of two, gives of the answer. Raises `_Broken`, `LedgerError`."""
+        """What one server, or the faster of two, gives of the answer. Raises `_Broken`, `TransferQueueError`."""
         left_s = max(deadline - time.monotonic(), 0.001)
         request = answer.begin_stream().model_copy(update={"deadline_s": left_s})
         server = await self._router.pick(request.episode_id, request.min_version, (avoid,), request.lane)
@@ -194,7 +194,7 @@ class RolloutClient:
         return max((s.version for s in servers if s.accepting and not s.evaluates), default=None)
 
     async def servers(self) -> Sequence[ServerInfo]:
-        """Newest heartbeats. Raises `LedgerError`."""
+        """Newest heartbeats. Raises `TransferQueueError`."""
         return await self._router.servers()
 
     async def close(self) -> None:

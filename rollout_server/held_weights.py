@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from penstock.rollout_server.ledger_line import LedgerLine
 from penstock.rollout_server.metrics import Metrics
 from penstock.rollout_server.protocol import Engine, LoadReport, WeightsRefused, WeightsUnreachable
+from penstock.rollout_server.queue_line import QueueLine
 from penstock.rollout_server.views import LoadOutcome, WeightsLoad, WeightsStatus
-from penstock.transfer_queue.ledger import Announcement, LedgerError, WeightUpdate
+from penstock.transfer_queue.queue import Announcement, TransferQueueError, WeightUpdate
 
 logger = logging.getLogger(__name__)
 RETRY_FETCH_S = 1.0
@@ -53,7 +53,7 @@ class HeldWeights:
     """`begin` with each new engine, then `pull` again and again. Not for several callers at once."""
 
     def __init__(
-        self, name: str, line: LedgerLine, fetch: Fetch, metrics: Metrics, may_move: MayMove | None = None
+        self, name: str, line: QueueLine, fetch: Fetch, metrics: Metrics, may_move: MayMove | None = None
     ) -> None:
         self.version = 0
         self.cause = ""
@@ -63,7 +63,7 @@ class HeldWeights:
         self.history: deque[WeightsLoad] = deque(maxlen=HISTORY)
         self.last: LoadReport | None = None
         self.pulls = 0
-        """Times that the ledger was asked and the answer dealt with."""
+        """Times that the queue was asked and the answer dealt with."""
         self._name, self._line, self._fetch, self._metrics = name, line, fetch, metrics
         self._may_move = may_move
         self._loaded: Announcement | None = None
@@ -86,13 +86,13 @@ class HeldWeights:
     async def pull(self, engine: Engine) -> bool:
         """Load the newest announced weights where they are others. True once the engine has what is announced.
 
-        Others, not only newer: a ledger that lost its last second with its machine may announce an older version, or
+        Others, not only newer: a queue that lost its last second with its machine may announce an older version, or
         the same number with other weights. Refused ones are tried again when the announcement changes.
         Raises `EngineError`.
         """
         try:
-            self.newest = await self._line.ask(self._line.ledger.latest_version())
-        except LedgerError:
+            self.newest = await self._line.ask(self._line.queue.latest_version())
+        except TransferQueueError:
             return False
         newest = self.newest
         held = newest is None or self._holds(newest)
@@ -146,13 +146,13 @@ class HeldWeights:
         took = (report.pause_s, report.fetch_s, report.load_s)
         update = WeightUpdate(self._name, report.version, *took, report.in_flight, at_unix_s=now)
         try:
-            await self._line.ask(self._line.ledger.report_update(update))
-        except LedgerError as error:
-            logger.warning("the update to version %d is not in the ledger: %s", report.version, error)
+            await self._line.ask(self._line.queue.report_update(update))
+        except TransferQueueError as error:
+            logger.warning("the update to version %d is not in the queue: %s", report.version, error)
 
     @property
     def behind_versions(self) -> int:
-        """Versions between what is announced and what is held; 0 where a ledger went back."""
+        """Versions between what is announced and what is held; 0 where a queue went back."""
         return max(0, self.newest.version - self.version) if self.newest else 0
 
     @property
@@ -166,8 +166,8 @@ class HeldWeights:
         if not late and self._refusals < FAILED_LOADS:
             return ""
         try:
-            others = await self._line.ask(self._line.ledger.servers())
-        except LedgerError:
+            others = await self._line.ask(self._line.queue.servers())
+        except TransferQueueError:
             return ""
         if not any(server.version > self.version for server in others if server.server_id != self._name):
             return ""

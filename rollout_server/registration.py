@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from penstock.rollout_server.ledger_line import LedgerLine
-from penstock.transfer_queue.ledger import LedgerError, ServerInfo
+from penstock.rollout_server.queue_line import QueueLine
+from penstock.transfer_queue.queue import ServerInfo, TransferQueueError
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -16,7 +16,7 @@ HEARTBEAT_S = 1.0
 class Registration:
     """`describe` says what the entry is now; None where there is to be none yet, or no more."""
 
-    def __init__(self, line: LedgerLine, describe: Callable[[], ServerInfo | None]) -> None:
+    def __init__(self, line: QueueLine, describe: Callable[[], ServerInfo | None]) -> None:
         self.changed = asyncio.Event()
         """Set by whoever changed something that clients should know at once."""
         self._line, self._describe = line, describe
@@ -24,7 +24,7 @@ class Registration:
         self._one_at_a_time = asyncio.Lock()
 
     async def keep(self) -> None:
-        """Until cancelled. A ledger that does not answer is told again a second later."""
+        """Until cancelled. A queue that does not answer is told again a second later."""
         while True:
             async with self._one_at_a_time:
                 await self._beat()
@@ -35,19 +35,19 @@ class Registration:
         if (entry := self._describe()) is None:
             return
         try:
-            await self._line.ask(self._line.ledger.heartbeat(entry))
-        except LedgerError as error:
+            await self._line.ask(self._line.queue.heartbeat(entry))
+        except TransferQueueError as error:
             logger.warning("heartbeat: %s", error)
 
     async def leave(self, name: str) -> None:
-        """Take the entry out, if the ledger answers; the registry forgets silent servers by itself.
+        """Take the entry out, if the queue answers; the registry forgets silent servers by itself.
 
         `describe` says None from now on.
         """
         try:
             async with self._one_at_a_time:
-                await self._line.ask(self._line.ledger.deregister(name))
-        except LedgerError as error:
+                await self._line.ask(self._line.queue.deregister(name))
+        except TransferQueueError as error:
             logger.warning("not deregistered, the registry forgets by itself: %s", error)
 
 

@@ -16,17 +16,17 @@ from typing import Protocol
 
 from penstock.rollout_server.breaker import Breaker
 from penstock.rollout_server.since import Sent, Since
-from penstock.transfer_queue.ledger import LedgerError, ServerInfo
+from penstock.transfer_queue.queue import ServerInfo, TransferQueueError
 
 CACHE_S = 0.3
 KEPT_S = 10.0
-"""Without a ledger, what was over so long ago is nothing that a heartbeat in hand could still tell of."""
+"""Without a queue, what was over so long ago is nothing that a heartbeat in hand could still tell of."""
 STICKY_EPISODES = 20_000
 TRAIN = "train"
 
 
 class Registry(Protocol):
-    """The part of the ledger that a client uses."""
+    """The part of the queue that a client uses."""
 
     async def servers(self) -> list[ServerInfo]: ...
 
@@ -70,13 +70,13 @@ class Router:
         self._known: defaultdict[str, _Known] = defaultdict(_Known)
 
     async def servers(self) -> Sequence[ServerInfo]:
-        """The registry, at most `CACHE_S` old; older where the ledger does not answer and something is known."""
+        """The registry, at most `CACHE_S` old; older where the queue does not answer and something is known."""
         if time.monotonic() - self._read_at > CACHE_S:
             # Before the call: others that ask meanwhile take what is known instead of asking too.
             self._read_at = asked_at = time.monotonic()
             try:
                 self._servers = await self._registry.servers()
-            except LedgerError:
+            except TransferQueueError:
                 if not self._servers:
                     self._read_at = -CACHE_S
                     raise

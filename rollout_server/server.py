@@ -19,7 +19,7 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engine_logs import bound_logs
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
 from penstock.rollout_server.fetch import Fetcher
-from penstock.rollout_server.ledger_line import ServerLedger
+from penstock.rollout_server.queue_line import ServerQueue
 from penstock.rollout_server.routes import Mounted, make_app
 from penstock.rollout_server.sidecar import Sidecar
 
@@ -38,7 +38,7 @@ class ServerJob:
     name: str
     """Its id in the registry; a restarted server comes back under the same one."""
     config: RolloutConfig
-    ledger: ServerLedger
+    queue: ServerQueue
     model: str
     """Model folder or hub name: the weights of version 0."""
     token: str
@@ -71,7 +71,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
         url = f"http://{url_host(job.host)}:{listener.getsockname()[1]}"
         fetcher = _fetcher(job)
         sidecar = Sidecar(
-            job.name, url, partial(new_engine, job.config, job.model, logs, job.seed), job.ledger,
+            job.name, url, partial(new_engine, job.config, job.model, logs, job.seed), job.queue,
             slots=job.config.max_concurrent, fetch=fetcher,
             truncated_sampling=job.config.truncated_sampling, stall_s=job.config.request_timeout_s,
             evaluates=job.evaluates,

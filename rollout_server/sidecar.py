@@ -2,11 +2,11 @@
 
     supervise   start engine → load the newest announced weights → open → every 0.15 s: pull, every 1 s: look after it
                 engine gone, hung or behind the others → closed → back-off → start again
-    heartbeat   once open: every second and at each change, this server's `ServerInfo` into the ledger
+    heartbeat   once open: every second and at each change, this server's `ServerInfo` into the queue
     generate    one call per HTTP request; wakes nobody, waits for a slot, then for the engine
 
 A server is registered only after it has loaded the newest announced weights, a late joiner as well as a restarted one.
-Where the ledger does not answer, everything that needs no ledger goes on.
+Where the queue does not answer, everything that needs no queue goes on.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from contextlib import aclosing
 from typing import Protocol
 
 from penstock.rollout_server.held_weights import Fetch, HeldWeights, as_it_is
-from penstock.rollout_server.ledger_line import LedgerLine, ServerLedger
 from penstock.rollout_server.metrics import Metrics
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest, Sampling
+from penstock.rollout_server.queue_line import QueueLine, ServerQueue
 from penstock.rollout_server.registration import Registration, wait_for_event
 from penstock.rollout_server.serving import NotServing, Serving
 from penstock.rollout_server.standing import Standing
 from penstock.rollout_server.views import Health
-from penstock.transfer_queue.ledger import ServerInfo
+from penstock.transfer_queue.queue import ServerInfo
 
 logger = logging.getLogger(__name__)
 PULL_S = 0.15
@@ -58,7 +58,7 @@ class Sidecar:
         name: str,
         url: str,
         new_engine: NewEngine,
-        ledger: ServerLedger,
+        queue: ServerQueue,
         *,
         slots: int,
         fetch: Fetch = as_it_is,
@@ -76,7 +76,7 @@ class Sidecar:
         self.draining = False
         self.restarts = 0
         self.cause = "the engine is starting"
-        self.line = LedgerLine(ledger)
+        self.line = QueueLine(queue)
         self.standing = Standing(self.line, lambda: self.version) if evaluates else None
         self.weights = HeldWeights(name, self.line, fetch, self.metrics, self._may_move if evaluates else None)
         self.serving = Serving(slots, self.metrics, truncated_sampling=truncated_sampling)
@@ -255,7 +255,7 @@ class Sidecar:
             in_flight_tokens=self.serving.in_flight_tokens,
             sampled_s_ago=round(silent_s, 3),
             restarts=self.restarts,
-            ledger=self.line.error or "ok",
+            queue=self.line.error or "ok",
             weights_refused=self.weights.refused.version if self.weights.refused else None,
         )
 

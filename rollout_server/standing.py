@@ -3,29 +3,29 @@
     newer weights ──► nobody is let in ──► nothing in flight, no evaluation that this version may sample?
                                               yes: load them     no: stay, and let in again
 
-Nobody is let in before the ledger is asked, so an evaluation that begins meanwhile waits for the new weights.
+Nobody is let in before the queue is asked, so an evaluation that begins meanwhile waits for the new weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.rollout_server.ledger_line import LedgerLine
+from penstock.rollout_server.queue_line import QueueLine
 from penstock.rollout_server.serving import TooOld
 from penstock.transfer_queue.evaluation import under_evaluation
-from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.queue import TransferQueueError
 
 
 class Standing:
     """`may_move` before weights change, `moved` when they have, or have not; `check` before each request."""
 
-    def __init__(self, line: LedgerLine, version: Callable[[], int]) -> None:
+    def __init__(self, line: QueueLine, version: Callable[[], int]) -> None:
         self._line = line
         self._version = version
         self._moving = False
 
     async def may_move(self, in_flight: Callable[[], int]) -> bool:
-        """False also where the ledger does not answer."""
+        """False also where the queue does not answer."""
         self._moving = True
         self._moving = in_flight() == 0 and not await self._busy()
         return self._moving
@@ -40,6 +40,6 @@ class Standing:
 
     async def _busy(self) -> bool:
         try:
-            return under_evaluation(await self._line.ask(self._line.ledger.status()), self._version())
-        except LedgerError:
+            return under_evaluation(await self._line.ask(self._line.queue.status()), self._version())
+        except TransferQueueError:
             return True

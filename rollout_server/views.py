@@ -38,7 +38,7 @@ class Health(BaseModel):
     """Since the last token, of a request or of a probe."""
     restarts: int
     """Of the engine, since this sidecar started."""
-    ledger: str
+    queue: str
     """``ok`` or the last failure."""
     weights_refused: int | None
     """Version that did not verify, until another is announced."""
@@ -60,7 +60,7 @@ class WeightsStatus(BaseModel):
     version: int
     """Held and sampled from."""
     newest: int | None
-    """Announced, as last read from the ledger."""
+    """Announced, as last read from the queue."""
     behind_versions: int
     behind_s: float
     """Since when newer ones are known and none was loaded."""

@@ -68,7 +68,7 @@ class Simulation(Section):
         2, ge=0, le=64, description="sync, one_step_off, fully_async, or a number; a fraction only with first_ready."
     )
     shipping: Literal["bounded", "first_ready"] = Field(
-        "bounded", description="Which groups a step takes: as the ledger does, none over-age; or whichever ended first."
+        "bounded", description="Which groups a step takes: as the queue does, none over-age; or whichever ended first."
     )
     colocated: bool = Field(False, description="Rollout and training take turns on the same GPUs.")
     group_size: int = Field(8, ge=1, description="Episodes per task.")

@@ -1,4 +1,4 @@
-"""When a group is admitted and which groups a step takes: the ledger's two rules, or verl's, on simulated groups."""
+"""When a group is admitted and which groups a step takes: the queue's two rules, or verl's, on simulated groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.transfer_queue.arithmetic import may_ship
 def may_admit(config: Simulation, admitted: int, version: int) -> bool:
     """``admitted < (version + 1 + max_staleness) * groups_per_step``, `version` being what rollout servers have.
 
-    The closed form of the ledger's admission (`transfer_queue.arithmetic.may_admit`) for groups that arrive in order of
+    The closed form of the queue's admission (`transfer_queue.arithmetic.may_admit`) for groups that arrive in order of
     their versions; a test holds the two against each other. AReaL (arXiv:2505.24298, eq. 3) paces by the same
     formula, and verl's staleness_threshold is its fraction.
     """

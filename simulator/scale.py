@@ -1,4 +1,4 @@
-"""Arithmetic from one GPU to thousands: a planned cluster, its step, what its ledger carries, how long weights travel.
+"""Arithmetic from one GPU to thousands: a planned cluster, its step, what its queue carries, how long weights travel.
 
 python -m penstock.simulator.scale        the tables of docs/scale.md
 """
@@ -113,7 +113,7 @@ def from_trainer_s(model: Model, servers: int, link_bytes_per_s: float = 12.5e9)
     return servers * model.bytes / link_bytes_per_s
 
 
-# ledger --------------------------------------------------------------------------------------------------------
+# queue --------------------------------------------------------------------------------------------------------
 def ledger_operations_per_s(config: Simulation, step_s: float) -> float:
     """Leases, two journal entries per turn (before and after its tools), completions, and the step's own calls.
 
@@ -186,7 +186,7 @@ def weight_table() -> Iterator[str]:
         )
 
 
-def ledger_table() -> Iterator[str]:
+def queue_table() -> Iterator[str]:
     yield from head("GPUs", "episodes per step", "operations/s", "written", "held at most")
     for plan in PLANS:
         config = setup(plan)
@@ -198,7 +198,7 @@ def ledger_table() -> Iterator[str]:
         )
 
 
-TABLES = {"steps": step_table, "weights": weight_table, "ledger": ledger_table}
+TABLES = {"steps": step_table, "weights": weight_table, "ledger": queue_table}
 
 
 def rendered() -> dict[str, str]:

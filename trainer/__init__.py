@@ -1,1 +1,1 @@
-"""The trainer: batches from the ledger, advantages, losses, FSDP2, checkpoints, weights published."""
+"""The trainer: batches from the queue, advantages, losses, FSDP2, checkpoints, weights published."""

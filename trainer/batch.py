@@ -1,6 +1,6 @@
 """What one optimizer step trains on: checked rows of this rank's episodes.
 
-ledger.Batch (all groups, ids only) ──share──► ledger.read ──► `StepBatch` (episodes, rows) ──pack──► engine
+queue.Batch (all groups, ids only) ──share──► queue.read ──► `StepBatch` (episodes, rows) ──pack──► engine
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.trainer.ranks import Ranks
-from penstock.transfer_queue.ledger import Batch
+from penstock.transfer_queue.queue import Batch
 from penstock.transfer_queue.trajectory import Segment, Trajectory
 
 

@@ -48,7 +48,7 @@ class Found:
     ranks: int
     """How many wrote it; another number can read it."""
     batches: Mapping[int, Groups] = field(default_factory=dict)
-    """Groups of the latest steps in it, from before the last commit on: for a ledger that has forgotten them."""
+    """Groups of the latest steps in it, from before the last commit on: for a queue that has forgotten them."""
 
 
 class CheckpointStore:

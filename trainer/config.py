@@ -196,7 +196,7 @@ class TrainerConfig(BaseModel):
     share_prompts: bool = Field(
         True, description="Compute a prompt once for a group's rows that begin with it, where that spares a tenth."
     )
-    checkpoint_every: int = Field(10, gt=0, description="Steps between checkpoints (and ledger commits).")
+    checkpoint_every: int = Field(10, gt=0, description="Steps between checkpoints (and queue commits).")
     keep_checkpoints: int = Field(2, gt=0, description="Newest checkpoints kept.")
     stop: StopConfig = StopConfig()
     eval_every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")

@@ -20,7 +20,7 @@ from penstock.trainer.data import Row
 from penstock.trainer.recorder import Recorder
 from penstock.trainer.timeline import EVALUATION, Timeline
 from penstock.transfer_queue.evaluation import evaluation_lane
-from penstock.transfer_queue.ledger import Ledger
+from penstock.transfer_queue.queue import TransferQueue
 from penstock.transfer_queue.trajectory import Trajectory
 
 POLL_S = 0.25
@@ -32,9 +32,9 @@ class Evaluator:
     """Only rank 0 evaluates. Without rows every method is a no-op."""
 
     def __init__(
-        self, ledger: Ledger, rows: Sequence[Row], recorder: Recorder, timeline: Timeline | None = None
+        self, queue: TransferQueue, rows: Sequence[Row], recorder: Recorder, timeline: Timeline | None = None
     ) -> None:
-        self._ledger = ledger
+        self._queue = queue
         self._timeline = timeline or Timeline()
         self._rows = rows
         self._recorder = recorder
@@ -60,7 +60,7 @@ class Evaluator:
                     await self.settle()
         except TimeoutError:
             await self.close()
-            lanes = (await self._ledger.status()).other_lanes
+            lanes = (await self._queue.status()).other_lanes
             logger.error("the evaluation of version %d was not done within %.0f s: %s", version, timeout_s, lanes)
 
     async def settle(self) -> None:
@@ -89,17 +89,17 @@ class Evaluator:
             row.task(f"{lane}/{number:08d}", lane, sampling={"temperature": 0.0}, min_version=version)
             for number, row in enumerate(self._rows)
         ]
-        await self._ledger.submit(tasks)
+        await self._queue.submit(tasks)
         # Bounded by `finish`, and by the end of the run.
         while await self._still_out(lane):  # noqa: ASYNC110 - the event is in another process
             await asyncio.sleep(POLL_S)
-        trajectories, _ = await self._ledger.results(lane)
+        trajectories, _ = await self._queue.results(lane)
         result = summarise(trajectories, len(tasks)) | by_version(trajectories, version)
         await asyncio.to_thread(self._recorder.evaluation, version, result, time.monotonic() - began)
-        await self._ledger.drop_lane(lane)
+        await self._queue.drop_lane(lane)
 
     async def _still_out(self, lane: str) -> int:
-        counts = (await self._ledger.status()).other_lanes.get(lane, {})
+        counts = (await self._queue.status()).other_lanes.get(lane, {})
         return counts.get("queued", 0) + counts.get("leased", 0)
 
 

@@ -1,4 +1,4 @@
-"""Keeps the ledger filled a little beyond what admission can take, so that rollout never waits for data."""
+"""Keeps the queue filled a little beyond what admission can take, so that rollout never waits for data."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.trainer.data import Row, Stream
-from penstock.transfer_queue.ledger import Ledger, Limits, Status, StepError
+from penstock.transfer_queue.queue import Limits, Status, StepError, TransferQueue
 from penstock.transfer_queue.trajectory import DataCursor, Task
 
 
 class Feeder:
     """Submits training tasks in stream order. Only rank 0 feeds.
 
-    The cursor is the ledger's own: tasks that were submitted once stay there over a restart of the trainer, and
-    `submit(tasks, cursor)` is a no-op for a place that the ledger has passed.
+    The cursor is the queue's own: tasks that were submitted once stay there over a restart of the trainer, and
+    `submit(tasks, cursor)` is a no-op for a place that the queue has passed.
     """
 
     def __init__(
         self,
-        ledger: Ledger,
+        queue: TransferQueue,
         limits: Limits,
         rows: Sequence[Row],
         stream: Stream,
@@ -28,7 +28,7 @@ class Feeder:
         sampling: Mapping[str, Any] | None = None,
     ) -> None:
         """`sampling` is that of every training task."""
-        self._ledger = ledger
+        self._queue = queue
         self._limits = limits
         self._rows = rows
         self._stream = stream
@@ -38,12 +38,12 @@ class Feeder:
         """Place in the data stream after the last submitted task."""
 
     async def start(self) -> None:
-        self.cursor = await self._ledger.cursor()
+        self.cursor = await self._queue.cursor()
         await self.fill()
 
     async def fill(self) -> int:
         """Submit what is missing; returns how many groups. Groups that were dropped or died are replaced here."""
-        count = missing_groups(await self._ledger.status(), self._limits, self._steps)
+        count = missing_groups(await self._queue.status(), self._limits, self._steps)
         if count > 0:
             places = self._stream.places(self.cursor, count)
             end = self._stream.after(places[-1])
@@ -52,10 +52,10 @@ class Feeder:
 
     async def _submit(self, tasks: Sequence[Task], end: DataCursor) -> None:
         try:
-            await self._ledger.submit(tasks, cursor=end, after=self.cursor)
+            await self._queue.submit(tasks, cursor=end, after=self.cursor)
         except StepError:
             # It has lost its newest tasks with its machine: they come first.
-            self.cursor = await self._ledger.cursor()
+            self.cursor = await self._queue.cursor()
         else:
             self.cursor = end
 

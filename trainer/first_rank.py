@@ -13,23 +13,23 @@ from penstock.trainer.sinks.beside import Beside
 from penstock.trainer.stopping import Stopping
 from penstock.trainer.timeline import Timeline
 from penstock.transfer_queue.capacity import check_quotas
-from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.queue import TransferQueueError
 
 
 def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorder, Evaluator]:
-    """Raises `BadJob`, `DataError`: bad data is found before anything is changed in the ledger."""
+    """Raises `BadJob`, `DataError`: bad data is found before anything is changed in the queue."""
     rows = load_rows(job.train_data)
     try:
         check_quotas(job.limits, {row.data_source for row in rows})
-    except LedgerError as error:
+    except TransferQueueError as error:
         raise BadJob(f"{error} (dataset {job.train_data})") from error
     eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
     stream = Stream(len(rows), job.seed, job.shuffle)
     sampling = {"greedy_member": GREEDY_MEMBER} if "greedy" in needs_of_advantage(job.config) else None
-    feeder = Feeder(job.ledger, job.limits, rows, stream, job.config.steps, sampling=sampling)
+    feeder = Feeder(job.queue, job.limits, rows, stream, job.config.steps, sampling=sampling)
     stopping, sinks = Stopping(job.config.stop), [*job.watchers, *_sinks(job)]
     recorder = Recorder(job.run_dir, job.model, job.config.save_trajectories, stopping, sinks)
-    return feeder, recorder, Evaluator(job.ledger, eval_rows, recorder, timeline)
+    return feeder, recorder, Evaluator(job.queue, eval_rows, recorder, timeline)
 
 
 def _sinks(job: TrainJob) -> list[MetricSink]:

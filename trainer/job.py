@@ -12,7 +12,7 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engines import check_engine
 from penstock.trainer.sinks import SINKS, MetricSink
 from penstock.trainer.stopping import EVALUATION
-from penstock.transfer_queue.ledger import Ledger, Limits
+from penstock.transfer_queue.queue import Limits, TransferQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class TrainJob:
     """One run of the trainer. Every rank is given the same job."""
 
     config: TrainerConfig
-    ledger: Ledger
+    queue: TransferQueue
     """Connected, and its run created with `limits`."""
     limits: Limits
     model: str
@@ -52,7 +52,7 @@ class TrainJob:
     eval_timeout_s: float = 600.0
     """How long the end of the run waits for the last evaluation."""
     spill: bool = False
-    """Trained trajectories wait for their commit in the ledger's batch log; `ledger` then has one."""
+    """Trained trajectories wait for their commit in the queue's batch log; `queue` then has one."""
     stop_timeout_s: float = 60.0
     """After a cancellation: time for the step under way, the last checkpoint and its commit."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)

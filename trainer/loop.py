@@ -1,6 +1,6 @@
 """The training loop. One process per rank, started by torchrun or alone; the same steps in the same order on each.
 
-    event loop            ledger calls, deadlines, files; tasks: the next batch, the last version, spill and checkpoint
+    event loop            queue calls, deadlines, files; tasks: the next batch, the last version, spill and checkpoint
     torch thread          every forward, backward, update, copy of weights and collective, one after the other
 
 Step s is trained at version s and publishes version s + 1. After a crash the loop starts at the newest checkpoint and
@@ -23,7 +23,7 @@ async def train(job: TrainJob) -> None:
     stopped; then write ``final_model/``.
 
     Cancelled, it finishes the step under way, saves, commits and raises `CancelledError`, all within
-    `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`, `BadBatch`, `TrainingDiverged`, `LedgerError`.
+    `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`, `BadBatch`, `TrainingDiverged`, `TransferQueueError`.
     """
     check_job(job)
     stop = asyncio.Event()

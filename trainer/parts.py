@@ -67,7 +67,7 @@ class Parts:
     @classmethod
     @asynccontextmanager
     async def started(cls, job: TrainJob) -> AsyncIterator[Parts]:
-        """Bad data and a bad model are found before anything is changed in the ledger."""
+        """Bad data and a bad model are found before anything is changed in the queue."""
         async with AsyncExitStack() as stack:
             in_torch = TorchThread(job.config.threads)
             stack.callback(in_torch.close)
@@ -195,13 +195,13 @@ class Parts:
     async def _resume(self) -> None:
         self.step = await self.saver.restore()
         if self.ranks.first:
-            again = await self.job.ledger.rewind(self.step)
+            again = await self.job.queue.rewind(self.step)
             logger.info("step %d of %d, %d recorded batches to replay", self.step, self.job.config.steps, again)
-        # No rank leases before the ledger is rewound.
+        # No rank leases before the queue is rewound.
         await self.in_torch(self.ranks.any, False)
         await self.publisher.start(self.step)
         if self.feeder is not None and self.recorder is not None:
-            await self.job.ledger.commit(self.step)
+            await self.job.queue.commit(self.step)
             await asyncio.to_thread(self.recorder.rewind, self.step)
             await self.feeder.start()
         self.step_began = time.monotonic()

@@ -1,6 +1,6 @@
 """New weights on their way to rollout servers, while the trainer goes on.
 
-    announce(v) ──► the version before is out? ──► copy weights (torch thread) ──► task: write ─► ledger.publish_version
+    announce(v) ──► the version before is out? ──► copy weights (torch thread) ──► task: write ─► queue.publish_version
 
 The copy is taken before the next step may change the weights; at most one copy exists, because a version is announced
 only when the one before is out.
@@ -22,7 +22,7 @@ from penstock.trainer.outlet import Outlet
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.timeline import PUBLISH, Timeline
 from penstock.trainer.torch_thread import TorchThread
-from penstock.transfer_queue.ledger import Announcement
+from penstock.transfer_queue.queue import Announcement
 
 POLL_S = 0.1
 """Between two looks of the other ranks whether rank 0 has published."""
@@ -36,7 +36,7 @@ class Publisher:
     def __init__(
         self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread, timeline: Timeline | None = None
     ) -> None:
-        self._ledger = job.ledger
+        self._queue = job.queue
         self._timeline = timeline or Timeline()
         self._dtype = getattr(torch, job.publish_dtype)
         self._engine = engine
@@ -45,7 +45,7 @@ class Publisher:
         self._outlet = Outlet(job) if ranks.first else None
         self._task: asyncio.Task[None] | None = None
         self.published = 0
-        """Newest version that the ledger has, or will have when `settle` returns."""
+        """Newest version that the queue has, or will have when `settle` returns."""
         self.last_s = 0.0
         """How long the last version took from copy to announcement."""
         self._newest: Announcement | None = None
@@ -54,13 +54,13 @@ class Publisher:
         self._changed = asyncio.Condition()
 
     async def start(self, version: int) -> None:
-        """`version` is that of the restored weights: publish it where the ledger has not seen it yet."""
-        self.published = int(await self._in_torch(self._ranks.from_first, await self._ledger_version()))
+        """`version` is that of the restored weights: publish it where the queue has not seen it yet."""
+        self.published = int(await self._in_torch(self._ranks.from_first, await self._queue_version()))
         self._out = self.published
         if version > self.published + 1:
             raise RuntimeError(
-                f"the checkpoint is of version {version}, the ledger is at {self.published}: they are not of one run. "
-                "Start a run with a new name, or bring back the ledger's data"
+                f"the checkpoint is of version {version}, the queue is at {self.published}: they are not of one run. "
+                "Start a run with a new name, or bring back the queue's data"
             )
         if self._outlet is not None:
             await self._outlet.open()
@@ -71,8 +71,8 @@ class Publisher:
     async def announce(self, version: int) -> None:
         """Publish the engine's present weights as `version`, in the background.
 
-        A version that the ledger already has is not published again (a replay after a restart); only if its file is
-        gone, or the ledger has forgotten where it is, is the current one written anew.
+        A version that the queue already has is not published again (a replay after a restart); only if its file is
+        gone, or the queue has forgotten where it is, is the current one written anew.
         """
         await self.settle()
         renew = version == self.published and await self._in_torch(self._ranks.from_first, await self._is_gone())
@@ -85,29 +85,29 @@ class Publisher:
             self._task = asyncio.create_task(work, name=f"publish version {version}")
 
     async def settle(self) -> None:
-        """Wait until what was announced is out; raises what went wrong (no space, ledger away)."""
+        """Wait until what was announced is out; raises what went wrong (no space, queue away)."""
         if self._task is not None:
             began = time.monotonic()
             try:
                 await self._task
             finally:
                 self._task = None
-            await self._ledger.add_wait("trainer", "publish", time.monotonic() - began)
+            await self._queue.add_wait("trainer", "publish", time.monotonic() - began)
 
     async def until_published(self, version: int) -> None:
-        """Wait until the ledger has `version`, without taking part in the writing. The caller sets the deadline."""
+        """Wait until the queue has `version`, without taking part in the writing. The caller sets the deadline."""
         if self._ranks.first:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._out >= version)
             return
         while self._out < version:
-            current = await self._ledger.latest_version()
+            current = await self._queue.latest_version()
             self._out = max(self._out, current.version if current else 0)
             if self._out < version:
                 await asyncio.sleep(POLL_S)
 
     async def remind(self) -> None:
-        """Publish the newest version again where the ledger has forgotten it with its machine.
+        """Publish the newest version again where the queue has forgotten it with its machine.
 
         Else a batch that needs episodes of that version would be waited for in vain. The weights are the same, so the
         number still names one set of them.
@@ -115,11 +115,11 @@ class Publisher:
         writing = self._task is not None and not self._task.done()
         if self._newest is None or writing:
             return
-        current = await self._ledger.latest_version()
+        current = await self._queue.latest_version()
         if current is None or current.version < self._newest.version:
-            published = await self._ledger.publish_version(self._newest)
+            published = await self._queue.publish_version(self._newest)
             if not published:
-                await self._ledger.renew_manifest(self._newest)
+                await self._queue.renew_manifest(self._newest)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -143,9 +143,9 @@ class Publisher:
         announcement = Announcement(version, self._outlet.with_round(manifest, await self._ready(self._outlet)))
         if renew:
             logger.warning("the weights of version %d were gone; written again to %s", version, self._outlet.directory)
-            await self._ledger.renew_manifest(announcement)
+            await self._queue.renew_manifest(announcement)
         else:
-            await self._ledger.publish_version(announcement)
+            await self._queue.publish_version(announcement)
         self._newest = announcement
         self.last_s = time.monotonic() - began
         async with self._changed:
@@ -166,25 +166,25 @@ class Publisher:
         """Servers that would take part in a round; 0 where there are no rounds."""
         if not outlet.makes_rounds:
             return 0
-        return sum(server.accepting and not server.evaluates for server in await self._ledger.servers())
+        return sum(server.accepting and not server.evaluates for server in await self._queue.servers())
 
-    async def _ledger_version(self) -> int | None:
-        return (await self._ledger.status()).version if self._ranks.first else None
+    async def _queue_version(self) -> int | None:
+        return (await self._queue.status()).version if self._ranks.first else None
 
     async def _is_gone(self) -> bool | None:
         """Whether nobody could load the current version; version 0 is the model itself and is never announced."""
         if self._outlet is None:
             return None
-        current = await self._ledger.latest_version()
+        current = await self._queue.latest_version()
         if current is None or current.version < self.published:
             return self.published > 0
         return not self._outlet.offers(current.manifest)
 
     async def _move_announcement(self, outlet: Outlet) -> None:
         """A trainer that came back serves the announced files elsewhere: say where, servers may be waiting for them."""
-        current = await self._ledger.latest_version()
+        current = await self._queue.latest_version()
         if current is not None and (moved := outlet.moved(current.manifest)) is not None:
-            await self._ledger.renew_manifest(Announcement(current.version, moved))
+            await self._queue.renew_manifest(Announcement(current.version, moved))
 
 
 def _taken(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,7 @@
 """The groups of the latest steps, as a checkpoint remembers them.
 
-A ledger that loses its last seconds with its machine may forget steps that a checkpoint holds, committed ones too. From
-what the checkpoint remembers the ledger is told again which groups those steps were, and none is trained twice.
+A queue that loses its last seconds with its machine may forget steps that a checkpoint holds, committed ones too. From
+what the checkpoint remembers the queue is told again which groups those steps were, and none is trained twice.
 """
 
 from __future__ import annotations

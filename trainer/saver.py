@@ -1,4 +1,4 @@
-"""Checkpoint, then commit: the ledger forgets a step's trajectories only when a durable checkpoint holds the step.
+"""Checkpoint, then commit: the queue forgets a step's trajectories only when a durable checkpoint holds the step.
 
 save(step) ──► the save before is done? ──► copy (torch thread) ──► task: shards ─► seal ─► version is out? ─► commit
 """
@@ -19,7 +19,7 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.recent import Groups, RecentBatches
 from penstock.trainer.timeline import CHECKPOINT, Timeline
 from penstock.trainer.torch_thread import TorchThread
-from penstock.transfer_queue.ledger import Status
+from penstock.transfer_queue.queue import Status
 from penstock.transfer_queue.trajectory import DataCursor
 
 SAVE_TIMEOUT_S = 1800.0
@@ -34,7 +34,7 @@ class Saver:
     def __init__(
         self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread, timeline: Timeline | None = None
     ) -> None:
-        self._ledger = job.ledger
+        self._queue = job.queue
         self._timeline = timeline or Timeline()
         self._engine = engine
         self._ranks = ranks
@@ -52,7 +52,7 @@ class Saver:
     async def restore(self) -> int:
         """Load the newest whole checkpoint; returns the step to go on with, 0 for a fresh run.
 
-        A ledger that is behind the checkpoint is brought forward to it. Raises `RuntimeError` where the ledger has
+        A queue that is behind the checkpoint is brought forward to it. Raises `RuntimeError` where the queue has
         committed steps and no checkpoint is left at all, or is further behind than the checkpoint remembers.
         """
         found, committed = await self._in_torch(self._ranks.from_first, await self._find())
@@ -86,7 +86,7 @@ class Saver:
                 await self._task
             finally:
                 self._task = None
-            await self._ledger.add_wait("trainer", "checkpoint", time.monotonic() - began)
+            await self._queue.add_wait("trainer", "checkpoint", time.monotonic() - began)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -99,7 +99,7 @@ class Saver:
             return None, 0
         await asyncio.to_thread(self._store.open)
         found = await asyncio.to_thread(self._store.newest)
-        status = await self._ledger.status()
+        status = await self._queue.status()
         if status.committed_step > (found.step if found else 0):
             self._report_lost_updates(found, status.committed_step)
         if found is None:
@@ -115,23 +115,23 @@ class Saver:
         unknown = [step for step in range(status.step, found.step) if step not in found.batches]
         if unknown:
             raise RuntimeError(
-                f"the checkpoint is of version {found.step}, the ledger is at {status.version} and lacks step "
+                f"the checkpoint is of version {found.step}, the queue is at {status.version} and lacks step "
                 f"{unknown[0]}, which the checkpoint does not remember: they are not of one run. Start a run with a "
-                "new name, or bring back the ledger's data"
+                "new name, or bring back the queue's data"
             )
         logger.warning(
-            "the ledger is at version %d and next step %d, behind the checkpoint: it lost its latest entries and is "
+            "the queue is at version %d and next step %d, behind the checkpoint: it lost its latest entries and is "
             "brought forward to version %d",
             status.version,
             status.step,
             found.step,
         )
-        await self._ledger.commit(found.step, found.batches)
+        await self._queue.commit(found.step, found.batches)
 
     def _report_lost_updates(self, found: Found | None, committed: int) -> None:
         if found is None:
             raise RuntimeError(
-                f"the ledger has committed {committed} steps, and {self._store.folder} holds no whole checkpoint: what "
+                f"the queue has committed {committed} steps, and {self._store.folder} holds no whole checkpoint: what "
                 "they learned is gone. Bring the checkpoints back, or start a run with a new name"
             )
         # Their trajectories are deleted: training them again is impossible, and stopping would help nobody.
@@ -154,7 +154,7 @@ class Saver:
             if not self._ranks.first:
                 return
             await asyncio.to_thread(self._store.seal, found.step, found.data_cursor, found.ranks, found.batches)
-            # A step counts as trained when its version is out; the ledger commits trained steps only.
+            # A step counts as trained when its version is out; the queue commits trained steps only.
             await publisher.until_published(found.step)
-            await self._ledger.commit(found.step, found.batches)
+            await self._queue.commit(found.step, found.batches)
             self._recent.committed(found.step)

@@ -2,7 +2,7 @@
 
     prefetch(s) ──► task: feed ─► lease_batch(s) ⟲ until there ─► read this rank's share ─► check ──► take(s)
 
-The task waits for the ledger, polling with a growing pause. Its deadline counts only while the loop itself waits in
+The task waits for the queue, polling with a growing pause. Its deadline counts only while the loop itself waits in
 `take`: a batch that cannot be there before the step under way is published is not late.
 """
 
@@ -20,7 +20,7 @@ from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_
 from penstock.trainer.feeder import Feeder
 from penstock.trainer.greedy import without_greedy
 from penstock.trainer.job import TrainJob
-from penstock.transfer_queue.ledger import Batch
+from penstock.transfer_queue.queue import Batch
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.25
@@ -28,7 +28,7 @@ REMIND_S = 5.0
 
 
 class BatchTimeout(RuntimeError):
-    """No batch within trainer.batch_timeout_s; the message has the ledger's cause and state."""
+    """No batch within trainer.batch_timeout_s; the message has the queue's cause and state."""
 
 
 class BatchSource:
@@ -44,7 +44,7 @@ class BatchSource:
         *,
         remind: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`remind` is awaited now and then while a batch is waited for: the ledger may have forgotten the weights."""
+        """`remind` is awaited now and then while a batch is waited for: the queue may have forgotten the weights."""
         self._job = job
         self._feeder = feeder
         self._model = model
@@ -63,7 +63,7 @@ class BatchSource:
             self._task = asyncio.create_task(self._fetch(step), name=f"batch of step {step}")
 
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
-        """The batch of `step`; None where `stop` was set first. Raises `BatchTimeout`, `BadBatch`, `LedgerError`."""
+        """The batch of `step`; None where `stop` was set first. Raises `BatchTimeout`, `BadBatch`, `TransferQueueError`."""
         self.prefetch(step)
         assert self._task is not None
         self._waiting_since = time.monotonic()
@@ -76,7 +76,7 @@ class BatchSource:
         if stop.is_set():
             return None
         if self._feeder is not None:
-            await self._job.ledger.add_wait("trainer", "batch", self.last_wait_s)
+            await self._job.queue.add_wait("trainer", "batch", self.last_wait_s)
         return self._task.result()
 
     async def close(self) -> None:
@@ -89,16 +89,16 @@ class BatchSource:
         costs = await self._costs(batch) if self._world > 1 else None
         share = share_of(batch, self._rank, self._world, self._job.config.minibatches, costs)
         ids = [episode for group in share for episode in batch.groups[group]]
-        trajectories = await self._job.ledger.read(ids)
+        trajectories = await self._job.queue.read(ids)
         bound = self._job.limits.max_staleness
         made = await asyncio.to_thread(make_step_batch, batch, share, trajectories, bound, self._model)
         return without_greedy(made) if "greedy" in needs_of_advantage(self._job.config) else made
 
     async def _costs(self, batch: Batch) -> list[float]:
-        """By group; every rank asks the ledger for the same, and decides alike. Response lengths only: those of prompts
+        """By group; every rank asks the queue for the same, and decides alike. Response lengths only: those of prompts
         differ little, and to know them their ids would have to be moved."""
         ids = [episode for group in batch.groups for episode in group]
-        found = await self._job.ledger.get(ids, ["version_spans"])
+        found = await self._job.queue.get(ids, ["version_spans"])
         costs = {one.episode_id: sum(self._cost(segment["version_spans"]) for segment in one.segments) for one in found}
         return [sum(costs[episode] for episode in group) for group in batch.groups]
 
@@ -111,7 +111,7 @@ class BatchSource:
         while True:
             if self._feeder is not None:
                 await self._feeder.fill()
-            answer = await self._job.ledger.lease_batch(step)
+            answer = await self._job.queue.lease_batch(step)
             if isinstance(answer, Batch):
                 return answer
             await self._check_deadline(step, answer.cause)
@@ -125,9 +125,9 @@ class BatchSource:
         waited_s = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
         if waited_s <= self._job.config.batch_timeout_s:
             return
-        status = await self._job.ledger.status()
+        status = await self._job.queue.status()
         raise BatchTimeout(
             f"no batch for step {step} within {waited_s:.0f} s (trainer.batch_timeout_s): {cause}. "
-            f"Ledger: version {status.version}, groups {dict(status.groups)}, episodes {dict(status.episodes)}, "
+            f"TransferQueue: version {status.version}, groups {dict(status.groups)}, episodes {dict(status.episodes)}, "
             f"workers {dict(status.workers)}"
         )

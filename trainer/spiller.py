@@ -1,6 +1,6 @@
 """Trained trajectories leave the store's memory: they wait for their commit in the batch log on the trainer's disk.
 
-    begin(s) ──► the spill before is done? ──► task: version s + 1 is out? ─► ledger.spill(s, this rank's share)
+    begin(s) ──► the spill before is done? ──► task: version s + 1 is out? ─► queue.spill(s, this rank's share)
 
 So the store holds the payloads of a step or two, however far apart the checkpoints are.
 """
@@ -26,7 +26,7 @@ class Spiller:
 
     def __init__(self, job: TrainJob, publisher: Publisher, first: bool, *, leads: bool = True) -> None:
         """`leads`: of the ranks that hold the same rows, one spills them."""
-        self._ledger = job.ledger
+        self._queue = job.queue
         self._enabled = job.spill and leads
         self._publisher = publisher
         self._first = first
@@ -44,7 +44,7 @@ class Spiller:
         self._task = asyncio.create_task(self._spill(batch.step, episodes), name=f"spill step {batch.step}")
 
     async def settle(self) -> None:
-        """Wait for the spill under way; raises what went wrong (disk full, ledger away).
+        """Wait for the spill under way; raises what went wrong (disk full, queue away).
 
         Comes before every checkpoint on every rank. A checkpoint is whole only when all ranks wrote their shards, so
         no share can reach the log after the commit that drops the log's files.
@@ -57,7 +57,7 @@ class Spiller:
         finally:
             self._task = None
         if self._first:
-            await self._ledger.add_wait("trainer", "spill", time.monotonic() - began)
+            await self._queue.add_wait("trainer", "spill", time.monotonic() - began)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -67,5 +67,5 @@ class Spiller:
     async def _spill(self, step: int, episodes: list[str]) -> None:
         async with asyncio.timeout(SPILL_TIMEOUT_S):
             await self._publisher.until_published(step + 1)
-            moved = await self._ledger.spill(step, episodes)
+            moved = await self._queue.spill(step, episodes)
         logger.debug("step %d: %d of %d trajectories moved to the batch log", step, moved, len(episodes))

@@ -1,1 +1,1 @@
-"""The ledger between rollout and training: tasks, leases, turn journal, trajectories, steps, versions."""
+"""The queue between rollout and training: tasks, leases, turn journal, trajectories, steps, versions."""

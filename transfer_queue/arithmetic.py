@@ -1,8 +1,8 @@
-"""When a group may be admitted, and when a batch may ship: the two rules of `ledger`, as numbers.
+"""When a group may be admitted, and when a batch may ship: the two rules of `queue`, as numbers.
 
 A *due* is the last step that may train on a group (its oldest version + max_staleness). Steps below `next_step` are
 fixed and have no place left, so a group that is not shipped yet finds G places in each step from `next_step` on.
-The memory ledger calls these functions; `lua/parts/admission.lua` mirrors them.
+The memory queue calls these functions; `lua/parts/admission.lua` mirrors them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def may_ship(ended: Sequence[int], running: Sequence[int], step: int, groups_per
     """Whether a batch of `step` may leave groups with these dues behind: for all t ≥ step, #{≤ t} ≤ (t − step)·G.
 
     At t = step this says that no group that is due now may stay behind. Where none that is due by t still runs there is
-    nothing to wait for: that too many are due at once happens to a ledger that has caught up with a checkpoint.
+    nothing to wait for: that too many are due at once happens to a queue that has caught up with a checkpoint.
     """
     left = [*ended, *running]
     return all(
@@ -43,7 +43,7 @@ def may_ship(ended: Sequence[int], running: Sequence[int], step: int, groups_per
 
 
 def room_allows(unconsumed: int, max_bytes: int, groups: int, max_groups: int, groups_per_step: int) -> bool:
-    """Back-pressure, with `groups` in the system. One step's worth of groups is always admitted: else a full ledger
+    """Back-pressure, with `groups` in the system. One step's worth of groups is always admitted: else a full queue
     could never ship, nor empty."""
     if groups < groups_per_step:
         return True

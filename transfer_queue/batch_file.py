@@ -25,7 +25,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from penstock.transfer_queue.ledger import BadPayload
+from penstock.transfer_queue.queue import BadPayload
 
 MAGIC = b"PNBL"
 FORMAT = 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.transfer_queue.batch_file import Place, pack_head, read_payload, read_table, write_file
-from penstock.transfer_queue.ledger import BadPayload
+from penstock.transfer_queue.queue import BadPayload
 
 _NAME = re.compile(r"(\d{8,})-(\d{8,})-[\w.-]+\.batch(\.tmp)?", re.ASCII)
 _WRITER = re.compile(r"[\w.-]{1,64}", re.ASCII)

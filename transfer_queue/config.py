@@ -1,4 +1,4 @@
-"""Settings of the ledger."""
+"""Settings of the queue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TransferQueueConfig(BaseModel):
     quotas: dict[str, int] = Field(
         default_factory=dict, description="data_source: most groups of it that may be in flight or wait at once."
     )
-    compression: Literal["none", "zstd"] = Field("none", description="How trajectories are packed in the ledger.")
+    compression: Literal["none", "zstd"] = Field("none", description="How trajectories are packed in the queue.")
     spill: bool = Field(True, description="Trained, uncommitted trajectories wait on the trainer's disk, not in Redis.")
     overage: Literal["wait", "mask", "drop"] = Field(
         "wait", description="What happens to groups about to pass the staleness bound when a batch ships."

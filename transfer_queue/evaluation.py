@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.transfer_queue.ledger import Status
+from penstock.transfer_queue.queue import Status
 
 _PREFIX = "eval/"
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_digest
 
 from penstock.transfer_queue.compression import COMPRESSIONS, compress, decompress
-from penstock.transfer_queue.ledger import BadPayload
+from penstock.transfer_queue.queue import BadPayload
 
 BLOCK = 64 << 10
 MAX_RAW_BYTES = 1 << 30

@@ -1,4 +1,4 @@
-"""A ledger's `Status` as Prometheus gauges, so that dashboards and alerts see what people see."""
+"""A queue's `Status` as Prometheus gauges, so that dashboards and alerts see what people see."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.transfer_queue.ledger import ServerInfo, Status
+from penstock.transfer_queue.queue import ServerInfo, Status
 
-PREFIX = "penstock_ledger_"
+PREFIX = "penstock_queue_"
 
 
-class LedgerGauges(Collector):
+class QueueGauges(Collector):
     """Registered with a Prometheus registry; shows whatever status `newest` gives, nothing while it gives None."""
 
     def __init__(
@@ -80,5 +80,5 @@ def version_lags(status: Status, servers: Sequence[ServerInfo]) -> dict[str, int
 def exposition(run: str, status: Status, servers: Sequence[ServerInfo] = ()) -> bytes:
     """The gauges in Prometheus's text format."""
     registry = CollectorRegistry()
-    registry.register(LedgerGauges(run, lambda: status, lambda: servers))
+    registry.register(QueueGauges(run, lambda: status, lambda: servers))
     return generate_latest(registry)

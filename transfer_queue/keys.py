@@ -1,4 +1,4 @@
-"""Names of the ledger's keys in Redis.
+"""Names of the queue's keys in Redis.
 
     penstock:{RUN}:run                   hash: limits and configuration; the prefix alone is KEYS[1] of every script
     penstock:{RUN}:steps                 hash: version, next and committed step, announcement, batch:STEP → groups
@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import re
 
-from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.queue import TransferQueueError
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Keys:
-    """Key names of one run. Raises `LedgerError` for a name that could escape its own keys."""
+    """Key names of one run. Raises `TransferQueueError` for a name that could escape its own keys."""
 
     def __init__(self, run: str) -> None:
         if not _RUN_NAME.fullmatch(run):
-            raise LedgerError(f"run name {run!r}: letters, digits, '.', '_' and '-' only, at most 64")
+            raise TransferQueueError(f"run name {run!r}: letters, digits, '.', '_' and '-' only, at most 64")
         self.index = f"penstock:{{{run}}}:"
         self.run = self.index + "run"
         self.steps = self.index + "steps"

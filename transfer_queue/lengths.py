@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from penstock.transfer_queue.ledger import LengthDecile
+from penstock.transfer_queue.queue import LengthDecile
 
 PER_OCTAVE = 12
 """Buckets per doubling of the length; `lua/parts/lengths.lua` mirrors `bucket_of`."""

@@ -1,5 +1,5 @@
-"""The ledger in one process's memory: same answers as Redis, nothing survives. For unit tests and as the model that
-the Redis ledger is tested against."""
+"""The queue in one process's memory: same answers as Redis, nothing survives. For unit tests and as the model that
+the Redis queue is tested against."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from penstock.transfer_queue.memory_steps import MemorySteps
 from penstock.transfer_queue.memory_watching import MemoryWatching
 
 
-class MemoryLedger(MemoryEpisodes, MemorySteps, MemoryWatching):
-    """`Ledger` in memory. `clock` (seconds) is the ledger's own time, for tests of leases."""
+class MemoryTransferQueue(MemoryEpisodes, MemorySteps, MemoryWatching):
+    """`TransferQueue` in memory. `clock` (seconds) is the queue's own time, for tests of leases."""

@@ -1,4 +1,4 @@
-"""The in-memory ledger's tasks, leases and endings."""
+"""The in-memory queue's tasks, leases and endings."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from penstock.transfer_queue.accounting import MEMBER_COST, journal_cost, task_cost
 from penstock.transfer_queue.checks import check_tasks, finish
 from penstock.transfer_queue.codec import decode_task, encode_journal, encode_task
-from penstock.transfer_queue.ledger import BadPayload, DeadLetter, Lease, LeaseLost, StepError
 from penstock.transfer_queue.lengths import bucket_of
 from penstock.transfer_queue.memory_run import MemoryRun
 from penstock.transfer_queue.memory_state import TRAIN, Group, split_episode
+from penstock.transfer_queue.queue import BadPayload, DeadLetter, Lease, LeaseLost, StepError
 from penstock.transfer_queue.trajectory import DataCursor, JournalEntry, Outcome, Task, Trajectory
 
 
 class MemoryEpisodes(MemoryRun):
-    """`Ledger` from `submit` to `release`."""
+    """`TransferQueue` from `submit` to `release`."""
 
     async def submit(
         self, tasks: Sequence[Task], cursor: DataCursor | None = None, after: DataCursor | None = None

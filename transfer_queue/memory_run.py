@@ -1,4 +1,4 @@
-"""What the parts of the in-memory ledger share."""
+"""What the parts of the in-memory queue share."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.ledger import (
+from penstock.transfer_queue.memory_state import Member, MemoryState, split_episode
+from penstock.transfer_queue.queue import (
     KEPT_UPDATES,
     BadPayload,
-    LedgerError,
     Limits,
     NoSuchRun,
     ServerInfo,
+    TransferQueueError,
     WeightUpdate,
 )
-from penstock.transfer_queue.memory_state import Member, MemoryState, split_episode
 from penstock.transfer_queue.rows import check_limits
 
 
 class MemoryRun:
-    """One run and how its members are found. `clock` (seconds) is the ledger's own time."""
+    """One run and how its members are found. `clock` (seconds) is the queue's own time."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class MemoryRun:
     async def create_run(self, limits: Limits, config: str) -> None:
         check_limits(limits)
         if self._config is not None and self._state.limits != limits:
-            raise LedgerError(f"the run exists with other limits: {self._state.limits}, not {limits}")
+            raise TransferQueueError(f"the run exists with other limits: {self._state.limits}, not {limits}")
         self._state.limits = limits
         self._config = config
 

@@ -1,4 +1,4 @@
-"""The state of an in-memory ledger and its transitions; `memory.MemoryLedger` gives it the protocol's face.
+"""The state of an in-memory queue and its transitions; `memory.MemoryTransferQueue` gives it the protocol's face.
 
 What one Lua script does at once is done here between two awaits, so nothing interleaves.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from penstock.transfer_queue.accounting import payload_cost
 from penstock.transfer_queue.arithmetic import enough_members, may_admit, room_allows
-from penstock.transfer_queue.ledger import Announcement, DeadLetter, LeaseLost, Limits
 from penstock.transfer_queue.lengths import bucket_of
+from penstock.transfer_queue.queue import Announcement, DeadLetter, LeaseLost, Limits
 from penstock.transfer_queue.trajectory import DataCursor, JournalEntry, Outcome, Task
 
 TRAIN = "train"
@@ -114,7 +114,7 @@ class MemoryState:
         self.committed_step = 0
         self.cursor = DataCursor()
         self.trained_ahead: set[str] = set()
-        """Tasks that a checkpoint trained and that this ledger has lost; they are not queued again."""
+        """Tasks that a checkpoint trained and that this queue has lost; they are not queued again."""
         self.filtered_since = 0
         """Groups filtered since the last step was fixed."""
         self.lengths: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""The in-memory ledger's steps and versions."""
+"""The in-memory queue's steps and versions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from penstock.transfer_queue.arithmetic import may_ship
 from penstock.transfer_queue.codec import decode_trajectory, get_fields
-from penstock.transfer_queue.ledger import Announcement, Batch, LedgerError, StepError, TooManyFiltered, Waiting
 from penstock.transfer_queue.memory_run import MemoryRun
 from penstock.transfer_queue.memory_state import Group, split_episode
+from penstock.transfer_queue.queue import Announcement, Batch, StepError, TooManyFiltered, TransferQueueError, Waiting
 from penstock.transfer_queue.trajectory import FieldValues, Trajectory
 
 
 class MemorySteps(MemoryRun):
-    """`Ledger` from `lease_batch` to `rewind`, and the versions."""
+    """`TransferQueue` from `lease_batch` to `rewind`, and the versions."""
 
     async def lease_batch(self, step: int) -> Batch | Waiting:
         await self.config()
@@ -66,7 +66,7 @@ class MemorySteps(MemoryRun):
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         if self._batch_log is None:
-            raise LedgerError("spill: this ledger was made without a batch log")
+            raise TransferQueueError("spill: this queue was made without a batch log")
         if step >= self._state.version:
             raise StepError(f"spill of step {step}: version {step + 1} is not published")
         trained = {
@@ -129,7 +129,7 @@ class MemorySteps(MemoryRun):
         state.counts["committed_groups"] += len(groups)
 
     def _forget_trained(self, groups: Sequence[Sequence[str]]) -> None:
-        """A step that a checkpoint holds and this ledger has lost: its groups are forgotten wherever they are."""
+        """A step that a checkpoint holds and this queue has lost: its groups are forgotten wherever they are."""
         state = self._state
         for episodes in groups:
             task_id, _ = split_episode(episodes[0])

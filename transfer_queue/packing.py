@@ -34,7 +34,7 @@ from xxhash import xxh3_64_intdigest
 
 from penstock.transfer_queue.compression import check_compression
 from penstock.transfer_queue.fields import MAX_RAW_BYTES, Column, Field, Stored, field_from_row, store
-from penstock.transfer_queue.ledger import BadPayload
+from penstock.transfer_queue.queue import BadPayload
 
 MAGIC = b"PNST"
 FORMAT = 2
@@ -68,7 +68,7 @@ class Packed:
 
 
 def pack(kind: int, columns: Iterable[Column], plain: Mapping[str, Any], compression: str = "none") -> Packed:
-    """Pack arrays and plain data. Raises `BadPayload` for other data, `LedgerError` for an unknown compression.
+    """Pack arrays and plain data. Raises `BadPayload` for other data, `TransferQueueError` for an unknown compression.
 
     The arrays must not change while the buffers are in use.
     """

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec import KIND_TRAJECTORY, decode_trajectory, get_fields, values_of, wanted_fields
-from penstock.transfer_queue.ledger import BadPayload, LedgerError
 from penstock.transfer_queue.packing import HEAD_GUESS, Head, head_length, parse_head
 from penstock.transfer_queue.payloads import Cut, Payloads, Stored
+from penstock.transfer_queue.queue import BadPayload, TransferQueueError
 from penstock.transfer_queue.trajectory import FieldValues, Trajectory
 
 SPILLED = -1
@@ -22,7 +22,7 @@ Locate = Callable[[Sequence[str]], Awaitable[list[Stored]]]
 
 
 class Reader:
-    """`Ledger.read`, `get` and the copy that `spill` makes."""
+    """`TransferQueue.read`, `get` and the copy that `spill` makes."""
 
     def __init__(self, payloads: Payloads, locate: Locate, batch_log: BatchLog | None) -> None:
         self._payloads = payloads
@@ -72,7 +72,7 @@ class Reader:
         if not episode_ids:
             return {}
         if self._batch_log is None:
-            raise LedgerError(
+            raise TransferQueueError(
                 f"{episode_ids[0]} was spilled to the trainer's batch log; connect with its folder to read it"
             )
         return await asyncio.to_thread(self._batch_log.read, None, episode_ids)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.transfer_queue.ledger import BadPayload
+from penstock.transfer_queue.queue import BadPayload
 from penstock.transfer_queue.trajectory import Segment
 
 _I4, _U4, _F4, _U1 = (np.dtype(name) for name in ("<i4", "<u4", "<f4", "u1"))

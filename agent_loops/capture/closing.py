@@ -15,7 +15,7 @@ from penstock.agent_loops.errors import InfraFailure, TokenMismatch
 from penstock.agent_loops.merge import check_output, to_trajectory
 from penstock.agent_loops.mismatch import continuity
 from penstock.agent_loops.segment import TRUNCATED_LENGTH
-from penstock.transfer_queue.ledger import BadPayload, LeaseLost, LedgerError
+from penstock.transfer_queue.queue import BadPayload, LeaseLost, TransferQueueError
 from penstock.transfer_queue.trajectory import COMPLETED, Outcome, OutcomeKind, Trajectory
 
 RECORDED = "recorded_as"
@@ -33,14 +33,14 @@ class Ending:
     segments: int
     turns: int
     tried_again: bool = False
-    """It failed, and the ledger will give it to somebody else."""
+    """It failed, and the queue will give it to somebody else."""
 
     def body(self) -> dict[str, Any]:
         return asdict(self)
 
 
 async def finish(episode: CapturedEpisode, wanted: Outcome | None) -> Ending:
-    """Complete or fail the episode in the ledger. `wanted` None or completed: as its last answer says.
+    """Complete or fail the episode in the queue. `wanted` None or completed: as its last answer says.
 
     Calls under way are given up. Raises `Conflict` where something has to be done first and `NotNow`, which leave the
     episode open; `Gone`.
@@ -62,30 +62,30 @@ async def _complete(episode: CapturedEpisode, outcome: Outcome) -> Ending:
         raise Conflict("nothing was sampled yet; finish with outcome infra_error or cancelled to give the task back")
     try:
         trajectory = await _trajectory(episode, outcome)
-        await episode.parts.ledger.complete(episode.lease, trajectory)
+        await episode.parts.queue.complete(episode.lease, trajectory)
     except (InfraFailure, BadPayload) as error:
         return await fail(episode, _failure(episode, error))
-    except LedgerError as error:
+    except TransferQueueError as error:
         raise _told(episode, error) from error
     episode.end(f"the episode is finished: {outcome.kind}")
     return ending_of(trajectory)
 
 
 async def fail(episode: CapturedEpisode, outcome: Outcome) -> Ending:
-    """Hand the episode back as a failure; the ledger decides whether it is tried again. Raises `Gone`, `NotNow`."""
+    """Hand the episode back as a failure; the queue decides whether it is tried again. Raises `Gone`, `NotNow`."""
     try:
-        again = await episode.parts.ledger.fail(episode.lease, outcome)
-    except LedgerError as error:
+        again = await episode.parts.queue.fail(episode.lease, outcome)
+    except TransferQueueError as error:
         raise _told(episode, error) from error
     episode.end(f"the episode has failed: {outcome.component}: {outcome.reason}")
     turns, segments = len(episode.history.turns), len(episode.history.segments)
     return Ending(episode.lease.episode_id, str(outcome.kind), outcome.reason, None, segments, turns, again)
 
 
-async def finished_before(episode_id: str, handle: str, ledger: Any) -> Ending | None:
+async def finished_before(episode_id: str, handle: str, queue: Any) -> Ending | None:
     """The ending of an episode that was completed under this handle and is not trained yet."""
     try:
-        (trajectory,) = await ledger.read([episode_id])
+        (trajectory,) = await queue.read([episode_id])
     except (BadPayload, LeaseLost):
         return None
     return ending_of(trajectory) if trajectory.extra.get(RECORDED) == handle else None
@@ -103,16 +103,16 @@ def ending_of(trajectory: Trajectory) -> Ending:
     )
 
 
-def _told(episode: CapturedEpisode, error: LedgerError) -> Exception:
+def _told(episode: CapturedEpisode, error: TransferQueueError) -> Exception:
     if isinstance(error, LeaseLost):
         episode.end(f"the lease is lost: {error}")
         return Gone(str(episode.gone))
-    return NotNow(f"the ledger: {error}")
+    return NotNow(f"the queue: {error}")
 
 
 def _failure(episode: CapturedEpisode, error: InfraFailure | BadPayload) -> Outcome:
     if isinstance(error, BadPayload):
-        return Outcome(OutcomeKind.INFRA_ERROR, f"refused the trajectory: {error}", "ledger")
+        return Outcome(OutcomeKind.INFRA_ERROR, f"refused the trajectory: {error}", "queue")
     episode.parts.mismatches.seen += isinstance(error, TokenMismatch)
     return Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component)
 

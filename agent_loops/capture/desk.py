@@ -2,7 +2,7 @@
 
 task     every               does
 keep     a third of the TTL  renews leases; drops lost ones; fails episodes that are silent or over their deadline
-open     a request           asks the ledger until it gives an episode or the client's patience ends
+open     a request           asks the queue until it gives an episode or the client's patience ends
 calls    a request           see `episode.py`; they go on when their client goes away
 
 Stopped (drain or kill -9), nothing is given back: leases stay until their TTL, and whichever sidecar is asked for a
@@ -25,7 +25,7 @@ from penstock.agent_loops.capture.keys import BadHandle, handle_of, lease_of
 from penstock.agent_loops.capture.opening import next_lease, why_none
 from penstock.agent_loops.capture.parts import CaptureParts
 from penstock.agent_loops.errors import TokenMismatch
-from penstock.transfer_queue.ledger import Lease, LeaseLost, LedgerError
+from penstock.transfer_queue.queue import Lease, LeaseLost, TransferQueueError
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
 
 MAX_OPEN = 4096
@@ -33,7 +33,7 @@ MAX_OPEN = 4096
 REMEMBERED = 4096
 """Endings, so that /finish answers twice the same and later calls hear why there is nothing."""
 PAUSE_S = (0.05, 0.5)
-"""First and longest pause between two looks at a ledger that has nothing to give."""
+"""First and longest pause between two looks at a queue that has nothing to give."""
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +70,7 @@ class Desk:
 
     # opening -------------------------------------------------------------------------------------------------------
     async def open(self, wait_s: float, gone: Callable[[], Awaitable[bool]] | None = None) -> CapturedEpisode:
-        """The next episode of the run. Raises `NotNow` with the ledger's cause where none is given in time.
+        """The next episode of the run. Raises `NotNow` with the queue's cause where none is given in time.
 
         `gone`: whether who asked has hung up; nothing is leased for nobody then.
         """
@@ -110,13 +110,13 @@ class Desk:
     async def _adopt(self, handle: str) -> CapturedEpisode:
         try:
             episode_id, fence = lease_of(handle)
-            lease = await self.parts.ledger.adopt(episode_id, fence)
+            lease = await self.parts.queue.adopt(episode_id, fence)
         except BadHandle as error:
             raise NoEpisode(str(error)) from error
         except LeaseLost as error:
             raise Gone(f"the episode has ended, or it was leased anew: {error}") from error
-        except LedgerError as error:
-            raise NotNow(f"the ledger: {error}") from error
+        except TransferQueueError as error:
+            raise NotNow(f"the queue: {error}") from error
         try:
             episode = CapturedEpisode(self.parts, lease, handle)
         except TokenMismatch as error:
@@ -128,8 +128,8 @@ class Desk:
         return episode
 
     async def _give_back(self, lease: Lease, error: TokenMismatch) -> None:
-        with suppress(LedgerError):  # the lease runs out by itself
-            await self.parts.ledger.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component))
+        with suppress(TransferQueueError):  # the lease runs out by itself
+            await self.parts.queue.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component))
 
     def _door(self, handle: str) -> asyncio.Lock:
         if len(self._doors) > MAX_OPEN:
@@ -152,12 +152,12 @@ class Desk:
         return ending
 
     async def _finished_before(self, handle: str) -> Ending:
-        """After a restart: the ledger knows how it was finished. Raises the `Gone` that it is otherwise."""
+        """After a restart: the queue knows how it was finished. Raises the `Gone` that it is otherwise."""
         episode_id, _ = lease_of(handle)
         try:
-            ending = await finished_before(episode_id, handle, self.parts.ledger)
-        except LedgerError as error:
-            raise NotNow(f"the ledger: {error}") from error
+            ending = await finished_before(episode_id, handle, self.parts.queue)
+        except TransferQueueError as error:
+            raise NotNow(f"the queue: {error}") from error
         if ending is None:
             known = self._ended.get(handle)
             raise Gone(known if isinstance(known, str) else "the episode has ended, or it was leased anew")
@@ -175,7 +175,7 @@ class Desk:
             await asyncio.sleep(self._ttl_s / 3)
             try:
                 await self._renew()
-            except LedgerError as error:
+            except TransferQueueError as error:
                 log.warning("leases not renewed: %s", error)
             for episode in list(self._open.values()):
                 if not self._door(episode.handle).locked():  # being adopted or finished
@@ -183,7 +183,7 @@ class Desk:
 
     async def _renew(self) -> None:
         held = {episode.lease.episode_id: episode for episode in self._open.values()}
-        lost = await self.parts.ledger.renew([episode.lease for episode in held.values()]) if held else []
+        lost = await self.parts.queue.renew([episode.lease for episode in held.values()]) if held else []
         for episode_id in lost:
             held[episode_id].end("the lease is lost: the episode has ended elsewhere, or it was leased anew")
 

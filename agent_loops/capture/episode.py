@@ -33,7 +33,7 @@ from penstock.agent_loops.capture.told import told_of, unforeseen
 from penstock.agent_loops.capture.wire import Ask, BadAsk, Choice, answer_id
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
 from penstock.agent_loops.side_by_side import all_or_none
-from penstock.transfer_queue.ledger import Lease, LeaseLost, LedgerError
+from penstock.transfer_queue.queue import Lease, LeaseLost, TransferQueueError
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
 
 
@@ -146,7 +146,7 @@ class CapturedEpisode:
             rooms = zip(missing, share.rooms, strict=True)
             await all_or_none([sample(self.record, call, place, index, room) for index, room in rooms])
             self._close(call, share, None)
-        except (InfraFailure, LedgerError, ValidationError) as error:
+        except (InfraFailure, TransferQueueError, ValidationError) as error:
             self._close(call, share, self._explained(error))
 
     def _close(self, call: Call, share: Share, error: Exception | None) -> None:
@@ -173,14 +173,14 @@ class CapturedEpisode:
         """Take in what other sidecars recorded under this lease. Raises `Gone`, `NotNow`."""
         try:
             await self.record.refresh()
-        except (LedgerError, TokenMismatch) as error:
+        except (TransferQueueError, TokenMismatch) as error:
             raise self._explained(error) from error
 
     async def note(self, **facts: Any) -> None:
         """Write facts down; the newest of each name counts. Raises `Gone`, `NotNow`."""
         try:
             await self.record.note(**facts)
-        except LedgerError as error:
+        except TransferQueueError as error:
             raise self._explained(error) from error
 
     def _spoiled(self, error: TokenMismatch) -> Gone:

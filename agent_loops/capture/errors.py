@@ -3,7 +3,7 @@
 CaptureError
 ├── Gone            410  the episode has ended, or another lease of it was given
 ├── NoEpisode       404  no such episode can be
-├── NotNow          503  nothing to lease, no server, ledger away: the same request later may work
+├── NotNow          503  nothing to lease, no server, queue away: the same request later may work
 ├── Conflict        409  the episode is not in a state for this; the message says what to do first
 ├── TooLong         400  the context leaves the model no room to answer
 └── NotRecordable   501  this model has no tokenizer or chat template that can be continued exactly
@@ -31,7 +31,7 @@ class NoEpisode(CaptureError):
 
 
 class NotNow(CaptureError):
-    """The ledger, the servers or this server cannot serve it now; asking again may help."""
+    """The queue, the servers or this server cannot serve it now; asking again may help."""
 
     status = 503
 

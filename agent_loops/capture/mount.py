@@ -21,15 +21,15 @@ from penstock.agent_loops.neighbours import allow_imports_from
 from penstock.agent_loops.reward import RewardFunction, load_reward
 from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.sidecar import Sidecar
-from penstock.transfer_queue.ledger import Ledger
+from penstock.transfer_queue.queue import TransferQueue
 
 
 @dataclass(frozen=True)
 class CaptureJob:
-    """What a rollout server must know to record episodes. The ledger stays its opener's to close."""
+    """What a rollout server must know to record episodes. The queue stays its opener's to close."""
 
     config: AgentConfig
-    ledger: Ledger
+    queue: TransferQueue
     model: str
     """Folder or hub name of the tokenizer; also what clients call the model."""
     token: str
@@ -45,7 +45,7 @@ class Capture:
 
     def __init__(self, job: CaptureJob, sidecar: Sidecar, url: str) -> None:
         self._job, self._sidecar = job, sidecar
-        self._client = RolloutClient(job.ledger, job.token, job.request_timeout_s, home=url)
+        self._client = RolloutClient(job.queue, job.token, job.request_timeout_s, home=url)
         self._desk: Desk | None = None
         self._reward: RewardFunction | None = None
         self._loading = asyncio.Lock()
@@ -83,7 +83,7 @@ class Capture:
         return CaptureParts(
             worker=sidecar.name,
             config=self._job.config,
-            ledger=self._job.ledger,
+            queue=self._job.queue,
             client=self._client,
             chat=chat,
             text_of=text_of(chat, self._job.config.parser),

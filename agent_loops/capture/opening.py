@@ -5,21 +5,21 @@ from __future__ import annotations
 from penstock.agent_loops.capture.errors import NotNow
 from penstock.agent_loops.capture.parts import CaptureParts
 from penstock.agent_loops.journal import EpisodeJournal
-from penstock.transfer_queue.ledger import Lease, LeaseLost, LedgerError, Status
+from penstock.transfer_queue.queue import Lease, LeaseLost, Status, TransferQueueError
 
 
 async def next_lease(parts: CaptureParts) -> Lease | None:
     """A lease with nothing in its journal that counts: an earlier owner's agent is not this one. Raises `NotNow`."""
     try:
         version = await parts.client.best_version()
-        leases = [] if version is None else await parts.ledger.lease_episodes(parts.worker, 1, version)
+        leases = [] if version is None else await parts.queue.lease_episodes(parts.worker, 1, version)
         if leases and leases[0].journal:
-            await EpisodeJournal(parts.ledger, leases[0]).restart("leased to another agent")
-            return await parts.ledger.adopt(leases[0].episode_id, leases[0].fence)
+            await EpisodeJournal(parts.queue, leases[0]).restart("leased to another agent")
+            return await parts.queue.adopt(leases[0].episode_id, leases[0].fence)
     except LeaseLost:
         return None
-    except LedgerError as error:
-        raise NotNow(f"the ledger: {error}") from error
+    except TransferQueueError as error:
+        raise NotNow(f"the queue: {error}") from error
     return leases[0] if leases else None
 
 
@@ -28,9 +28,9 @@ async def why_none(parts: CaptureParts) -> str:
     try:
         if await parts.client.best_version() is None:
             return "no rollout server takes requests now"
-        return _cause(await parts.ledger.status())
-    except LedgerError as error:
-        return f"the ledger: {error}"
+        return _cause(await parts.queue.status())
+    except TransferQueueError as error:
+        return f"the queue: {error}"
 
 
 def _cause(status: Status) -> str:

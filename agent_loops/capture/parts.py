@@ -11,7 +11,7 @@ from penstock.agent_loops.client import GenerateClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.parts import Mismatches
 from penstock.agent_loops.reward import RewardFunction
-from penstock.transfer_queue.ledger import Ledger
+from penstock.transfer_queue.queue import TransferQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class CaptureParts:
     worker: str
     """The rollout server's name, as leases have it."""
     config: AgentConfig
-    ledger: Ledger
+    queue: TransferQueue
     client: GenerateClient
     chat: ChatTokens
     text_of: TextOf

@@ -16,7 +16,7 @@ from penstock.agent_loops.journal import EpisodeJournal, since_last_restart
 from penstock.agent_loops.llm import EpisodeLLM
 from penstock.agent_loops.sampling import usual_sampling
 from penstock.rollout_server.protocol import Generation
-from penstock.transfer_queue.ledger import Lease, LedgerError
+from penstock.transfer_queue.queue import Lease, TransferQueueError
 from penstock.transfer_queue.trajectory import JournalEntry, JournalKind
 
 NOTED = "noted"
@@ -39,22 +39,22 @@ class Record:
         """``reward``, ``turn_rewards``, ``truncated``: as journaled last."""
         self.text_of = parts.text_of
         self.unsure = False
-        """The ledger may hold an answer that is not known here."""
+        """The queue may hold an answer that is not known here."""
         self._parts = parts
-        self._journal = EpisodeJournal(parts.ledger, lease)
+        self._journal = EpisodeJournal(parts.queue, lease)
         self.llm = EpisodeLLM(parts.client, lease, self._journal, sampling, chat.decode)
         self._bodies = Bodies()
         self._writing = asyncio.Lock()
         self._absorb(lease)
 
     async def write(self, call: Call, place: Place, choice: Choice, generation: Generation) -> None:
-        """A whole answer. Raises `LedgerError`; it may be in the journal then, or not."""
+        """A whole answer. Raises `TransferQueueError`; it may be in the journal then, or not."""
         turn = Turn(call.head.answer_id, place, choice, how_asked(call.ask), call.head.created_s)
         async with self._writing:
             note = note_of(place, call.ask, call.head, choice.index, self._bodies)
             try:
                 await self._journal.append(to_entry(generation, place.asked, note))
-            except LedgerError:
+            except TransferQueueError:
                 self.unsure = True
                 raise
             self._bodies.keep(note["bodies"])
@@ -62,15 +62,15 @@ class Record:
             self._remember(turn, generation)
 
     async def note(self, **facts: Any) -> None:
-        """Facts that are not noted yet; the newest of each name counts. Raises `LedgerError`."""
+        """Facts that are not noted yet; the newest of each name counts. Raises `TransferQueueError`."""
         if any(self.facts.get(name) != value for name, value in facts.items()):
             await self._journal.append(JournalEntry(kind=JournalKind.TOOLS, data={NOTED: facts}))
             self.facts.update(facts)
 
     async def refresh(self) -> None:
-        """Take in what other sidecars recorded under this lease. Raises `LedgerError`, `TokenMismatch`."""
+        """Take in what other sidecars recorded under this lease. Raises `TransferQueueError`, `TokenMismatch`."""
         async with self._writing:
-            self._absorb(await self._parts.ledger.adopt(self.lease.episode_id, self.lease.fence))
+            self._absorb(await self._parts.queue.adopt(self.lease.episode_id, self.lease.fence))
             self.unsure = False
 
     def _absorb(self, lease: Lease) -> None:

@@ -54,7 +54,7 @@ class OpenAIErrorBody(BaseModel):
 
 class OpenBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S, description="How long to wait for the ledger to give an episode.")
+    wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S, description="How long to wait for the queue to give an episode.")
 
 
 class RewardBody(BaseModel):

@@ -17,7 +17,7 @@ SEEDS = 2**63
 
 
 async def sample(record: Record, call: Call, place: Place, index: int, room: int) -> None:
-    """Choice `index`, of `room` tokens at most. Raises `InfraFailure`, `LedgerError`, `ValidationError`."""
+    """Choice `index`, of `room` tokens at most. Raises `InfraFailure`, `TransferQueueError`, `ValidationError`."""
     reader = AnswerReader(call.ask, call.head, index, record.text_of)
     watch = _watch(call, reader, index) if _must_watch(call.ask) else None
     generation = await record.llm.draw(list(place.context), room, _overrides(call.ask, index), watch)

@@ -10,15 +10,15 @@ from pydantic import ValidationError
 from penstock.agent_loops.capture.errors import NotNow
 from penstock.agent_loops.capture.wire import BadAsk
 from penstock.rollout_server.protocol import EngineError
-from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.queue import TransferQueueError
 
 log = logging.getLogger(__name__)
 
 
 def told_of(error: Exception) -> Exception:
     """`BadAsk` where asking again cannot help, else `NotNow`."""
-    if isinstance(error, LedgerError):
-        return NotNow(f"the ledger: {error}")
+    if isinstance(error, TransferQueueError):
+        return NotNow(f"the queue: {error}")
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         return BadAsk(".".join(map(str, first["loc"])), first["msg"], "invalid_value")

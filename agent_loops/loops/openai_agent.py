@@ -27,7 +27,7 @@ from penstock.agent_loops.chat import ChatTokens
 from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.parts import EpisodeParts
-from penstock.transfer_queue.ledger import Lease
+from penstock.transfer_queue.queue import Lease
 from penstock.transfer_queue.trajectory import Task
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _capture_parts(parts: EpisodeParts) -> CaptureParts:
     return CaptureParts(
         worker=parts.worker,
         config=parts.config,
-        ledger=parts.ledger,
+        queue=parts.queue,
         client=parts.client,
         chat=parts.chat,
         text_of=_text_of(parts.chat, parts.config.parser),

@@ -36,8 +36,8 @@ from penstock.agent_loops.reward import RewardFunction
 from penstock.agent_loops.worker import Worker
 from penstock.tools.config import ToolConfig
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Limits
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Limits
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.trajectory import Task
 
 GROUP_SIZE = 8
@@ -73,7 +73,7 @@ class Beat:
 class World:
     """A worker's parts, and the clocks that engine and tool sleep by."""
 
-    ledger: RedisLedger
+    queue: RedisTransferQueue
     parts: EpisodeParts
     engine: SlowEngine
     model_clock: Clock
@@ -86,19 +86,21 @@ class World:
 
     def worker(self, episodes: int) -> Worker:
         config = self.parts.config.model_copy(update={"concurrency": episodes})
-        job = WorkerJob("bench", config, self.ledger, self.engine, model="", lease_ttl_s=self.lease_ttl_s)
+        job = WorkerJob("bench", config, self.queue, self.engine, model="", lease_ttl_s=self.lease_ttl_s)
         return Worker(job, replace(self.parts, config=config))
 
 
 async def measure(url: str, password: str, model: str, question: dict[str, Any]) -> dict[str, Any]:
     # Who traces is several times slower: leases must not run out meanwhile.
     lease_ttl_s = HELD_DEADLINE_S if "held_turn" in question else 30.0
-    ledger = await RedisLedger.connect(url, f"agents-{secrets.token_hex(4)}", TransferQueueConfig(), password=password)
+    queue = await RedisTransferQueue.connect(
+        url, f"agents-{secrets.token_hex(4)}", TransferQueueConfig(), password=password
+    )
     try:
-        return await _measure(build_world(ledger, model, lease_ttl_s), question)
+        return await _measure(build_world(queue, model, lease_ttl_s), question)
     finally:
-        await ledger.drop_run()
-        await ledger.close()
+        await queue.drop_run()
+        await queue.close()
 
 
 async def _measure(world: World, question: dict[str, Any]) -> dict[str, Any]:
@@ -110,13 +112,13 @@ async def _measure(world: World, question: dict[str, Any]) -> dict[str, Any]:
 async def _warm_up(world: World, tasks: list[Task]) -> None:
     """Run the first tasks to their end, so that no episode of them is taken up later in mid-way; queue the others."""
     limits = Limits(GROUP_SIZE, len(tasks), max_staleness=0, max_bytes=64 << 30, lease_ttl_s=world.lease_ttl_s)
-    await world.ledger.create_run(limits, "{}")
-    await world.ledger.submit(tasks[:WARM_GROUPS])
+    await world.queue.create_run(limits, "{}")
+    await world.queue.submit(tasks[:WARM_GROUPS])
     world.take_time(WARM_TURN_S)
     worker = world.worker(WARM_AT_ONCE)
     async with running(worker):
         await until(lambda: worker.stats.outcomes.total() >= WARM_GROUPS * GROUP_SIZE and not worker.episodes)
-    await world.ledger.submit(tasks[WARM_GROUPS:])
+    await world.queue.submit(tasks[WARM_GROUPS:])
 
 
 async def _full_worker(world: World, question: dict[str, Any]) -> dict[str, Any]:
@@ -208,11 +210,11 @@ def _task(number: int) -> Task:
     return Task(f"train/{number:08d}", "train", messages, "bench", "46")
 
 
-def build_world(ledger: RedisLedger, model: str, lease_ttl_s: float) -> World:
+def build_world(queue: RedisTransferQueue, model: str, lease_ttl_s: float) -> World:
     """A real worker's parts, but for the engine and the tool."""
     config = AgentConfig(max_turns=64, max_new_tokens=256, max_response_tokens=16384, episode_deadline_s=3600)
     model_clock, tool_clock = Clock(seed=1), Clock(seed=2)
-    job = WorkerJob("bench", config, ledger, FakeClient(lambda _: ()), model)
+    job = WorkerJob("bench", config, queue, FakeClient(lambda _: ()), model)
     parts = build_parts(job, None)
     engine, tool = SlowEngine(model_clock, parts.chat, seed=3), SlowTool(tool_clock)
     parts = replace(
@@ -222,7 +224,7 @@ def build_world(ledger: RedisLedger, model: str, lease_ttl_s: float) -> World:
         tool_configs={tool.name: ToolConfig(name=tool.name, timeout_s=3600)},
         reward=RewardFunction(_score),
     )
-    return World(ledger, parts, engine, model_clock, tool_clock, lease_ttl_s)
+    return World(queue, parts, engine, model_clock, tool_clock, lease_ttl_s)
 
 
 async def _score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:

@@ -1,4 +1,4 @@
-"""The ledger's index alone: runs with few and many queued episodes in one Redis, each operation on each run in turn.
+"""The queue's index alone: runs with few and many queued episodes in one Redis, each operation on each run in turn.
 
 Neighbouring samples belong to different runs, so what disturbs the machine disturbs all alike. Payloads are tiny and
 groups complete at once, so that what is measured is the scripts. Each round takes as many episodes from every queue as
@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.comparison import say
-from benchmarks.support.ledger_calls import GROUP_SIZE, TINY, open_ledger, tasks
+from benchmarks.support.queue_calls import GROUP_SIZE, TINY, open_queue, tasks
 from benchmarks.support.summary import median_of, microseconds
-from penstock.transfer_queue.ledger import Announcement, Batch, Lease, LedgerError, Limits
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Announcement, Batch, Lease, Limits, TransferQueueError
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.trajectory import COMPLETED, JournalEntry, JournalKind, Trajectory
 
 QUEUED = {"1k": 1_000, "100k": 100_000, "1m": 1_000_000}
@@ -49,7 +49,7 @@ class Run:
     """One run, and where it stands."""
 
     name: str
-    ledger: RedisLedger
+    queue: RedisTransferQueue
     submitted: int = 0
     step: int = 0
     leases: list[Lease] = field(default_factory=list)
@@ -73,8 +73,8 @@ async def measure_index(url: str, password: str, rounds: int) -> tuple[dict[str,
             say(f"index: round {number + 1} of {rounds}")
     finally:
         for run in runs:
-            await run.ledger.drop_run()
-            await run.ledger.close()
+            await run.queue.drop_run()
+            await run.queue.close()
     return {run.name: _figures(run) for run in runs}, _ratios(runs)
 
 
@@ -84,12 +84,12 @@ def _sizes() -> dict[str, int]:
 
 
 async def _fill(url: str, password: str, name: str, episodes: int) -> Run:
-    run = Run(name, await open_ledger(url, password, f"index-{name}"))
-    await run.ledger.create_run(Limits(GROUP_SIZE, GROUPS_PER_STEP, MAX_STALENESS, lease_ttl_s=600), "{}")
+    run = Run(name, await open_queue(url, password, f"index-{name}"))
+    await run.queue.create_run(Limits(GROUP_SIZE, GROUPS_PER_STEP, MAX_STALENESS, lease_ttl_s=600), "{}")
     groups = episodes // GROUP_SIZE
     while run.submitted < groups:
         count = min(SUBMIT_BATCH, groups - run.submitted)
-        await run.ledger.submit(tasks(run.submitted, count))
+        await run.queue.submit(tasks(run.submitted, count))
         run.submitted += count
     say(f"index: {episodes} episodes queued")
     return run
@@ -120,50 +120,50 @@ def _count(phase: Sequence[str]) -> int:
 
 
 async def _submit(run: Run, number: int) -> None:
-    await run.ledger.submit(tasks(run.submitted, 1))
+    await run.queue.submit(tasks(run.submitted, 1))
     run.submitted += 1
 
 
 async def _lease(run: Run, number: int) -> None:
-    leases = await run.ledger.lease_episodes("bench", 1, run.step)
+    leases = await run.queue.lease_episodes("bench", 1, run.step)
     if len(leases) != 1:
-        raise LedgerError(f"run {run.name}: no episode could be leased at version {run.step}")
+        raise TransferQueueError(f"run {run.name}: no episode could be leased at version {run.step}")
     run.leases += leases
 
 
 async def _journal(run: Run, number: int) -> None:
-    await run.ledger.journal(run.leases[number], ENTRY)
+    await run.queue.journal(run.leases[number], ENTRY)
 
 
 async def _renew(run: Run, number: int) -> None:
-    await run.ledger.renew([run.leases[number]])
+    await run.queue.renew([run.leases[number]])
 
 
 async def _status(run: Run, number: int) -> None:
-    await run.ledger.status()
+    await run.queue.status()
 
 
 async def _complete(run: Run, number: int) -> None:
     lease = run.leases[number]
     segment = replace(TINY, version_spans=np.array([[run.step, 0, 16]], dtype=np.int32))
-    await run.ledger.complete(
+    await run.queue.complete(
         lease, Trajectory(lease.episode_id, lease.task.task_id, (segment,), float(lease.member), COMPLETED)
     )
 
 
 async def _lease_batch(run: Run, number: int) -> None:
-    batch = await run.ledger.lease_batch(run.step)
+    batch = await run.queue.lease_batch(run.step)
     if not isinstance(batch, Batch):
-        raise LedgerError(f"run {run.name}, step {run.step}: {batch.cause}")
+        raise TransferQueueError(f"run {run.name}, step {run.step}: {batch.cause}")
     run.step += 1
 
 
 async def _publish_version(run: Run, number: int) -> None:
-    await run.ledger.publish_version(Announcement(run.step, {}))
+    await run.queue.publish_version(Announcement(run.step, {}))
 
 
 async def _commit(run: Run, number: int) -> None:
-    await run.ledger.commit(run.step)
+    await run.queue.commit(run.step)
 
 
 _CALLS: dict[str, Operation] = {

@@ -34,7 +34,7 @@ from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.registry import make_engine
 from penstock.rollout_server.protocol import Chunk, Engine, GenerateRequest, Sampling
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 
 TIMEOUT_S = 600.0
 
@@ -43,7 +43,7 @@ class Generator:
     """Everything stays open between questions, as in a worker."""
 
     def __init__(self) -> None:
-        self._ledger: RedisLedger | None = None
+        self._queue: RedisTransferQueue | None = None
         self._client_of_run: RolloutClient | None = None
         self._bare: dict[str, BareEngine] = {}
         self._engine: Engine | None = None
@@ -72,8 +72,8 @@ class Generator:
     async def _client(self) -> RolloutClient:
         if self._client_of_run is None:
             link = Link.from_environment()
-            self._ledger = await link.connect()
-            self._client_of_run = RolloutClient(self._ledger, link.token, TIMEOUT_S)
+            self._queue = await link.connect()
+            self._client_of_run = RolloutClient(self._queue, link.token, TIMEOUT_S)
         return self._client_of_run
 
     def _bare_engine(self, engine: str, address: dict[str, str]) -> BareEngine:
@@ -96,8 +96,8 @@ class Generator:
             await bare.close()
         if self._engine is not None:
             await self._engine.stop()
-        if self._ledger is not None:
-            await self._ledger.close()
+        if self._queue is not None:
+            await self._queue.close()
 
 
 def request_of(ask: Ask) -> GenerateRequest:

@@ -1,4 +1,4 @@
-"""Our trainer's step: pack, advantages, corrected and clipped loss, update. No ledger: its batch is in memory."""
+"""Our trainer's step: pack, advantages, corrected and clipped loss, update. No queue: its batch is in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.trainer.learner import Learner
 from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.policy import Policy, load_policy, model_inputs
 from penstock.trainer.ranks import Ranks
-from penstock.transfer_queue.ledger import Batch
+from penstock.transfer_queue.queue import Batch
 from penstock.transfer_queue.trajectory import COMPLETED, Segment, Trajectory
 
 COLLECTIVE_TIMEOUT_S = 600.0

@@ -22,12 +22,12 @@ from typing import Any
 from benchmarks.support.child import Child
 from benchmarks.support.comparison import say
 from benchmarks.support.idle_load import idle_loads
-from benchmarks.support.ledger_calls import make_ready
 from benchmarks.support.load import Load
+from benchmarks.support.queue_calls import make_ready
 from benchmarks.support.rollout_run import Server, load_process, rollout_servers
 from benchmarks.support.summary import quantile
 from penstock.rollout_server.weights import WeightPublisher
-from penstock.transfer_queue.ledger import Announcement, WeightUpdate
+from penstock.transfer_queue.queue import Announcement, WeightUpdate
 
 BEFORE_S = 2.0
 SETTLE_S = 1.0
@@ -103,10 +103,10 @@ class Pair:
         weights = self.weights[version % 2]
         manifest = await asyncio.to_thread(self._publishers[number].write, version, weights.items())
         self.manifests[number] = manifest
-        await make_ready(server.ledger, version)
+        await make_ready(server.queue, version)
         await asyncio.sleep(SETTLE_S + BEFORE_S)
         announced = time.perf_counter()
-        await server.ledger.publish_version(Announcement(version, manifest))
+        await server.queue.publish_version(Announcement(version, manifest))
         report = await _reported(server, version)
         return report, (announced, time.perf_counter())
 
@@ -177,7 +177,7 @@ def _others(swaps: Sequence[Swap], arrivals: Sequence[Sequence[Sequence[float]]]
 async def _reported(server: Server, version: int) -> WeightUpdate:
     async with asyncio.timeout(UPDATE_S):
         while True:
-            for update in await server.ledger.updates():
+            for update in await server.queue.updates():
                 if update.version == version:
                     return update
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A run with rollout servers and nothing else: a redis-server, the ledger's run, `penstock rollout` processes."""
+"""A run with rollout servers and nothing else: a redis-server, the queue's run, `penstock rollout` processes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.link import Link, limits_of
 from penstock.deploy.load_config import dump_config
 from penstock.deploy.processes import RoleProcess, RoleSpec
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 
 STARTS_S = 300.0
 STOPS_S = 30.0
 ONE_EPISODE = {"group_size": 1, "groups_per_step": 1}
-"""A step, which a version needs to be announced; see `ledger_calls.make_ready`."""
+"""A step, which a version needs to be announced; see `queue_calls.make_ready`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Server:
     pid: int
     """Of the sidecar."""
     link: Link
-    ledger: RedisLedger
+    queue: RedisTransferQueue
 
     def engine_pids(self) -> list[int]:
         return engine_pids(self.pid)
@@ -66,17 +66,17 @@ async def rollout_servers(
     """
     config = RunConfig(data={"train": "generate:calculator"}, **ONE_EPISODE, **settings)
     link = Link(redis[0], config.name, redis[1], secrets.token_urlsafe(16))
-    ledger = await link.connect(config.transfer_queue)
-    await ledger.create_run(limits_of(config), dump_config(config))
+    queue = await link.connect(config.transfer_queue)
+    await queue.create_run(limits_of(config), dump_config(config))
     roles = [_role(name, link, Path(config.runs_dir)) for name in names]
     tasks = [asyncio.create_task(_pinned(role, number, cores)) for number, role in enumerate(roles)]
     try:
-        urls = await _registered(ledger, len(names), tasks)
-        yield [Server(role.spec.name, urls[role.spec.name], role.pid or 0, link, ledger) for role in roles]
+        urls = await _registered(queue, len(names), tasks)
+        yield [Server(role.spec.name, urls[role.spec.name], role.pid or 0, link, queue) for role in roles]
     finally:
         await asyncio.gather(*(role.stop() for role in roles))
         await asyncio.gather(*tasks, return_exceptions=True)
-        await ledger.close()
+        await queue.close()
 
 
 def engine_args(engine: str) -> dict[str, Any]:
@@ -115,11 +115,11 @@ async def _pinned(role: RoleProcess, number: int, cores: Sequence[set[int]]) -> 
         running.cancel()
 
 
-async def _registered(ledger: RedisLedger, count: int, tasks: Sequence[asyncio.Task[None]]) -> dict[str, str]:
+async def _registered(queue: RedisTransferQueue, count: int, tasks: Sequence[asyncio.Task[None]]) -> dict[str, str]:
     """name → URL, once all take requests. Raises what a server that ended early raised."""
     async with asyncio.timeout(STARTS_S):
         while True:
-            found = {server.server_id: server.url for server in await ledger.servers() if server.accepting}
+            found = {server.server_id: server.url for server in await queue.servers() if server.accepting}
             if len(found) == count:
                 return found
             for task in tasks:

@@ -61,7 +61,7 @@ class Side(Protocol):
 
 
 class StoreSide:
-    """Raw Redis or the ledger, on a server that the caller owns. Made by `start`."""
+    """Raw Redis or the queue, on a server that the caller owns. Made by `start`."""
 
     def __init__(self, name: str, kind: str, server: RedisServer, password: str) -> None:
         self.name = name

@@ -1,6 +1,6 @@
-"""One producer or the consumer of raw Redis or of the ledger, as a process. Started by `sides.StoreSide`.
+"""One producer or the consumer of raw Redis or of the queue, as a process. Started by `sides.StoreSide`.
 
-python -m benchmarks.support.store_child {raw|ledger} REDIS_URL    (password in PENSTOCK_BENCH_PASSWORD)
+python -m benchmarks.support.store_child {raw|queue} REDIS_URL    (password in PENSTOCK_BENCH_PASSWORD)
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from redis.backoff import NoBackoff
 
 from benchmarks.support.arrays import payload_arrays
 from benchmarks.support.child import answer_questions, own_stdout
-from benchmarks.support.ledger_calls import GROUP_SIZE, consume_step, leased_work, open_ledger, start_run
+from benchmarks.support.queue_calls import GROUP_SIZE, consume_step, leased_work, open_queue, start_run
 from penstock.transfer_queue.codec import encode_trajectory
-from penstock.transfer_queue.ledger import Lease
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Lease
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.trajectory import COMPLETED, Segment, Trajectory
 
 Answer = dict[str, Any]
@@ -52,7 +52,7 @@ class Raw:
     """
 
     def __init__(self, url: str, password: str) -> None:
-        # What the ledger's own connections are set to.
+        # What the queue's own connections are set to.
         self._client = aioredis.Redis.from_pool(
             aioredis.ConnectionPool.from_url(
                 url,
@@ -101,24 +101,24 @@ class Raw:
         return self._packed[size]
 
 
-class Ledgers:
+class Queues:
     """`complete` of each trajectory; `lease_batch`, `read`, `publish_version`, `commit` of the step they make."""
 
     def __init__(self, url: str, password: str) -> None:
         self._url = url
         self._password = password
-        self._ledger: RedisLedger | None = None
+        self._queue: RedisTransferQueue | None = None
 
     async def start_round(self, run: str, size: str, count: int) -> Answer:
-        self._ledger = await open_ledger(self._url, self._password, run)
-        await start_run(self._ledger, count // GROUP_SIZE)
+        self._queue = await open_queue(self._url, self._password, run)
+        await start_run(self._queue, count // GROUP_SIZE)
         return {}
 
     async def get_ready(self, run: str, size: str, worker: int, count: int) -> Answer:
-        if self._ledger is not None:
-            await self._ledger.close()
-        self._ledger = ledger = await open_ledger(self._url, self._password, run)
-        leases = await leased_work(ledger, f"producer-{worker}", count)
+        if self._queue is not None:
+            await self._queue.close()
+        self._queue = queue = await open_queue(self._url, self._password, run)
+        leases = await leased_work(queue, f"producer-{worker}", count)
         self._completions = [self._completion(lease, size) for lease in leases]
         return {}
 
@@ -126,9 +126,9 @@ class Ledgers:
         return await timed(self._completions)
 
     async def consume(self, size: str, workers: int, count: int) -> Answer:
-        assert self._ledger is not None
+        assert self._queue is not None
         began = time.perf_counter()
-        trajectories = await consume_step(self._ledger, step=0)
+        trajectories = await consume_step(self._queue, step=0)
         took = time.perf_counter() - began
         length = len(payload_arrays(size)["response_ids"])
         if len(trajectories) != count or any(len(t.segments[0].response_ids) != length for t in trajectories):
@@ -136,22 +136,22 @@ class Ledgers:
         return {"consume_s": took, "each_s": [took / count] * count}
 
     async def end_round(self) -> Answer:
-        assert self._ledger is not None
-        await self._ledger.drop_run()
-        await self._ledger.close()
-        self._ledger = None
+        assert self._queue is not None
+        await self._queue.drop_run()
+        await self._queue.close()
+        self._queue = None
         return {}
 
     def _completion(self, lease: Lease, size: str) -> Callable[[], Awaitable[Any]]:
-        assert self._ledger is not None
-        ledger, work = self._ledger, trajectory(size, lease.episode_id, lease.task.task_id)
-        return partial(ledger.complete, lease, work)
+        assert self._queue is not None
+        queue, work = self._queue, trajectory(size, lease.episode_id, lease.task.task_id)
+        return partial(queue.complete, lease, work)
 
 
 def main() -> None:
     replies = own_stdout()
     kind, url = sys.argv[1:]
-    store = {"raw": Raw, "ledger": Ledgers}[kind](url, os.environ["PENSTOCK_BENCH_PASSWORD"])
+    store = {"raw": Raw, "ledger": Queues}[kind](url, os.environ["PENSTOCK_BENCH_PASSWORD"])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         answer_questions(replies, lambda question: runner.run(getattr(store, question.pop("do"))(**question)))
 

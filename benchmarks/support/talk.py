@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.support.ledger_calls import tasks
+from benchmarks.support.queue_calls import tasks
 from penstock.agent_loops.chat import ChatTokens, tool_messages
 from penstock.agent_loops.client import FakeClient
 from penstock.agent_loops.errors import AgentError
@@ -21,8 +21,8 @@ from penstock.rollout_server.protocol import Sampling
 from penstock.tools.base import BaseTool, ToolResult
 from penstock.tools.config import ToolConfig
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue.ledger import Lease, Limits
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Lease, Limits
 
 THOUGHT_CHARS, RESULT_CHARS = 900, 1_000
 CUTS = 40
@@ -81,19 +81,19 @@ class Talker:
         self._look = Look()
         self._client = FakeClient(lambda context: self._next_ids)
         self._next_ids: list[int] = []
-        self._ledger = MemoryLedger()
+        self._queue = MemoryTransferQueue()
         self._leases: list[Lease] = []
 
     async def open(self, conversations: int) -> None:
         """Episodes for so many."""
-        await self._ledger.create_run(Limits(1, conversations, max_staleness=0, min_group=1, lease_ttl_s=3600), "{}")
-        await self._ledger.submit(tasks(0, conversations))
-        self._leases = await self._ledger.lease_episodes("bench", conversations, 0)
+        await self._queue.create_run(Limits(1, conversations, max_staleness=0, min_group=1, lease_ttl_s=3600), "{}")
+        await self._queue.submit(tasks(0, conversations))
+        self._leases = await self._queue.lease_episodes("bench", conversations, 0)
 
     def begin(self) -> Talk:
         lease = self._leases.pop()
         chat = self.chat.for_episode(Budget(10**6, 10**9))
-        journal = EpisodeJournal(self._ledger, lease)
+        journal = EpisodeJournal(self._queue, lease)
         tools = ToolBox({"look": self._look}, {"look": ToolConfig(name="look")}, lease.task, journal)
         sampling = Sampling(max_new_tokens=10_000, stop_token_ids=chat.stop_token_ids)
         llm = EpisodeLLM(self._client, lease, journal, sampling, chat.decode)

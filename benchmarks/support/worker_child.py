@@ -15,8 +15,8 @@ import numpy as np
 import uvloop
 
 from benchmarks.support.child import answer_questions, own_stdout
-from benchmarks.support.ledger_calls import TINY, open_ledger
-from penstock.transfer_queue.ledger import Lease, Ledger
+from benchmarks.support.queue_calls import TINY, open_queue
+from penstock.transfer_queue.queue import Lease, TransferQueue
 from penstock.transfer_queue.trajectory import COMPLETED, Trajectory
 
 LEASES = 64
@@ -27,28 +27,28 @@ IDLE_S = 0.005
 
 async def work(name: str, url: str, password: str, run: str, steps: int) -> dict[str, Any]:
     """Lease and complete until version `steps` is published. Returns how many were completed."""
-    ledger = await open_ledger(url, password, run)
+    queue = await open_queue(url, password, run)
     completed = 0
     try:
-        while (version := await _version(ledger)) < steps:
-            leases = await ledger.lease_episodes(name, LEASES, version)
-            await asyncio.gather(*(_complete(ledger, lease, version) for lease in leases))
+        while (version := await _version(queue)) < steps:
+            leases = await queue.lease_episodes(name, LEASES, version)
+            await asyncio.gather(*(_complete(queue, lease, version) for lease in leases))
             completed += len(leases)
             if not leases:
                 await asyncio.sleep(IDLE_S)
     finally:
-        await ledger.close()
+        await queue.close()
     return {"completed": completed}
 
 
-async def _version(ledger: Ledger) -> int:
-    latest = await ledger.latest_version()
+async def _version(queue: TransferQueue) -> int:
+    latest = await queue.latest_version()
     return 0 if latest is None else latest.version
 
 
-async def _complete(ledger: Ledger, lease: Lease, version: int) -> None:
+async def _complete(queue: TransferQueue, lease: Lease, version: int) -> None:
     segment = replace(TINY, version_spans=np.array([[version, 0, len(TINY.response_ids)]], dtype=np.int32))
-    await ledger.complete(
+    await queue.complete(
         lease, Trajectory(lease.episode_id, lease.task.task_id, (segment,), float(lease.member % 2), COMPLETED)
     )
 

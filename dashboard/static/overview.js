@@ -135,7 +135,7 @@ function counts({ status }) {
     h("p", {}, h("i", {}, "groups: "), pairs(status.groups)),
     h("p", {}, h("i", {}, "workers hold: "), pairs(status.workers)),
     lanes,
-    h("p", {}, h("i", {}, "ledger: "), bytes(status.bytes)),
+    h("p", {}, h("i", {}, "queue: "), bytes(status.bytes)),
   );
 }
 

@@ -9,7 +9,7 @@ from penstock.deploy.checks.resources import cores
 from penstock.deploy.config import RunConfig
 
 BASE_FILES = 256
-"""Libraries, logs, the ledger's connections (64 at most), the model's files."""
+"""Libraries, logs, the queue's connections (64 at most), the model's files."""
 FILES_PER_EPISODE = 6
 """A box's sockets and pipes, a request, a tool's connection."""
 FILES_PER_REQUEST = 2

@@ -10,7 +10,7 @@ times the experts of a token), T tokens of a packed row, b bytes of the arithmet
     reference, critic    weights again; all of it again
 
     server             =  weights b·P + KV cache 2·L·kv·b·tokens
-    in flight          =  (max_staleness + 1) · groups · members · tokens · 9 bytes in the ledger
+    in flight          =  (max_staleness + 1) · groups · members · tokens · 9 bytes in the queue
 
 What a layer keeps for its backward is counted for a pre-norm block with a gated MLP and fused attention: inputs of
 norms, projections and products (after Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer

@@ -1,7 +1,7 @@
-"""Who reaches whom in a living run: from here to every role, and from servers back to ledger and trainer.
+"""Who reaches whom in a living run: from here to every role, and from servers back to queue and trainer.
 
-    here ──► ledger · each server's /health · the newest weights
-    server ──► ledger (its /health tells) · trainer's weights (POST /weights has it fetch them now)
+    here ──► queue · each server's /health · the newest weights
+    server ──► queue (its /health tells) · trainer's weights (POST /weights has it fetch them now)
 
 Agent workers are reached by nobody: they ask. What they hold is told.
 """
@@ -24,7 +24,7 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.link import TOKEN_VARIABLE, Link
 from penstock.deploy.load_config import parse_config
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Announcement, Ledger, LedgerError, ServerInfo
+from penstock.transfer_queue.queue import Announcement, ServerInfo, TransferQueue, TransferQueueError
 
 PULL_S = 30.0
 """POST /weights answers after 10 s at most."""
@@ -32,45 +32,45 @@ SERVED = ("http", "collective")
 
 
 async def config_of(link: Link) -> RunConfig:
-    """As the ledger has it. Raises `LedgerError`, soon."""
-    ledger = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
+    """As the queue has it. Raises `TransferQueueError`, soon."""
+    queue = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
     try:
-        text = await ledger.config()
+        text = await queue.config()
     finally:
-        await ledger.close()
-    return parse_config(yaml.safe_load(text), source=f"the ledger's run {link.run!r}")
+        await queue.close()
+    return parse_config(yaml.safe_load(text), source=f"the queue's run {link.run!r}")
 
 
-async def why_not(link: Link, error: LedgerError) -> list[Check]:
-    """Of a ledger that `config_of` could not read."""
+async def why_not(link: Link, error: TransferQueueError) -> list[Check]:
+    """Of a queue that `config_of` could not read."""
     redis = await examine_redis(link.url, link.username, link.password, TransferQueueConfig().max_bytes)
     mend = "start it (`penstock run`), or name another with PENSTOCK_RUN; docs/deploy.md has each role's rights"
-    return [*redis, Check("ledger", False, str(error), mend)]
+    return [*redis, Check("queue", False, str(error), mend)]
 
 
 async def check_run(link: Link, config: RunConfig) -> list[Check]:
-    """`config` is what the ledger holds of the run."""
+    """`config` is what the queue holds of the run."""
     redis = await examine_redis(link.url, link.username, link.password, config.transfer_queue.max_bytes)
     if not all(check.ok for check in redis if check.name == "redis"):
         return redis
-    ledger = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
+    queue = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
     headers = {"Authorization": f"Bearer {link.token}"}
     try:
         async with httpx.AsyncClient(headers=headers, timeout=ANSWER_DEADLINE_S) as http:
-            return redis + await _ask_all(ledger, http, link)
-    except LedgerError as error:
+            return redis + await _ask_all(queue, http, link)
+    except TransferQueueError as error:
         return [
             *redis,
-            Check("ledger", False, str(error), "see the checks of redis, and docs/deploy.md, Rights per role"),
+            Check("queue", False, str(error), "see the checks of redis, and docs/deploy.md, Rights per role"),
         ]
     finally:
-        await ledger.close()
+        await queue.close()
 
 
-async def _ask_all(ledger: Ledger, http: httpx.AsyncClient, link: Link) -> list[Check]:
-    status, servers, newest = await ledger.status(), await ledger.servers(), await ledger.latest_version()
+async def _ask_all(queue: TransferQueue, http: httpx.AsyncClient, link: Link) -> list[Check]:
+    status, servers, newest = await queue.status(), await queue.servers(), await queue.latest_version()
     workers = ", ".join(f"{name} ({held})" for name, held in sorted(status.workers.items())) or "none holds an episode"
-    told = Check("ledger", True, f"run {link.run}, version {status.version}; workers: {workers}")
+    told = Check("queue", True, f"run {link.run}, version {status.version}; workers: {workers}")
     if not servers:
         none = warning("servers", "none is in the registry", "start one: penstock rollout, or rollout.servers=1")
         return [told, none, *await _weights(http, newest)]
@@ -100,9 +100,9 @@ def _judged(name: str, server: ServerInfo, answer: httpx.Response, pulled: Check
         + ("" if health.get("ok") else f"; it takes no requests: {health.get('cause')}"),
         "see its log and the engine's beside it; it comes back by itself where it is still starting",
     )
-    line = str(health.get("ledger", "it does not say"))
+    line = str(health.get("queue", "it does not say"))
     mend = "let its machine reach Redis, and give it the login of the role rollout"
-    yield Check(f"{name} → ledger", line == "ok", line, mend)
+    yield Check(f"{name} → queue", line == "ok", line, mend)
     yield pulled
 
 

@@ -1,4 +1,4 @@
-"""Whether the ledger's Redis can be reached, logged in to, keeps what it is given, and has room and the right time."""
+"""Whether the queue's Redis can be reached, logged in to, keeps what it is given, and has room and the right time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from penstock.deploy.checks.resources import human
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import PASSWORD_VARIABLE, USER_VARIABLE, redis_login
 from penstock.transfer_queue.connection import Connection
-from penstock.transfer_queue.ledger import LedgerError, LedgerUnavailable
 from penstock.transfer_queue.node import redact
+from penstock.transfer_queue.queue import TransferQueueError, TransferQueueUnavailable
 
 ANSWER_DEADLINE_S = 5.0
 MOST_SKEW_S = 1.0
@@ -31,7 +31,7 @@ def check_redis(config: RunConfig) -> Check:
         return Check("redis", True, f"the one at {redact(config.transfer_queue.url)}")
     try:
         found = find_redis_server()
-    except LedgerError as error:
+    except TransferQueueError as error:
         return Check("redis-server", False, "not usable", str(error))
     return Check("redis-server", True, found.path)
 
@@ -47,21 +47,21 @@ def check_own_redis(config: RunConfig) -> list[Check]:
 async def examine_redis(url: str, username: str | None, password: str | None, max_bytes: int) -> list[Check]:
     try:
         connection = await Connection.connect(url, deadline_s=ANSWER_DEADLINE_S, password=password, username=username)
-    except LedgerError as error:
+    except TransferQueueError as error:
         return [Check("redis", False, str(error), _mend(error))]
     try:
         infos = await connection.infos()
         version = infos[0].get("redis_version")
         told = Check("redis", True, f"{redact(url)}: Redis {version}, noeviction, {len(infos)} node(s)")
         return [told, _append_only(infos), _memory(infos, max_bytes), await _clock(connection)]
-    except LedgerError as error:
+    except TransferQueueError as error:
         return [Check("redis", False, str(error), _mend(error))]
     finally:
         await connection.close()
 
 
-def _mend(error: LedgerError) -> str:
-    if isinstance(error, LedgerUnavailable):
+def _mend(error: TransferQueueError) -> str:
+    if isinstance(error, TransferQueueUnavailable):
         return "start that Redis, let this machine reach its port, or correct transfer_queue.url"
     text = str(error)
     if "refused the login" in text:

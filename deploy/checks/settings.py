@@ -71,7 +71,7 @@ def check_sampling(config: RunConfig) -> Check:
 
 def check_capacity(config: RunConfig) -> Check:
     from penstock.transfer_queue.capacity import check_quotas, check_step_bytes
-    from penstock.transfer_queue.ledger import LedgerError
+    from penstock.transfer_queue.queue import TransferQueueError
     from penstock.transfer_queue.rows import check_limits
 
     limits = limits_of(config)
@@ -79,7 +79,7 @@ def check_capacity(config: RunConfig) -> Check:
         check_limits(limits)
         check_step_bytes(limits, config.agent.max_response_tokens)
         check_quotas(limits, data_sources(config) if limits.quotas else [])
-    except LedgerError as error:
+    except TransferQueueError as error:
         return Check("transfer_queue", False, "no step could be filled or held", str(error))
     return Check("transfer_queue", True, f"a step of {limits.groups_per_step} groups can be filled and held")
 
@@ -92,11 +92,11 @@ def check_training_job(config: RunConfig) -> Check | None:
     if not all(check is None or check.ok for check in above):
         return None
     from penstock.trainer.job import TrainJob, check_job
-    from penstock.transfer_queue.memory import MemoryLedger
+    from penstock.transfer_queue.memory import MemoryTransferQueue
 
     job = TrainJob(
         config.trainer,
-        MemoryLedger(),  # nobody asks it
+        MemoryTransferQueue(),  # nobody asks it
         limits_of(config),
         config.model,
         run_dir=Path(),

@@ -34,14 +34,14 @@ def init(
     Example: penstock compose init stack recipes/calculator.yaml name=mine && cd stack && docker compose up -d
     """
     from penstock.deploy.compose.stack import Stack, make_stack
-    from penstock.transfer_queue.ledger import LedgerError
+    from penstock.transfer_queue.queue import TransferQueueError
 
     if bool(trainer_gpus) != bool(rollout_gpus):
         raise typer.BadParameter("--trainer-gpus and --rollout-gpus go together: who has which?")
     try:
         stack = Stack(folder, recipe, overrides or [], trainer_gpus, rollout_gpus or [])
         config = make_stack(stack)
-    except (ConfigError, LedgerError) as error:
+    except (ConfigError, TransferQueueError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None
     typer.echo(f"run {config.name}: cd {folder} && docker compose up -d", err=True)

@@ -29,14 +29,14 @@ def dashboard(
     PENSTOCK_VIEW_TOKEN, where set, looks and changes nothing.
     """
     from penstock.dashboard.serve import CannotListen, serve
-    from penstock.deploy.live_ledgers import FolderLedgers
+    from penstock.deploy.live_queues import FolderQueues
     from penstock.deploy.roles import run_role
 
     tokens = _tokens()
 
     async def role() -> None:
-        ledgers = FolderLedgers(runs_dir.resolve(), _own_link())
-        await serve(runs_dir.resolve(), ledgers, tokens, host=host, port=port, say=_say)
+        queues = FolderQueues(runs_dir.resolve(), _own_link())
+        await serve(runs_dir.resolve(), queues, tokens, host=host, port=port, say=_say)
 
     try:
         run_role(role)

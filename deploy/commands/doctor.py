@@ -65,13 +65,13 @@ def _joining(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
     """Of the run in the environment, else of the recipe's living run in its folder. Raises `ConfigError`."""
     from penstock.deploy.checks import joining_checks, reach
     from penstock.deploy.link import TOKEN_VARIABLE, Link, link_of_run
-    from penstock.transfer_queue.ledger import LedgerError
+    from penstock.transfer_queue.queue import TransferQueueError
 
     link = link_of_run(load_config(recipe, overrides)) if recipe is not None else Link.from_environment()
     os.environ.setdefault(TOKEN_VARIABLE, link.token)  # a sandbox server is asked with the run's
     try:
         config = asyncio.run(reach.config_of(link))
-    except LedgerError as error:
+    except TransferQueueError as error:
         yield from asyncio.run(reach.why_not(link, error))
         return
     yield from asyncio.run(reach.check_run(link, config))

@@ -12,11 +12,11 @@ import yaml
 from penstock.deploy.commands.dashboard import VIEW_TOKEN_VARIABLE
 from penstock.deploy.link import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE
 from penstock.transfer_queue.acl import user_rules
-from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.queue import TransferQueueError
 
 app = typer.Typer(help="A run on Kubernetes, see docs/kubernetes.md.", no_args_is_help=True)
 LOGINS = {"head": "owner", "rollout": "rollout", "agent": "agent", "page": "agent"}
-"""Pods → whose rights they have in the ledger. Sandboxes have no part in it."""
+"""Pods → whose rights they have in the queue. Sandboxes have no part in it."""
 EVERYBODY = ("user default off resetpass resetkeys resetchannels -@all", "user probe on nopass -@all +ping")
 """Redis's own user, who would need no password; and one for the kubelet, who may ask whether Redis answers."""
 
@@ -37,7 +37,7 @@ def print_secrets(
     """
     try:
         manifests = list(secrets_of(run, release))
-    except LedgerError as error:
+    except TransferQueueError as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None
     typer.echo(yaml.safe_dump_all(manifests, sort_keys=False, width=1000), nl=False)
@@ -46,7 +46,7 @@ def print_secrets(
 def secrets_of(run: str, release: str) -> Iterator[dict[str, Any]]:
     """One Secret with Redis's users (hashes of passwords only), and one login per kind of pod.
 
-    Raises `LedgerError` for a run's name that could reach over its keys.
+    Raises `TransferQueueError` for a run's name that could reach over its keys.
     """
     token, view_token = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     passwords = {role: secrets.token_urlsafe(32) for role in dict.fromkeys(LOGINS.values())}

@@ -1,4 +1,4 @@
-"""`penstock queue`: look into a run's ledger, mend it, remove it."""
+"""`penstock queue`: look into a run's queue, mend it, remove it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from penstock.deploy.link import PASSWORD_VARIABLE, RUN_VARIABLE, USER_VARIABLE,
 from penstock.deploy.load_config import ConfigError
 from penstock.transfer_queue.acl import RIGHTS, setuser_commands
 from penstock.transfer_queue.gauges import exposition, version_lags
-from penstock.transfer_queue.ledger import Ledger, LedgerError, ServerInfo, Status
+from penstock.transfer_queue.queue import ServerInfo, Status, TransferQueue, TransferQueueError
 
 app = typer.Typer(
-    help="Look into a run's ledger, mend it, remove it. `source runs/NAME/connect.env` first.", no_args_is_help=True
+    help="Look into a run's queue, mend it, remove it. `source runs/NAME/connect.env` first.", no_args_is_help=True
 )
 letters = typer.Typer(help="Episodes that were given up, with their cause.", no_args_is_help=True)
 app.add_typer(letters, name="dead-letters")
@@ -48,9 +48,9 @@ def export(
     run: RunArgument = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of GET /metrics.")] = 9464,
-    every_s: Annotated[float, typer.Option(help="Seconds between two looks at the ledger.", min=0.1)] = 5.0,
+    every_s: Annotated[float, typer.Option(help="Seconds between two looks at the queue.", min=0.1)] = 5.0,
 ) -> None:
-    """Serve the ledger's numbers to Prometheus, with the run's token as bearer credentials, until interrupted."""
+    """Serve the queue's numbers to Prometheus, with the run's token as bearer credentials, until interrupted."""
     from penstock.deploy.exporter import serve
 
     _run(lambda: serve(Link.from_environment(run=run), host, port, every_s))
@@ -61,10 +61,10 @@ def drop(
     run: RunArgument = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete everything of a run from its ledger. There is no way back."""
+    """Delete everything of a run from its queue. There is no way back."""
     if not yes:
-        typer.confirm(f"Delete everything of run {run or 'PENSTOCK_RUN'} from its ledger?", abort=True)
-    print(f"{_ask(run, lambda ledger: ledger.drop_run())} keys deleted")
+        typer.confirm(f"Delete everything of run {run or 'PENSTOCK_RUN'} from its queue?", abort=True)
+    print(f"{_ask(run, lambda queue: queue.drop_run())} keys deleted")
 
 
 @app.command()
@@ -77,7 +77,7 @@ def acl(run: RunArgument = None) -> None:
     passwords = {role: secrets.token_urlsafe(32) for role in RIGHTS}
     try:
         print("\n".join(setuser_commands(name, passwords)))
-    except LedgerError as error:
+    except TransferQueueError as error:
         raise _mistake(error) from None
     for role, password in passwords.items():
         typer.echo(f"export {USER_VARIABLE}={name}-{role} {PASSWORD_VARIABLE}={password}", err=True)
@@ -90,7 +90,7 @@ def list_letters(
     start: Annotated[int, typer.Option(help="Pass over so many of the oldest.", min=0)] = 0,
 ) -> None:
     """One line per dead letter, oldest first: episode, attempts, cause."""
-    for letter in _ask(run, lambda ledger: ledger.dead_letters(limit, start)):
+    for letter in _ask(run, lambda queue: queue.dead_letters(limit, start)):
         outcome = letter.outcome
         print(f"{letter.episode_id}  attempts {letter.attempts}  {outcome.component}: {outcome.reason}")
 
@@ -98,7 +98,7 @@ def list_letters(
 @letters.command()
 def show(episode_id: str, run: RunArgument = None) -> None:
     """A dead letter with its journal: what the model said and what the tools answered."""
-    found = _ask(run, lambda ledger: ledger.dead_letter(episode_id))
+    found = _ask(run, lambda queue: queue.dead_letter(episode_id))
     if found is None:
         typer.secho(
             f"{episode_id}: no such dead letter; `penstock queue dead-letters list` shows them", fg="red", err=True
@@ -110,15 +110,15 @@ def show(episode_id: str, run: RunArgument = None) -> None:
 @letters.command()
 def requeue(episode_id: str, run: RunArgument = None) -> None:
     """Give a dead letter's group a new life."""
-    _ask(run, lambda ledger: ledger.requeue(episode_id))
+    _ask(run, lambda queue: queue.requeue(episode_id))
     print(f"{episode_id} is queued again")
 
 
-async def _status_and_servers(ledger: Ledger) -> tuple[Status, list[ServerInfo]]:
-    return await ledger.status(), await ledger.servers()
+async def _status_and_servers(queue: TransferQueue) -> tuple[Status, list[ServerInfo]]:
+    return await queue.status(), await queue.servers()
 
 
-def _ask(run: str | None, question: Callable[[Ledger], Awaitable[Answer]]) -> Answer:
+def _ask(run: str | None, question: Callable[[TransferQueue], Awaitable[Answer]]) -> Answer:
     """Connect and ask one thing; mistakes are one message."""
     return _run(lambda: _asked(run, question))
 
@@ -126,7 +126,7 @@ def _ask(run: str | None, question: Callable[[Ledger], Awaitable[Answer]]) -> An
 def _run(job: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
     try:
         return asyncio.run(job())
-    except (ConfigError, LedgerError) as error:
+    except (ConfigError, TransferQueueError) as error:
         raise _mistake(error) from None
 
 
@@ -135,12 +135,12 @@ def _mistake(error: Exception) -> typer.Exit:
     return typer.Exit(2)
 
 
-async def _asked(run: str | None, question: Callable[[Ledger], Awaitable[Answer]]) -> Answer:
-    ledger = await Link.from_environment(run=run).connect()
+async def _asked(run: str | None, question: Callable[[TransferQueue], Awaitable[Answer]]) -> Answer:
+    queue = await Link.from_environment(run=run).connect()
     try:
-        return await question(ledger)
+        return await question(queue)
     finally:
-        await ledger.close()
+        await queue.close()
 
 
 def _plain(value: Any) -> Any:

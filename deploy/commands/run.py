@@ -12,7 +12,7 @@ from penstock.deploy.checks import run_checks
 from penstock.deploy.config import RunConfig
 from penstock.deploy.crew import Placement
 from penstock.deploy.load_config import ConfigError, dump_config, load_config
-from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.queue import TransferQueueError
 
 console = Console(stderr=True, highlight=False)
 
@@ -42,7 +42,7 @@ def run_recipe(
         summary = asyncio.run(launch(config, resume=resume, placement=placement))
     except ConfigError as error:
         return _complain(str(error), 2)
-    except (RoleFailed, StalledRun, LedgerError) as error:
+    except (RoleFailed, StalledRun, TransferQueueError) as error:
         return _complain(str(error), 1)
     except (Interrupted, KeyboardInterrupt):
         where = f" --on ray{f' --ray-address {ray_address}' if ray_address else ''}" if on_ray else ""

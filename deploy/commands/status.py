@@ -32,7 +32,7 @@ def status(
 ) -> None:
     """Show what a run is doing: who waits for whom, queues, servers, staleness, reward, restarts, time left.
 
-    Of a run that lives its ledger is asked; of one that ended its folder. A run whose folder is on another machine is
+    Of a run that lives its queue is asked; of one that ended its folder. A run whose folder is on another machine is
     the one that this shell's environment names: . connect.env; penstock status
 
     Examples: penstock status calculator --watch
@@ -88,20 +88,20 @@ async def _looking(folder: Path, name: str) -> AsyncIterator[Callable[[], Awaita
     from penstock.dashboard.live import Pulse
     from penstock.dashboard.runs import RunFiles
     from penstock.deploy.link import Link
-    from penstock.deploy.live_ledgers import FolderLedgers
+    from penstock.deploy.live_queues import FolderQueues
     from penstock.deploy.load_config import ConfigError
     from penstock.deploy.run_state import run_state
 
     own = None
     with contextlib.suppress(ConfigError):
         own = Link.from_environment()
-    ledgers, files = FolderLedgers(folder, own), RunFiles(folder / name)
-    pulse = Pulse(ledgers)
+    queues, files = FolderQueues(folder, own), RunFiles(folder / name)
+    pulse = Pulse(queues)
     try:
         yield lambda: run_state(files, name, pulse)
     finally:
         files.close()
-        await ledgers.close()
+        await queues.close()
 
 
 # drawing ------------------------------------------------------------------------------------------------------------

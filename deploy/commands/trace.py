@@ -59,26 +59,26 @@ def steps_of(text: str) -> Steps:
 
 
 def weight_updates(root: Path) -> list[dict[str, Any]]:
-    """Of a run that lives from its ledger, else as the run wrote them when it ended."""
+    """Of a run that lives from its queue, else as the run wrote them when it ended."""
     from penstock.deploy.load_config import ConfigError
     from penstock.trainer.jsonl import read_lines
-    from penstock.transfer_queue.ledger import LedgerError
+    from penstock.transfer_queue.queue import TransferQueueError
 
     living = root / "connect.env"
     if living.exists():
         try:
-            return asyncio.run(_from_ledger(living.read_text(encoding="utf-8")))
-        except (ConfigError, LedgerError, OSError) as error:
-            typer.echo(f"no weight swaps: the run's ledger does not tell them: {error}", err=True)
+            return asyncio.run(_from_queue(living.read_text(encoding="utf-8")))
+        except (ConfigError, TransferQueueError, OSError) as error:
+            typer.echo(f"no weight swaps: the run's queue does not tell them: {error}", err=True)
     return read_lines(root / "weight_updates.jsonl")
 
 
-async def _from_ledger(connect_env: str) -> list[dict[str, Any]]:
+async def _from_queue(connect_env: str) -> list[dict[str, Any]]:
     from penstock.deploy.link import Link
-    from penstock.deploy.live_ledgers import SETTINGS
+    from penstock.deploy.live_queues import SETTINGS
 
-    ledger = await Link.from_lines(connect_env).connect(SETTINGS)
+    queue = await Link.from_lines(connect_env).connect(SETTINGS)
     try:
-        return [asdict(update) for update in await ledger.updates()]
+        return [asdict(update) for update in await queue.updates()]
     finally:
-        await ledger.close()
+        await queue.close()

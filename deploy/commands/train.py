@@ -99,8 +99,8 @@ def _new_folder(weights: Path) -> Path:
 
 
 async def _config(link: Link, wait_s: float) -> RunConfig:
-    ledger, config = await link.join(wait_s=wait_s)
-    await ledger.close()
+    queue, config = await link.join(wait_s=wait_s)
+    await queue.close()
     return config
 
 

@@ -2,8 +2,8 @@
 
 | file | service | holds |
 |---|---|---|
-| owner_login, rollout_login, agent_login | head; rollout; agent | the token, a user of the ledger |
-| watch_login | exporter; the ledger's health check | the same |
+| owner_login, rollout_login, agent_login | head; rollout; agent | the token, a user of the queue |
+| watch_login | exporter; the queue's health check | the same |
 | page_login | page | the same as an agent, and a token that only looks |
 | sandbox_login, token | sandbox; Prometheus and you | the token |
 | redis_users | redis | the users, by hashes of their passwords |
@@ -26,7 +26,7 @@ NOBODY = "user default off resetpass resetkeys resetchannels -@all"
 
 
 def make_secrets(run: str) -> dict[str, str]:
-    """File name → content, new at every call. Raises `LedgerError` for a run's name that Redis's rules cannot hold."""
+    """File name → content, new at every call. Raises `TransferQueueError` for a run's name that Redis's rules cannot hold."""
     token, view_token = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     passwords = {role: secrets.token_urlsafe(32) for role in USERS}
     shared = {TOKEN_VARIABLE: token}

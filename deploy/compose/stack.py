@@ -51,7 +51,7 @@ def make_stack(stack: Stack) -> RunConfig:
     config = load_config(stack.recipe, stack.overrides)
     _check_paths(config, stack.recipe)
     if stack.folder.exists() and any(stack.folder.iterdir()):
-        raise ConfigError(f"{stack.folder} is not empty: a stack's secrets and ledger belong to one run; name another")
+        raise ConfigError(f"{stack.folder} is not empty: a stack's secrets and queue belong to one run; name another")
     stack.folder.parent.mkdir(parents=True, exist_ok=True)
     # killed half-way it leaves a folder of another name, and the next try is not hindered
     half = Path(tempfile.mkdtemp(prefix=f".{stack.folder.name}-", dir=stack.folder.parent))

@@ -1,4 +1,4 @@
-"""A `Placement` on a Ray cluster: this process is the driver and keeps ledger, reports, summary; roles are actors."""
+"""A `Placement` on a Ray cluster: this process is the driver and keeps queue, reports, summary; roles are actors."""
 
 from __future__ import annotations
 

@@ -40,10 +40,10 @@ def _sandbox() -> FastAPI:
 def _dashboard() -> FastAPI:
     from penstock.dashboard.access import Tokens
     from penstock.dashboard.app import make_app
-    from penstock.deploy.live_ledgers import FolderLedgers
+    from penstock.deploy.live_queues import FolderQueues
 
     runs = Path("runs")
-    return _innermost(make_app(runs, FolderLedgers(runs, None), Tokens("TOKEN")))
+    return _innermost(make_app(runs, FolderQueues(runs, None), Tokens("TOKEN")))
 
 
 def _reward() -> FastAPI:

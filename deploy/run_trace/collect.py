@@ -1,9 +1,9 @@
-"""A run's folder, and the ledger where it lives, as processes of a trace.
+"""A run's folder, and the queue where it lives, as processes of a trace.
 
 timeline.jsonl ───────────────► trainer: steps with their phases; publish, checkpoint · evaluation
 metrics.jsonl ────────────────► counters of the trainer
 trajectories/step_*.jsonl ────► agent workers: episodes with turns, model and tool calls, reward
-weight_updates.jsonl | ledger ► rollout servers: fetch, pause with load
+weight_updates.jsonl | queue ► rollout servers: fetch, pause with load
 
 Clocks are those of the machines: roles of machines whose clocks differ are shifted against one another.
 """

@@ -1,6 +1,6 @@
 """Which role runs on which node of a job.
 
-node 0                ledger · head, which supervises the trainer
+node 0                queue · head, which supervises the trainer
 nodes 1 … T - 1       the trainer's further ranks
 nodes T …             rollout servers and agent workers in turn, a sandbox server; with N = T they share the nodes
 """

@@ -40,7 +40,7 @@ class Recipe:
 def run_script(recipe: Recipe, job: Job, at: Placement, *, sandbox: bool, max_requeues: int) -> str:
     """The job of a whole run. Raises `ConfigError`."""
     config, run = recipe.config, RunDir.of(recipe.config)
-    url = _outside_ledger(config)
+    url = _outside_queue(config)
     values = {
         "name": config.name,
         "run": str(run.root),
@@ -48,7 +48,7 @@ def run_script(recipe: Recipe, job: Job, at: Placement, *, sandbox: bool, max_re
         "picture": list(_picture(at, url, sandbox=sandbox)),
         "directives": _directives(config, job, nodes=at.nodes),
         "url": url,
-        "own_ledger": url is None,
+        "own_redis": url is None,
         "appendfsync": config.transfer_queue.appendfsync,
         "at": at,
         "recipe": str(recipe.path.resolve()),
@@ -120,7 +120,7 @@ def head_overrides(config: RunConfig) -> list[str]:
     return [*told, *(["rollout.weight_transport=http"] if rollout.weight_transport == "shm" else [])]
 
 
-def _outside_ledger(config: RunConfig) -> str | None:
+def _outside_queue(config: RunConfig) -> str | None:
     """The recipe's own Redis; None where the job brings one."""
     url = config.transfer_queue.url
     if url and urlsplit(url).password:
@@ -191,8 +191,8 @@ def _mounts(config: RunConfig, job: Job, recipe: Path | None) -> list[Path]:
 
 def _picture(at: Placement, url: str | None, *, sandbox: bool) -> Iterator[str]:
     """The job's nodes in a few lines."""
-    ledger = "ledger (redis-server)" if url is None else f"(the ledger is {url})"
-    yield f"node 0        {ledger}, head (penstock run) with {at.ranks_per_node} trainer rank(s)"
+    queue = "queue (redis-server)" if url is None else f"(the queue is {url})"
+    yield f"node 0        {queue}, head (penstock run) with {at.ranks_per_node} trainer rank(s)"
     for node in range(1, at.trainer_nodes):
         yield f"node {node}        {at.ranks_per_node} trainer rank(s)"
     last = at.nodes - 1

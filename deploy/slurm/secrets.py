@@ -17,7 +17,7 @@ from pathlib import Path
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, redis_login
 from penstock.transfer_queue.acl import role_users
-from penstock.transfer_queue.ledger import LedgerError
+from penstock.transfer_queue.queue import TransferQueueError
 from penstock.transfer_queue.redis_binary import find_redis_server
 from penstock.transfer_queue.redis_config import USERS_VERSION
 
@@ -70,10 +70,10 @@ def _knows_rights() -> bool:
     """A submit host without redis-server says nothing of the nodes; those that a container brings are new enough."""
     try:
         binary = find_redis_server()
-    except LedgerError:
+    except TransferQueueError:
         return True
     if binary.version < USERS_VERSION:
-        logger.warning("%s is older than 7.0: all roles share the ledger's one password", binary.path)
+        logger.warning("%s is older than 7.0: all roles share the queue's one password", binary.path)
     return binary.version >= USERS_VERSION
 
 

@@ -1,7 +1,7 @@
 """Who serves metrics where: a file per role in ``runs/NAME/metrics/``, gathered into Prometheus' list of targets.
 
 role ──announced──► runs/NAME/metrics/NAME.json ─┐
-rollout servers, in the ledger's registry ───────┼──► runs/NAME/prometheus-targets.json
+rollout servers, in the queue's registry ───────┼──► runs/NAME/prometheus-targets.json
 sandbox.url ─────────────────────────────────────┘
 
 A role on another machine is found where its runs folder is the same shared one; else it is one more entry by hand.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.transfer_queue.ledger import ServerInfo
+from penstock.transfer_queue.queue import ServerInfo
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""What `penstock run` itself tells Prometheus: the ledger's numbers, its roles, and where the others are.
+"""What `penstock run` itself tells Prometheus: the queue's numbers, its roles, and where the others are.
 
-poll, every `EVERY_S`: ledger ──► gauges (exporter.py); registry, runs/NAME/metrics/ ──► prometheus-targets.json
+poll, every `EVERY_S`: queue ──► gauges (exporter.py); registry, runs/NAME/metrics/ ──► prometheus-targets.json
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from prometheus_client.registry import Collector
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.crew import Member
-from penstock.deploy.exporter import LedgerExporter
+from penstock.deploy.exporter import QueueExporter
 from penstock.deploy.link import Link
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.telemetry.access import metrics_token
 from penstock.deploy.telemetry.addresses import Target, target_list, write_targets, write_token
 from penstock.deploy.telemetry.served import metrics_served
-from penstock.transfer_queue.ledger import Ledger
+from penstock.transfer_queue.queue import TransferQueue
 
 logger = logging.getLogger(__name__)
 EVERY_S = 5.0
@@ -50,9 +50,9 @@ class RoleGauges(Collector):
         yield restarts
 
 
-def head_exporter(ledger: Ledger, run: str, members: Members, every_s: float) -> LedgerExporter:
-    """The ledger's exporter with the head's own numbers in its registry."""
-    exporter = LedgerExporter(ledger, run, every_s)
+def head_exporter(queue: TransferQueue, run: str, members: Members, every_s: float) -> QueueExporter:
+    """The queue's exporter with the head's own numbers in its registry."""
+    exporter = QueueExporter(queue, run, every_s)
     exporter.registry.register(RoleGauges(run, members))
     ProcessCollector(namespace="penstock", registry=exporter.registry)
     return exporter
@@ -60,13 +60,13 @@ def head_exporter(ledger: Ledger, run: str, members: Members, every_s: float) ->
 
 @contextlib.asynccontextmanager
 async def head_served(
-    config: RunConfig, run: RunDir, link: Link, ledger: Ledger, members: Members
+    config: RunConfig, run: RunDir, link: Link, queue: TransferQueue, members: Members
 ) -> AsyncIterator[None]:
     """For the length of the block. What is written for Prometheus is gone afterwards."""
     if not config.telemetry.metrics:
         yield
         return
-    exporter = head_exporter(ledger, config.name, members, EVERY_S)
+    exporter = head_exporter(queue, config.name, members, EVERY_S)
     write_token(run.metrics_token, metrics_token(link.token))
     _forget_addresses(run)
     who = Target("", config.name, HEAD, HEAD)
@@ -83,7 +83,7 @@ async def head_served(
             _forget_addresses(run)
 
 
-async def _keep_targets(config: RunConfig, run: RunDir, exporter: LedgerExporter) -> None:
+async def _keep_targets(config: RunConfig, run: RunDir, exporter: QueueExporter) -> None:
     told = ""
     while True:
         try:

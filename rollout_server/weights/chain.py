@@ -3,7 +3,7 @@
     manifest of version 7 = its own file (a delta on 6) + "chain": [4 full, 5 delta on 4, 6 delta on 5]
 
 A *state* is the content of all tensors, told by their checksums. A reader that holds a state goes on behind the link
-that leaves it; version numbers alone would not do, because a ledger that lost its newest writes gives them out again.
+that leaves it; version numbers alone would not do, because a queue that lost its newest writes gives them out again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The manifest of one policy version: which tensors it has, where they are, and what their bytes must be.
 
-Plain data, so that it travels through the ledger and over HTTP:
+Plain data, so that it travels through the queue and over HTTP:
 
     {"version": 3, "transport": "shm", "path": "/dev/shm/…/weights-00000003.safetensors", "bytes": 4012345,
      "xxh3": "27…", "base_version": null, "chain": [], "deltas_follow": false,

@@ -156,7 +156,7 @@ class WeightPublisher:
     def _delete_others(self, version: int) -> None:
         """All but the newest `keep` up to `version` and what they build on.
 
-        Later ones are of a life that the ledger has forgotten: were they counted, the present version would go.
+        Later ones are of a life that the queue has forgotten: were they counted, the present version would go.
         """
         needed = needed_files([path.name for path in self.directory.iterdir()], version, self.keep)
         for path in self.directory.glob("weights-*.safetensors"):

@@ -1,4 +1,4 @@
-"""Real tokenizers with real templates, a tiny ledger, and tools that remember what happened to them."""
+"""Real tokenizers with real templates, a tiny queue, and tools that remember what happened to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.agent_loops.reward import RewardFunction
 from penstock.tools.base import BaseTool, ToolResult
 from penstock.tools.config import ToolConfig
 from penstock.tools.parsers import get_parser
-from penstock.transfer_queue.ledger import Lease, LeaseLost
+from penstock.transfer_queue.queue import Lease, LeaseLost
 from penstock.transfer_queue.trajectory import JournalEntry, Outcome, Task, Trajectory
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -109,11 +109,11 @@ def calculator() -> Calculator:
     return Calculator()
 
 
-class TinyLedger:
+class TinyQueue:
     """Leases each task once, keeps journals, lets a test kill a worker: a dead worker's calls change nothing."""
 
     def __init__(self, tasks: list[Task], min_version: int = 0) -> None:
-        self.queue = list(tasks)
+        self.waiting = list(tasks)
         self.journals: dict[str, list[JournalEntry]] = {task.task_id: [] for task in tasks}
         self.held: dict[str, Lease] = {}
         self.fences: dict[str, int] = {}
@@ -125,7 +125,7 @@ class TinyLedger:
         self.max_attempts = 1
 
     async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
-        taken, self.queue = self.queue[:count], self.queue[count:]
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
         return [self.lease(task) for task in taken]
 
     def lease(self, task: Task) -> Lease:
@@ -140,7 +140,7 @@ class TinyLedger:
         for episode_id, lease in list(self.held.items()):
             self.fences[episode_id] += 1
             del self.held[episode_id]
-            self.queue.append(lease.task)
+            self.waiting.append(lease.task)
 
     def _check(self, lease: Lease) -> None:
         if self.fences[lease.episode_id] != lease.fence:
@@ -168,7 +168,7 @@ class TinyLedger:
         self._check(lease)
         self.released.append(lease.episode_id)
         del self.held[lease.episode_id]
-        self.queue.append(lease.task)
+        self.waiting.append(lease.task)
 
     async def add_wait(self, role: str, cause: str, seconds: float) -> None:
         self.waits[f"{role}:{cause}"] = self.waits.get(f"{role}:{cause}", 0.0) + seconds
@@ -185,8 +185,8 @@ def tasks_of() -> Callable[..., list[Task]]:
 
 
 @pytest.fixture
-def ledger_of() -> Callable[..., TinyLedger]:
-    return TinyLedger
+def queue_of() -> Callable[..., TinyQueue]:
+    return TinyQueue
 
 
 def call_text(*expressions: str) -> str:
@@ -221,16 +221,16 @@ def score_text(data_source: str, solution_str: str, ground_truth: Any, extra_inf
 
 @pytest.fixture
 def parts_of(chat_for: Callable[..., ChatTokens]) -> Callable[..., EpisodeParts]:
-    """Parts of a worker around a ledger and a client, with the calculator as its tool."""
+    """Parts of a worker around a queue and a client, with the calculator as its tool."""
 
-    def make(ledger: Any, client: Any, tool: BaseTool | None = None, **fields: Any) -> EpisodeParts:
+    def make(queue: Any, client: Any, tool: BaseTool | None = None, **fields: Any) -> EpisodeParts:
         timeout_s = fields.pop("tool_timeout_s", 10.0)
         recipe_dir = fields.pop("recipe_dir", Path())
         config = fields.pop("config", None) or AgentConfig(max_response_tokens=1000)
         return EpisodeParts(
             worker="worker-0",
             config=config,
-            ledger=ledger,
+            queue=queue,
             client=client,
             chat=chat_for(),
             tools={tool.name: tool} if tool else {},

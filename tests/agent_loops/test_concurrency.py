@@ -9,7 +9,7 @@ from penstock.agent_loops.concurrency import HOLD_S, Bounds, Concurrency, Watche
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.job import WorkerJob
 from penstock.rollout_server.client import RolloutClient
-from penstock.transfer_queue.ledger import ServerInfo
+from penstock.transfer_queue.queue import ServerInfo
 
 BOUNDS = Bounds(most=64, server_requests=10, server_tokens=1000)
 

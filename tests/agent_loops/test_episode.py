@@ -19,14 +19,14 @@ from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
 
 
 @pytest.fixture
-def run(ledger_of, tasks_of, parts_of, calling_policy):
-    async def go(client=None, tool=None, loop=None, ledger=None, **fields):
-        ledger = ledger or ledger_of(tasks_of())
-        parts = parts_of(ledger, client or FakeClient(calling_policy()), tool, **fields)
+def run(queue_of, tasks_of, parts_of, calling_policy):
+    async def go(client=None, tool=None, loop=None, queue=None, **fields):
+        queue = queue or queue_of(tasks_of())
+        parts = parts_of(queue, client or FakeClient(calling_policy()), tool, **fields)
         if loop is not None:
             parts = dataclasses.replace(parts, find_loop=lambda name: loop)
-        outcome = await Episode(parts, ledger.lease(tasks_of()[0])).run()
-        return outcome, ledger.done.get("train/00000000"), ledger
+        outcome = await Episode(parts, queue.lease(tasks_of()[0])).run()
+        return outcome, queue.done.get("train/00000000"), queue
 
     return go
 
@@ -77,9 +77,9 @@ async def test_the_deadline_keeps_what_was_sampled(run, calculator):
 
 async def test_a_deadline_before_anything_was_sampled_is_infrastructure(run, calling_policy):
     config = AgentConfig(episode_deadline_s=0.05)
-    outcome, trajectory, ledger = await run(FakeClient(calling_policy(), latency_s=9), config=config)
+    outcome, trajectory, queue = await run(FakeClient(calling_policy(), latency_s=9), config=config)
     assert (outcome.kind, outcome.component, trajectory) == (OutcomeKind.INFRA_ERROR, "rollout", None)
-    assert ledger.failed[0][1].reason == "nothing was sampled within 0.05 s"
+    assert queue.failed[0][1].reason == "nothing was sampled within 0.05 s"
 
 
 class Recording(AgentLoopBase):
@@ -141,7 +141,7 @@ async def test_a_loop_that_swallows_our_failure_is_not_rewarded(run):
     assert (outcome.kind, outcome.component, trajectory) == (OutcomeKind.INFRA_ERROR, "rollout", None)
 
 
-async def test_outputs_edited_by_hand_are_refused_and_counted(run, ledger_of, tasks_of, parts_of, calling_policy):
+async def test_outputs_edited_by_hand_are_refused_and_counted(run, queue_of, tasks_of, parts_of, calling_policy):
     class Edited(AgentLoopBase):
         async def run(self, task):
             segment = self.chat.start(task.messages)
@@ -155,19 +155,19 @@ async def test_outputs_edited_by_hand_are_refused_and_counted(run, ledger_of, ta
     assert "not what the engine sampled" in outcome.reason
 
 
-async def test_a_token_mismatch_shows_in_the_next_trajectory(ledger_of, tasks_of, parts_of, calling_policy):
+async def test_a_token_mismatch_shows_in_the_next_trajectory(queue_of, tasks_of, parts_of, calling_policy):
     class Broken(FakeClient):
         async def generate(self, request):
             whole = await super().generate(request)
             logprobs = whole.logprobs[1:] if len(self.requests) == 1 else whole.logprobs
             return Generation(whole.token_ids, logprobs, whole.version_spans, whole.finish_reason)
 
-    ledger = ledger_of(tasks_of(2))
-    parts = parts_of(ledger, Broken(calling_policy(turns=0)))
-    first, second = [await Episode(parts, ledger.lease(task)).run() for task in tasks_of(2)]
+    queue = queue_of(tasks_of(2))
+    parts = parts_of(queue, Broken(calling_policy(turns=0)))
+    first, second = [await Episode(parts, queue.lease(task)).run() for task in tasks_of(2)]
     assert (first.kind, first.component) == (OutcomeKind.INFRA_ERROR, "rollout")
     assert second.kind is OutcomeKind.COMPLETED
-    assert ledger.done["train/00000001"].metrics["token_mismatches"] == 1
+    assert queue.done["train/00000001"].metrics["token_mismatches"] == 1
 
 
 @pytest.mark.parametrize("returned", [None, [], "text"])
@@ -206,9 +206,9 @@ async def test_a_policy_error_may_carry_a_reward_and_cancelled_may_not(run):
 
     _, trajectory, _ = await run(loop=ending(Outcome(OutcomeKind.POLICY_ERROR, "no answer")))
     assert trajectory.reward == -1.0
-    outcome, trajectory, ledger = await run(loop=ending(Outcome(OutcomeKind.CANCELLED)))
+    outcome, trajectory, queue = await run(loop=ending(Outcome(OutcomeKind.CANCELLED)))
     assert (outcome.kind, trajectory) == (OutcomeKind.CANCELLED, None)
-    assert len(ledger.failed) == 1
+    assert len(queue.failed) == 1
 
 
 async def test_without_any_reward_the_episode_fails_and_says_how_to_mend_it(run):
@@ -228,7 +228,7 @@ async def test_a_tools_reward_serves_where_there_is_no_other(run, calculator):
 
 
 async def test_a_loop_that_is_not_deterministic_starts_afresh_once_and_is_counted(
-    ledger_of, tasks_of, parts_of, calling_policy
+    queue_of, tasks_of, parts_of, calling_policy
 ):
     class Fickle(AgentLoopBase):
         runs = 0
@@ -240,33 +240,33 @@ async def test_a_loop_that_is_not_deterministic_starts_afresh_once_and_is_counte
             await self.llm.generate(segment)
             return segment.output(reward=1.0)
 
-    ledger = ledger_of(tasks_of())
+    queue = queue_of(tasks_of())
     answers = iter([[5, 2], None, [6, 2], [7, 2]])
-    parts = dataclasses.replace(parts_of(ledger, FakeClient(lambda _: next(answers))), find_loop=lambda name: Fickle)
-    await Episode(parts, ledger.lease(tasks_of()[0])).run()
-    assert ledger.failed
-    ledger.failed.clear()
-    await Episode(parts, ledger.lease(tasks_of()[0])).run()
-    trajectory = ledger.done["train/00000000"]
+    parts = dataclasses.replace(parts_of(queue, FakeClient(lambda _: next(answers))), find_loop=lambda name: Fickle)
+    await Episode(parts, queue.lease(tasks_of()[0])).run()
+    assert queue.failed
+    queue.failed.clear()
+    await Episode(parts, queue.lease(tasks_of()[0])).run()
+    trajectory = queue.done["train/00000000"]
     assert trajectory.metrics["restarts"] == 1
     assert trajectory.segments[0].response_ids.tolist() == [6, 2, 7, 2]
 
 
-async def test_the_rows_sampling_overrides_the_runs(run, ledger_of, tasks_of, parts_of, calling_policy):
+async def test_the_rows_sampling_overrides_the_runs(run, queue_of, tasks_of, parts_of, calling_policy):
     client = FakeClient(calling_policy(turns=0))
     tasks = tasks_of(sampling={"temperature": 0.0})
-    ledger = ledger_of(tasks)
-    await Episode(parts_of(ledger, client), ledger.lease(tasks[0])).run()
+    queue = queue_of(tasks)
+    await Episode(parts_of(queue, client), queue.lease(tasks[0])).run()
     assert client.requests[0].sampling.temperature == 0.0
     assert client.requests[0].sampling.stop_token_ids == (2,)
     for member, temperature in ((0, 0.0), (1, 1.0)):
         (one_greedy,) = tasks_of(sampling={"greedy_member": 0})
-        fresh = ledger_of([one_greedy])
+        fresh = queue_of([one_greedy])
         lease = dataclasses.replace(fresh.lease(one_greedy), member=member)
         await Episode(parts_of(fresh, client), lease).run()
         assert client.requests[-1].sampling.temperature == temperature
     (bad,) = tasks_of(sampling={"temprature": 0.0})
-    outcome = await Episode(parts_of(ledger, client), ledger.lease(bad)).run()
+    outcome = await Episode(parts_of(queue, client), queue.lease(bad)).run()
     assert outcome.component == "task"
     assert "temprature" in outcome.reason
 
@@ -295,7 +295,7 @@ async def test_a_reward_that_fails_is_a_failure_of_its_component_and_stores_noth
             assert answer.messages == [{"role": "user", "content": "What is 12+34?"}]
             raise error
 
-    outcome, trajectory, ledger = await run(reward=RewardFunction(Broken(), "broken"))
+    outcome, trajectory, queue = await run(reward=RewardFunction(Broken(), "broken"))
     assert (outcome.kind, outcome.component) == (OutcomeKind.INFRA_ERROR, getattr(error, "component", "sandbox"))
     assert trajectory is None
-    assert [failed for _, failed in ledger.failed] == [outcome]
+    assert [failed for _, failed in queue.failed] == [outcome]

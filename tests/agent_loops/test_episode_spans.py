@@ -35,12 +35,12 @@ def collected(request):
 
 
 @pytest.fixture
-def run(ledger_of, tasks_of, parts_of, calling_policy):
+def run(queue_of, tasks_of, parts_of, calling_policy):
     async def go(tool=None, client=None, **fields):
-        ledger = ledger_of(tasks_of())
-        parts = parts_of(ledger, client or FakeClient(calling_policy(), version=3), tool, **fields)
-        outcome = await Episode(parts, ledger.lease(tasks_of()[0])).run()
-        return outcome, ledger.done.get("train/00000000")
+        queue = queue_of(tasks_of())
+        parts = parts_of(queue, client or FakeClient(calling_policy(), version=3), tool, **fields)
+        outcome = await Episode(parts, queue.lease(tasks_of()[0])).run()
+        return outcome, queue.done.get("train/00000000")
 
     return go
 
@@ -145,7 +145,7 @@ async def test_a_stopped_episode_ends_its_spans(run, collected, calculator) -> N
     assert spans["episode"].status.description == "stopped"
 
 
-async def test_branches_have_turns_of_their_own(collected, ledger_of, tasks_of) -> None:
+async def test_branches_have_turns_of_their_own(collected, queue_of, tasks_of) -> None:
     from penstock.agent_loops.episode_spans import episode_spans
     from penstock.agent_loops.trace import begin_trace, span
 
@@ -156,7 +156,7 @@ async def test_branches_have_turns_of_their_own(collected, ledger_of, tasks_of) 
             with span("tool", name):
                 await asyncio.sleep(0.001)
 
-    spans = episode_spans(ledger_of(tasks_of()).lease(tasks_of()[0]), "w")
+    spans = episode_spans(queue_of(tasks_of()).lease(tasks_of()[0]), "w")
     begin_trace(exported=spans)
     with span("model"):
         pass

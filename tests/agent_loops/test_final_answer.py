@@ -10,7 +10,7 @@ from penstock.transfer_queue.trajectory import OutcomeKind
 
 
 async def test_a_final_result_ends_the_loop_and_reaches_the_reward(
-    ledger_of, tasks_of, parts_of, calling_policy, calculator
+    queue_of, tasks_of, parts_of, calling_policy, calculator
 ):
     async def execute(state, arguments):
         return ToolResult(arguments["expression"], final=True)
@@ -19,10 +19,10 @@ async def test_a_final_result_ends_the_loop_and_reaches_the_reward(
         return float(extra_info["final_answer"] == "12+34")
 
     calculator.execute = execute
-    ledger = ledger_of(tasks_of())
-    parts = parts_of(ledger, FakeClient(calling_policy(turns=9)), calculator)
+    queue = queue_of(tasks_of())
+    parts = parts_of(queue, FakeClient(calling_policy(turns=9)), calculator)
     parts = dataclasses.replace(parts, reward=RewardFunction(score))
-    outcome = await Episode(parts, ledger.lease(tasks_of()[0])).run()
-    trajectory = ledger.done["train/00000000"]
+    outcome = await Episode(parts, queue.lease(tasks_of()[0])).run()
+    trajectory = queue.done["train/00000000"]
     assert (outcome.kind, trajectory.num_turns, trajectory.reward) == (OutcomeKind.COMPLETED, 1, 1.0)
     assert trajectory.segments[0].response_mask.all()

@@ -13,11 +13,11 @@ SAMPLED = JournalEntry(kind=JournalKind.SAMPLED, context_hash=7)
 
 
 @pytest.fixture
-def next_owner(ledger_of, tasks_of):
+def next_owner(queue_of, tasks_of):
     """The journal as the next worker has it."""
     (task,) = tasks_of()
-    ledger = ledger_of([task])
-    return lambda: EpisodeJournal(ledger, ledger.lease(task))
+    queue = queue_of([task])
+    return lambda: EpisodeJournal(queue, queue.lease(task))
 
 
 async def test_a_run_has_one_name_for_every_owner_and_a_restart_another(next_owner):
@@ -64,7 +64,7 @@ def test_names_of_calls_follow_what_is_asked_not_when():
 
 
 async def test_a_reward_that_was_told_is_not_asked_of_a_state_that_may_be_gone(
-    ledger_of, tasks_of, calculator, monkeypatch
+    queue_of, tasks_of, calculator, monkeypatch
 ):
     """Killed between the tools' release and the trajectory: the next worker has the calls from the journal."""
     asked = []
@@ -75,10 +75,10 @@ async def test_a_reward_that_was_told_is_not_asked_of_a_state_that_may_be_gone(
 
     monkeypatch.setattr(type(calculator), "calc_reward", calc_reward)
     (task,) = tasks_of()
-    ledger = ledger_of([task])
+    queue = queue_of([task])
 
     def box():
-        journal = EpisodeJournal(ledger, ledger.lease(task))
+        journal = EpisodeJournal(queue, queue.lease(task))
         return ToolBox({"calculator": calculator}, {"calculator": ToolConfig(name="calculator")}, task, journal)
 
     call = [ToolCall("calculator", {"expression": "1+1"})]

@@ -16,19 +16,19 @@ def echo(context: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def make(ledger_of, tasks_of):
-    def build(client, ledger=None, **sampling):
-        ledger = ledger or ledger_of(tasks_of())
-        lease = ledger.lease((ledger.queue or tasks_of())[0])
-        journal = EpisodeJournal(ledger, lease)
-        return EpisodeLLM(client, lease, journal, Sampling(**sampling), str), ledger
+def make(queue_of, tasks_of):
+    def build(client, queue=None, **sampling):
+        queue = queue or queue_of(tasks_of())
+        lease = queue.lease((queue.waiting or tasks_of())[0])
+        journal = EpisodeJournal(queue, lease)
+        return EpisodeLLM(client, lease, journal, Sampling(**sampling), str), queue
 
     return build
 
 
 async def test_the_exact_context_is_sent_and_the_answer_appended(make):
     client = FakeClient(echo, version=3)
-    llm, _ledger = make(client, max_new_tokens=50)
+    llm, _queue = make(client, max_new_tokens=50)
     segment = SegmentBuilder([10, 11], Budget(4, 20))
     reply = await llm.generate(segment, temperature=0.5)
     assert (reply.ids, reply.finish_reason) == ([2, 2], "stop")
@@ -41,11 +41,11 @@ async def test_the_exact_context_is_sent_and_the_answer_appended(make):
 
 
 async def test_an_answer_is_journaled_before_the_loop_sees_it(make):
-    llm, ledger = make(FakeClient(echo))
+    llm, queue = make(FakeClient(echo))
     segment = SegmentBuilder([10, 11], Budget(4, 20))
     asked = segment.context_hash
     await llm.generate(segment)
-    (entry,) = next(iter(ledger.journals.values()))
+    (entry,) = next(iter(queue.journals.values()))
     assert (entry.kind, entry.context_len, entry.context_hash) == (JournalKind.SAMPLED, 2, asked)
     assert entry.ids.tolist() == [2, 2]
     assert entry.data["finish_reason"] == "stop"
@@ -53,12 +53,12 @@ async def test_an_answer_is_journaled_before_the_loop_sees_it(make):
 
 async def test_a_resumed_episode_is_answered_from_the_journal_then_live(make):
     first = FakeClient(echo, version=1)
-    llm, ledger = make(first)
+    llm, queue = make(first)
     segment = SegmentBuilder([10, 11], Budget(4, 20))
     await llm.generate(segment)
 
     second = FakeClient(echo, version=2)
-    again, _ = make(second, ledger)
+    again, _ = make(second, queue)
     replayed = SegmentBuilder([10, 11], Budget(4, 20))
     await again.generate(replayed)
     assert second.requests == []
@@ -69,22 +69,22 @@ async def test_a_resumed_episode_is_answered_from_the_journal_then_live(make):
 
 
 async def test_another_context_than_the_journals_restarts_the_episode(make):
-    llm, ledger = make(FakeClient(echo))
+    llm, queue = make(FakeClient(echo))
     await llm.generate(SegmentBuilder([10, 11], Budget(4, 20)))
-    again, _ = make(FakeClient(echo), ledger)
+    again, _ = make(FakeClient(echo), queue)
     with pytest.raises(EpisodeRestart):
         await again.generate(SegmentBuilder([10, 12], Budget(4, 20)))
     assert isinstance(again.failure, EpisodeRestart)
 
 
 async def test_after_a_restart_the_old_path_is_never_followed_again(make):
-    llm, ledger = make(FakeClient(echo))
+    llm, queue = make(FakeClient(echo))
     await llm.generate(SegmentBuilder([10, 11], Budget(4, 20)))
-    again, _ = make(FakeClient(echo), ledger)
+    again, _ = make(FakeClient(echo), queue)
     await again._journal.restart("test")
     await again.generate(SegmentBuilder([10, 12], Budget(4, 20)))
     third_client = FakeClient(echo)
-    third, _ = make(third_client, ledger)
+    third, _ = make(third_client, queue)
     await third.generate(SegmentBuilder([10, 12], Budget(4, 20)))
     assert third_client.requests == []
 
@@ -105,12 +105,12 @@ async def test_generating_on_a_finished_segment_is_a_bug_of_the_loop(make):
 
 
 async def test_a_watched_answer_is_the_same_answer(make):
-    llm, ledger = make(FakeClient(lambda context: [5, 6, 7], version=2))
+    llm, queue = make(FakeClient(lambda context: [5, 6, 7], version=2))
     seen = []
     watched = await llm.draw([1, 2], 100, {}, lambda chunk: seen.extend(chunk.token_ids))
     assert watched == await llm.draw([1, 2], 100, {})
     assert seen == watched.token_ids
-    assert list(ledger.journals.values()) == [[]]
+    assert list(queue.journals.values()) == [[]]
 
 
 async def test_a_watcher_may_end_an_answer_in_the_middle_of_a_chunk(make):
@@ -125,7 +125,7 @@ async def test_a_watcher_may_end_an_answer_in_the_middle_of_a_chunk(make):
             finally:
                 closed.append(True)
 
-    llm, _ledger = make(Chunks(echo))
+    llm, _queue = make(Chunks(echo))
     answer = await llm.draw([1], 100, {}, lambda chunk: 2 if 7 in chunk.token_ids else None)
     assert (answer.token_ids, answer.logprobs) == ([5, 6, 7, 8], [-1, -2, -3, -4])
     assert (answer.version_spans, answer.finish_reason) == ([(1, 0, 3), (2, 3, 4)], "stop")

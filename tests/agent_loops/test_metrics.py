@@ -11,19 +11,19 @@ from penstock.agent_loops.job import WorkerJob
 from penstock.agent_loops.worker import Worker
 
 
-async def test_episodes_calls_and_waits_are_counted(parts_of, ledger_of, tasks_of, calling_policy, calculator):
-    ledger = ledger_of(tasks_of(6))
+async def test_episodes_calls_and_waits_are_counted(parts_of, queue_of, tasks_of, calling_policy, calculator):
+    queue = queue_of(tasks_of(6))
     config = AgentConfig(concurrency=3, max_response_tokens=1000)
     client = FakeClient(calling_policy(), latency_s=0.01)
-    parts = parts_of(ledger, client, calculator, config=config)
-    job = WorkerJob(name="w", config=config, ledger=ledger, client=client, model="")
+    parts = parts_of(queue, client, calculator, config=config)
+    job = WorkerJob(name="w", config=config, queue=queue, client=client, model="")
     task = asyncio.create_task(Worker(job, parts).run())
     value = job.metrics.registry.get_sample_value
     async with asyncio.timeout(60):
         while not value("penstock_agent_in_flight"):
             await asyncio.sleep(0.001)
         assert value("penstock_agent_concurrency_limit") == 3
-        while len(ledger.done) < 6 or not value("penstock_agent_waited_seconds_total", {"cause": "admission"}):
+        while len(queue.done) < 6 or not value("penstock_agent_waited_seconds_total", {"cause": "admission"}):
             await asyncio.sleep(0.005)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):

@@ -21,15 +21,15 @@ def add(expression: str) -> ToolCall:
 
 
 @pytest.fixture
-def box_of(ledger_of, tasks_of):
-    def make(*tools: BaseTool, ledger=None, on_lost="replay", timeout_s=5.0, max_output_chars=2000):
-        ledger = ledger or ledger_of(tasks_of())
+def box_of(queue_of, tasks_of):
+    def make(*tools: BaseTool, queue=None, on_lost="replay", timeout_s=5.0, max_output_chars=2000):
+        queue = queue or queue_of(tasks_of())
         task = tasks_of()[0]
         configs = {
             t.name: ToolConfig(name=t.name, timeout_s=timeout_s, max_output_chars=max_output_chars) for t in tools
         }
-        journal = EpisodeJournal(ledger, ledger.lease(task))
-        return ToolBox({tool.name: tool for tool in tools}, configs, task, journal, on_lost), ledger
+        journal = EpisodeJournal(queue, queue.lease(task))
+        return ToolBox({tool.name: tool for tool in tools}, configs, task, journal, on_lost), queue
 
     return make
 
@@ -138,28 +138,28 @@ async def test_long_output_is_cut(box_of, calculator):
 )
 async def test_a_tool_that_fails_is_infrastructure_and_its_neighbours_are_cancelled(box_of, error, component):
     tool = Stateless(error)
-    box, ledger = box_of(tool)
+    box, queue = box_of(tool)
     with pytest.raises(InfraFailure) as failure:
         await box.call_all([ToolCall("wait", {"s": 9}), ToolCall("wait", {})])
     assert failure.value.component == component
     assert box.failure is failure.value
     assert tool.cancelled == 1
-    assert all("results" not in entry.data for entry in ledger.journals["train/00000000"])
+    assert all("results" not in entry.data for entry in queue.journals["train/00000000"])
 
 
 async def test_a_resumed_episode_repeats_no_tool_call(box_of, calculator):
-    box, ledger = box_of(calculator)
+    box, queue = box_of(calculator)
     first = await box.call_all([add("1+1"), ToolCall("calculator", {})])
-    again, _ = box_of(calculator, ledger=ledger)
+    again, _ = box_of(calculator, queue=queue)
     assert await again.call_all([add("1+1"), ToolCall("calculator", {})]) == first
     assert calculator.executed == ["1+1"]
     assert again.counts == box.counts
 
 
 async def test_a_lost_session_is_brought_back_by_its_earlier_calls(box_of, calculator):
-    box, ledger = box_of(calculator)
+    box, queue = box_of(calculator)
     await box.call_all([add("1+1")])
-    again, _ = box_of(calculator, ledger=ledger)
+    again, _ = box_of(calculator, queue=queue)
     await again.call_all([add("1+1")])
     (result,) = await again.call_all([add("2+2")])
     assert result.text == "4 (call 2)"
@@ -167,9 +167,9 @@ async def test_a_lost_session_is_brought_back_by_its_earlier_calls(box_of, calcu
 
 
 async def test_or_the_episode_restarts_where_the_recipe_says_so(box_of, calculator):
-    box, ledger = box_of(calculator)
+    box, queue = box_of(calculator)
     await box.call_all([add("1+1")])
-    again, _ = box_of(calculator, ledger=ledger, on_lost="restart")
+    again, _ = box_of(calculator, queue=queue, on_lost="restart")
     await again.call_all([add("1+1")])
     with pytest.raises(EpisodeRestart, match="calculator"):
         await again.call_all([add("2+2")])
@@ -178,7 +178,7 @@ async def test_or_the_episode_restarts_where_the_recipe_says_so(box_of, calculat
 
 
 async def test_a_session_that_lives_is_attached_and_nothing_is_repeated(box_of, calculator):
-    box, ledger = box_of(calculator)
+    box, queue = box_of(calculator)
     await box.call_all([add("1+1")])
     state = box._states.held["calculator"].state
     asked = []
@@ -188,7 +188,7 @@ async def test_a_session_that_lives_is_attached_and_nothing_is_repeated(box_of, 
         return state
 
     calculator.attach = attach
-    again, _ = box_of(calculator, ledger=ledger)
+    again, _ = box_of(calculator, queue=queue)
     await again.call_all([add("1+1")])
     (result,) = await again.call_all([add("2+2")])
     assert result.text == "4 (call 2)"
@@ -251,9 +251,9 @@ async def test_calls_of_a_group_run_in_the_order_in_which_they_were_written(box_
 
 async def test_a_lost_box_of_a_group_starts_the_episode_afresh_whichever_of_its_tools_comes_first(box_of):
     done = []
-    box, ledger = box_of(Grouped("shell", done), Grouped("editor", done))
+    box, queue = box_of(Grouped("shell", done), Grouped("editor", done))
     await box.call_all([ToolCall("shell", {"n": 1})])
-    resumed, _ = box_of(Grouped("shell", done), Grouped("editor", done), ledger=ledger)
+    resumed, _ = box_of(Grouped("shell", done), Grouped("editor", done), queue=queue)
     await resumed.call_all([ToolCall("shell", {"n": 1})])
     with pytest.raises(EpisodeRestart):
         await resumed.call_all([ToolCall("editor", {"n": 2})])

@@ -8,13 +8,13 @@ from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.trace import begin_trace, span
 
 
-async def test_an_episode_tells_what_it_spent_its_time_on(ledger_of, tasks_of, parts_of, calling_policy, calculator):
+async def test_an_episode_tells_what_it_spent_its_time_on(queue_of, tasks_of, parts_of, calling_policy, calculator):
     calculator.delay_s = 0.02
-    ledger = ledger_of(tasks_of())
+    queue = queue_of(tasks_of())
     await Episode(
-        parts_of(ledger, FakeClient(calling_policy(), latency_s=0.01), calculator), ledger.lease(tasks_of()[0])
+        parts_of(queue, FakeClient(calling_policy(), latency_s=0.01), calculator), queue.lease(tasks_of()[0])
     ).run()
-    trajectory = ledger.done["train/00000000"]
+    trajectory = queue.done["train/00000000"]
     spans = trajectory.extra["trace"]
     assert [span[:2] for span in spans] == [["model", ""], ["tool", "calculator"], ["model", ""], ["reward", ""]]
     assert [span[2] for span in spans] == sorted(span[2] for span in spans)

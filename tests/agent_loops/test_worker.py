@@ -18,15 +18,15 @@ from penstock.agent_loops.errors import WorkerStopped
 from penstock.agent_loops.job import WorkerJob
 from penstock.agent_loops.worker import Worker
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue.ledger import ServerInfo
+from penstock.transfer_queue.queue import ServerInfo
 
 
 @pytest.fixture
 def worker_of(parts_of):
-    def make(ledger, client, tool=None, **fields):
+    def make(queue, client, tool=None, **fields):
         job_fields = {key: fields.pop(key) for key in ("lease_ttl_s", "max_failures_in_a_row") if key in fields}
-        parts = parts_of(ledger, client, tool, **fields)
-        job = WorkerJob(name="w", config=parts.config, ledger=ledger, client=client, model="", **job_fields)
+        parts = parts_of(queue, client, tool, **fields)
+        job = WorkerJob(name="w", config=parts.config, queue=queue, client=client, model="", **job_fields)
         return Worker(job, parts)
 
     return make
@@ -49,28 +49,28 @@ async def until(condition, deadline_s=60.0):
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_runs_what_the_ledger_gives_within_its_concurrency(
-    worker_of, ledger_of, tasks_of, calling_policy, calculator
+async def test_a_worker_runs_what_the_queue_gives_within_its_concurrency(
+    worker_of, queue_of, tasks_of, calling_policy, calculator
 ):
-    ledger = ledger_of(tasks_of(40))
+    queue = queue_of(tasks_of(40))
     config = AgentConfig(concurrency=7, max_response_tokens=1000)
-    worker = worker_of(ledger, FakeClient(calling_policy(), latency_s=0.01), calculator, config=config)
+    worker = worker_of(queue, FakeClient(calling_policy(), latency_s=0.01), calculator, config=config)
     most = 0
     async with running(worker):
-        while len(ledger.done) < 40:
+        while len(queue.done) < 40:
             await asyncio.sleep(0.005)
-            most = max(most, len(ledger.held))
+            most = max(most, len(queue.held))
     assert most == 7
-    assert all(trajectory.reward == 1.0 for trajectory in ledger.done.values())
+    assert all(trajectory.reward == 1.0 for trajectory in queue.done.values())
     assert (calculator.created, calculator.open) == (40, 0)
-    assert ledger.waits["agent:admission"] >= 0
+    assert queue.waits["agent:admission"] >= 0
 
 
 async def test_a_killed_workers_episode_goes_on_elsewhere_and_repeats_nothing(
-    worker_of, ledger_of, tasks_of, calling_policy, calculator
+    worker_of, queue_of, tasks_of, calling_policy, calculator
 ):
     """Killed while the second model call is out: the first call and its tools are in the journal."""
-    ledger = ledger_of(tasks_of(3))
+    queue = queue_of(tasks_of(3))
     policy = calling_policy(turns=2)
     answered = {"first": 0}
 
@@ -85,19 +85,19 @@ async def test_a_killed_workers_episode_goes_on_elsewhere_and_repeats_nothing(
         return worker._parts.chat.decode(ids)[len("<|im_start|>") :].split("# Tools")[-1]
 
     first_client = Hanging(policy)
-    worker = worker_of(ledger, first_client, calculator)
+    worker = worker_of(queue, first_client, calculator)
     dead = asyncio.create_task(worker.run())
-    await until(lambda: len(calculator.executed) == 3 and all(len(j) == 2 for j in ledger.journals.values()))
-    ledger.expire_all()  # from here on nothing that the dead worker does counts
+    await until(lambda: len(calculator.executed) == 3 and all(len(j) == 2 for j in queue.journals.values()))
+    queue.expire_all()  # from here on nothing that the dead worker does counts
     second_client = FakeClient(policy, version=1)
-    async with running(worker_of(ledger, second_client, calculator)):
-        await until(lambda: len(ledger.done) == 3)
+    async with running(worker_of(queue, second_client, calculator)):
+        await until(lambda: len(queue.done) == 3)
     dead.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await dead
     assert answered["first"] == 3
     assert len(second_client.requests) == 6  # turns two and three of each episode, never turn one
-    for trajectory in ledger.done.values():
+    for trajectory in queue.done.values():
         assert trajectory.extra["replayed_calls"] == 1
         assert trajectory.extra["replayed_tool_turns"] == 1
         assert [span[0] for span in trajectory.segments[0].version_spans.tolist()] == [0, 1, 1]
@@ -106,25 +106,25 @@ async def test_a_killed_workers_episode_goes_on_elsewhere_and_repeats_nothing(
 
 
 async def test_a_stateless_tool_turn_is_not_run_again_after_a_kill(
-    worker_of, ledger_of, tasks_of, calling_policy, calculator
+    worker_of, queue_of, tasks_of, calling_policy, calculator
 ):
-    ledger = ledger_of(tasks_of(1))
-    first = worker_of(ledger, FakeClient(calling_policy(), latency_s=0), calculator)
+    queue = queue_of(tasks_of(1))
+    first = worker_of(queue, FakeClient(calling_policy(), latency_s=0), calculator)
     stop = asyncio.Event()
-    complete = ledger.complete
+    complete = queue.complete
 
     async def never(lease, trajectory):
         stop.set()
         await asyncio.sleep(60)
 
-    ledger.complete = never
+    queue.complete = never
     dead = asyncio.create_task(first.run())
     await stop.wait()
-    ledger.expire_all()
-    ledger.complete = complete
+    queue.expire_all()
+    queue.complete = complete
     second_client = FakeClient(calling_policy())
-    async with running(worker_of(ledger, second_client, calculator)):
-        await until(lambda: ledger.done)
+    async with running(worker_of(queue, second_client, calculator)):
+        await until(lambda: queue.done)
     dead.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await dead
@@ -133,89 +133,89 @@ async def test_a_stateless_tool_turn_is_not_run_again_after_a_kill(
 
 
 async def test_sigterm_hands_every_lease_back_with_its_journal(
-    worker_of, ledger_of, tasks_of, calling_policy, calculator
+    worker_of, queue_of, tasks_of, calling_policy, calculator
 ):
     calculator.delay_s = 60
-    ledger = ledger_of(tasks_of(5))
-    async with running(worker_of(ledger, FakeClient(calling_policy()), calculator, tool_timeout_s=90)):
+    queue = queue_of(tasks_of(5))
+    async with running(worker_of(queue, FakeClient(calling_policy()), calculator, tool_timeout_s=90)):
         await until(lambda: calculator.created == 5)
-    assert sorted(ledger.released) == sorted(ledger.journals)
-    assert ledger.held == {}
+    assert sorted(queue.released) == sorted(queue.journals)
+    assert queue.held == {}
     assert calculator.open == 0
-    assert all(len(journal) == 1 for journal in ledger.journals.values())
+    assert all(len(journal) == 1 for journal in queue.journals.values())
 
 
-async def test_a_lost_lease_stops_its_episode_only(worker_of, ledger_of, tasks_of, calling_policy, calculator):
+async def test_a_lost_lease_stops_its_episode_only(worker_of, queue_of, tasks_of, calling_policy, calculator):
     calculator.delay_s = 60
-    ledger = ledger_of(tasks_of(2))
-    worker = worker_of(ledger, FakeClient(calling_policy()), calculator, tool_timeout_s=90, lease_ttl_s=0.1)
+    queue = queue_of(tasks_of(2))
+    worker = worker_of(queue, FakeClient(calling_policy()), calculator, tool_timeout_s=90, lease_ttl_s=0.1)
     async with running(worker):
         await until(lambda: calculator.created == 2)
-        ledger.fences["train/00000000"] += 1
+        queue.fences["train/00000000"] += 1
         await until(lambda: len(worker.episodes.running) == 1)
         assert list(worker.episodes.running) == ["train/00000001"]
         assert calculator.open == 1
-    assert ledger.released == ["train/00000001"]
+    assert queue.released == ["train/00000001"]
 
 
 async def test_a_worker_that_leases_its_own_lost_episode_runs_it_once(
-    worker_of, ledger_of, tasks_of, calling_policy, calculator
+    worker_of, queue_of, tasks_of, calling_policy, calculator
 ):
     calculator.delay_s = 60
-    ledger = ledger_of(tasks_of(1))
-    worker = worker_of(ledger, FakeClient(calling_policy()), calculator, tool_timeout_s=90, lease_ttl_s=1e6)
+    queue = queue_of(tasks_of(1))
+    worker = worker_of(queue, FakeClient(calling_policy()), calculator, tool_timeout_s=90, lease_ttl_s=1e6)
     async with running(worker):
         await until(lambda: calculator.created == 1)
-        ledger.expire_all()
+        queue.expire_all()
         await until(lambda: calculator.created == 2 and calculator.open == 1)
         assert len(worker.episodes) == 1
-    assert ledger.released == ["train/00000000"]
+    assert queue.released == ["train/00000000"]
     assert calculator.open == 0
 
 
-async def test_failures_in_a_row_stop_the_worker_with_their_cause(worker_of, ledger_of, tasks_of):
+async def test_failures_in_a_row_stop_the_worker_with_their_cause(worker_of, queue_of, tasks_of):
     def broken(context):
         raise ConnectionError("port 8000 refused")
 
-    ledger = ledger_of(tasks_of(100))
+    queue = queue_of(tasks_of(100))
     config = AgentConfig(concurrency=4)
     with pytest.raises(WorkerStopped, match=r"infrastructure failures in a row.*rollout: ConnectionError: port 8000"):
-        await worker_of(ledger, FakeClient(broken), config=config).run()
-    assert 20 <= len(ledger.failed) <= 28
-    assert ledger.held == {}
+        await worker_of(queue, FakeClient(broken), config=config).run()
+    assert 20 <= len(queue.failed) <= 28
+    assert queue.held == {}
 
 
 async def test_without_a_server_nothing_is_leased_and_the_wait_is_counted(
-    worker_of, ledger_of, tasks_of, calling_policy
+    worker_of, queue_of, tasks_of, calling_policy
 ):
-    ledger, client = ledger_of(tasks_of(1)), FakeClient(calling_policy(turns=0), version=None)
-    async with running(worker_of(ledger, client)):
+    queue, client = queue_of(tasks_of(1)), FakeClient(calling_policy(turns=0), version=None)
+    async with running(worker_of(queue, client)):
         await asyncio.sleep(0.2)
-        assert ledger.held == {}
-        assert not ledger.done
+        assert queue.held == {}
+        assert not queue.done
         client.version = 0
-        await until(lambda: ledger.done)
-    assert ledger.waits["agent:server"] > 0.1
+        await until(lambda: queue.done)
+    assert queue.waits["agent:server"] > 0.1
 
 
-async def test_no_server_for_too_long_stops_the_worker(worker_of, ledger_of, calling_policy, monkeypatch):
+async def test_no_server_for_too_long_stops_the_worker(worker_of, queue_of, calling_policy, monkeypatch):
     monkeypatch.setattr(worker_module, "NO_SERVER_DEADLINE_S", 0.1)
     client = FakeClient(calling_policy(), version=None)
     with pytest.raises(WorkerStopped, match="no rollout server"):
-        await worker_of(ledger_of([]), client).run()
+        await worker_of(queue_of([]), client).run()
 
 
-async def test_a_ledger_that_is_gone_ends_the_worker(worker_of, ledger_of, calling_policy):
-    from penstock.transfer_queue.ledger import LedgerUnavailable
+async def test_a_queue_that_is_gone_ends_the_worker(worker_of, queue_of, calling_policy):
+    from penstock.transfer_queue.queue import TransferQueueUnavailable
 
-    ledger = ledger_of([])
+    queue = queue_of([])
 
     async def gone(worker, count, version):
-        raise LedgerUnavailable("redis did not answer for 60 s")
+        raise TransferQueueUnavailable("redis did not answer for 60 s")
 
-    ledger.lease_episodes = gone
-    with pytest.raises(LedgerUnavailable, match="60 s"):
-        await worker_of(ledger, FakeClient(calling_policy())).run()
+    queue.lease_episodes = gone
+    with pytest.raises(TransferQueueUnavailable, match="60 s"):
+        await worker_of(queue, FakeClient(calling_policy())).run()
 
 
 USER_LOOP = """
@@ -235,16 +235,16 @@ class Twice(AgentLoopBase):
 """
 
 
-async def test_a_users_loop_is_found_by_file_path(worker_of, ledger_of, tasks_of, calling_policy, tmp_path):
+async def test_a_users_loop_is_found_by_file_path(worker_of, queue_of, tasks_of, calling_policy, tmp_path):
     (tmp_path / "loops").mkdir()
     (tmp_path / "loops" / "mine.py").write_text(USER_LOOP)
     (tmp_path / "loops" / "neighbour.py").write_text("QUESTION = 'Really?'\n")
-    ledger = ledger_of(tasks_of(1, agent_name="loops/mine.py:Twice"))
+    queue = queue_of(tasks_of(1, agent_name="loops/mine.py:Twice"))
     config = AgentConfig(settings={"rounds": 2})
-    async with running(worker_of(ledger, FakeClient(calling_policy(turns=0)), config=config, recipe_dir=tmp_path)):
-        await until(lambda: ledger.done or ledger.failed)
-    assert not ledger.failed
-    trajectory = ledger.done["train/00000000"]
+    async with running(worker_of(queue, FakeClient(calling_policy(turns=0)), config=config, recipe_dir=tmp_path)):
+        await until(lambda: queue.done or queue.failed)
+    assert not queue.failed
+    trajectory = queue.done["train/00000000"]
     assert trajectory.num_turns == 2
     assert trajectory.extra["last"] == "The answer is 46.<|im_end|>"
     assert trajectory.reward == 1.0
@@ -256,7 +256,7 @@ def test_importing_the_worker_imports_no_torch():
 
 
 async def test_a_worker_runs_fewer_episodes_while_servers_refuse_and_more_again_after(
-    worker_of, ledger_of, tasks_of, calling_policy, monkeypatch
+    worker_of, queue_of, tasks_of, calling_policy, monkeypatch
 ):
     class Loaded(FakeClient):
         refused = 0
@@ -269,16 +269,16 @@ async def test_a_worker_runs_fewer_episodes_while_servers_refuse_and_more_again_
     monkeypatch.setattr(worker_module, "ADAPT_S", 0.02)
     monkeypatch.setattr(concurrency_module, "HOLD_S", 0.05)
     client = Loaded(calling_policy(turns=0), latency_s=0.02)
-    ledger = ledger_of(tasks_of(2000))
-    worker = worker_of(ledger, client, config=AgentConfig(concurrency=16, max_response_tokens=1000))
+    queue = queue_of(tasks_of(2000))
+    worker = worker_of(queue, client, config=AgentConfig(concurrency=16, max_response_tokens=1000))
     async with running(worker):
-        await until(lambda: worker.concurrency.limit <= 2 and len(ledger.held) <= 2)
+        await until(lambda: worker.concurrency.limit <= 2 and len(queue.held) <= 2)
         client.pressed = False
-        await until(lambda: len(ledger.held) == 16)
-    assert not ledger.failed
+        await until(lambda: len(queue.held) == 16)
+    assert not queue.failed
 
 
-async def test_code_that_blocks_the_worker_is_named(worker_of, ledger_of, tasks_of, caplog):
+async def test_code_that_blocks_the_worker_is_named(worker_of, queue_of, tasks_of, caplog):
     class Blocking(AgentLoopBase):
         async def run(self, task):
             time.sleep(0.6)
@@ -286,16 +286,16 @@ async def test_code_that_blocks_the_worker_is_named(worker_of, ledger_of, tasks_
             await self.llm.generate(segment)
             return segment.output(reward=1.0)
 
-    ledger = ledger_of(tasks_of(1))
-    worker = worker_of(ledger, FakeClient(lambda context: [5, 2]), find_loop=lambda name: Blocking)
+    queue = queue_of(tasks_of(1))
+    worker = worker_of(queue, FakeClient(lambda context: [5, 2]), find_loop=lambda name: Blocking)
     async with running(worker):
-        await until(lambda: ledger.done)
+        await until(lambda: queue.done)
     assert "test_worker.py" in caplog.text
     assert "the event loop has stood still" in caplog.text
 
 
 async def test_teardown_runs_and_states_are_left_to_the_next_owner_at_a_drain(
-    worker_of, ledger_of, tasks_of, calculator
+    worker_of, queue_of, tasks_of, calculator
 ):
     happened = []
 
@@ -318,11 +318,11 @@ async def test_teardown_runs_and_states_are_left_to_the_next_owner_at_a_drain(
         happened.append(("left", True))
 
     calculator.leave = leave
-    ledger = ledger_of(tasks_of(1))
-    worker = worker_of(ledger, FakeClient(lambda context: [5, 2]), calculator, find_loop=lambda name: Careful)
+    queue = queue_of(tasks_of(1))
+    worker = worker_of(queue, FakeClient(lambda context: [5, 2]), calculator, find_loop=lambda name: Careful)
     async with running(worker) as task:
         await until(lambda: ("in the middle", True) in happened)
-        ledger.fences["train/00000000"] += 1
+        queue.fences["train/00000000"] += 1
         await worker.episodes.renew()  # the lease is lost, and the worker is told to stop while the episode tears down
         task.cancel()
     assert happened == [("setup", True), ("in the middle", True), ("teardown", True), ("left", True)]
@@ -347,10 +347,10 @@ class Slow(AgentLoopBase):
 
 
 async def test_a_blocking_call_of_a_users_loop_is_named_with_file_line_and_function(
-    worker_of, ledger_of, tasks_of, tmp_path, caplog
+    worker_of, queue_of, tasks_of, tmp_path, caplog
 ):
     (tmp_path / "slow_loop.py").write_text(SLOW_LOOP)
-    ledger = ledger_of(tasks_of(1, agent_name="slow_loop.py:Slow"))
-    async with running(worker_of(ledger, FakeClient(lambda context: [5, 2]), recipe_dir=tmp_path)):
-        await until(lambda: ledger.done)
+    queue = queue_of(tasks_of(1, agent_name="slow_loop.py:Slow"))
+    async with running(worker_of(queue, FakeClient(lambda context: [5, 2]), recipe_dir=tmp_path)):
+        await until(lambda: queue.done)
     assert f"{tmp_path}/slow_loop.py:6 in parses_slowly" in caplog.text

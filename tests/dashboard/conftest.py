@@ -1,4 +1,4 @@
-"""A page without a socket, over a folder of runs and a ledger in memory; and one in a process, with a Chromium."""
+"""A page without a socket, over a folder of runs and a queue in memory; and one in a process, with a Chromium."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from tests.dashboard.recorded import WRITES
 
 from penstock.dashboard.access import Tokens
 from penstock.dashboard.app import make_app
-from penstock.transfer_queue.ledger import Ledger
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import TransferQueue
 
 
-class GivenLedgers:
-    """See `LiveLedgers`."""
+class GivenQueues:
+    """See `LiveQueues`."""
 
     def __init__(self) -> None:
-        self.ledgers: dict[str, Ledger] = {}
+        self.queues: dict[str, TransferQueue] = {}
         self.closed = False
 
     def names(self) -> Sequence[str]:
-        return list(self.ledgers)
+        return list(self.queues)
 
-    async def ledger(self, run: str) -> Ledger | None:
-        return self.ledgers.get(run)
+    async def queue(self, run: str) -> TransferQueue | None:
+        return self.queues.get(run)
 
     async def close(self) -> None:
         self.closed = True
 
 
 @pytest.fixture
-def ledgers() -> GivenLedgers:
-    return GivenLedgers()
+def queues() -> GivenQueues:
+    return GivenQueues()
 
 
 @pytest.fixture
-async def ledger(ledgers: GivenLedgers) -> MemoryLedger:
+async def queue(queues: GivenQueues) -> MemoryTransferQueue:
     """Of the living run `mine`."""
-    ledgers.ledgers["mine"] = made = MemoryLedger()
+    queues.queues["mine"] = made = MemoryTransferQueue()
     return made
 
 
 @pytest.fixture
-async def page(tmp_path: Path, ledgers: GivenLedgers) -> AsyncIterator[httpx.AsyncClient]:
+async def page(tmp_path: Path, queues: GivenQueues) -> AsyncIterator[httpx.AsyncClient]:
     """Signed in with the token that may write."""
-    app = make_app(tmp_path, ledgers, Tokens("writes", "looks"))
+    app = make_app(tmp_path, queues, Tokens("writes", "looks"))
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=WRITES) as client:
         yield client

@@ -1,4 +1,4 @@
-"""A run that lives in the test: a real redis ledger, trained on by nobody, recorded by the trainer's own recorder."""
+"""A run that lives in the test: a real redis queue, trained on by nobody, recorded by the trainer's own recorder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from penstock.trainer.batch import ModelLimits, make_step_batch
 from penstock.trainer.config import StopConfig
 from penstock.trainer.stopping import Stopping
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Announcement, Batch, Lease, Limits, ServerInfo, WeightUpdate
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Announcement, Batch, Lease, Limits, ServerInfo, WeightUpdate
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 from penstock.transfer_queue.trajectory import (
     COMPLETED,
@@ -52,8 +52,8 @@ class LivingRun:
 
         await self.redis.start()
         link = Link(self.redis.url, self.name, "only-for-this-test", "writes")
-        self.ledger: RedisLedger = await link.connect(TransferQueueConfig())
-        await self.ledger.create_run(LIMITS, "config: true")
+        self.queue: RedisTransferQueue = await link.connect(TransferQueueConfig())
+        await self.queue.create_run(LIMITS, "config: true")
         self.root.mkdir(parents=True)
         (self.root / "config.yaml").write_text(
             f"model: {MODEL}\nmax_staleness: 2\ngroups_per_step: 1\ngroup_size: 4\nagent: {{workers: 1}}\n"
@@ -69,15 +69,15 @@ class LivingRun:
         await asyncio.wait([self.beating])
         self.recorder.close()
         (self.root / "connect.env").unlink(missing_ok=True)
-        await self.ledger.close()
+        await self.queue.close()
         await self.redis.stop()
 
     async def step(self, *, said: str | None = None, extra: dict[str, Any] | None = None) -> None:
-        """One group through the whole ledger; `said` is the last answer of each of its members."""
+        """One group through the whole queue; `said` is the last answer of each of its members."""
         step = self.steps
         await self.train({}, said=said, extra=extra)
-        await self.ledger.add_wait("trainer", "batch", 0.5)
-        await self.ledger.report_update(WeightUpdate("rollout-0", step + 1, 0.002, 0.03, 0.01, 5))
+        await self.queue.add_wait("trainer", "batch", 0.5)
+        await self.queue.report_update(WeightUpdate("rollout-0", step + 1, 0.002, 0.03, 0.01, 5))
 
     async def train(
         self, manifest: Mapping[str, Any], *, said: str | None = None, extra: dict[str, Any] | None = None
@@ -85,12 +85,12 @@ class LivingRun:
         """`step` up to the new version, whose weights are where `manifest` says."""
         step = self.steps
         await self._submit(step)
-        for lease in await self.ledger.lease_episodes("agent-0", LIMITS.group_size, max(0, step - 1)):
-            await self.ledger.complete(lease, self._trajectory(lease, step, said, extra or {}))
-        batch = await self.ledger.lease_batch(step)
+        for lease in await self.queue.lease_episodes("agent-0", LIMITS.group_size, max(0, step - 1)):
+            await self.queue.complete(lease, self._trajectory(lease, step, said, extra or {}))
+        batch = await self.queue.lease_batch(step)
         assert isinstance(batch, Batch), batch
-        await asyncio.to_thread(self._record, batch, await self.ledger.read(batch.groups[0]))
-        await self.ledger.publish_version(Announcement(step + 1, manifest))
+        await asyncio.to_thread(self._record, batch, await self.queue.read(batch.groups[0]))
+        await self.queue.publish_version(Announcement(step + 1, manifest))
         self.steps += 1
 
     async def _beat(self) -> None:
@@ -100,25 +100,25 @@ class LivingRun:
             await asyncio.sleep(1.0)
 
     async def _tell_servers(self) -> None:
-        await self.ledger.heartbeat(ServerInfo("rollout-0", "http://127.0.0.1:1", self.steps, 5, True, 900))
-        await self.ledger.heartbeat(ServerInfo("rollout-1", "http://127.0.0.1:2", max(0, self.steps - 1), 2, True, 300))
+        await self.queue.heartbeat(ServerInfo("rollout-0", "http://127.0.0.1:1", self.steps, 5, True, 900))
+        await self.queue.heartbeat(ServerInfo("rollout-1", "http://127.0.0.1:2", max(0, self.steps - 1), 2, True, 300))
 
     async def bury(self, reason: str) -> str:
         """A group that is given up; returns its first dead letter."""
         await self._submit(self.steps)
-        for lease in await self.ledger.lease_episodes("agent-0", LIMITS.group_size, self.steps):
+        for lease in await self.queue.lease_episodes("agent-0", LIMITS.group_size, self.steps):
             ids = np.array(self._ids("I will look."), dtype=np.int32)
             spans, logprobs = np.array([[0, 0, len(ids)]], dtype=np.int32), np.full(len(ids), -0.1, dtype=np.float32)
             entry = JournalEntry(JournalKind.SAMPLED, 3, 7, ids, logprobs, spans, {"finish_reason": "stop"})
-            await self.ledger.journal(lease, entry)
-            await self.ledger.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, reason, "sandbox"))
-        (letter, *_) = await self.ledger.dead_letters()
+            await self.queue.journal(lease, entry)
+            await self.queue.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, reason, "sandbox"))
+        (letter, *_) = await self.queue.dead_letters()
         return letter.episode_id
 
     async def _submit(self, number: int) -> None:
-        at = await self.ledger.cursor()
+        at = await self.queue.cursor()
         task = Task(f"train/{at.index:08d}", "train", [{"role": "user", "content": f"{number}*7"}], "calculator", "1")
-        await self.ledger.submit([task], cursor=DataCursor(0, at.index + 1))
+        await self.queue.submit([task], cursor=DataCursor(0, at.index + 1))
 
     def _trajectory(self, lease: Lease, step: int, said: str | None, extra: dict[str, Any]) -> Trajectory:
         right = lease.member % 2 == 0

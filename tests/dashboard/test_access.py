@@ -9,8 +9,8 @@ import pytest
 from tests.dashboard.recorded import LOOKS, write_config
 
 from penstock.dashboard.access import Tokens
-from penstock.transfer_queue.ledger import Limits
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Limits
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind, Task
 
 PATHS = ["session", "runs", "runs/mine/live", "runs/mine/trajectories", "runs/mine/dead-letters", "nothing"]
@@ -40,17 +40,17 @@ async def test_a_token_in_the_address_counts_for_nothing(page: httpx.AsyncClient
     assert (await page.get("/api/runs", headers={"Cookie": "token=writes"})).status_code == 401
 
 
-async def test_who_looks_changes_nothing(page: httpx.AsyncClient, ledger: MemoryLedger) -> None:
-    await ledger.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1, max_attempts=1), "x")
-    await ledger.submit([Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")])
-    for lease in await ledger.lease_episodes("worker", 2, 0):
-        await ledger.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, "the box is gone", "sandbox"))
+async def test_who_looks_changes_nothing(page: httpx.AsyncClient, queue: MemoryTransferQueue) -> None:
+    await queue.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1, max_attempts=1), "x")
+    await queue.submit([Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")])
+    for lease in await queue.lease_episodes("worker", 2, 0):
+        await queue.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, "the box is gone", "sandbox"))
     assert (await page.get("/api/session", headers=LOOKS)).json()["scope"] == "read"
     refused = await page.post(REQUEUE, json={"episode": "train/0#0"}, headers=LOOKS)
-    assert (refused.status_code, (await ledger.status()).groups["queued"]) == (403, 0)
+    assert (refused.status_code, (await queue.status()).groups["queued"]) == (403, 0)
     assert (await page.get("/api/session")).json()["scope"] == "write"
     assert (await page.post(REQUEUE, json={"episode": "train/0#0"})).json() == {"queued": "train/0#0"}
-    assert (await ledger.status()).groups["queued"] == 1
+    assert (await queue.status()).groups["queued"] == 1
 
 
 @pytest.mark.parametrize(
@@ -76,5 +76,5 @@ async def test_no_name_leads_out_of_the_folder(page: httpx.AsyncClient, tmp_path
         assert (await page.get(f"/api/runs/{run}/{what}")).status_code == 404
 
 
-async def test_long_bodies_are_refused(page: httpx.AsyncClient, ledger: MemoryLedger) -> None:
+async def test_long_bodies_are_refused(page: httpx.AsyncClient, queue: MemoryTransferQueue) -> None:
     assert (await page.post(REQUEUE, json={"episode": "x" * (1 << 20)})).status_code == 413

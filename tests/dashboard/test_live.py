@@ -11,24 +11,22 @@ import pytest
 from tests.dashboard.recorded import write_config
 
 from penstock.dashboard.live import Pulse
-from penstock.transfer_queue.ledger import LedgerUnavailable, Limits, ServerInfo, WeightUpdate
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Limits, ServerInfo, TransferQueueUnavailable, WeightUpdate
 from penstock.transfer_queue.trajectory import JournalEntry, JournalKind, Outcome, OutcomeKind, Task
 
 MODEL = Path(__file__).parents[2] / "recipes" / "calculator" / "model"
 
 
 @pytest.fixture
-async def run(ledger: MemoryLedger, tmp_path: Path) -> MemoryLedger:
+async def run(queue: MemoryTransferQueue, tmp_path: Path) -> MemoryTransferQueue:
     write_config(tmp_path / "mine", f"model: {MODEL}\nmax_staleness: 1\ngroups_per_step: 1\n")
-    await ledger.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1, max_attempts=1), "x")
-    await ledger.submit(
-        [Task(f"train/{n}", "train", [{"role": "user", "content": "?"}], "test", "1") for n in range(3)]
-    )
-    return ledger
+    await queue.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1, max_attempts=1), "x")
+    await queue.submit([Task(f"train/{n}", "train", [{"role": "user", "content": "?"}], "test", "1") for n in range(3)])
+    return queue
 
 
-async def test_the_state_of_a_living_run(page: httpx.AsyncClient, run: MemoryLedger) -> None:
+async def test_the_state_of_a_living_run(page: httpx.AsyncClient, run: MemoryTransferQueue) -> None:
     await run.heartbeat(ServerInfo("s1", "http://b", 0, in_flight=3, accepting=False))
     await run.heartbeat(ServerInfo("s0", "http://a", 0, in_flight=2, in_flight_tokens=50))
     await run.report_update(WeightUpdate("s0", 1, 0.002, 0.1, 0.01, 4))
@@ -42,16 +40,16 @@ async def test_the_state_of_a_living_run(page: httpx.AsyncClient, run: MemoryLed
     assert told["limits"]["groups_per_step"] == 1
 
 
-async def test_a_ledger_that_is_away_is_a_cause_not_a_failure(page: httpx.AsyncClient, run: MemoryLedger) -> None:
+async def test_a_queue_that_is_away_is_a_cause_not_a_failure(page: httpx.AsyncClient, run: MemoryTransferQueue) -> None:
     async def away() -> None:
-        raise LedgerUnavailable("status: redis did not answer in 4 s")
+        raise TransferQueueUnavailable("status: redis did not answer in 4 s")
 
     run.status = away  # type: ignore[method-assign,assignment]
     told = (await page.get("/api/runs/mine/live")).json()
     assert (told["alive"], told["cause"]) == (False, "status: redis did not answer in 4 s")
 
 
-async def test_a_ledger_that_does_not_answer_is_not_waited_for(page, run: MemoryLedger, monkeypatch) -> None:
+async def test_a_queue_that_does_not_answer_is_not_waited_for(page, run: MemoryTransferQueue, monkeypatch) -> None:
     monkeypatch.setattr("penstock.dashboard.live.DEADLINE_S", 0.05)
     monkeypatch.setattr("penstock.dashboard.live_routes.DEADLINE_S", 0.05)
 
@@ -71,7 +69,7 @@ async def test_a_run_that_ended(page: httpx.AsyncClient, tmp_path: Path) -> None
     assert (answer.status_code, answer.json()["error"]["field"]) == (409, "run")
 
 
-async def test_many_pages_ask_the_ledger_once(ledgers, run: MemoryLedger) -> None:
+async def test_many_pages_ask_the_queue_once(queues, run: MemoryTransferQueue) -> None:
     asked, status = [], run.status
 
     async def counted():
@@ -79,13 +77,13 @@ async def test_many_pages_ask_the_ledger_once(ledgers, run: MemoryLedger) -> Non
         return await status()
 
     run.status = counted  # type: ignore[method-assign]
-    pulse = Pulse(ledgers)
+    pulse = Pulse(queues)
     answers = [await pulse.of("mine") for _ in range(20)]
     assert len(asked) == 1
     assert answers[0] is answers[-1]
 
 
-async def test_dead_letters_with_their_journal(page: httpx.AsyncClient, run: MemoryLedger) -> None:
+async def test_dead_letters_with_their_journal(page: httpx.AsyncClient, run: MemoryTransferQueue) -> None:
     from tokenizers import Tokenizer
 
     ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode("12+30").ids

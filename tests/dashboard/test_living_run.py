@@ -101,11 +101,11 @@ async def _check_letters(tab: Tab, run: Any) -> None:
     await tab.page.reload()
     await tab.page.wait_for_selector(".letter button:disabled")
     assert await tab.page.evaluate(FORCED, letter) == 403
-    assert (await run.ledger.status()).groups["dead"] == 1
+    assert (await run.queue.status()).groups["dead"] == 1
     await tab.page.evaluate("() => sessionStorage.setItem('penstock-token', 'writes')")
     await tab.page.reload()
     await tab.page.click(".letter button")
     await tab.until("() => document.querySelectorAll('.letter').length === 0")
     assert "queued again" in await tab.text("[role=status]")
-    status = await run.ledger.status()
+    status = await run.queue.status()
     assert (status.groups["dead"], status.groups["queued"]) == (0, 1)

@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from penstock.deploy.cli import app
 from penstock.transfer_queue.acl import RIGHTS
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Limits, ServerInfo
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Limits, ServerInfo
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 from penstock.transfer_queue.trajectory import DataCursor, Outcome, OutcomeKind, Task
 
@@ -21,19 +21,19 @@ PASSWORD = "only-for-this-test"
 
 
 @pytest.fixture
-async def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RedisLedger]:
+async def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RedisTransferQueue]:
     async with RedisServer(tmp_path / "redis", PASSWORD) as server:
-        monkeypatch.setenv("PENSTOCK_LEDGER", server.url)
+        monkeypatch.setenv("PENSTOCK_QUEUE", server.url)
         monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", PASSWORD)
         monkeypatch.setenv("PENSTOCK_TOKEN", "token")
-        ledger = await RedisLedger.connect(server.url, "mine", TransferQueueConfig(), password=PASSWORD)
+        queue = await RedisTransferQueue.connect(server.url, "mine", TransferQueueConfig(), password=PASSWORD)
         limits = Limits(group_size=2, groups_per_step=1, max_staleness=1, max_attempts=1)
-        await ledger.create_run(limits, "config: true")
-        await ledger.submit(
+        await queue.create_run(limits, "config: true")
+        await queue.submit(
             [Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")], cursor=DataCursor(0, 1)
         )
-        yield ledger
-        await ledger.close()
+        yield queue
+        await queue.close()
 
 
 async def invoke(*words: str) -> Result:
@@ -41,32 +41,32 @@ async def invoke(*words: str) -> Result:
 
 
 @pytest.mark.redis
-async def test_status_is_json(ledger: RedisLedger) -> None:
-    await ledger.heartbeat(ServerInfo("s0", "http://a", 0))
+async def test_status_is_json(queue: RedisTransferQueue) -> None:
+    await queue.heartbeat(ServerInfo("s0", "http://a", 0))
     result = await invoke("queue", "status", "mine")
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout)
     assert (told["groups"]["queued"], told["servers"]["s0"]["version_lag"]) == (1, told["version"])
     told = await invoke("queue", "status", "mine", "--prometheus")
-    assert 'penstock_ledger_groups{run="mine",state="queued"} 1.0' in told.stdout
-    assert 'penstock_ledger_server_version_lag{run="mine",server="s0"}' in told.stdout
+    assert 'penstock_queue_groups{run="mine",state="queued"} 1.0' in told.stdout
+    assert 'penstock_queue_server_version_lag{run="mine",server="s0"}' in told.stdout
 
 
 @pytest.mark.redis
-async def test_dead_letters_are_listed_shown_and_requeued(ledger: RedisLedger) -> None:
-    for lease in await ledger.lease_episodes("worker", 2, 0):
-        await ledger.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, "the box is gone", "sandbox"))
+async def test_dead_letters_are_listed_shown_and_requeued(queue: RedisTransferQueue) -> None:
+    for lease in await queue.lease_episodes("worker", 2, 0):
+        await queue.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, "the box is gone", "sandbox"))
     listed = await invoke("queue", "dead-letters", "list", "mine")
     assert "train/0#1  attempts 1  sandbox: the box is gone" in listed.stdout
     shown = json.loads((await invoke("queue", "dead-letters", "show", "train/0#1", "mine")).stdout)
     assert shown["outcome"]["component"] == "sandbox"
     assert (await invoke("queue", "dead-letters", "show", "train/9#1", "mine")).exit_code == 1
     assert (await invoke("queue", "dead-letters", "requeue", "train/0#1", "mine")).exit_code == 0
-    assert (await ledger.status()).groups["queued"] == 1
+    assert (await queue.status()).groups["queued"] == 1
 
 
 @pytest.mark.redis
-async def test_drop_deletes_the_run(ledger: RedisLedger) -> None:
+async def test_drop_deletes_the_run(queue: RedisTransferQueue) -> None:
     assert (await invoke("queue", "drop", "mine")).exit_code == 1, "without --yes a person is asked"
     assert "keys deleted" in (await invoke("queue", "drop", "mine", "--yes")).stdout
     result = await invoke("agent", "--name", "a", "--run", "mine")
@@ -85,12 +85,12 @@ async def test_acl_prints_users_for_ones_own_redis() -> None:
 
 
 async def test_a_role_without_its_secrets_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PENSTOCK_LEDGER", "PENSTOCK_RUN", "PENSTOCK_TOKEN"):
+    for name in ("PENSTOCK_QUEUE", "PENSTOCK_RUN", "PENSTOCK_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     result = await invoke("agent", "--name", "a")
     assert result.exit_code == 2
-    assert "--ledger or PENSTOCK_LEDGER is not set" in result.stderr
-    result = await invoke("agent", "--name", "a", "--ledger", "redis://127.0.0.1:1", "--run", "r")
+    assert "--queue or PENSTOCK_QUEUE is not set" in result.stderr
+    result = await invoke("agent", "--name", "a", "--queue", "redis://127.0.0.1:1", "--run", "r")
     assert "PENSTOCK_TOKEN is not set" in result.stderr
 
 

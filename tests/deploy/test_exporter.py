@@ -1,4 +1,4 @@
-"""The ledger's gauges over HTTP, with the run's token."""
+"""The queue's gauges over HTTP, with the run's token."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from penstock.deploy.exporter import LedgerExporter, make_app
-from penstock.transfer_queue.ledger import Limits, ServerInfo
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.deploy.exporter import QueueExporter, make_app
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Limits, ServerInfo
 from penstock.transfer_queue.trajectory import Task
 
 TOKEN = {"Authorization": "Bearer secret"}
 
 
 @pytest.fixture
-async def ledger() -> MemoryLedger:
-    made = MemoryLedger()
+async def queue() -> MemoryTransferQueue:
+    made = MemoryTransferQueue()
     await made.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1), "x")
     return made
 
 
 @pytest.fixture
-async def client(ledger: MemoryLedger) -> AsyncIterator[tuple[httpx.AsyncClient, LedgerExporter]]:
-    exporter = LedgerExporter(ledger, "mine", every_s=0.01)
+async def client(queue: MemoryTransferQueue) -> AsyncIterator[tuple[httpx.AsyncClient, QueueExporter]]:
+    exporter = QueueExporter(queue, "mine", every_s=0.01)
     transport = httpx.ASGITransport(app=make_app(exporter, "secret"))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as made:
         yield made, exporter
@@ -38,16 +38,16 @@ async def seen(client: httpx.AsyncClient, line: str) -> str:
     return text
 
 
-async def test_gauges_follow_the_ledger(ledger: MemoryLedger, client) -> None:
+async def test_gauges_follow_the_queue(queue: MemoryTransferQueue, client) -> None:
     http, exporter = client
     polling = asyncio.create_task(exporter.poll())
-    await seen(http, 'penstock_ledger_groups{run="mine",state="queued"} 0.0')
-    await ledger.submit([Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")])
-    await seen(http, 'penstock_ledger_groups{run="mine",state="queued"} 1.0')
-    await ledger.heartbeat(ServerInfo("s0", "http://a", 0))
-    await seen(http, 'penstock_ledger_server_version_lag{run="mine",server="s0"} 0.0')
-    await ledger.drop_run()
-    ledger.status = _away  # type: ignore[method-assign]
+    await seen(http, 'penstock_queue_groups{run="mine",state="queued"} 0.0')
+    await queue.submit([Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")])
+    await seen(http, 'penstock_queue_groups{run="mine",state="queued"} 1.0')
+    await queue.heartbeat(ServerInfo("s0", "http://a", 0))
+    await seen(http, 'penstock_queue_server_version_lag{run="mine",server="s0"} 0.0')
+    await queue.drop_run()
+    queue.status = _away  # type: ignore[method-assign]
     async with asyncio.timeout(60):
         while "penstock" in (await http.get("/metrics", headers=TOKEN)).text:
             await asyncio.sleep(0.01)
@@ -55,9 +55,9 @@ async def test_gauges_follow_the_ledger(ledger: MemoryLedger, client) -> None:
 
 
 async def _away():
-    from penstock.transfer_queue.ledger import LedgerUnavailable
+    from penstock.transfer_queue.queue import TransferQueueUnavailable
 
-    raise LedgerUnavailable("status: no answer")
+    raise TransferQueueUnavailable("status: no answer")
 
 
 async def test_without_the_token_nothing_is_told(client) -> None:

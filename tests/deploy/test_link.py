@@ -18,7 +18,7 @@ from penstock.deploy.plan import roles_of
 from penstock.deploy.run_dir import RunDir
 from penstock.rollout_server.config import RolloutConfig
 from penstock.transfer_queue.connection import Connection
-from penstock.transfer_queue.ledger import LedgerError, NoSuchRun
+from penstock.transfer_queue.queue import NoSuchRun, TransferQueueError
 from penstock.transfer_queue.redis_binary import RedisBinary, find_redis_server
 
 CONFIG = RunConfig(name="mine", model="m", data=DataConfig(train="t"))
@@ -63,7 +63,7 @@ def test_a_server_for_evaluations_is_one_more(tmp_path: Path) -> None:
     assert [spec.argv[spec.argv.index("--port") + 1] for spec in servers.values()] == ["7000", "7001", "7002"]
 
 
-def test_a_ledger_without_users_of_roles_is_joined_as_given(tmp_path: Path) -> None:
+def test_a_queue_without_users_of_roles_is_joined_as_given(tmp_path: Path) -> None:
     link = Link("redis://127.0.0.1:1", "mine", "password", "token", "mine-agent")
     for spec in (role.spec(tmp_path) for role in roles_of(CONFIG, link)):
         assert spec.env["PENSTOCK_REDIS_USER"] == "mine-agent"
@@ -93,13 +93,13 @@ async def test_a_role_waits_for_a_run_that_has_not_begun(tmp_path: Path) -> None
         with pytest.raises(NoSuchRun, match="no run mine"):
             await link.of_role("agent").join()
         joining = asyncio.create_task(link.of_role("agent").join(wait_s=30))
-        ledger = await link.connect()
+        queue = await link.connect()
         await asyncio.sleep(0.1)
         assert not joining.done()
-        await ledger.create_run(limits_of(CONFIG), dump_config(CONFIG))
+        await queue.create_run(limits_of(CONFIG), dump_config(CONFIG))
         joined, config = await joining
         assert config == CONFIG
-        await asyncio.gather(joined.close(), ledger.close())
+        await asyncio.gather(joined.close(), queue.close())
 
 
 @pytest.mark.redis
@@ -108,7 +108,7 @@ async def test_the_runs_own_redis_knows_the_roles(tmp_path: Path) -> None:
         assert set(link.role_passwords) == set(PASSWORDS)
         agent = link.of_role("agent")
         connection = await Connection.connect(agent.url, deadline_s=5, password=agent.password, username="agent")
-        with pytest.raises(LedgerError, match="no permissions"):
+        with pytest.raises(TransferQueueError, match="no permissions"):
             await connection.command("HSET", "penstock:{mine}:steps", "version", 7)
         assert await connection.command("HSET", "penstock:{mine}:counts", "a", 1) == 1
         await connection.close()
@@ -123,4 +123,4 @@ async def test_an_older_redis_has_one_password(
     with caplog.at_level(logging.WARNING):
         async with own_redis(CONFIG, RunDir(tmp_path), "token") as link:
             assert link.of_role("agent").environment() == link.environment()
-    assert "older than 7.0: all roles share the ledger's one password" in caplog.text
+    assert "older than 7.0: all roles share the queue's one password" in caplog.text

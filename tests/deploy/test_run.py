@@ -73,7 +73,7 @@ def assert_every_role_tells_its_numbers(run: LivingRun) -> None:
     assert set(told) == {"head", "trainer", "rollout-0", "agent-0", "agent-1"}
     documented = set(re.findall(r"^\| `(penstock_\w+)` \|", DOCS.read_text(), re.MULTILINE))
     assert set().union(*told.values()) <= documented
-    for role, name in (("head", "ledger_version"), ("trainer", "trainer_metric"), ("agent-0", "agent_episodes_total")):
+    for role, name in (("head", "queue_version"), ("trainer", "trainer_metric"), ("agent-0", "agent_episodes_total")):
         assert f"penstock_{name}" in told[role]
 
 

@@ -23,13 +23,13 @@ REPOSITORY = Path(__file__).parents[2]
 PASSWORD, AGENT = "the-owners-password", "the-agents-password"
 
 
-class Ledger:
+class TransferQueue:
     def __init__(self, folder: Path, *words: str, host: str = "127.0.0.2") -> None:
         self.host = host
         self.port = free_port()
         users = folder / "users.acl"
         users.write_text("".join(f"{line}\n" for line in role_users("mine", {"agent": AGENT})))
-        argv = ["ledger", str(folder / "redis"), "--host", host, "--port", str(self.port)]
+        argv = ["queue", str(folder / "redis"), "--host", host, "--port", str(self.port)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "penstock.deploy.cli", *argv, "--users", str(users), *words],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "PENSTOCK_REDIS_PASSWORD": PASSWORD},
@@ -62,75 +62,75 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Ledger]]:
-    started: list[Ledger] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., TransferQueue]]:
+    started: list[TransferQueue] = []
 
-    def begin(*words: str, **options: str) -> Ledger:
-        started.append(Ledger(tmp_path, *words, **options))
+    def begin(*words: str, **options: str) -> TransferQueue:
+        started.append(TransferQueue(tmp_path, *words, **options))
         return started[-1]
 
     yield begin
-    for ledger in started:
-        ledger.process.terminate()
-        ledger.process.wait(60)
+    for queue in started:
+        queue.process.terminate()
+        queue.process.wait(60)
 
 
-def test_a_scheduler_that_stops_everything_leaves_the_ledger_to_the_head(start, tmp_path: Path) -> None:
+def test_a_scheduler_that_stops_everything_leaves_the_queue_to_the_head(start, tmp_path: Path) -> None:
     """TERM to redis-server and to what keeps it, as Slurm does it: the head still writes, and says when it is done."""
     connect_env = tmp_path / "connect.env"
     connect_env.touch()
-    ledger = start("--linger-while", str(connect_env), "--linger-s", "200")
-    with ledger.client() as client:
+    queue = start("--linger-while", str(connect_env), "--linger-s", "200")
+    with queue.client() as client:
         client.set("before", 1)
-    first = ledger.redis_pid()
+    first = queue.redis_pid()
     assert first
-    for pid in (first, ledger.process.pid):
+    for pid in (first, queue.process.pid):
         os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: ledger.redis_pid() not in (None, first) and ledger.answers())
-    with ledger.client() as client:
+    wait_for(lambda: queue.redis_pid() not in (None, first) and queue.answers())
+    with queue.client() as client:
         client.set("after", 2)
         assert client.get("before") == b"1"
     connect_env.unlink()
-    assert ledger.process.wait(30) == 0
+    assert queue.process.wait(30) == 0
 
 
 @pytest.mark.parametrize("words", [(), ("--linger-s", "1", "--linger-while", __file__)])
 def test_it_does_not_stay_for_ever(start, words: tuple[str, ...]) -> None:
-    ledger = start(*words)
-    ledger.process.terminate()
-    assert ledger.process.wait(30) == 0
+    queue = start(*words)
+    queue.process.terminate()
+    assert queue.process.wait(30) == 0
 
 
 def test_roles_have_their_own_rights(start) -> None:
-    ledger = start()
-    with ledger.client("agent", AGENT) as client:
+    queue = start()
+    with queue.client("agent", AGENT) as client:
         assert client.ping()
         with pytest.raises(redis.exceptions.NoPermissionError):
             client.set("somebody-elses", 1)
-    with pytest.raises(redis.exceptions.AuthenticationError), ledger.client("agent", "guessed") as client:
+    with pytest.raises(redis.exceptions.AuthenticationError), queue.client("agent", "guessed") as client:
         client.ping()
 
 
 def test_it_listens_where_it_is_told_and_on_loopback(start) -> None:
-    ledger = start()
+    queue = start()
     for host, there in (("127.0.0.1", True), ("127.0.0.2", True), ("127.0.0.3", False)):
         with socket.socket() as probe:
-            assert (probe.connect_ex((host, ledger.port)) == 0) == there
+            assert (probe.connect_ex((host, queue.port)) == 0) == there
 
 
 def test_a_name_that_means_loopback_here_is_another_address_elsewhere(start) -> None:
     """Debian's /etc/hosts: a machine's own name is 127.0.1.1 to itself, and its address to others."""
     if not socket.gethostbyname(socket.gethostname()).startswith("127."):
         pytest.skip("this machine's name is no loopback address")
-    ledger = start(host=socket.gethostname())
+    queue = start(host=socket.gethostname())
     with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.3", ledger.port)) == 0
+        assert probe.connect_ex(("127.0.0.3", queue.port)) == 0
 
 
 def test_without_a_password_it_does_not_start(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_PASSWORD"}
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.deploy.cli", "ledger", str(tmp_path), "--host", "localhost", "--port", "1"],
+        [sys.executable, "-m", "penstock.deploy.cli", "queue", str(tmp_path), "--host", "localhost", "--port", "1"],
         env={**environment, "PYTHONPATH": str(REPOSITORY / "src")},
         capture_output=True,
         text=True,

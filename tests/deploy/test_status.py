@@ -61,7 +61,7 @@ async def test_a_living_run(living: LivingRun) -> None:
 
 async def test_what_a_held_episode_looks_like(living: LivingRun) -> None:
     await living._submit(9)
-    await living.ledger.lease_episodes("agent-7", 4, 3)
+    await living.queue.lease_episodes("agent-7", 4, 3)
     state = await told(str(living.root))
     assert state["workers"]["agent-7"] == 4
     assert state["waiting"][1] == "agent workers: run 4 episodes, 7 requests are in flight"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.deploy.stuck import LocalRole, Scene, find_stuck
-from penstock.transfer_queue.ledger import ServerInfo, Status
+from penstock.transfer_queue.queue import ServerInfo, Status
 
 ROLES = tuple(LocalRole(name, running=True) for name in ("rollout-0", "agent-0", "agent-1", "trainer"))
 UP = ServerInfo("rollout-0", "http://a", 3)
@@ -30,7 +30,7 @@ EVALUATION = replace(
 CASES = {
     "held": (scene(roles=(*ROLES[:3], LocalRole("trainer", running=True, held=True))), "trainer", "SIGSTOP"),
     "dead": (scene(roles=(LocalRole("agent-0", running=False, restarts=4), *ROLES)), "agent-0", "4 restarts"),
-    "ledger": (scene(None), "ledger", "does not answer"),
+    "queue": (scene(None), "queue", "does not answer"),
     "a batch": (scene(groups(shipped=4)), "trainer", "has leased step 2"),
     "ready": (scene(groups(ready=4)), "trainer", "4 make a step"),
     "no server": (scene(LEASED, ()), "rollout-0", "no server is in the registry"),

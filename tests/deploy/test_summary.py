@@ -3,7 +3,7 @@ from pathlib import Path
 
 from penstock.deploy.summary import _accounts, _tokens, _updates
 from penstock.trainer.jsonl import last_by_step, read_lines
-from penstock.transfer_queue.ledger import Status, WeightUpdate
+from penstock.transfer_queue.queue import Status, WeightUpdate
 
 
 def status(**episodes: int) -> Status:

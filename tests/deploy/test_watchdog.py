@@ -12,7 +12,7 @@ from tests.deploy.conftest import RECIPE, assert_nothing_left
 
 from penstock.deploy.load_config import load_config
 from penstock.deploy.watchdog import StalledRun, Watchdog
-from penstock.transfer_queue.ledger import ServerInfo, Status
+from penstock.transfer_queue.queue import ServerInfo, Status
 
 HANGS = """
 import asyncio

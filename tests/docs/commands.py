@@ -98,7 +98,7 @@ def parse(words: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
 
 def check_run(given: Mapping[str, Any], folder: Path) -> None:
     """The recipe with its overrides is a sound configuration, and what it names of the page's files is there."""
-    path = given["recipe"] or ANY_RECIPE  # `doctor --join` takes the recipe from the ledger
+    path = given["recipe"] or ANY_RECIPE  # `doctor --join` takes the recipe from the queue
     config = load_config(_recipe(Path(path)), [one for one in given["overrides"] or () if "=" in one])
     for named in (config.agent.loop, config.agent.reward):
         if ".py:" in named and not (folder / named.partition(":")[0]).is_file():

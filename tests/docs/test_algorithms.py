@@ -26,7 +26,7 @@ from penstock.trainer.learner import Learner
 from penstock.trainer.losses import LOSSES
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.registry import Registry, options_of
-from penstock.transfer_queue.ledger import Batch
+from penstock.transfer_queue.queue import Batch
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]

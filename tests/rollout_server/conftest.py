@@ -22,7 +22,7 @@ from penstock.rollout_server.fake_engine import FakeEngine, next_token
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, GenerateRequest, Generation, Sampling
 from penstock.rollout_server.server import ServerJob, serve
 from penstock.rollout_server.spans import join_chunks
-from penstock.transfer_queue.ledger import Announcement, LedgerUnavailable, ServerInfo, Status, WeightUpdate
+from penstock.transfer_queue.queue import Announcement, ServerInfo, Status, TransferQueueUnavailable, WeightUpdate
 
 VOCAB = 512
 TOKEN = "a-token-of-this-run"
@@ -165,7 +165,7 @@ def check_answer(ids: list[int], logprobs: list[float], spans: list[tuple[int, i
     assert not ids or spans[-1][2] == len(ids)
 
 
-class StubLedger:
+class StubQueue:
     """The few calls that servers and clients make, in memory. `down` makes all of them fail."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class StubLedger:
 
     def _check(self) -> None:
         if self.down:
-            raise LedgerUnavailable("the stub is down")
+            raise TransferQueueUnavailable("the stub is down")
 
     def announce(self, version: int, **manifest: Any) -> None:
         self.announced = Announcement(version, {"version": version, **manifest})
@@ -214,14 +214,14 @@ class StubLedger:
 class RunningServer:
     """A rollout server in this process and every engine it has started."""
 
-    ledger: StubLedger
+    queue: StubQueue
     task: asyncio.Task[None]
     engines: list[Engine]
     name: str
 
     @property
     def url(self) -> str:
-        return self.ledger.registered[self.name].url
+        return self.queue.registered[self.name].url
 
     @property
     def engine(self) -> Any:
@@ -235,13 +235,13 @@ class RunningServer:
                 await asyncio.sleep(0.01)
 
     async def up(self, timeout_s: float = 60.0) -> None:
-        registered = self.ledger.registered
+        registered = self.queue.registered
         await self.until(lambda: self.name in registered and registered[self.name].accepting, timeout_s)
 
 
 @asynccontextmanager
 async def rollout_server(
-    ledger: StubLedger, folder: Path, *, name: str = "s0", token_s: float = 0.0, new_engine: Any = None, **job: Any
+    queue: StubQueue, folder: Path, *, name: str = "s0", token_s: float = 0.0, new_engine: Any = None, **job: Any
 ) -> AsyncIterator[RunningServer]:
     """A server with fake engines (or those of `new_engine`), up; cancelled at the end."""
     engines: list[Engine] = []
@@ -252,8 +252,8 @@ async def rollout_server(
         return engines[-1]
 
     settings = {"config": small_config(), "model": "fake", "drain_s": 5.0, **job}
-    server_job = ServerJob(name=name, ledger=ledger, token=TOKEN, log_dir=folder, **settings)
-    running = RunningServer(ledger, asyncio.create_task(serve(server_job, remember)), engines, name)
+    server_job = ServerJob(name=name, queue=queue, token=TOKEN, log_dir=folder, **settings)
+    running = RunningServer(queue, asyncio.create_task(serve(server_job, remember)), engines, name)
     try:
         await running.up(server_job.config.start_timeout_s)
         yield running

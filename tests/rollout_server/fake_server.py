@@ -10,10 +10,10 @@ from pathlib import Path
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.fake_engine import FakeEngine
 from penstock.rollout_server.server import ServerJob, serve
-from penstock.transfer_queue.ledger import Announcement, ServerInfo, WeightUpdate
+from penstock.transfer_queue.queue import Announcement, ServerInfo, WeightUpdate
 
 
-class PrintingLedger:
+class PrintingQueue:
     """Knows no weights; prints the URL of the first heartbeat."""
 
     printed = False
@@ -36,5 +36,5 @@ class PrintingLedger:
         return
 
 
-job = ServerJob("killed", RolloutConfig(), PrintingLedger(), "fake", sys.argv[1], Path(sys.argv[2]))
+job = ServerJob("killed", RolloutConfig(), PrintingQueue(), "fake", sys.argv[1], Path(sys.argv[2]))
 asyncio.run(serve(job, partial(FakeEngine, token_s=0.02)))

@@ -1,6 +1,6 @@
-"""A rollout server process to be killed: real ledger, hf or fake engine; writes down what its engine is asked.
+"""A rollout server process to be killed: real queue, hf or fake engine; writes down what its engine is asked.
 
-``killable_server.py hf|fake NAME LEDGER_URL RUN MODEL FOLDER``; secrets from the environment. In FOLDER: ``NAME.pid``,
+``killable_server.py hf|fake NAME QUEUE_URL RUN MODEL FOLDER``; secrets from the environment. In FOLDER: ``NAME.pid``,
 the engine's process, and ``NAME.asked``, one JSON object per request: its id and the context that the engine got.
 """
 
@@ -24,7 +24,7 @@ from penstock.rollout_server.fake_engine import FakeEngine
 from penstock.rollout_server.protocol import Chunk, EngineInfo, GenerateRequest
 from penstock.rollout_server.server import ServerJob, serve
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 
 KIND, NAME, URL, RUN, MODEL = sys.argv[1:6]
 FOLDER = Path(sys.argv[6])
@@ -57,12 +57,12 @@ class WrittenFake(Written, FakeEngine):
 
 
 async def main() -> None:
-    ledger = await RedisLedger.connect(URL, RUN, TransferQueueConfig(), os.environ["PENSTOCK_REDIS_PASSWORD"])
+    queue = await RedisTransferQueue.connect(URL, RUN, TransferQueueConfig(), os.environ["PENSTOCK_REDIS_PASSWORD"])
     # recompute: what follows a swap is what a plain forward pass of the new weights gives.
     config = RolloutConfig(
         max_model_len=512, max_concurrent=32, kv_cache_tokens=16384, max_restarts=10_000, pause="recompute"
     )
-    job = ServerJob(NAME, config, ledger, MODEL, os.environ["PENSTOCK_TOKEN"], FOLDER)
+    job = ServerJob(NAME, config, queue, MODEL, os.environ["PENSTOCK_TOKEN"], FOLDER)
     engines: dict[str, Any] = {"hf": WrittenHF, "fake": partial(WrittenFake, token_s=0.004)}
     await serve(job, engines[KIND])
 

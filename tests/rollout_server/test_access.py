@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from tests.rollout_server.conftest import HEADERS, TOKEN, RunningServer, StubLedger, rollout_server
+from tests.rollout_server.conftest import HEADERS, TOKEN, RunningServer, StubQueue, rollout_server
 
 from penstock.rollout_server.access import LimitBody
 from penstock.rollout_server.errors import add_error_handlers
@@ -18,7 +18,7 @@ WRONG = ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Auth
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
-    async with rollout_server(StubLedger(), tmp_path) as running:
+    async with rollout_server(StubQueue(), tmp_path) as running:
         yield running
 
 
@@ -41,7 +41,7 @@ async def test_every_route_refuses_a_missing_and_a_wrong_token(server: RunningSe
 async def test_the_token_for_metrics_opens_them_alone(tmp_path: Path) -> None:
     headers = {"Authorization": "Bearer for metrics"}
     async with (
-        rollout_server(StubLedger(), tmp_path, metrics_token="for metrics") as running,
+        rollout_server(StubQueue(), tmp_path, metrics_token="for metrics") as running,
         httpx.AsyncClient(timeout=60, headers=headers) as http,
     ):
         found = await http.get(f"{running.url}/metrics")

@@ -18,7 +18,7 @@ from tests.rollout_server.conftest import (
     TOKEN,
     Reference,
     RunningServer,
-    StubLedger,
+    StubQueue,
     rollout_server,
     skip_without,
     small_config,
@@ -33,7 +33,7 @@ from penstock.rollout_server.client import RolloutClient  # noqa: E402
 from penstock.rollout_server.engines.registry import make_engine  # noqa: E402
 from penstock.rollout_server.protocol import GenerateRequest, Generation, Sampling  # noqa: E402
 from penstock.rollout_server.weights import FileServer, WeightPublisher  # noqa: E402
-from penstock.transfer_queue.ledger import Announcement  # noqa: E402
+from penstock.transfer_queue.queue import Announcement  # noqa: E402
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600, func_only=True)]
 TOLERANCE = 2e-4
@@ -55,13 +55,13 @@ class Subject:
         return self.publisher.write_adapter(next(self.versions), policy.tensors().items(), policy.config())
 
     def announce(self, manifest: dict[str, Any]) -> int:
-        self.server.ledger.announced = Announcement(manifest["version"], manifest)
+        self.server.queue.announced = Announcement(manifest["version"], manifest)
         version: int = manifest["version"]
         return version
 
     async def load(self, manifest: dict[str, Any]) -> int:
         version = self.announce(manifest)
-        await self.server.until(lambda: self.server.ledger.registered["s0"].version == version)
+        await self.server.until(lambda: self.server.queue.registered["s0"].version == version)
         return version
 
     async def ask(self, count: int = 16, temperature: float = 0.0) -> Generation:
@@ -85,9 +85,9 @@ async def subject(
     config = small_config(engine=name, max_model_len=2048, start_timeout_s=300.0)
     folder = tmp_path_factory.mktemp("adapters")
     publisher = WeightPublisher(folder / "published", "shm", keep=4, model=Path(tiny_model))
-    ledger = StubLedger()
-    async with rollout_server(ledger, folder, config=config, model=tiny_model, new_engine=make_engine) as server:
-        client = RolloutClient(ledger, TOKEN, timeout_s=60)
+    queue = StubQueue()
+    async with rollout_server(queue, folder, config=config, model=tiny_model, new_engine=make_engine) as server:
+        client = RolloutClient(queue, TOKEN, timeout_s=60)
         yield Subject(server, client, publisher, (Path(tiny_model) / "model.safetensors").stat().st_size)
         await client.close()
 
@@ -120,7 +120,7 @@ async def test_each_adapter_changes_what_is_sampled_and_replaces_the_one_before(
         answers.append(await check_answers(subject, policy, await subject.load(manifest)))
     for one, other in itertools.combinations(answers, 2):
         assert one != pytest.approx(other, abs=10 * TOLERANCE)
-    assert subject.server.ledger.reported[-1].version == manifest["version"]
+    assert subject.server.queue.reported[-1].version == manifest["version"]
 
 
 async def test_requests_in_flight_go_on_over_an_adapter(subject: Subject, policy: PeftPolicy) -> None:
@@ -129,7 +129,7 @@ async def test_requests_in_flight_go_on_over_an_adapter(subject: Subject, policy
     policy.train(2, seed=9)
     manifest = subject.publish(policy)
     long = asyncio.create_task(subject.ask(1900, temperature=1.0))
-    await subject.server.until(lambda: subject.server.ledger.registered["s0"].in_flight > 0)
+    await subject.server.until(lambda: subject.server.queue.registered["s0"].in_flight > 0)
     new = await subject.load(manifest)
     answer = await long
     assert [version for version, _, _ in answer.version_spans] == [old, new]
@@ -193,10 +193,10 @@ async def test_over_http_the_adapter_alone_travels_and_nothing_is_left(tiny_mode
     files = FileServer(tmp_path / "published", TOKEN)
     await files.start()
     publisher = WeightPublisher(tmp_path / "published", "http", base_url=files.url, model=Path(tiny_model))
-    ledger, policy = StubLedger(), PeftPolicy(tiny_model)
+    queue, policy = StubQueue(), PeftPolicy(tiny_model)
     job = {"config": small_config(), "model": tiny_model, "new_engine": make_engine}
-    async with rollout_server(ledger, tmp_path, **job) as server:
-        client = RolloutClient(ledger, TOKEN, timeout_s=60)
+    async with rollout_server(queue, tmp_path, **job) as server:
+        client = RolloutClient(queue, TOKEN, timeout_s=60)
         subject = Subject(server, client, publisher, 0)
         for seed in range(2):
             policy.train(2, seed)

@@ -17,7 +17,7 @@ import pytest
 from tests.rollout_server.conftest import (
     TOKEN,
     RunningServer,
-    StubLedger,
+    StubQueue,
     begun,
     check_answer,
     fake_answer,
@@ -30,24 +30,24 @@ from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.fake_engine import FakeEngine
 from penstock.rollout_server.protocol import Chunk, EngineError, GenerateRequest, Generation, Sampling
 from penstock.rollout_server.spans import join_chunks
-from penstock.transfer_queue.ledger import ServerInfo
+from penstock.transfer_queue.queue import ServerInfo
 
 
 @pytest.fixture
-def ledger() -> StubLedger:
-    return StubLedger()
+def queue() -> StubQueue:
+    return StubQueue()
 
 
 @pytest.fixture
-async def client(ledger: StubLedger) -> AsyncIterator[RolloutClient]:
-    made = RolloutClient(ledger, TOKEN, timeout_s=60)
+async def client(queue: StubQueue) -> AsyncIterator[RolloutClient]:
+    made = RolloutClient(queue, TOKEN, timeout_s=60)
     yield made
     await made.close()
 
 
 @pytest.fixture
-async def server(ledger: StubLedger, tmp_path: Path) -> AsyncIterator[RunningServer]:
-    async with rollout_server(ledger, tmp_path, token_s=0.002) as running:
+async def server(queue: StubQueue, tmp_path: Path) -> AsyncIterator[RunningServer]:
+    async with rollout_server(queue, tmp_path, token_s=0.002) as running:
         yield running
 
 
@@ -108,20 +108,20 @@ async def test_a_stream_refused_or_without_server_raises(client: RolloutClient, 
     with pytest.raises(EngineError, match="outside") as caught:
         await anext(client.stream(ask([512], 5)))
     assert not caught.value.retryable
-    nobody = RolloutClient(StubLedger(), TOKEN, timeout_s=0.2)
+    nobody = RolloutClient(StubQueue(), TOKEN, timeout_s=0.2)
     with pytest.raises(EngineError, match="no rollout server is registered"):
         await anext(nobody.stream(ask([1], 5)))
 
 
 async def test_the_last_chunk_of_a_server_that_died_before_saying_so_ends_the_stream(
-    client: RolloutClient, ledger: StubLedger, tmp_path: Path
+    client: RolloutClient, queue: StubQueue, tmp_path: Path
 ) -> None:
     class NeverSaysSo(FakeEngine):
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
             async for chunk in super().generate(request):
                 yield chunk.model_copy(update={"finish_reason": None})
 
-    async with rollout_server(ledger, tmp_path, new_engine=NeverSaysSo):
+    async with rollout_server(queue, tmp_path, new_engine=NeverSaysSo):
         _, total = await collect(client, ask([3], 20))
     assert (total.token_ids, total.finish_reason) == (fake_answer([3], 20), "length")
 
@@ -129,7 +129,7 @@ async def test_the_last_chunk_of_a_server_that_died_before_saying_so_ends_the_st
 async def test_an_update_in_the_middle_shows_in_the_spans(client: RolloutClient, server: RunningServer) -> None:
     asking = asyncio.create_task(client.generate(ask([1], 400)))
     await server.until(lambda: server.engine.running == 1)
-    server.ledger.announce(1)
+    server.queue.announce(1)
     answer = check(await asking)
     assert [version for version, _, _ in answer.version_spans] == [0, 1]
     assert answer.continued_over_update
@@ -153,11 +153,11 @@ async def test_a_crashed_engine_is_waited_for_and_the_answer_goes_on(
 
 
 async def test_a_draining_server_hands_new_requests_to_the_next(
-    client: RolloutClient, ledger: StubLedger, tmp_path: Path
+    client: RolloutClient, queue: StubQueue, tmp_path: Path
 ) -> None:
     async with (
-        rollout_server(ledger, tmp_path, name="s0", token_s=0.002) as first,
-        rollout_server(ledger, tmp_path, name="s1", token_s=0.002) as second,
+        rollout_server(queue, tmp_path, name="s0", token_s=0.002) as first,
+        rollout_server(queue, tmp_path, name="s1", token_s=0.002) as second,
     ):
         for _ in range(4):
             await client.generate(ask([1], 3, "sticky"))
@@ -184,14 +184,14 @@ def killable_server(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str
 
 @pytest.mark.crash
 async def test_answers_of_a_killed_server_go_on_token_exact_at_the_next(
-    client: RolloutClient, ledger: StubLedger, tmp_path: Path
+    client: RolloutClient, queue: StubQueue, tmp_path: Path
 ) -> None:
     with killable_server(tmp_path) as (process, url):
-        ledger.registered["killed"] = ServerInfo("killed", url, 0)
+        queue.registered["killed"] = ServerInfo("killed", url, 0)
         asking = await begun(client, [ask([9, i], 400, f"e{i}") for i in range(8)])
         process.kill()
         # Still registered: the client must find out by itself, and come back once another one is up.
-        async with rollout_server(ledger, tmp_path, name="s1", token_s=0.001):
+        async with rollout_server(queue, tmp_path, name="s1", token_s=0.001):
             for i, answer in enumerate(await asyncio.gather(*asking)):
                 assert check(answer).token_ids == fake_answer([9, i], 400)
                 assert answer.resumed == 1
@@ -199,15 +199,15 @@ async def test_answers_of_a_killed_server_go_on_token_exact_at_the_next(
 
 @pytest.mark.crash
 async def test_a_server_that_hangs_is_left_after_silence(
-    client: RolloutClient, ledger: StubLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: RolloutClient, queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP of a whole sidecar: its socket stays open, its keep-alives stop."""
     monkeypatch.setattr(rollout_client, "SILENCE_S", 5.0)
     with killable_server(tmp_path) as (process, url):
-        ledger.registered["killed"] = ServerInfo("killed", url, 0)
+        queue.registered["killed"] = ServerInfo("killed", url, 0)
         asking = await begun(client, [ask([9, i], 400, f"e{i}") for i in range(4)])
         process.send_signal(signal.SIGSTOP)
-        async with rollout_server(ledger, tmp_path, name="s1", token_s=0.001) as other:
+        async with rollout_server(queue, tmp_path, name="s1", token_s=0.001) as other:
             for i, answer in enumerate(await asyncio.gather(*asking)):
                 assert check(answer).token_ids == fake_answer([9, i], 400)
             assert other.engine.asked >= 4
@@ -215,62 +215,62 @@ async def test_a_server_that_hangs_is_left_after_silence(
 
 
 async def test_a_server_that_falls_short_of_the_version_is_not_asked(
-    client: RolloutClient, ledger: StubLedger, tmp_path: Path
+    client: RolloutClient, queue: StubQueue, tmp_path: Path
 ) -> None:
-    ledger.announce(2)
-    async with rollout_server(ledger, tmp_path, name="new"):
-        ledger.registered["old"] = ServerInfo("old", "http://127.0.0.1:9", 1)
+    queue.announce(2)
+    async with rollout_server(queue, tmp_path, name="new"):
+        queue.registered["old"] = ServerInfo("old", "http://127.0.0.1:9", 1)
         answer = await client.generate(ask([1], 5, min_version=2))
         assert answer.version_spans == [(2, 0, 5)]
         assert await client.best_version() == 2
 
 
-async def test_waiting_for_a_server_ends_with_the_cause(ledger: StubLedger) -> None:
-    client = RolloutClient(ledger, TOKEN, timeout_s=0.5)
+async def test_waiting_for_a_server_ends_with_the_cause(queue: StubQueue) -> None:
+    client = RolloutClient(queue, TOKEN, timeout_s=0.5)
     started = time.monotonic()
     with pytest.raises(EngineError, match="no rollout server is registered") as caught:
         await client.generate(ask([1], 5))
     assert caught.value.retryable
     assert time.monotonic() - started < 30  # and not the default of minutes
-    ledger.registered["gone"] = ServerInfo("gone", "http://127.0.0.1:9", 0)
+    queue.registered["gone"] = ServerInfo("gone", "http://127.0.0.1:9", 0)
     with pytest.raises(EngineError, match="gone at http://127"):
         await client.generate(ask([1], 5))
-    ledger.registered["gone"] = ServerInfo("gone", "http://127.0.0.1:9", 0, accepting=False)
+    queue.registered["gone"] = ServerInfo("gone", "http://127.0.0.1:9", 0, accepting=False)
     await asyncio.sleep(0.4)
     with pytest.raises(EngineError, match="gone v0 does not accept"):
         await client.generate(ask([1], 5))
     await client.close()
 
 
-async def test_a_server_that_comes_late_is_found(client: RolloutClient, ledger: StubLedger, tmp_path: Path) -> None:
+async def test_a_server_that_comes_late_is_found(client: RolloutClient, queue: StubQueue, tmp_path: Path) -> None:
     asking = asyncio.create_task(client.generate(ask([1], 5)))
     await asyncio.sleep(0.3)
-    async with rollout_server(ledger, tmp_path):
+    async with rollout_server(queue, tmp_path):
         assert (await asking).token_ids == fake_answer([1], 5)
 
 
-async def test_the_ledger_away_does_not_stop_answers(client: RolloutClient, server: RunningServer) -> None:
+async def test_the_queue_away_does_not_stop_answers(client: RolloutClient, server: RunningServer) -> None:
     await client.generate(ask([1], 3))
-    server.ledger.down = True
+    server.queue.down = True
     await asyncio.sleep(0.4)
     assert (await client.generate(ask([1], 3))).token_ids == fake_answer([1], 3)
 
 
 @pytest.fixture
-async def two(ledger: StubLedger, tmp_path: Path) -> AsyncIterator[tuple[RunningServer, RunningServer]]:
+async def two(queue: StubQueue, tmp_path: Path) -> AsyncIterator[tuple[RunningServer, RunningServer]]:
     """One server that is silent for long before each token, and one that is not."""
     async with (
-        rollout_server(ledger, tmp_path, name="slow", token_s=20.0) as slow,
-        rollout_server(ledger, tmp_path, name="quick", token_s=0.002) as quick,
+        rollout_server(queue, tmp_path, name="slow", token_s=20.0) as slow,
+        rollout_server(queue, tmp_path, name="quick", token_s=0.002) as quick,
     ):
         yield slow, quick
 
 
 async def test_after_silence_a_second_server_is_asked_and_the_loser_closed(
-    ledger: StubLedger, two: tuple[RunningServer, RunningServer]
+    queue: StubQueue, two: tuple[RunningServer, RunningServer]
 ) -> None:
     slow, quick = two
-    client = RolloutClient(ledger, TOKEN, timeout_s=30, home=slow.url, hedge_after_s=0.2)
+    client = RolloutClient(queue, TOKEN, timeout_s=30, home=slow.url, hedge_after_s=0.2)
     _, total = await collect(client, ask([5], 40))
     assert total.token_ids == fake_answer([5], 40)
     assert client._router._sticky["e"] == quick.url
@@ -280,9 +280,9 @@ async def test_after_silence_a_second_server_is_asked_and_the_loser_closed(
     await client.close()
 
 
-async def test_hedging_is_off_by_default(ledger: StubLedger, two: tuple[RunningServer, RunningServer]) -> None:
+async def test_hedging_is_off_by_default(queue: StubQueue, two: tuple[RunningServer, RunningServer]) -> None:
     slow, quick = two
-    client = RolloutClient(ledger, TOKEN, timeout_s=1.5, home=slow.url)
+    client = RolloutClient(queue, TOKEN, timeout_s=1.5, home=slow.url)
     with pytest.raises(EngineError, match="too slow"):
         await client.generate(ask([5], 40))
     assert quick.engine.asked == 0
@@ -293,7 +293,7 @@ async def test_a_bad_request_is_not_tried_again(client: RolloutClient, server: R
     with pytest.raises(EngineError, match=r"refused \(422\): token_ids.0: 512 is outside") as caught:
         await client.generate(ask([512], 5))
     assert not caught.value.retryable
-    wrong = RolloutClient(server.ledger, "another token")
+    wrong = RolloutClient(server.queue, "another token")
     with pytest.raises(EngineError, match=r"refused \(401\)") as caught:
         await wrong.generate(ask([1], 5))
     assert not caught.value.retryable
@@ -317,11 +317,11 @@ class AbortsOnce(FakeEngine):
 
 
 async def test_an_aborted_answer_goes_on_where_its_kv_is(
-    client: RolloutClient, ledger: StubLedger, tmp_path: Path
+    client: RolloutClient, queue: StubQueue, tmp_path: Path
 ) -> None:
     async with (
-        rollout_server(ledger, tmp_path, name="s0", new_engine=AbortsOnce) as home,
-        rollout_server(ledger, tmp_path, name="s1") as other,
+        rollout_server(queue, tmp_path, name="s0", new_engine=AbortsOnce) as home,
+        rollout_server(queue, tmp_path, name="s1") as other,
     ):
         client._router._home = home.url
         answer = check(await client.generate(ask([1], 20)))

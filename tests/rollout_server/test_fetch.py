@@ -9,11 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.rollout_server.conftest import TOKEN, RunningServer, StubLedger, rollout_server
+from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, rollout_server
 
 from penstock.rollout_server.fake_engine import FakeEngine
 from penstock.rollout_server.protocol import LoadReport
-from penstock.transfer_queue.ledger import Announcement
+from penstock.transfer_queue.queue import Announcement
 
 torch = pytest.importorskip("torch")
 
@@ -48,18 +48,18 @@ async def metrics(server: RunningServer) -> str:
 
 
 async def test_versions_are_pulled_and_the_files_go_with_the_server(tmp_path: Path) -> None:
-    ledger, files = StubLedger(), FileServer(tmp_path / "published", TOKEN)
+    queue, files = StubQueue(), FileServer(tmp_path / "published", TOKEN)
     await files.start()
     publisher = WeightPublisher(files._directory, "http", full_every=3, base_url=files.url)
     weights = torch.arange(1000.0)
-    async with rollout_server(ledger, tmp_path, new_engine=ReadingEngine) as server:
+    async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
         for version in range(1, 6):
             weights[version] = -1
-            ledger.announced = Announcement(version, publisher.write(version, {"w": weights}.items()))
+            queue.announced = Announcement(version, publisher.write(version, {"w": weights}.items()))
             await server.until(lambda version=version: server.engine.version == version)
             assert torch.equal(server.engine.held["w"], weights)
         # Each file came once; the fetch is in the report.
-        assert [update.version for update in ledger.reported] == [1, 2, 3, 4, 5]
+        assert [update.version for update in queue.reported] == [1, 2, 3, 4, 5]
         assert (tmp_path / "weights-of-s0").is_dir()
     await files.stop()
     assert not (tmp_path / "weights-of-s0").exists()
@@ -67,15 +67,15 @@ async def test_versions_are_pulled_and_the_files_go_with_the_server(tmp_path: Pa
 
 async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(tmp_path: Path) -> None:
     """The announcements that it did not see, a link that is gone, and the full version that mends it."""
-    ledger, publisher = StubLedger(), WeightPublisher(tmp_path / "published", "shm", keep=1, full_every=6)
+    queue, publisher = StubQueue(), WeightPublisher(tmp_path / "published", "shm", keep=1, full_every=6)
     weights = torch.arange(1000.0)
-    async with rollout_server(ledger, tmp_path, new_engine=ReadingEngine) as server:
+    async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
         for version in range(1, 9):
             weights[version] = -1
             manifest = publisher.write(version, {"w": weights}.items())
             if version in (1, 4, 8):  # 2, 3, 5, 6 and 7 are never seen; 7 is full, 8 builds on it
                 before = server.engine.reader.bytes_read if version > 1 else 0
-                ledger.announced = Announcement(version, manifest)
+                queue.announced = Announcement(version, manifest)
                 await server.until(lambda version=version: server.engine.version == version)
                 assert torch.equal(server.engine.held["w"], weights)
                 files = [link["bytes"] for link in manifest["chain"]] + [manifest["bytes"]]
@@ -87,7 +87,7 @@ async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(tmp_pat
         weights[0] = 8
         manifest = publisher.write(10, {"w": weights}.items())
         Path(manifest["chain"][-1]["place"]).unlink()
-        ledger.announced = Announcement(10, manifest)
+        queue.announced = Announcement(10, manifest)
         while "weights refused, version 8 stays" not in (await health(server))["cause"]:
             await asyncio.sleep(0.02)
         assert "penstock_rollout_version_lag 2.0" in await metrics(server)
@@ -95,44 +95,44 @@ async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(tmp_pat
         for version in range(11, 14):
             manifest = publisher.write(version, {"w": weights}.items())
         assert manifest["base_version"] is None
-        ledger.announced = Announcement(13, manifest)
+        queue.announced = Announcement(13, manifest)
         await server.until(lambda: server.engine.version == 13)
         assert torch.equal(server.engine.held["w"], weights)
 
 
 async def test_servers_take_part_in_a_round_and_hand_on_what_they_have(tmp_path: Path) -> None:
-    ledger, rounds = StubLedger(), Rounds(window_s=20)
+    queue, rounds = StubQueue(), Rounds(window_s=20)
     files = FileServer(tmp_path / "published", TOKEN, rounds=rounds)
     await files.start()
     publisher = WeightPublisher(files._directory, "collective", full_every=3, base_url=files.url)
     weights = torch.arange(1000.0)
     async with (
-        rollout_server(ledger, tmp_path, new_engine=ReadingEngine, name="a") as first,
-        rollout_server(ledger, tmp_path, new_engine=ReadingEngine, name="b") as second,
+        rollout_server(queue, tmp_path, new_engine=ReadingEngine, name="a") as first,
+        rollout_server(queue, tmp_path, new_engine=ReadingEngine, name="b") as second,
     ):
         for version in range(1, 5):
             weights[version] = -1
             manifest = publisher.write(version, {"w": weights}.items())
             name = rounds.offer(files._directory / manifest["url"].rpartition("/")[2], 2)
-            ledger.announced = Announcement(version, {**manifest, "round": f"{files.url}/rounds/{name}"})
+            queue.announced = Announcement(version, {**manifest, "round": f"{files.url}/rounds/{name}"})
             for server in (first, second):
                 await server.until(lambda server=server, version=version: server.engine.version == version)
                 assert torch.equal(server.engine.held["w"], weights)
             await rounds.settle()
             assert rounds.last == (2, 2)
-        async with rollout_server(ledger, tmp_path, new_engine=ReadingEngine, name="late") as late:
+        async with rollout_server(queue, tmp_path, new_engine=ReadingEngine, name="late") as late:
             await late.until(lambda: late.engine.version == 4)
             assert torch.equal(late.engine.held["w"], weights)
     await files.stop()
 
 
 async def test_a_trainer_that_is_away_is_waited_for_and_old_weights_serve(tmp_path: Path) -> None:
-    ledger, files = StubLedger(), FileServer(tmp_path / "published", TOKEN)
+    queue, files = StubQueue(), FileServer(tmp_path / "published", TOKEN)
     await files.start()
     publisher = WeightPublisher(files._directory, "http", base_url=files.url)
     await files.stop()
-    async with rollout_server(ledger, tmp_path, new_engine=ReadingEngine) as server:
-        ledger.announced = Announcement(1, publisher.write(1, {"w": torch.ones(9)}.items()))
+    async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
+        queue.announced = Announcement(1, publisher.write(1, {"w": torch.ones(9)}.items()))
         while "weights not fetched, version 0 stays" not in (await health(server))["cause"]:
             await asyncio.sleep(0.02)
         assert (await health(server))["ok"]

@@ -1,6 +1,6 @@
 """Random kills -9 of engines and of whole rollout servers under load, with weights changing: nothing is lost or false.
 
-PENSTOCK_KILLS says how many (20 by default, 100 promised). Servers, their engines and the ledger are real processes;
+PENSTOCK_KILLS says how many (20 by default, 100 promised). Servers, their engines and the queue are real processes;
 a killed sidecar is started again by the test, as `penstock run` would, an engine by its sidecar. Afterwards:
 
 - every answer arrived whole,
@@ -28,15 +28,15 @@ from typing import Any
 
 import pytest
 from tests.rollout_server.conftest import TOKEN, VOCAB, Reference, check_answer
-from tests.transfer_queue.ledger_samples import finish_all, task
+from tests.transfer_queue.queue_samples import finish_all, task
 
 import penstock
 from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.fake_engine import next_token
 from penstock.rollout_server.protocol import GenerateRequest, Generation, Sampling
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Announcement, Batch, Limits
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Announcement, Batch, Limits
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(1800)]
@@ -139,16 +139,16 @@ async def redis(tmp_path: Path) -> AsyncIterator[RedisServer]:
 
 @dataclass
 class Scene:
-    """One run: its ledger, its servers, and who asks them."""
+    """One run: its queue, its servers, and who asks them."""
 
-    ledger: RedisLedger
+    queue: RedisTransferQueue
     servers: Servers
     load: Load
     killed: Counter[str] = field(default_factory=Counter)
     published: list[int] = field(default_factory=list)
 
     async def accepting(self) -> list[str]:
-        return [server.server_id for server in await self.ledger.servers() if server.accepting]
+        return [server.server_id for server in await self.queue.servers() if server.accepting]
 
     async def until_accepting(self, count: int) -> list[str]:
         async with asyncio.timeout(240):
@@ -172,10 +172,10 @@ class Scene:
 
     async def publish(self, version: int, manifest: dict[str, Any]) -> None:
         """What a trainer does: its step was trained on, then its weights are announced."""
-        await self.ledger.submit([task(version)])
-        await finish_all(self.ledger, 1, version - 1)
-        assert isinstance(await self.ledger.lease_batch(version - 1), Batch)
-        assert await self.ledger.publish_version(Announcement(version, manifest))
+        await self.queue.submit([task(version)])
+        await finish_all(self.queue, 1, version - 1)
+        assert isinstance(await self.queue.lease_batch(version - 1), Batch)
+        assert await self.queue.publish_version(Announcement(version, manifest))
         self.published.append(version)
 
 
@@ -183,10 +183,10 @@ async def play(kind: str, redis: RedisServer, model: str, folder: Path, write: A
     """Everything up, loaded, killed `kills` times, eight versions published meanwhile; the last answers awaited."""
     folder.mkdir()
     run = f"t-{secrets.token_hex(4)}"
-    ledger = await RedisLedger.connect(redis.url, run, TransferQueueConfig(), PASSWORD)
-    await ledger.create_run(LIMITS, "config: 1")
-    load = Load(RolloutClient(ledger, TOKEN, timeout_s=600))
-    scene = Scene(ledger, Servers(kind, redis, run, model, folder), load)
+    queue = await RedisTransferQueue.connect(redis.url, run, TransferQueueConfig(), PASSWORD)
+    await queue.create_run(LIMITS, "config: 1")
+    load = Load(RolloutClient(queue, TOKEN, timeout_s=600))
+    scene = Scene(queue, Servers(kind, redis, run, model, folder), load)
     draw, started = random.Random(7), time.monotonic()
     with running(scene.servers):
         await scene.until_accepting(SERVERS)
@@ -199,7 +199,7 @@ async def play(kind: str, redis: RedisServer, model: str, folder: Path, write: A
         load.ending = True
         await asyncio.gather(*asking)
     await load.client.close()
-    await ledger.close()
+    await queue.close()
     return scene, time.monotonic() - started
 
 

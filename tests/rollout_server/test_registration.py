@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.rollout_server.conftest import StubLedger
+from tests.rollout_server.conftest import StubQueue
 
-from penstock.rollout_server.ledger_line import LedgerLine
+from penstock.rollout_server.queue_line import QueueLine
 from penstock.rollout_server.registration import Registration
-from penstock.transfer_queue.ledger import ServerInfo
+from penstock.transfer_queue.queue import ServerInfo
 
 
-class SlowLedger(StubLedger):
+class SlowQueue(StubQueue):
     """A heartbeat arrives only when `let` is set."""
 
     def __init__(self) -> None:
@@ -25,34 +25,34 @@ class SlowLedger(StubLedger):
 
 
 async def test_a_heartbeat_under_way_does_not_bring_back_who_left() -> None:
-    ledger, going = SlowLedger(), False
-    registration = Registration(LedgerLine(ledger), lambda: None if going else ServerInfo("s", "http://s", 1))
+    queue, going = SlowQueue(), False
+    registration = Registration(QueueLine(queue), lambda: None if going else ServerInfo("s", "http://s", 1))
     keeping = asyncio.create_task(registration.keep())
-    await asyncio.wait_for(ledger.sent.wait(), 60)
+    await asyncio.wait_for(queue.sent.wait(), 60)
     going = True
     leaving = asyncio.create_task(registration.leave("s"))
     await asyncio.sleep(0.05)
-    ledger.let.set()
+    queue.let.set()
     await leaving
-    assert ledger.registered == {}
+    assert queue.registered == {}
     registration.changed.set()
     await asyncio.sleep(0.05)
-    assert ledger.registered == {}
-    assert len(ledger.heartbeats) == 1
+    assert queue.registered == {}
+    assert len(queue.heartbeats) == 1
     keeping.cancel()
 
 
-async def test_a_ledger_that_is_away_is_told_later() -> None:
-    ledger = StubLedger()
-    line = LedgerLine(ledger)
+async def test_a_queue_that_is_away_is_told_later() -> None:
+    queue = StubQueue()
+    line = QueueLine(queue)
     registration = Registration(line, lambda: ServerInfo("s", "http://s", 1))
-    ledger.down = True
+    queue.down = True
     keeping = asyncio.create_task(registration.keep())
     await asyncio.sleep(0.05)
     assert line.error == "the stub is down"
-    ledger.down = False
+    queue.down = False
     registration.changed.set()
     await asyncio.sleep(0.05)
-    assert list(ledger.registered) == ["s"]
+    assert list(queue.registered) == ["s"]
     assert line.error is None
     keeping.cancel()

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rollout_server.conftest import StubLedger
+from tests.rollout_server.conftest import StubQueue
 
 from penstock.rollout_server.routing import CACHE_S, Router
 from penstock.rollout_server.since import Sent
-from penstock.transfer_queue.ledger import ServerInfo
+from penstock.transfer_queue.queue import ServerInfo
 
 
 @pytest.fixture
-def ledger() -> StubLedger:
-    return StubLedger()
+def queue() -> StubQueue:
+    return StubQueue()
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def register(ledger: StubLedger, *names: str, **fields: Any) -> None:
+def register(queue: StubQueue, *names: str, **fields: Any) -> None:
     for name in names:
-        ledger.registered[name] = ServerInfo(name, f"http://{name}", 0, **fields)
+        queue.registered[name] = ServerInfo(name, f"http://{name}", 0, **fields)
 
 
 async def url_of(router: Router, episode: str, min_version: int = 0, avoid: tuple[str, ...] = ()) -> str | None:
@@ -39,10 +39,10 @@ async def url_of(router: Router, episode: str, min_version: int = 0, avoid: tupl
     return server.url if server else None
 
 
-async def test_new_episodes_go_home_while_home_is_able(ledger: StubLedger) -> None:
-    register(ledger, "a", in_flight_tokens=9000)
-    register(ledger, "b")
-    router = Router(ledger, home="http://a")
+async def test_new_episodes_go_home_while_home_is_able(queue: StubQueue) -> None:
+    register(queue, "a", in_flight_tokens=9000)
+    register(queue, "b")
+    router = Router(queue, home="http://a")
     assert await url_of(router, "e0") == "http://a"
     sent = router.opened("http://a")
     router.failed(sent, "a test", gone=True)
@@ -52,10 +52,10 @@ async def test_new_episodes_go_home_while_home_is_able(ledger: StubLedger) -> No
     assert [await url_of(router, episode) for episode in ("e0", "e2")] == ["http://b", "http://a"]
 
 
-async def test_of_two_servers_the_one_with_fewer_tokens_in_flight(ledger: StubLedger) -> None:
-    register(ledger, "a", in_flight=1, in_flight_tokens=5000)
-    register(ledger, "b", in_flight=9, in_flight_tokens=3000)
-    router = Router(ledger)
+async def test_of_two_servers_the_one_with_fewer_tokens_in_flight(queue: StubQueue) -> None:
+    register(queue, "a", in_flight=1, in_flight_tokens=5000)
+    register(queue, "b", in_flight=9, in_flight_tokens=3000)
+    router = Router(queue)
     chosen = ""
     for episode in range(6):
         url = await url_of(router, f"e{episode}")
@@ -65,22 +65,22 @@ async def test_of_two_servers_the_one_with_fewer_tokens_in_flight(ledger: StubLe
     assert chosen == "bbabab"  # equal tokens: fewer requests
 
 
-async def test_what_was_sent_counts_until_a_heartbeat_has_it(ledger: StubLedger, clock: list[float]) -> None:
-    register(ledger, "a", "b")
-    router = Router(ledger)
+async def test_what_was_sent_counts_until_a_heartbeat_has_it(queue: StubQueue, clock: list[float]) -> None:
+    register(queue, "a", "b")
+    router = Router(queue)
     sent = router.opened("http://a", 1000)
     assert {await url_of(router, f"e{i}") for i in range(20)} == {"http://b"}
     clock[0] += 2.0
-    register(ledger, "b", in_flight_tokens=1)
-    router._servers = await ledger.servers()
+    register(queue, "b", in_flight_tokens=1)
+    router._servers = await queue.servers()
     assert {await url_of(router, f"f{i}") for i in range(20)} == {"http://a"}
     router.closed(sent)
     assert not router._known["http://a"].sent
 
 
-async def test_a_full_server_is_left_alone_for_as_long_as_it_asked(ledger: StubLedger, clock: list[float]) -> None:
-    register(ledger, "a")
-    router = Router(ledger)
+async def test_a_full_server_is_left_alone_for_as_long_as_it_asked(queue: StubQueue, clock: list[float]) -> None:
+    register(queue, "a")
+    router = Router(queue)
     router.full(router.opened("http://a"), 1.0)
     assert await url_of(router, "e") is None
     assert router.describe() == "a v0 has a long queue"
@@ -88,9 +88,9 @@ async def test_a_full_server_is_left_alone_for_as_long_as_it_asked(ledger: StubL
     assert await url_of(router, "e") == "http://a"
 
 
-async def test_a_half_open_server_gets_one_request(ledger: StubLedger, clock: list[float]) -> None:
-    register(ledger, "a")
-    router = Router(ledger)
+async def test_a_half_open_server_gets_one_request(queue: StubQueue, clock: list[float]) -> None:
+    register(queue, "a")
+    router = Router(queue)
     router.failed(router.opened("http://a"), "a test", gone=True)
     assert await url_of(router, "e0") is None
     assert router.describe() == "a v0 rests after: a test"
@@ -102,46 +102,46 @@ async def test_a_half_open_server_gets_one_request(ledger: StubLedger, clock: li
     assert await url_of(router, "e2") == "http://a"
 
 
-async def test_what_is_to_be_avoided_is_asked_where_there_is_no_other(ledger: StubLedger) -> None:
-    register(ledger, "a")
-    router = Router(ledger)
+async def test_what_is_to_be_avoided_is_asked_where_there_is_no_other(queue: StubQueue) -> None:
+    register(queue, "a")
+    router = Router(queue)
     assert await url_of(router, "e", avoid=("http://a",)) == "http://a"
-    register(ledger, "b")
-    router._servers = await ledger.servers()
+    register(queue, "b")
+    router._servers = await queue.servers()
     assert await url_of(router, "e", avoid=("http://a",)) == "http://b"
 
 
-async def test_servers_that_left_are_forgotten(ledger: StubLedger, clock: list[float]) -> None:
-    register(ledger, "a", "b")
-    router = Router(ledger)
+async def test_servers_that_left_are_forgotten(queue: StubQueue, clock: list[float]) -> None:
+    register(queue, "a", "b")
+    router = Router(queue)
     under_way = router.opened("http://a")
     router.failed(router.opened("http://b"), "a test", gone=True)
     router._known["http://b"].sent.clear()
-    ledger.registered.clear()
+    queue.registered.clear()
     clock[0] += 2 * CACHE_S
     await router.servers()
     assert list(router._known) == ["http://a"]
     router.closed(under_way)
 
 
-def beat(ledger: StubLedger, truth: Counter[str], requests: Counter[str]) -> None:
-    for name, server in ledger.registered.items():
+def beat(queue: StubQueue, truth: Counter[str], requests: Counter[str]) -> None:
+    for name, server in queue.registered.items():
         tokens = truth[server.url]
-        ledger.registered[name] = replace(server, in_flight_tokens=tokens, in_flight=requests[server.url])
+        queue.registered[name] = replace(server, in_flight_tokens=tokens, in_flight=requests[server.url])
 
 
 async def simulate(
-    ledger: StubLedger, clock: list[float], servers: int, clients: int, episodes: int, seed: int
+    queue: StubQueue, clock: list[float], servers: int, clients: int, episodes: int, seed: int
 ) -> tuple[Counter[str], list[tuple[Router, str, str]]]:
     """`episodes` start within 10 s, 100 at a time, from `clients` that know what heartbeats said a second ago."""
-    register(ledger, *(f"s{i:02d}" for i in range(servers)))
-    routers = [Router(ledger, seed=seed + i) for i in range(clients)]
+    register(queue, *(f"s{i:02d}" for i in range(servers)))
+    routers = [Router(queue, seed=seed + i) for i in range(clients)]
     truth, requests = Counter[str](), Counter[str]()
     placed = []
     for number in range(episodes):
         if number % 100 == 0:
             clock[0] += 1.0
-            beat(ledger, truth, requests)
+            beat(queue, truth, requests)
         router, tokens = routers[number % clients], 500 + 97 * (number % 11)
         url = await url_of(router, f"e{number}")
         assert url is not None
@@ -154,20 +154,20 @@ async def simulate(
 
 @pytest.mark.parametrize(("clients", "bound"), [(1, 1.35), (16, 1.5)])
 async def test_a_thousand_episodes_over_64_servers_are_balanced_and_sticky(
-    ledger: StubLedger, clock: list[float], clients: int, bound: float
+    queue: StubQueue, clock: list[float], clients: int, bound: float
 ) -> None:
     for seed in range(3):
-        truth, placed = await simulate(ledger, clock, 64, clients, 1000, 100 * seed)
+        truth, placed = await simulate(queue, clock, 64, clients, 1000, 100 * seed)
         mean = sum(truth.values()) / 64
         assert len(truth) == 64
         assert max(truth.values()) / mean < bound
-        beat(ledger, truth, truth)
+        beat(queue, truth, truth)
         clock[0] += 1.0
         assert [await url_of(router, episode) for router, episode, _ in placed] == [url for _, _, url in placed]
 
 
-async def test_one_server_gets_all(ledger: StubLedger, clock: list[float]) -> None:
-    truth, _ = await simulate(ledger, clock, 1, 4, 50, 0)
+async def test_one_server_gets_all(queue: StubQueue, clock: list[float]) -> None:
+    truth, _ = await simulate(queue, clock, 1, 4, 50, 0)
     assert list(truth) == ["http://s00"]
 
 
@@ -178,19 +178,19 @@ Step = st.tuples(st.sampled_from(["ask", "fail", "full", "work", "close", "wait"
 @given(steps=st.lists(Step, max_size=40))
 async def test_whatever_happens_only_able_servers_are_picked(steps: list[tuple[str, int]]) -> None:
     """Registered, accepting, not resting, not full; and what is open is what was opened and not closed."""
-    ledger, now = StubLedger(), [0.0]
-    register(ledger, *(f"s{i}" for i in range(4)))
-    router = Router(ledger, seed=1)
+    queue, now = StubQueue(), [0.0]
+    register(queue, *(f"s{i}" for i in range(4)))
+    router = Router(queue, seed=1)
     under_way: list[Sent] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: now[0])
         for what, number in steps:
-            await act(router, ledger, now, under_way, what, number)
+            await act(router, queue, now, under_way, what, number)
     assert sorted(id(sent) for known in router._known.values() for sent in known.sent) == sorted(map(id, under_way))
 
 
 async def act(
-    router: Router, ledger: StubLedger, now: list[float], under_way: list[Sent], what: str, number: int
+    router: Router, queue: StubQueue, now: list[float], under_way: list[Sent], what: str, number: int
 ) -> None:
     one = under_way[number % len(under_way)] if under_way else None
     match what:
@@ -199,9 +199,9 @@ async def act(
         case "wait":
             now[0] += 0.4 * number
         case "leave":
-            ledger.registered.pop(f"s{number % 4}", None)
+            queue.registered.pop(f"s{number % 4}", None)
         case "join":
-            register(ledger, f"s{number % 4}")
+            register(queue, f"s{number % 4}")
         case _ if one is not None:
             settle(router, under_way, one, what, number)
 
@@ -229,11 +229,11 @@ async def ask_one(router: Router, now: float, under_way: list[Sent], number: int
         under_way.append(router.opened(server.url, 100))
 
 
-async def test_short_answers_do_not_all_follow_one_old_heartbeat(ledger: StubLedger, clock: list[float]) -> None:
+async def test_short_answers_do_not_all_follow_one_old_heartbeat(queue: StubQueue, clock: list[float]) -> None:
     """Each is answered before the next is sent, and the registry says the same all the time."""
-    register(ledger, "busy", in_flight=1, in_flight_tokens=100)
-    register(ledger, "idle")
-    router, chosen = Router(ledger, seed=0), Counter[str]()
+    register(queue, "busy", in_flight=1, in_flight_tokens=100)
+    register(queue, "idle")
+    router, chosen = Router(queue, seed=0), Counter[str]()
     for number in range(16):
         url = await url_of(router, f"e{number}")
         assert url is not None
@@ -254,28 +254,26 @@ async def sixteen_new_episodes(router: Router) -> Counter[str]:
     return chosen
 
 
-async def test_what_is_over_since_an_old_heartbeat_no_longer_counts(ledger: StubLedger, clock: list[float]) -> None:
+async def test_what_is_over_since_an_old_heartbeat_no_longer_counts(queue: StubQueue, clock: list[float]) -> None:
     """A busy machine's heartbeat is late: it tells of answers that this client has had long since."""
-    router = Router(ledger, seed=0)
+    router = Router(queue, seed=0)
     earlier = [router.opened("http://a", 448) for _ in range(5)]
     clock[0] += 0.5
     for sent in earlier:
         router.closed(sent)
     clock[0] += 2.0
-    register(ledger, "a", in_flight=5, in_flight_tokens=5 * 448, age_s=2.2)
-    register(ledger, "b", age_s=0.1)
+    register(queue, "a", in_flight=5, in_flight_tokens=5 * 448, age_s=2.2)
+    register(queue, "b", age_s=0.1)
     assert await sixteen_new_episodes(router) == {"http://a": 8, "http://b": 8}
 
 
-async def test_what_is_over_and_does_not_come_back_keeps_no_episodes_away(
-    ledger: StubLedger, clock: list[float]
-) -> None:
+async def test_what_is_over_and_does_not_come_back_keeps_no_episodes_away(queue: StubQueue, clock: list[float]) -> None:
     """Requests of no episode, some sent right before the heartbeat, some after it, all answered."""
-    router = Router(ledger, seed=0)
+    router = Router(queue, seed=0)
     earlier = [router.opened("http://a", 448, comes_back=False) for _ in range(5)]
     clock[0] += 0.03
-    register(ledger, "a", in_flight=5, in_flight_tokens=5 * 448)
-    register(ledger, "b")
+    register(queue, "a", in_flight=5, in_flight_tokens=5 * 448)
+    register(queue, "b")
     await router.servers()
     earlier += [router.opened("http://a", 448, comes_back=False) for _ in range(5)]
     clock[0] += 0.1
@@ -285,11 +283,11 @@ async def test_what_is_over_and_does_not_come_back_keeps_no_episodes_away(
 
 
 async def test_what_others_have_in_flight_counts_however_old_the_heartbeat(
-    ledger: StubLedger, clock: list[float]
+    queue: StubQueue, clock: list[float]
 ) -> None:
-    register(ledger, "a", in_flight=5, in_flight_tokens=5000, age_s=4.0)
-    register(ledger, "b", age_s=4.0)
-    router = Router(ledger, seed=0)
+    register(queue, "a", in_flight=5, in_flight_tokens=5000, age_s=4.0)
+    register(queue, "b", age_s=4.0)
+    router = Router(queue, seed=0)
     sent = router.opened("http://a", 448)
     router.closed(sent)
     assert {await url_of(router, f"e{number}") for number in range(8)} == {"http://b"}

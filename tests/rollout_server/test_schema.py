@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
-from tests.rollout_server.conftest import HEADERS, TOKEN, StubLedger, small_config
+from tests.rollout_server.conftest import HEADERS, TOKEN, StubQueue, small_config
 
 from penstock.rollout_server.fake_engine import FakeEngine
 from penstock.rollout_server.routes import make_app
@@ -35,7 +35,7 @@ class ServerThread:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        sidecar = Sidecar("s0", "http://s0", lambda: FakeEngine(small_config(), "", None, 0), StubLedger(), slots=16)
+        sidecar = Sidecar("s0", "http://s0", lambda: FakeEngine(small_config(), "", None, 0), StubQueue(), slots=16)
         app = make_app(sidecar, "fake", TOKEN, lambda: None)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
         server.install_signal_handlers = lambda: None

@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from tests.rollout_server.conftest import (
     TOKEN,
     RunningServer,
-    StubLedger,
+    StubQueue,
     check_answer,
     fake_answer,
     rollout_server,
@@ -32,13 +32,13 @@ HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.fixture
-def ledger() -> StubLedger:
-    return StubLedger()
+def queue() -> StubQueue:
+    return StubQueue()
 
 
 @pytest.fixture
-async def server(ledger: StubLedger, tmp_path: Path) -> AsyncIterator[RunningServer]:
-    async with rollout_server(ledger, tmp_path, token_s=0.002) as running:
+async def server(queue: StubQueue, tmp_path: Path) -> AsyncIterator[RunningServer]:
+    async with rollout_server(queue, tmp_path, token_s=0.002) as running:
         yield running
 
 
@@ -123,38 +123,38 @@ async def test_health_metrics_and_models(server: RunningServer) -> None:
     assert models["data"][0]["id"] == "fake"
 
 
-async def test_a_late_joiner_loads_the_newest_weights_before_it_registers(ledger: StubLedger, tmp_path: Path) -> None:
-    ledger.announce(3)
-    async with rollout_server(ledger, tmp_path) as server:
+async def test_a_late_joiner_loads_the_newest_weights_before_it_registers(queue: StubQueue, tmp_path: Path) -> None:
+    queue.announce(3)
+    async with rollout_server(queue, tmp_path) as server:
         assert server.engine.loaded == [3]
-        assert {beat.version for beat in ledger.heartbeats} == {3}
+        assert {beat.version for beat in queue.heartbeats} == {3}
 
 
 async def test_new_versions_are_pulled_under_a_request_and_reported(server: RunningServer) -> None:
     asking = asyncio.create_task(post(server, {"token_ids": [1], "sampling": {"max_new_tokens": 400}}))
     await server.until(lambda: server.engine.running == 1)
-    server.ledger.announce(1)
-    server.ledger.announce(2)
-    await server.until(lambda: server.ledger.registered["s0"].version == 2)
+    server.queue.announce(1)
+    server.queue.announce(2)
+    await server.until(lambda: server.queue.registered["s0"].version == 2)
     _, spans, _ = answer_of(await asking)
     assert [span[0] for span in spans] == sorted(span[0] for span in spans)
     assert {span[0] for span in spans} == {0, 2}
     assert server.engine.loaded == [2]
-    assert [(update.version, update.in_flight) for update in server.ledger.reported] == [(2, 1)]
+    assert [(update.version, update.in_flight) for update in server.queue.reported] == [(2, 1)]
 
 
-async def test_a_ledger_that_went_back_is_followed(server: RunningServer) -> None:
+async def test_a_queue_that_went_back_is_followed(server: RunningServer) -> None:
     """It lost its last second: version 2 is not announced any more, then a second time with other weights."""
     for version, weights in ((1, "a"), (2, "b"), (1, "a"), (2, "c")):
-        server.ledger.announce(version, tensors=[{"name": "w", "xxh3": weights}])
+        server.queue.announce(version, tensors=[{"name": "w", "xxh3": weights}])
         await server.until(lambda n=len(server.engine.loaded): len(server.engine.loaded) > n)
-    server.ledger.announce(2, path="elsewhere", tensors=[{"name": "w", "xxh3": "c"}])
+    server.queue.announce(2, path="elsewhere", tensors=[{"name": "w", "xxh3": "c"}])
     await asyncio.sleep(0.4)  # the same weights in another file are no reason to load
     assert server.engine.loaded == [1, 2, 1, 2]
 
 
 async def test_refused_weights_leave_the_server_up_until_better_ones_come(server: RunningServer) -> None:
-    server.ledger.announce(1, damaged="lm_head")
+    server.queue.announce(1, damaged="lm_head")
     async with asyncio.timeout(60):
         while (await get(server, "/health")).json()["weights_refused"] != 1:
             await asyncio.sleep(0.02)
@@ -164,33 +164,33 @@ async def test_refused_weights_leave_the_server_up_until_better_ones_come(server
     assert (await post(server, {"token_ids": [1]})).status_code == 200
     await asyncio.sleep(0.4)
     assert "penstock_rollout_weights_refused_total 1.0" in (await get(server, "/metrics")).text
-    server.ledger.announce(2)
+    server.queue.announce(2)
     await server.until(lambda: server.engine.loaded == [2])
     assert (await get(server, "/health")).json()["weights_refused"] is None
 
 
-async def test_without_the_ledger_it_goes_on_serving(server: RunningServer) -> None:
+async def test_without_the_queue_it_goes_on_serving(server: RunningServer) -> None:
     url = server.url
-    server.ledger.down = True
+    server.queue.down = True
     await asyncio.sleep(0.4)
     async with httpx.AsyncClient(headers=HEADERS, timeout=60) as http:
         assert (await http.post(f"{url}/generate", json={"token_ids": [1]})).status_code == 200
-        assert "down" in (await http.get(f"{url}/health")).json()["ledger"]
-    server.ledger.down = False
-    server.ledger.announce(1)
-    await server.until(lambda: server.ledger.registered["s0"].version == 1)
+        assert "down" in (await http.get(f"{url}/health")).json()["queue"]
+    server.queue.down = False
+    server.queue.announce(1)
+    await server.until(lambda: server.queue.registered["s0"].version == 1)
 
 
 async def test_a_dead_engine_is_restarted_with_the_newest_weights(server: RunningServer) -> None:
-    server.ledger.announce(1)
-    await server.until(lambda: server.ledger.registered["s0"].version == 1)
+    server.queue.announce(1)
+    await server.until(lambda: server.queue.registered["s0"].version == 1)
     first = server.engine
     first.crash()
-    await server.until(lambda: not server.ledger.registered["s0"].accepting)
+    await server.until(lambda: not server.queue.registered["s0"].accepting)
     response = await post(server, {"token_ids": [1]})
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
-    await server.until(lambda: server.ledger.registered["s0"].accepting)
+    await server.until(lambda: server.queue.registered["s0"].accepting)
     assert server.engine is not first
     assert server.engine.loaded == [1]
     ids, _, _ = answer_of(await post(server, {"token_ids": [1], "sampling": {"max_new_tokens": 5}}))
@@ -202,11 +202,11 @@ class NeverUp(FakeEngine):
         raise EngineError("no such model")
 
 
-async def test_an_engine_that_never_comes_up_ends_the_server_with_the_cause(ledger: StubLedger, tmp_path: Path) -> None:
-    job = ServerJob("s0", small_config(max_restarts=1), ledger, "fake", TOKEN, tmp_path)
+async def test_an_engine_that_never_comes_up_ends_the_server_with_the_cause(queue: StubQueue, tmp_path: Path) -> None:
+    job = ServerJob("s0", small_config(max_restarts=1), queue, "fake", TOKEN, tmp_path)
     with pytest.raises(EngineError, match=r"2 times in a row.*no such model"):
         await asyncio.wait_for(serve(job, NeverUp), 60)
-    assert ledger.heartbeats == []
+    assert queue.heartbeats == []
 
 
 async def test_drain_lets_requests_end_then_the_server(server: RunningServer) -> None:
@@ -215,7 +215,7 @@ async def test_drain_lets_requests_end_then_the_server(server: RunningServer) ->
     url = server.url
     async with httpx.AsyncClient(headers=HEADERS, timeout=60) as http:
         assert (await http.post(f"{url}/drain")).status_code == 202
-        await server.until(lambda: "s0" not in server.ledger.registered)
+        await server.until(lambda: "s0" not in server.queue.registered)
         assert (await http.post(f"{url}/generate", json={"token_ids": [1]})).status_code == 503
     ids, _, reason = answer_of(await asking)
     assert (len(ids), reason) == (300, "length")
@@ -231,7 +231,7 @@ async def test_cancelling_the_server_is_a_drain(server: RunningServer) -> None:
     assert len(ids) == 200
     with pytest.raises(asyncio.CancelledError):
         await server.task
-    assert server.ledger.registered == {}
+    assert server.queue.registered == {}
 
 
 async def test_a_client_that_goes_away_frees_the_engine(server: RunningServer) -> None:
@@ -245,9 +245,9 @@ async def test_a_client_that_goes_away_frees_the_engine(server: RunningServer) -
     await server.until(lambda: server.engine.running == 0)
 
 
-async def test_more_requests_than_slots_wait_in_the_sidecar(ledger: StubLedger, tmp_path: Path) -> None:
+async def test_more_requests_than_slots_wait_in_the_sidecar(queue: StubQueue, tmp_path: Path) -> None:
     config = small_config(max_concurrent=2)
-    async with rollout_server(ledger, tmp_path, token_s=0.002, config=config) as server:
+    async with rollout_server(queue, tmp_path, token_s=0.002, config=config) as server:
         body = {"token_ids": [1], "sampling": {"max_new_tokens": 30}}
         asking = [asyncio.create_task(post(server, body)) for _ in range(6)]
         most = 0
@@ -277,14 +277,14 @@ class Echo:
         self.closed = True
 
 
-async def test_routes_from_above_are_mounted_with_keys_of_their_own(ledger: StubLedger, tmp_path: Path) -> None:
+async def test_routes_from_above_are_mounted_with_keys_of_their_own(queue: StubQueue, tmp_path: Path) -> None:
     made: list[Echo] = []
 
     def mount(sidecar: Sidecar, url: str) -> Echo:
         made.append(Echo(sidecar, url))
         return made[-1]
 
-    async with rollout_server(ledger, tmp_path, mount=mount) as server, httpx.AsyncClient(timeout=60) as http:
+    async with rollout_server(queue, tmp_path, mount=mount) as server, httpx.AsyncClient(timeout=60) as http:
         url, keys = (
             server.url,
             {"right": "Bearer sesame", "run": f"Bearer {TOKEN}", "wrong": "Bearer x", "bare": "sesame"},
@@ -299,10 +299,10 @@ async def test_routes_from_above_are_mounted_with_keys_of_their_own(ledger: Stub
     assert made[0].closed
 
 
-async def test_a_port_in_use_is_named(ledger: StubLedger, tmp_path: Path) -> None:
+async def test_a_port_in_use_is_named(queue: StubQueue, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        job = ServerJob("s0", small_config(), ledger, "fake", TOKEN, tmp_path, port=port)
+        job = ServerJob("s0", small_config(), queue, "fake", TOKEN, tmp_path, port=port)
         with pytest.raises(OSError, match=f"{port} is in use; set rollout.port"):
             await serve(job, FakeEngine)
 

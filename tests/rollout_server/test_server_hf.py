@@ -14,7 +14,7 @@ from tests.rollout_server.conftest import (
     VOCAB,
     Reference,
     RunningServer,
-    StubLedger,
+    StubQueue,
     all_sampling,
     begun,
     check_answer,
@@ -24,7 +24,7 @@ from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.engines import hf
 from penstock.rollout_server.engines.hf import HFEngine
 from penstock.rollout_server.protocol import GenerateRequest, Generation, Sampling
-from penstock.transfer_queue.ledger import Announcement
+from penstock.transfer_queue.queue import Announcement
 
 from tests.rollout_server.conftest import rollout_server, small_config  # isort: skip
 
@@ -36,14 +36,14 @@ PROMPT = [(7 * i + 3) % VOCAB for i in range(40)]
 async def server(tiny_model: str, tmp_path: Path) -> AsyncIterator[RunningServer]:
     config = small_config()
     job = {"config": config, "model": tiny_model, "new_engine": HFEngine}
-    ledger = StubLedger()
-    async with rollout_server(ledger, tmp_path / "logs", **job) as running:
+    queue = StubQueue()
+    async with rollout_server(queue, tmp_path / "logs", **job) as running:
         yield running
 
 
 @pytest.fixture
 async def client(server: RunningServer) -> AsyncIterator[RolloutClient]:
-    rollout_client = RolloutClient(server.ledger, TOKEN, timeout_s=200)
+    rollout_client = RolloutClient(server.queue, TOKEN, timeout_s=200)
     yield rollout_client
     await rollout_client.close()
 
@@ -67,13 +67,13 @@ async def test_updates_under_load_interrupt_nobody(
     asking = asyncio.create_task(ask_all(client, 450))
     await all_sampling(server.url, 12)
     for version in (1, 2):
-        server.ledger.announced = Announcement(version, reference.publish(version, reference.other(version)))
-        await server.until(lambda wanted=version: server.ledger.registered["s0"].version == wanted)
+        server.queue.announced = Announcement(version, reference.publish(version, reference.other(version)))
+        await server.until(lambda wanted=version: server.queue.registered["s0"].version == wanted)
     answers = await asking
     assert sum(answer.continued_over_update for answer in answers) >= 6
     assert all(answer.resumed == 0 for answer in answers)
-    assert [update.version for update in server.ledger.reported] == [1, 2]
-    assert max(update.in_flight for update in server.ledger.reported) >= 6
+    assert [update.version for update in server.queue.reported] == [1, 2]
+    assert max(update.in_flight for update in server.queue.reported) >= 6
 
 
 @pytest.mark.crash
@@ -81,8 +81,8 @@ async def test_a_killed_engine_comes_back_with_the_newest_weights_and_answers_ar
     server: RunningServer, client: RolloutClient, reference: Reference
 ) -> None:
     """Seeded noise hangs on the position: an answer that was cut and resumed must equal one that was not."""
-    server.ledger.announced = Announcement(1, reference.publish(1, reference.other(1)))
-    await server.until(lambda: server.ledger.registered["s0"].version == 1)
+    server.queue.announced = Announcement(1, reference.publish(1, reference.other(1)))
+    await server.until(lambda: server.queue.registered["s0"].version == 1)
     whole = await ask_all(client, 400)
     asking = await begun(client, [ask(i, 400) for i in range(12)])
     os.kill(server.engine.process.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ from tests.rollout_server.conftest import (
     HEADERS,
     TOKEN,
     RunningServer,
-    StubLedger,
+    StubQueue,
     fake_answer,
     rollout_server,
     small_config,
@@ -27,12 +27,12 @@ from penstock.rollout_server.engine_logs import KEPT, bound_logs
 from penstock.rollout_server.fake_engine import FakeEngine
 from penstock.rollout_server.protocol import Chunk, EngineError, GenerateRequest, LoadReport, Sampling, WeightsRefused
 from penstock.rollout_server.serving import QUEUE_PER_SLOT
-from penstock.transfer_queue.ledger import ServerInfo
+from penstock.transfer_queue.queue import ServerInfo
 
 
 @pytest.fixture
-def ledger() -> StubLedger:
-    return StubLedger()
+def queue() -> StubQueue:
+    return StubQueue()
 
 
 def body(count: int, **changes: Any) -> dict[str, Any]:
@@ -49,11 +49,11 @@ async def get(server: RunningServer, path: str) -> Any:
         return (await http.get(server.url + path)).json()
 
 
-async def test_beyond_a_long_queue_requests_are_sent_elsewhere(ledger: StubLedger, tmp_path: Path) -> None:
+async def test_beyond_a_long_queue_requests_are_sent_elsewhere(queue: StubQueue, tmp_path: Path) -> None:
     """Of a burst as well: nobody is let in before the one before is counted."""
     config, room = small_config(max_concurrent=1), 1 + QUEUE_PER_SLOT
     async with (
-        rollout_server(ledger, tmp_path, token_s=0.05, config=config) as server,
+        rollout_server(queue, tmp_path, token_s=0.05, config=config) as server,
         httpx.AsyncClient(timeout=30, headers=HEADERS) as http,
     ):
         url = f"{server.url}/generate"
@@ -66,12 +66,12 @@ async def test_beyond_a_long_queue_requests_are_sent_elsewhere(ledger: StubLedge
         assert (health["in_flight"], health["in_flight_tokens"]) == (0, 0)
 
 
-async def test_a_client_takes_a_full_server_for_full_not_for_broken(ledger: StubLedger, tmp_path: Path) -> None:
+async def test_a_client_takes_a_full_server_for_full_not_for_broken(queue: StubQueue, tmp_path: Path) -> None:
     config = small_config(max_concurrent=1)
-    client = RolloutClient(ledger, TOKEN, timeout_s=30)
+    client = RolloutClient(queue, TOKEN, timeout_s=30)
     async with (
-        rollout_server(ledger, tmp_path, name="s0", token_s=0.004, config=config) as one,
-        rollout_server(ledger, tmp_path, name="s1", token_s=0.004) as other,
+        rollout_server(queue, tmp_path, name="s0", token_s=0.004, config=config) as one,
+        rollout_server(queue, tmp_path, name="s1", token_s=0.004) as other,
     ):
         client._router._home = one.url
         requests = [
@@ -85,10 +85,8 @@ async def test_a_client_takes_a_full_server_for_full_not_for_broken(ledger: Stub
     await client.close()
 
 
-async def test_a_deadline_before_the_first_token_is_504_and_frees_the_engine(
-    ledger: StubLedger, tmp_path: Path
-) -> None:
-    async with rollout_server(ledger, tmp_path, token_s=30.0) as server:
+async def test_a_deadline_before_the_first_token_is_504_and_frees_the_engine(queue: StubQueue, tmp_path: Path) -> None:
+    async with rollout_server(queue, tmp_path, token_s=30.0) as server:
         response = await post(server, "/generate", body(5, deadline_s=0.2))
         assert response.status_code == 504
         assert response.json()["error"]["field"] == "deadline_s"
@@ -96,8 +94,8 @@ async def test_a_deadline_before_the_first_token_is_504_and_frees_the_engine(
         assert (await get(server, "/health"))["in_flight_tokens"] == 0
 
 
-async def test_a_deadline_in_mid_answer_ends_it_and_what_came_is_valid(ledger: StubLedger, tmp_path: Path) -> None:
-    async with rollout_server(ledger, tmp_path, token_s=0.01) as server:
+async def test_a_deadline_in_mid_answer_ends_it_and_what_came_is_valid(queue: StubQueue, tmp_path: Path) -> None:
+    async with rollout_server(queue, tmp_path, token_s=0.01) as server:
         response = await post(server, "/generate", body(400, deadline_s=1.5))
         *chunks, last = [json.loads(line) for line in response.text.splitlines() if line]
         assert last["error"]["field"] == "deadline_s"
@@ -107,9 +105,9 @@ async def test_a_deadline_in_mid_answer_ends_it_and_what_came_is_valid(ledger: S
         await server.until(lambda: server.engine.running == 0)
 
 
-async def test_the_client_tells_the_server_how_long_it_waits(ledger: StubLedger, tmp_path: Path) -> None:
-    client = RolloutClient(ledger, TOKEN, timeout_s=60)
-    async with rollout_server(ledger, tmp_path, token_s=30.0) as server:
+async def test_the_client_tells_the_server_how_long_it_waits(queue: StubQueue, tmp_path: Path) -> None:
+    client = RolloutClient(queue, TOKEN, timeout_s=60)
+    async with rollout_server(queue, tmp_path, token_s=30.0) as server:
         request = GenerateRequest(token_ids=[1], deadline_s=0.5)
         with pytest.raises(Exception, match=r"no whole answer in 0.5 s \(0 tokens\)"):
             await client.generate(request)
@@ -130,24 +128,24 @@ class Mute(FakeEngine):
 
 
 async def test_an_idle_engine_is_asked_for_a_token_now_and_then(
-    ledger: StubLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sidecar, "PROBE_S", 0.3)
     monkeypatch.setattr(sidecar, "HEALTH_S", 0.05)
     monkeypatch.setattr(sidecar, "PROBE_TIMEOUT_S", 0.5)
-    async with rollout_server(ledger, tmp_path, new_engine=Mute) as server:
+    async with rollout_server(queue, tmp_path, new_engine=Mute) as server:
         await server.until(lambda: server.engine.asked == 1)
         await server.until(lambda: len(server.engines) == 2)
         assert (await get(server, "/health"))["cause"] in ("", "an idle engine sampled no token in 0.5 s")
 
 
 async def test_work_without_a_token_for_long_restarts_the_engine(
-    ledger: StubLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sidecar, "HEALTH_S", 0.05)
-    client = RolloutClient(ledger, TOKEN, timeout_s=30)
+    client = RolloutClient(queue, TOKEN, timeout_s=30)
     config = small_config(request_timeout_s=1.0)
-    async with rollout_server(ledger, tmp_path, new_engine=Mute, config=config) as server:
+    async with rollout_server(queue, tmp_path, new_engine=Mute, config=config) as server:
         server.engine.asked = 1
         answer = await client.generate(GenerateRequest(token_ids=[1], sampling=Sampling(max_new_tokens=5)))
         assert answer.token_ids == fake_answer([1], 5)
@@ -166,11 +164,11 @@ class Picky(FakeEngine):
         return await super().load_weights(manifest)
 
 
-async def test_weights_says_what_is_held_and_what_went_wrong(ledger: StubLedger, tmp_path: Path) -> None:
-    async with rollout_server(ledger, tmp_path) as server:
-        ledger.announce(1)
+async def test_weights_says_what_is_held_and_what_went_wrong(queue: StubQueue, tmp_path: Path) -> None:
+    async with rollout_server(queue, tmp_path) as server:
+        queue.announce(1)
         await server.until(lambda: server.engine.loaded == [1])
-        ledger.announce(3, damaged="lm_head")
+        queue.announce(3, damaged="lm_head")
         async with asyncio.timeout(60):
             while (status := await get(server, "/weights"))["refused"] is None:
                 await asyncio.sleep(0.02)
@@ -181,10 +179,10 @@ async def test_weights_says_what_is_held_and_what_went_wrong(ledger: StubLedger,
         assert status["behind_s"] > 0
 
 
-async def test_pull_tries_refused_weights_again(ledger: StubLedger, tmp_path: Path) -> None:
-    async with rollout_server(ledger, tmp_path, new_engine=Picky) as server:
-        ledger.announce(1)
-        await server.until(lambda: ledger.announced is not None)
+async def test_pull_tries_refused_weights_again(queue: StubQueue, tmp_path: Path) -> None:
+    async with rollout_server(queue, tmp_path, new_engine=Picky) as server:
+        queue.announce(1)
+        await server.until(lambda: queue.announced is not None)
         assert (await post(server, "/weights", {"action": "pull"})).json()["refused"] == 1
         server.engine.willing = True
         response = await post(server, "/weights", {"action": "pull"})
@@ -196,14 +194,14 @@ async def test_pull_tries_refused_weights_again(ledger: StubLedger, tmp_path: Pa
 
 async def refuse(server: RunningServer, versions: range) -> None:
     for version in versions:
-        server.ledger.announce(version)
+        server.queue.announce(version)
         async with asyncio.timeout(60):
             while (await get(server, "/weights"))["refused"] != version:
                 await asyncio.sleep(0.02)
 
 
 async def test_a_straggler_is_drained_and_its_engine_starts_over(
-    ledger: StubLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three refusals in a row, and another server that has newer weights: it is this one's fault."""
     monkeypatch.setattr(sidecar, "HEALTH_S", 0.05)
@@ -215,28 +213,28 @@ async def test_a_straggler_is_drained_and_its_engine_starts_over(
         return engine
 
     made: list[FakeEngine] = []
-    async with rollout_server(ledger, tmp_path, new_engine=new_engine) as server:
+    async with rollout_server(queue, tmp_path, new_engine=new_engine) as server:
         await refuse(server, range(1, 4))
         asking = asyncio.create_task(post(server, "/generate", body(100)))
         await server.until(lambda: server.engine.running == 1)
         assert len(made) == 1
-        ledger.registered["other"] = ServerInfo("other", "http://127.0.0.1:9", 3)
-        await server.until(lambda: not ledger.registered["s0"].accepting)
+        queue.registered["other"] = ServerInfo("other", "http://127.0.0.1:9", 3)
+        await server.until(lambda: not queue.registered["s0"].accepting)
         assert len([line for line in (await asking).text.splitlines() if line]) > 0
         ids = [t for line in (await asking).text.splitlines() if line for t in json.loads(line)["token_ids"]]
         assert ids == fake_answer([1], 100)
         await server.up()
         assert len(made) == 2
         assert made[1].loaded == [3]
-        assert ledger.registered["s0"].version == 3
+        assert queue.registered["s0"].version == 3
 
 
 async def test_weights_that_no_server_can_load_restart_nobody(
-    ledger: StubLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sidecar, "HEALTH_S", 0.05)
-    ledger.registered["other"] = ServerInfo("other", "http://127.0.0.1:9", 0)
-    async with rollout_server(ledger, tmp_path, new_engine=Picky) as server:
+    queue.registered["other"] = ServerInfo("other", "http://127.0.0.1:9", 0)
+    async with rollout_server(queue, tmp_path, new_engine=Picky) as server:
         await refuse(server, range(1, 6))
         await asyncio.sleep(0.3)
         assert len(server.engines) == 1
@@ -244,21 +242,21 @@ async def test_weights_that_no_server_can_load_restart_nobody(
 
 
 async def test_being_behind_for_long_counts_as_well(
-    ledger: StubLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sidecar, "HEALTH_S", 0.05)
     monkeypatch.setattr(held_weights, "STRAGGLER_S", 0.2)
-    ledger.registered["other"] = ServerInfo("other", "http://127.0.0.1:9", 2)
-    async with rollout_server(ledger, tmp_path, new_engine=Picky) as server:
+    queue.registered["other"] = ServerInfo("other", "http://127.0.0.1:9", 2)
+    async with rollout_server(queue, tmp_path, new_engine=Picky) as server:
         await refuse(server, range(1, 2))
         await asyncio.sleep(0.4)
         assert len(server.engines) == 1  # one version is not far
-        ledger.announce(2)
+        queue.announce(2)
         await server.until(lambda: len(server.engines) == 2)
 
 
 async def test_an_engine_that_never_answered_is_waited_for_ever_longer(
-    ledger: StubLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rests: list[float] = []
     real_sleep: Callable[[float], Any] = asyncio.sleep
@@ -268,7 +266,7 @@ async def test_an_engine_that_never_answered_is_waited_for_ever_longer(
         await real_sleep(0)
 
     monkeypatch.setattr(sidecar, "restart_after", note)
-    async with rollout_server(ledger, tmp_path, new_engine=partial(FakeEngine, token_s=0.001)) as server:
+    async with rollout_server(queue, tmp_path, new_engine=partial(FakeEngine, token_s=0.001)) as server:
         for lives in range(1, 4):
             server.engine.crash()
             await server.until(lambda wanted=lives: len(server.engines) == wanted + 1)

@@ -8,32 +8,32 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.rollout_server.conftest import TOKEN, RunningServer, StubLedger, ask, rollout_server
+from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, ask, rollout_server
 
 from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.protocol import GenerateRequest, Generation
-from penstock.transfer_queue.ledger import ServerInfo
+from penstock.transfer_queue.queue import ServerInfo
 
 BUSY = {"queued": 3, "leased": 1, "done": 0}
 OVER = {"queued": 0, "leased": 0, "done": 4}
 WHILE_IT_COULD_PULL_S = 0.8
-"""Some five looks at the ledger."""
+"""Some five looks at the queue."""
 
 
 @pytest.fixture
-def ledger() -> StubLedger:
-    return StubLedger()
+def queue() -> StubQueue:
+    return StubQueue()
 
 
 @pytest.fixture
-async def server(ledger: StubLedger, tmp_path: Path) -> AsyncIterator[RunningServer]:
-    async with rollout_server(ledger, tmp_path, token_s=0.002, evaluates=True) as running:
+async def server(queue: StubQueue, tmp_path: Path) -> AsyncIterator[RunningServer]:
+    async with rollout_server(queue, tmp_path, token_s=0.002, evaluates=True) as running:
         yield running
 
 
 @pytest.fixture
-async def client(ledger: StubLedger) -> AsyncIterator[RolloutClient]:
-    made = RolloutClient(ledger, TOKEN)
+async def client(queue: StubQueue) -> AsyncIterator[RolloutClient]:
+    made = RolloutClient(queue, TOKEN)
     yield made
     await made.close()
 
@@ -47,88 +47,88 @@ def versions(answer: Generation) -> set[int]:
 
 
 async def test_it_stays_while_an_evaluation_is_on_and_goes_on_after_it(
-    ledger: StubLedger, server: RunningServer, client: RolloutClient
+    queue: StubQueue, server: RunningServer, client: RolloutClient
 ) -> None:
-    ledger.lanes["eval/0"] = BUSY
+    queue.lanes["eval/0"] = BUSY
     answering = asyncio.create_task(client.generate(evaluating(60)))
     for version in (1, 2):
-        ledger.announce(version)
+        queue.announce(version)
         await asyncio.sleep(WHILE_IT_COULD_PULL_S)
     assert server.engine.version == 0
     assert versions(await answering) == {0}
     assert versions(await client.generate(evaluating(9))) == {0}, "the episode's next turn, too"
-    ledger.lanes["eval/0"] = OVER
+    queue.lanes["eval/0"] = OVER
     await server.until(lambda: server.engine.version == 2)
     assert versions(await client.generate(evaluating(9))) == {2}
 
 
 async def test_an_evaluation_of_newer_weights_does_not_hold_it_back(
-    ledger: StubLedger, server: RunningServer, client: RolloutClient
+    queue: StubQueue, server: RunningServer, client: RolloutClient
 ) -> None:
     """Else that evaluation and the server would wait for each other."""
-    ledger.lanes["eval/1"] = BUSY
+    queue.lanes["eval/1"] = BUSY
     answering = asyncio.create_task(client.generate(evaluating(30, min_version=1)))
     await asyncio.sleep(0.1)
-    ledger.announce(1)
+    queue.announce(1)
     assert versions(await answering) == {1}
-    ledger.announce(2)
+    queue.announce(2)
     await asyncio.sleep(WHILE_IT_COULD_PULL_S)
     assert server.engine.version == 1
 
 
-async def test_without_the_ledgers_word_it_stays(
-    ledger: StubLedger, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+async def test_without_the_queues_word_it_stays(
+    queue: StubQueue, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def away() -> None:
         raise TimeoutError
 
-    monkeypatch.setattr(ledger, "status", away)
-    ledger.announce(1)
+    monkeypatch.setattr(queue, "status", away)
+    queue.announce(1)
     await asyncio.sleep(WHILE_IT_COULD_PULL_S)
     assert server.engine.version == 0
     monkeypatch.undo()
     await server.until(lambda: server.engine.version == 1)
 
 
-async def test_a_server_for_training_waits_for_nobody(ledger: StubLedger, tmp_path: Path) -> None:
-    ledger.lanes["eval/0"] = BUSY
-    async with rollout_server(ledger, tmp_path) as server:
-        ledger.announce(1)
+async def test_a_server_for_training_waits_for_nobody(queue: StubQueue, tmp_path: Path) -> None:
+    queue.lanes["eval/0"] = BUSY
+    async with rollout_server(queue, tmp_path) as server:
+        queue.announce(1)
         await server.until(lambda: server.engine.version == 1)
 
 
-async def test_each_goes_to_its_own_server(ledger: StubLedger, server: RunningServer, tmp_path: Path) -> None:
-    client = RolloutClient(ledger, TOKEN)
-    async with rollout_server(ledger, tmp_path / "other", name="s1") as other:
+async def test_each_goes_to_its_own_server(queue: StubQueue, server: RunningServer, tmp_path: Path) -> None:
+    client = RolloutClient(queue, TOKEN)
+    async with rollout_server(queue, tmp_path / "other", name="s1") as other:
         assert await client.best_version() == 0
         for lane in ("eval/0", "train", "eval/0", "train"):
             await client.generate(ask([1], 2).model_copy(update={"lane": lane}))
         assert (server.engine.asked, other.engine.asked) == (2, 2)
-        ledger.announce(5)
-        ledger.lanes["eval/0"] = BUSY
-        await other.until(lambda: ledger.registered["s1"].version == 5)
+        queue.announce(5)
+        queue.lanes["eval/0"] = BUSY
+        await other.until(lambda: queue.registered["s1"].version == 5)
         await asyncio.sleep(0.4)
         assert await client.best_version() == 5, "training is admitted by its own servers' version"
     await client.close()
 
 
-async def test_where_there_is_none_evaluations_go_where_training_goes(ledger: StubLedger, tmp_path: Path) -> None:
-    client = RolloutClient(ledger, TOKEN)
-    async with rollout_server(ledger, tmp_path) as server:
+async def test_where_there_is_none_evaluations_go_where_training_goes(queue: StubQueue, tmp_path: Path) -> None:
+    client = RolloutClient(queue, TOKEN)
+    async with rollout_server(queue, tmp_path) as server:
         await client.generate(evaluating(2))
         assert server.engine.asked == 1
     await client.close()
 
 
-async def test_only_a_server_for_evaluations_admits_no_training(ledger: StubLedger) -> None:
-    ledger.registered["e"] = ServerInfo("e", "http://e", 7, evaluates=True)
-    client = RolloutClient(ledger, TOKEN)
+async def test_only_a_server_for_evaluations_admits_no_training(queue: StubQueue) -> None:
+    queue.registered["e"] = ServerInfo("e", "http://e", 7, evaluates=True)
+    client = RolloutClient(queue, TOKEN)
     assert await client.best_version() is None
     await client.close()
 
 
 async def test_whatever_happens_when_an_evaluation_has_one_version(
-    ledger: StubLedger, server: RunningServer, client: RolloutClient
+    queue: StubQueue, server: RunningServer, client: RolloutClient
 ) -> None:
     """Evaluations begin and end at random moments, new weights come all the time."""
     chance = random.Random(0)
@@ -138,17 +138,17 @@ async def test_whatever_happens_when_an_evaluation_has_one_version(
         version = 0
         while not over.is_set():
             version += 1
-            ledger.announce(version)
+            queue.announce(version)
             await asyncio.sleep(chance.uniform(0.0, 0.15))
 
     async def evaluate(number: int) -> set[int]:
         lane = f"eval/{server.engine.version}"
-        ledger.lanes[lane] = BUSY
+        queue.lanes[lane] = BUSY
         seen: set[int] = set()
         for _ in range(3):
             await asyncio.sleep(chance.uniform(0.0, 0.1))
             seen |= versions(await client.generate(evaluating(chance.randint(1, 40))))
-        ledger.lanes[lane] = OVER
+        queue.lanes[lane] = OVER
         return seen
 
     publishing = asyncio.create_task(publish())

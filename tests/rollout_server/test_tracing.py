@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.rollout_server.conftest import TOKEN, StubLedger, rollout_server
+from tests.rollout_server.conftest import TOKEN, StubQueue, rollout_server
 
 from penstock.rollout_server import tracing
 from penstock.rollout_server.client import RolloutClient
@@ -32,9 +32,9 @@ def ask(count: int = 4) -> GenerateRequest:
 
 @pytest.fixture
 async def client(tmp_path):
-    ledger = StubLedger()
-    async with rollout_server(ledger, tmp_path):
-        made = RolloutClient(ledger, TOKEN, timeout_s=15)
+    queue = StubQueue()
+    async with rollout_server(queue, tmp_path):
+        made = RolloutClient(queue, TOKEN, timeout_s=15)
         yield made
         await made.close()
 
@@ -71,9 +71,9 @@ async def test_who_asks_without_a_trace_begins_one_at_the_server(collected, clie
 
 
 async def test_an_answer_that_is_given_up_ends_its_span(collected, tmp_path) -> None:
-    ledger = StubLedger()
-    async with rollout_server(ledger, tmp_path, token_s=0.05):
-        made = RolloutClient(ledger, TOKEN, timeout_s=15)
+    queue = StubQueue()
+    async with rollout_server(queue, tmp_path, token_s=0.05):
+        made = RolloutClient(queue, TOKEN, timeout_s=15)
         stream = made.stream(ask(400))
         await anext(stream)
         await stream.aclose()

@@ -1,4 +1,4 @@
-"""The simulator's gate is the ledger's."""
+"""The simulator's gate is the queue's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.transfer_queue import arithmetic
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.lists(st.sampled_from(["admit", "ship", "publish"]), max_size=80))
-def test_admission_is_the_ledgers(staleness: int, per_step: int, acts: list[str]) -> None:
+def test_admission_is_the_queues(staleness: int, per_step: int, acts: list[str]) -> None:
     """Through any course of a run: both admit, or neither. Batches ship oldest first, versions follow steps."""
     config = cluster(max_staleness=staleness, groups_per_step=per_step)
     dues: list[int] = []

@@ -118,7 +118,7 @@ def test_no_trained_token_is_over_the_bound(noisy: Simulation, staleness: int) -
 
 
 def test_whoever_ended_first_does_go_over_the_bound(noisy: Simulation) -> None:
-    """The check above can fail: without the ledger's shipping rule stragglers become too old."""
+    """The check above can fail: without the queue's shipping rule stragglers become too old."""
     tail = {"response": {"median": 60, "sigma": 2.0, "longest": 20000}}
     found = simulate(changed(noisy, shipping="first_ready", max_staleness=1, work=tail, steps=60))
     assert found.staleness_max > 1

@@ -39,7 +39,7 @@ def test_files_that_are_handed_on_double_each_round() -> None:
     assert scale.from_trainer_s(model, 7) == pytest.approx(7 * one_copy_s)
 
 
-def test_the_ledgers_operations_are_counted_per_episode_and_turn() -> None:
+def test_the_queues_operations_are_counted_per_episode_and_turn() -> None:
     config = scale.setup(scale.PLANS[0])
     episodes = config.group_size * config.groups_per_step
     calls = episodes * (2 + 2 * config.work.turns) + config.groups_per_step + 4

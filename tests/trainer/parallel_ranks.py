@@ -31,7 +31,7 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.learner import Learner
 from penstock.trainer.ranks import Ranks
-from penstock.transfer_queue.ledger import Batch
+from penstock.transfer_queue.queue import Batch
 from penstock.transfer_queue.trajectory import DataCursor
 
 GROUPS, MEMBERS = 4, 3

@@ -24,7 +24,7 @@ from penstock.trainer.learner import Learner  # noqa: E402
 from penstock.trainer.losses import LOSSES  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
 from penstock.trainer.registry import needs_of  # noqa: E402
-from penstock.transfer_queue.ledger import Batch  # noqa: E402
+from penstock.transfer_queue.queue import Batch  # noqa: E402
 from penstock.transfer_queue.trajectory import Trajectory  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -29,7 +29,7 @@ from penstock.trainer.learner import Learner  # noqa: E402
 from penstock.trainer.losses import LOSSES, LossInput, TokenLoss  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
 from penstock.trainer.replay import Replayed, replay, same  # noqa: E402
-from penstock.transfer_queue.ledger import Batch  # noqa: E402
+from penstock.transfer_queue.queue import Batch  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -21,7 +21,7 @@ from penstock.trainer.batch import (
     minibatch_bounds,
     share_of,
 )
-from penstock.transfer_queue.ledger import Batch
+from penstock.transfer_queue.queue import Batch
 
 pytestmark = pytest.mark.torch
 LIMITS = ModelLimits(context=64, vocab=64)

@@ -25,7 +25,7 @@ from penstock.trainer.config import TrainerConfig  # noqa: E402
 from penstock.trainer.engine import FSDPEngine  # noqa: E402
 from penstock.trainer.learner import Learner  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.transfer_queue.ledger import Batch  # noqa: E402
+from penstock.transfer_queue.queue import Batch  # noqa: E402
 from penstock.transfer_queue.trajectory import DataCursor  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -17,7 +17,7 @@ from penstock.trainer.batch import BadBatch, ModelLimits, StepBatch, make_step_b
 from penstock.trainer.config import OverlongConfig, TrainerConfig  # noqa: E402
 from penstock.trainer.credit import TokenScores, episodes_of, means_by_episode, whitened  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.transfer_queue.ledger import Batch  # noqa: E402
+from penstock.transfer_queue.queue import Batch  # noqa: E402
 from penstock.transfer_queue.trajectory import Trajectory  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -19,8 +19,8 @@ from trainer_support import make_job, make_trajectory, task_name
 from penstock.trainer.job import BadJob, TrainJob
 from penstock.trainer.loop import train
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import LedgerError
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 from penstock.transfer_queue.trajectory import Trajectory
 
@@ -45,13 +45,13 @@ def made(task_id: str, member: int, version: int, *, easy: bool) -> Trajectory:
 
 
 @asynccontextmanager
-async def working(ledger: RedisLedger, *, easy: bool = False) -> AsyncIterator[None]:
+async def working(queue: RedisTransferQueue, *, easy: bool = False) -> AsyncIterator[None]:
     async def work() -> None:
         while True:
-            version = (await ledger.status()).version
-            leases = await ledger.lease_episodes("w", 3, version)
+            version = (await queue.status()).version
+            leases = await queue.lease_episodes("w", 3, version)
             for lease in leases:
-                await ledger.complete(lease, made(lease.task.task_id, lease.member, version, easy=easy))
+                await queue.complete(lease, made(lease.task.task_id, lease.member, version, easy=easy))
             await asyncio.sleep(0 if leases else 0.005)
 
     task = asyncio.create_task(work())
@@ -67,23 +67,23 @@ async def working(ledger: RedisLedger, *, easy: bool = False) -> AsyncIterator[N
 async def job_on_redis(folder: Path, model: str, max_staleness: int) -> AsyncIterator[TrainJob]:
     async with RedisServer(folder / "redis", PASSWORD) as server:
         run = f"refill-{secrets.token_hex(4)}"
-        ledger = await RedisLedger.connect(server.url, run, TransferQueueConfig(), PASSWORD)
-        made = make_job(folder, model, {"steps": STEPS}, ledger=ledger, max_staleness=max_staleness)
+        queue = await RedisTransferQueue.connect(server.url, run, TransferQueueConfig(), PASSWORD)
+        made = make_job(folder, model, {"steps": STEPS}, queue=queue, max_staleness=max_staleness)
         limits = replace(made.limits, filter_groups="zero_variance", max_filtered_steps=4)
-        await ledger.create_run(limits, "refill: 1")
+        await queue.create_run(limits, "refill: 1")
         try:
             yield replace(made, limits=limits)
         finally:
-            await ledger.close()
+            await queue.close()
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 async def test_every_step_is_full_of_groups_that_say_something(
     tmp_path: Path, tiny_model: str, max_staleness: int
 ) -> None:
-    async with job_on_redis(tmp_path, tiny_model, max_staleness) as job, working(job.ledger):
+    async with job_on_redis(tmp_path, tiny_model, max_staleness) as job, working(job.queue):
         await train(job)
-        status = await job.ledger.status()
+        status = await job.queue.status()
     lines = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [(line["groups"], line["zero_variance_groups"]) for line in lines] == [(2, 0)] * STEPS
     assert all(line["advantage_abs"] > 0.5 and line["updates"] == 1 for line in lines)
@@ -100,8 +100,8 @@ async def test_every_step_is_full_of_groups_that_say_something(
 
 
 async def test_tasks_that_are_all_too_easy_end_the_run_with_its_cause(tmp_path: Path, tiny_model: str) -> None:
-    async with job_on_redis(tmp_path, tiny_model, 0) as job, working(job.ledger, easy=True):
-        with pytest.raises(LedgerError, match=r"step 0: \d+ groups had equal rewards .* more than 4 steps of 2"):
+    async with job_on_redis(tmp_path, tiny_model, 0) as job, working(job.queue, easy=True):
+        with pytest.raises(TransferQueueError, match=r"step 0: \d+ groups had equal rewards .* more than 4 steps of 2"):
             await train(job)
 
 

@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("torch")
 
-from trainer_support import ScriptedLedger, make_trajectory
+from trainer_support import ScriptedQueue, make_trajectory
 
 from penstock.trainer.data import Row, Stream
 from penstock.trainer.feeder import Feeder, missing_groups
-from penstock.transfer_queue.ledger import Announcement, Batch, Limits, Status
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Announcement, Batch, Limits, Status
 from penstock.transfer_queue.trajectory import DataCursor
 
 LIMITS = Limits(group_size=4, groups_per_step=8, max_staleness=2)
@@ -38,34 +38,34 @@ def test_missing_groups_of_forty_steps(given: Status, expected: int) -> None:
     assert missing_groups(given, LIMITS, steps=40) == expected
 
 
-async def test_tasks_follow_the_stream_and_a_restart_goes_on_where_the_ledger_is() -> None:
+async def test_tasks_follow_the_stream_and_a_restart_goes_on_where_the_queue_is() -> None:
     limits = Limits(group_size=2, groups_per_step=2, max_staleness=0)
     rows = make_rows(3)
-    ledger = ScriptedLedger(limits)
+    queue = ScriptedQueue(limits)
     stream = Stream(3, seed=1, shuffle=True)
-    feeder = Feeder(ledger, limits, rows, stream, steps=5)
+    feeder = Feeder(queue, limits, rows, stream, steps=5)
     await feeder.start()
     assert feeder.cursor == DataCursor(1, 1)
     places = stream.places(DataCursor(), 7)
-    assert [t.task_id for t in ledger.queued] == [name(place) for place in places[:4]]
-    assert ledger.queued[3].task_id == "train/0001/00000000"
-    assert [t.ground_truth for t in ledger.queued] == [stream.row_index(place) for place in places[:4]]
+    assert [t.task_id for t in queue.queued] == [name(place) for place in places[:4]]
+    assert queue.queued[3].task_id == "train/0001/00000000"
+    assert [t.ground_truth for t in queue.queued] == [stream.row_index(place) for place in places[:4]]
     assert await feeder.fill() == 0
-    del ledger.queued[:3]
-    again = Feeder(ledger, limits, rows, stream, steps=5)
+    del queue.queued[:3]
+    again = Feeder(queue, limits, rows, stream, steps=5)
     await again.start()
-    assert [t.task_id for t in ledger.queued] == [name(place) for place in places[3:]]
-    assert ledger.place == again.cursor == DataCursor(2, 1)
+    assert [t.task_id for t in queue.queued] == [name(place) for place in places[3:]]
+    assert queue.place == again.cursor == DataCursor(2, 1)
 
 
 async def test_a_dataset_that_changed_between_restarts_gives_no_name_twice() -> None:
     limits = Limits(group_size=2, groups_per_step=2, max_staleness=0)
-    ledger, names = ScriptedLedger(limits), []
+    queue, names = ScriptedQueue(limits), []
     for count in (6, 3, 9):
-        feeder = Feeder(ledger, limits, make_rows(count), Stream(count, seed=1, shuffle=True), steps=50)
+        feeder = Feeder(queue, limits, make_rows(count), Stream(count, seed=1, shuffle=True), steps=50)
         await feeder.start()
-        names += [t.task_id for t in ledger.queued]
-        ledger.queued.clear()
+        names += [t.task_id for t in queue.queued]
+        queue.queued.clear()
     assert names == [
         *("train/0000/00000000", "train/0000/00000001", "train/0000/00000002", "train/0000/00000003"),
         *("train/0001/00000000", "train/0001/00000001", "train/0001/00000002", "train/0002/00000000"),
@@ -78,18 +78,18 @@ async def test_a_source_at_its_quota_does_not_take_the_others_room(quota: int) -
     """Every second row is of a source whose quota is below, at and above its share of a step."""
     limits = Limits(group_size=2, groups_per_step=8, max_staleness=2, quotas={"odd": quota})
     rows = [Row([{"role": "user", "content": "?"}], ("even", "odd")[n % 2], n, None, {}) for n in range(100)]
-    ledger = MemoryLedger()
-    await ledger.create_run(limits, "")
-    feeder = Feeder(ledger, limits, rows, Stream(100, seed=1, shuffle=True), steps=25)
+    queue = MemoryTransferQueue()
+    await queue.create_run(limits, "")
+    feeder = Feeder(queue, limits, rows, Stream(100, seed=1, shuffle=True), steps=25)
     await feeder.start()
     for step in range(25):
         await feeder.fill()
-        while leases := await ledger.lease_episodes("w", 50, step):
+        while leases := await queue.lease_episodes("w", 50, step):
             for lease in leases:
-                await ledger.complete(lease, make_trajectory(lease.task.task_id, lease.member, step))
-        batch = await ledger.lease_batch(step)
+                await queue.complete(lease, make_trajectory(lease.task.task_id, lease.member, step))
+        batch = await queue.lease_batch(step)
         assert isinstance(batch, Batch), batch
-        await ledger.publish_version(Announcement(step + 1, {}))
+        await queue.publish_version(Announcement(step + 1, {}))
     assert feeder.cursor >= DataCursor(2, 0)
 
 

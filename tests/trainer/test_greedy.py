@@ -17,7 +17,7 @@ from penstock.trainer.credit import TokenScores, episodes_of  # noqa: E402
 from penstock.trainer.greedy import without_greedy  # noqa: E402
 from penstock.trainer.jsonl import read_lines  # noqa: E402
 from penstock.trainer.loop import train  # noqa: E402
-from penstock.transfer_queue.ledger import Batch  # noqa: E402
+from penstock.transfer_queue.queue import Batch  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -45,13 +45,13 @@ def test_what_is_trained() -> None:
 async def test_a_run_asks_for_a_greedy_member(tmp_path: Path, tiny_model: str) -> None:
     asked = []
     job = make_job(tmp_path, tiny_model, {"advantage": "remax", "loss": "reinforce", "steps": 2})
-    submit = job.ledger.submit
+    submit = job.queue.submit
 
     async def noted(tasks, **more):
         asked.extend(tasks)
         return await submit(tasks, **more)
 
-    job.ledger.submit = noted
+    job.queue.submit = noted
     await train(job)
     assert {task.sampling["greedy_member"] for task in asked} == {0}
     lines = list(read_lines(job.run_dir / "metrics.jsonl"))

@@ -23,7 +23,7 @@ from penstock.trainer.packing import join_rows, pack_rows, split_by_budget  # no
 from penstock.trainer.policy import Outputs  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
 from penstock.trainer.tally import Tally  # noqa: E402
-from penstock.transfer_queue.ledger import Batch  # noqa: E402
+from penstock.transfer_queue.queue import Batch  # noqa: E402
 from penstock.transfer_queue.trajectory import Trajectory  # noqa: E402
 
 pytestmark = pytest.mark.torch

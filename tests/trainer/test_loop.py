@@ -1,4 +1,4 @@
-"""Whole runs against a scripted ledger: what is left behind, crashes in every gap, stops, clear failures."""
+"""Whole runs against a scripted queue: what is left behind, crashes in every gap, stops, clear failures."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def check_accounts(job: TrainJob) -> None:
     steps = job.config.steps
     assert [line["step"] for line in lines(job, "metrics.jsonl")] == list(range(steps))
     recorded = {line["step"]: line["episodes"] for line in lines(job, "steps.jsonl")}
-    assert recorded == {s: [e for g in groups for e in g] for s, groups in job.ledger.steps.items()}
+    assert recorded == {s: [e for g in groups for e in g] for s, groups in job.queue.steps.items()}
     episodes = [episode for ids in recorded.values() for episode in ids]
     assert len(set(episodes)) == len(episodes) == steps * 8
-    assert [a.version for a in job.ledger.announced] == list(range(1, steps + 1))
-    assert job.ledger.committed == steps
-    assert job.ledger.payloads == job.ledger.spilled == {}
-    assert job.ledger.place == DataCursor(*divmod(steps * 2, ROWS))
+    assert [a.version for a in job.queue.announced] == list(range(1, steps + 1))
+    assert job.queue.committed == steps
+    assert job.queue.payloads == job.queue.spilled == {}
+    assert job.queue.place == DataCursor(*divmod(steps * 2, ROWS))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ async def test_a_run_leaves_everything(tmp_path: Path, tiny_model: str) -> None:
     assert [line["step"] for line in metrics if "eval/reward" in line] == [2, 5]
     assert all(line["staleness_max"] <= 1 and line["wall_s"] > 0 and line["tokens_per_s"] > 0 for line in metrics)
     assert sorted(p.name for p in (job.run_dir / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
-    assert {"trainer:batch", "trainer:publish", "trainer:checkpoint"} <= set(job.ledger.waits)
+    assert {"trainer:batch", "trainer:publish", "trainer:checkpoint"} <= set(job.queue.waits)
     first = json.loads((job.run_dir / "trajectories" / "step_000000.jsonl").read_text().splitlines()[0])
     assert [run["mask"] for run in first["segments"][0]["runs"]] == [1, 0, 1]
     assert first["segments"][0]["runs"][0]["text"].startswith("t")
@@ -80,7 +80,7 @@ async def test_versions_are_the_models_own_tensors_and_the_last_is_the_final_mod
 ) -> None:
     job = make_job(tmp_path, tiny_model)
     await train(job)
-    published = read_verified(job.ledger.announced[-1].manifest)
+    published = read_verified(job.queue.announced[-1].manifest)
     assert published.keys() == load_file(Path(tiny_model) / "model.safetensors").keys()
     for name, tensor in final_weights(job).items():
         assert torch.equal(tensor, published[name])
@@ -93,7 +93,7 @@ async def test_an_untied_head_is_published_too_and_in_the_engines_dtype(tmp_path
     model = save_tiny_model(tmp_path / "model", tokenizer=True, tie_word_embeddings=False)
     job = make_job(tmp_path, model, {"steps": 1}, publish_dtype="bfloat16")
     await train(job)
-    published = read_verified(job.ledger.announced[-1].manifest)
+    published = read_verified(job.queue.announced[-1].manifest)
     assert "lm_head.weight" in published
     assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
 
@@ -110,7 +110,7 @@ async def test_a_crash_in_any_gap_changes_nothing(
     tmp_path: Path, tiny_model: str, gap: str, reference: dict[str, torch.Tensor]
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    job.ledger.crash_at = gap
+    job.queue.crash_at = gap
     with pytest.raises(Crash):
         await train(job)
     await train(job)
@@ -143,14 +143,14 @@ async def test_a_crash_between_rename_and_commit_and_in_the_middle_of_a_save(
 async def test_weights_that_went_with_the_machine_are_written_anew(tmp_path: Path, tiny_model: str) -> None:
     """No checkpoint of version 4 may be there, or the restarted trainer goes on to publish 4 and need not renew 3."""
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100})
-    job.ledger.crash_at = "before:publish:4"
+    job.queue.crash_at = "before:publish:4"
     with pytest.raises(Crash):
         await train(job)
-    lost = read_verified(job.ledger.announced[-1].manifest)
+    lost = read_verified(job.queue.announced[-1].manifest)
     for path in job.weights_dir.iterdir():
         path.unlink()
     await train(job)
-    assert job.ledger.renewed == [3]
+    assert job.queue.renewed == [3]
     check_accounts(job)
     assert lost.keys() == final_weights(job).keys()
 
@@ -164,18 +164,18 @@ async def test_versions_are_changes_of_the_one_before_and_a_new_trainer_begins_w
     tmp_path: Path, tiny_model: str, gap: str
 ) -> None:
     job = make_job(tmp_path, tiny_model, SMALL_STEPS, **DELTAS)
-    job.ledger.crash_at = gap
+    job.queue.crash_at = gap
     with pytest.raises(Crash):
         await train(job)
-    before = len(job.ledger.announced)
-    assert read_verified(job.ledger.announced[-1].manifest), "who joins late finds the whole chain"
+    before = len(job.queue.announced)
+    assert read_verified(job.queue.announced[-1].manifest), "who joins late finds the whole chain"
     await train(job)
     check_accounts(job)
-    bases = [announced.manifest["base_version"] for announced in job.ledger.announced]
+    bases = [announced.manifest["base_version"] for announced in job.queue.announced]
     assert bases[:3] == [None, 1, 2]
     assert bases[before] is None
-    assert job.ledger.renewed == []
-    published = read_verified(job.ledger.announced[-1].manifest)
+    assert job.queue.renewed == []
+    published = read_verified(job.queue.announced[-1].manifest)
     assert all(torch.equal(tensor.bfloat16(), published[name]) for name, tensor in final_weights(job).items())
 
 
@@ -183,15 +183,15 @@ async def test_over_http_a_new_trainer_says_where_the_announced_files_are_now(tm
     """While it replays, nothing is published: without this a server that starts then would ask a dead address."""
     settings = {**SMALL_STEPS, "checkpoint_every": 100}
     job = make_job(tmp_path, tiny_model, settings, **DELTAS, transport="http", token="secret")
-    job.ledger.crash_at = "before:publish:4"
+    job.queue.crash_at = "before:publish:4"
     with pytest.raises(Crash):
         await train(job)
-    first = job.ledger.announced[-1].manifest
-    job.ledger.crash_at = "before:lease:1"
+    first = job.queue.announced[-1].manifest
+    job.queue.crash_at = "before:lease:1"
     with pytest.raises(Crash):
         await train(job)
-    moved = job.ledger.announced[-1].manifest
-    assert job.ledger.renewed == [3]
+    moved = job.queue.announced[-1].manifest
+    assert job.queue.renewed == [3]
     assert moved["url"] != first["url"]
     assert moved["tensors"] == first["tensors"]
     assert [link["version"] for link in moved["chain"]] == [1, 2]
@@ -208,12 +208,12 @@ async def test_over_http_everyone_is_asked_for_the_token(tmp_path: Path, tiny_mo
 async def test_a_lost_link_is_lost_weights(tmp_path: Path, tiny_model: str) -> None:
     """Servers that run could do without the full version, those that start could not."""
     job = make_job(tmp_path, tiny_model, {**SMALL_STEPS, "checkpoint_every": 100}, **DELTAS)
-    job.ledger.crash_at = "before:publish:4"
+    job.queue.crash_at = "before:publish:4"
     with pytest.raises(Crash):
         await train(job)
     (job.weights_dir / "weights-00000001.safetensors").unlink()
     await train(job)
-    assert job.ledger.renewed == [3]
+    assert job.queue.renewed == [3]
 
 
 async def test_spilled_steps_do_not_pile_up_and_are_replayed_from_the_log(
@@ -221,14 +221,14 @@ async def test_spilled_steps_do_not_pile_up_and_are_replayed_from_the_log(
 ) -> None:
     """A step has 8 episodes. Held at once: the step that is read ahead, the one in training, and the one on its way."""
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, spill=True)
-    job.ledger.crash_at = "after:lease:4"
+    job.queue.crash_at = "after:lease:4"
     with pytest.raises(Crash):
         await train(job)
-    assert set(job.ledger.spilled) >= {e for step in range(2) for group in job.ledger.steps[step] for e in group}
+    assert set(job.queue.spilled) >= {e for step in range(2) for group in job.queue.steps[step] for e in group}
     await train(job)
     check_accounts(job)
-    assert job.ledger.most_held <= 3 * 8
-    assert "trainer:spill" in job.ledger.waits
+    assert job.queue.most_held <= 3 * 8
+    assert "trainer:spill" in job.queue.waits
     assert all(torch.equal(tensor, reference[name]) for name, tensor in final_weights(job).items())
 
 
@@ -238,13 +238,13 @@ async def test_cancelling_saves_commits_and_the_next_start_goes_on(
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100})
     running = asyncio.create_task(train(job))
     async with asyncio.timeout(60):
-        while job.ledger.version < 3:
+        while job.queue.version < 3:
             await asyncio.sleep(0.005)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    stopped_at = job.ledger.version
-    assert job.ledger.committed == stopped_at >= 3
+    stopped_at = job.queue.version
+    assert job.queue.committed == stopped_at >= 3
     assert (job.run_dir / "checkpoints" / f"step_{stopped_at:08d}" / "complete").exists()
     assert not (job.run_dir / "final_model").exists()
     await train(job)
@@ -255,28 +255,28 @@ async def test_cancelling_saves_commits_and_the_next_start_goes_on(
 async def test_a_forgotten_announcement_is_said_again(
     tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ledger lost its last second; a server that joins must learn of the weights while the trainer waits."""
+    """The queue lost its last second; a server that joins must learn of the weights while the trainer waits."""
     monkeypatch.setattr("penstock.trainer.source.REMIND_S", 0.05)
     job = make_job(tmp_path, tiny_model)
     running = asyncio.create_task(train(job))
     async with asyncio.timeout(60):
-        while job.ledger.version == 0:
+        while job.queue.version == 0:
             await asyncio.sleep(0.01)
-        job.ledger.starved = job.ledger.forgetful = True
-        while not job.ledger.renewed:
+        job.queue.starved = job.queue.forgetful = True
+        while not job.queue.renewed:
             await asyncio.sleep(0.01)
-    assert job.ledger.renewed[0] == job.ledger.version
-    job.ledger.starved = job.ledger.forgetful = False
+    assert job.queue.renewed[0] == job.queue.version
+    job.queue.starved = job.queue.forgetful = False
     await running
     check_accounts(job)
 
 
 async def test_cancelling_while_no_batch_comes_is_quick(tmp_path: Path, tiny_model: str) -> None:
     job = make_job(tmp_path, tiny_model)
-    job.ledger.starved = True
+    job.queue.starved = True
     running = asyncio.create_task(train(job))
     async with asyncio.timeout(60):
-        while job.ledger.place == DataCursor():
+        while job.queue.place == DataCursor():
             await asyncio.sleep(0.01)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -296,7 +296,7 @@ async def test_a_damaged_checkpoint_is_passed_over_aloud(
     tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    job.ledger.crash_at = "before:commit:4"
+    job.queue.crash_at = "before:commit:4"
     with pytest.raises(Crash):
         await train(job)
     shard = job.run_dir / "checkpoints" / "step_00000004" / "__0_0.distcp"
@@ -313,14 +313,14 @@ async def test_lost_updates_are_said_and_lost_checkpoints_stop(
     tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    job.ledger.crash_at = "after:commit:4"
+    job.queue.crash_at = "after:commit:4"
     with pytest.raises(Crash):
         await train(job)
     (job.run_dir / "checkpoints" / "step_00000004" / "complete").unlink()
     with caplog.at_level(logging.ERROR):
         await train(job)
     assert "the updates of steps 2 to 3 are lost" in caplog.text
-    assert job.ledger.committed == 6
+    assert job.queue.committed == 6
     assert sorted(p.name for p in (job.run_dir / "checkpoints").iterdir()) == [
         "step_00000002",
         "step_00000004.damaged",
@@ -334,12 +334,14 @@ async def test_lost_updates_are_said_and_lost_checkpoints_stop(
 
 async def test_a_batch_that_does_not_come_names_the_cause(tmp_path: Path, tiny_model: str) -> None:
     job = make_job(tmp_path, tiny_model, {"batch_timeout_s": 0.3})
-    job.ledger.starved = True
-    with pytest.raises(BatchTimeout, match=r"no batch for step 0 within 0 s .*: 6 groups queued\. Ledger: version 0"):
+    job.queue.starved = True
+    with pytest.raises(
+        BatchTimeout, match=r"no batch for step 0 within 0 s .*: 6 groups queued\. TransferQueue: version 0"
+    ):
         await train(job)
 
 
-async def test_what_cannot_be_right_is_refused_before_the_ledger_is_touched(tmp_path: Path, tiny_model: str) -> None:
+async def test_what_cannot_be_right_is_refused_before_the_queue_is_touched(tmp_path: Path, tiny_model: str) -> None:
     with pytest.raises(BadJob, match=r"max_staleness is 1 and trainer\.correction is null.*Set trainer\.correction"):
         await train(make_job(tmp_path, tiny_model, {"correction": None}))
     with pytest.raises(BadJob, match=r"trainer\.minibatches is 3, groups_per_step only 2"):
@@ -354,7 +356,7 @@ async def test_what_cannot_be_right_is_refused_before_the_ledger_is_touched(tmp_
         await train(replace(job, train_data=str(tmp_path / "none.jsonl")))
     with pytest.raises(OSError, match="nowhere"):
         await train(replace(job, model=str(tmp_path / "nowhere")))
-    assert job.ledger.place == DataCursor()
+    assert job.queue.place == DataCursor()
 
 
 async def test_synchronous_without_correction(tmp_path: Path, tiny_model: str) -> None:

@@ -21,14 +21,14 @@ from penstock.trainer.outlet import Outlet  # noqa: E402
 from penstock.trainer.publish import Publisher  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
 from penstock.trainer.torch_thread import TorchThread  # noqa: E402
-from penstock.transfer_queue.ledger import Announcement, Limits, ServerInfo  # noqa: E402
+from penstock.transfer_queue.queue import Announcement, Limits, ServerInfo  # noqa: E402
 
 pytestmark = pytest.mark.torch
 TOKEN = "the-token-of-this-run"
 
 
-class VersionLedger:
-    """What a publisher asks of a ledger, in memory."""
+class VersionQueue:
+    """What a publisher asks of a queue, in memory."""
 
     def __init__(self) -> None:
         self.announced: list[Announcement] = []
@@ -70,8 +70,8 @@ class OneTensor:
 
 
 class Setting:
-    def __init__(self, job: TrainJob, ledger: VersionLedger, publisher: Publisher, engine: OneTensor) -> None:
-        self.job, self.ledger, self.publisher, self.engine = job, ledger, publisher, engine
+    def __init__(self, job: TrainJob, queue: VersionQueue, publisher: Publisher, engine: OneTensor) -> None:
+        self.job, self.queue, self.publisher, self.engine = job, queue, publisher, engine
 
     async def step(self, version: int) -> None:
         self.engine.step()
@@ -84,12 +84,12 @@ async def open_setting(tmp_path: Path, ranks: Ranks) -> AsyncIterator[Callable[.
     opened: list[Setting] = []
 
     async def open_one(transport: str = "shm") -> Setting:
-        ledger, engine = VersionLedger(), OneTensor()
+        queue, engine = VersionQueue(), OneTensor()
         job = TrainJob(
-            config=TrainerConfig(), ledger=ledger, limits=Limits(2, 1, 0), model="", run_dir=tmp_path,  # type: ignore[arg-type]
+            config=TrainerConfig(), queue=queue, limits=Limits(2, 1, 0), model="", run_dir=tmp_path,  # type: ignore[arg-type]
             weights_dir=tmp_path / "weights", train_data="", transport=transport, token=TOKEN,  # type: ignore[arg-type]
         )  # fmt: skip
-        setting = Setting(job, ledger, Publisher(job, engine, ranks, in_torch), engine)  # type: ignore[arg-type]
+        setting = Setting(job, queue, Publisher(job, engine, ranks, in_torch), engine)  # type: ignore[arg-type]
         opened.append(setting)
         await setting.publisher.start(0)
         return setting
@@ -114,15 +114,15 @@ async def test_steps_go_on_while_a_version_is_written(
     monkeypatch.setattr(Outlet, "write", write_when_told)
     await setting.step(1)  # back before a byte is written
     setting.engine.step()  # the next step changes the weights
-    assert setting.ledger.announced == []
+    assert setting.queue.announced == []
     following = asyncio.create_task(setting.publisher.announce(2))
     done, _ = await asyncio.wait({following}, timeout=0.2)
     assert not done, "one copy of the weights at a time: the next version waits for this one"
     may_write.set()
     await following
     await setting.publisher.settle()
-    assert [announced.version for announced in setting.ledger.announced] == [1, 2]
-    assert read_verified(setting.ledger.announced[1].manifest)["w"][0] == 2
+    assert [announced.version for announced in setting.queue.announced] == [1, 2]
+    assert read_verified(setting.queue.announced[1].manifest)["w"][0] == 2
 
 
 async def test_the_version_that_is_written_is_the_one_of_its_step(
@@ -136,7 +136,7 @@ async def test_the_version_that_is_written_is_the_one_of_its_step(
     setting.engine.step()
     may_write.set()
     await setting.publisher.settle()
-    assert read_verified(setting.ledger.announced[0].manifest)["w"][0] == 1
+    assert read_verified(setting.queue.announced[0].manifest)["w"][0] == 1
 
 
 async def test_no_room_is_said_at_the_next_step_and_the_old_version_stays_announced(
@@ -151,8 +151,8 @@ async def test_no_room_is_said_at_the_next_step_and_the_old_version_stays_announ
         await setting.step(2)
         with pytest.raises(NoSpace, match=r"0 MiB free.*rollout\.weight_transport"):
             await setting.publisher.settle()
-    assert setting.ledger.version == 1
-    assert read_verified(setting.ledger.announced[0].manifest)["w"][0] == 1
+    assert setting.queue.version == 1
+    assert read_verified(setting.queue.announced[0].manifest)["w"][0] == 1
 
 
 async def test_a_round_is_offered_to_the_servers_that_are_ready(
@@ -162,14 +162,14 @@ async def test_a_round_is_offered_to_the_servers_that_are_ready(
     setting.publisher._outlet._rounds._window_s = 20  # it ends as soon as the one that is ready has asked
     await setting.step(1)
     await setting.publisher.settle()
-    assert "round" not in setting.ledger.announced[0].manifest, "nobody is there"
-    setting.ledger.registered = [
+    assert "round" not in setting.queue.announced[0].manifest, "nobody is there"
+    setting.queue.registered = [
         ServerInfo("s0", "http://a", 1),
         ServerInfo("s1", "http://b", 1, accepting=False),
     ]
     await setting.step(2)
     await setting.publisher.settle()
-    manifest = setting.ledger.announced[1].manifest
+    manifest = setting.queue.announced[1].manifest
     ready, late = (Downloader(tmp_path / name, TOKEN) for name in ("s0", "s1"))
     assert read_verified(await asyncio.to_thread(ready.localise, manifest))["w"][0] == 2
     assert ready.bytes_received["rounds"] == manifest["bytes"]

@@ -37,7 +37,7 @@ class Out:
 
 
 class SpillLog:
-    """The ledger's side: what was spilled, in order."""
+    """The queue's side: what was spilled, in order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, list[str]]] = []
@@ -65,42 +65,42 @@ def share(step: int) -> StepBatch:
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., tuple[Spiller, SpillLog, Out]]:
     def made(first: bool = True, **changes: Any) -> tuple[Spiller, SpillLog, Out]:
-        ledger, out = SpillLog(), Out()
-        job = make_job(tmp_path, "none", ledger=ledger, **{"spill": True, **changes})
-        return Spiller(job, out, first), ledger, out  # type: ignore[arg-type]
+        queue, out = SpillLog(), Out()
+        job = make_job(tmp_path, "none", queue=queue, **{"spill": True, **changes})
+        return Spiller(job, out, first), queue, out  # type: ignore[arg-type]
 
     return made
 
 
 async def test_a_share_is_spilled_once_its_version_is_out_and_steps_keep_their_order(make) -> None:
-    spiller, ledger, out = make()
+    spiller, queue, out = make()
     await spiller.begin(share(0))
     second = asyncio.create_task(spiller.begin(share(1)))
     await asyncio.sleep(0)
-    assert ledger.calls == []
+    assert queue.calls == []
     await out.publish(1)
     await asyncio.wait_for(second, 60)
-    assert ledger.calls == [(0, ["train/0#0", "train/0#1"])]
+    assert queue.calls == [(0, ["train/0#0", "train/0#1"])]
     await out.publish(2)
     await asyncio.wait_for(spiller.settle(), 60)
-    assert ledger.calls[1:] == [(1, ["train/1#0", "train/1#1"])]
-    assert ledger.waits == [("trainer", "spill")] * 2
+    assert queue.calls[1:] == [(1, ["train/1#0", "train/1#1"])]
+    assert queue.waits == [("trainer", "spill")] * 2
     await spiller.settle()
-    assert len(ledger.waits) == 2
+    assert len(queue.waits) == 2
 
 
 @pytest.mark.parametrize("call", ["begin", "settle"])
 async def test_a_failure_is_raised_at_the_next_call_and_not_again(make, call: str) -> None:
-    spiller, ledger, out = make()
+    spiller, queue, out = make()
     await out.publish(9)
-    ledger.failure = OSError(28, "No space left on device")
+    queue.failure = OSError(28, "No space left on device")
     await spiller.begin(share(0))
     with pytest.raises(OSError, match="No space left"):
         await (spiller.begin(share(1)) if call == "begin" else spiller.settle())
-    ledger.failure = None
+    queue.failure = None
     await spiller.begin(share(0))
     await spiller.settle()
-    assert [step for step, _ in ledger.calls] == [0]
+    assert [step for step, _ in queue.calls] == [0]
 
 
 async def test_a_version_that_never_comes_out_is_an_error(make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,26 +112,26 @@ async def test_a_version_that_never_comes_out_is_an_error(make, monkeypatch: pyt
 
 
 async def test_close_ends_what_is_under_way(make) -> None:
-    spiller, ledger, out = make()
+    spiller, queue, out = make()
     await spiller.close()
     await spiller.begin(share(0))
     await asyncio.wait_for(spiller.close(), 60)
     await out.publish(1)
     await asyncio.sleep(0)
-    assert ledger.calls == []
+    assert queue.calls == []
 
 
 async def test_without_the_setting_nothing_is_spilled(make) -> None:
-    spiller, ledger, out = make(spill=False)
+    spiller, queue, out = make(spill=False)
     await out.publish(1)
     await spiller.begin(share(0))
     await spiller.settle()
-    assert (ledger.calls, ledger.waits) == ([], [])
+    assert (queue.calls, queue.waits) == ([], [])
 
 
 async def test_only_the_first_rank_counts_the_wait(make) -> None:
-    spiller, ledger, out = make(first=False)
+    spiller, queue, out = make(first=False)
     await out.publish(1)
     await spiller.begin(share(0))
     await spiller.settle()
-    assert (len(ledger.calls), ledger.waits) == (1, [])
+    assert (len(queue.calls), queue.waits) == (1, [])

@@ -1,4 +1,4 @@
-"""Deterministic trajectories, and a ledger whose rollout side is a function."""
+"""Deterministic trajectories, and a queue whose rollout side is a function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import xxhash
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.job import TrainJob
 from penstock.transfer_queue.codec import encode_trajectory, get_fields
-from penstock.transfer_queue.ledger import Announcement, BadPayload, Batch, Limits, Status, StepError, Waiting
+from penstock.transfer_queue.queue import Announcement, BadPayload, Batch, Limits, Status, StepError, Waiting
 from penstock.transfer_queue.trajectory import COMPLETED, DataCursor, FieldValues, Segment, Task, Trajectory
 
 VOCAB = 64
@@ -52,8 +52,8 @@ class Crash(Exception):
     """The process died here."""
 
 
-class ScriptedLedger:
-    """The trainer's side of the ledger protocol. Episodes of queued tasks are there as soon as they are asked for.
+class ScriptedQueue:
+    """The trainer's side of the queue protocol. Episodes of queued tasks are there as soon as they are asked for.
 
     `crash_at` names a call, such as ``before:commit:2``: it raises `Crash` once, before or after its effect.
     """
@@ -78,7 +78,7 @@ class ScriptedLedger:
         self.forgetful = False
         """It does not know any more where the newest weights are."""
         self.twin = False
-        """In a process that neither feeds nor publishes: batches are made as the first rank's ledger makes them."""
+        """In a process that neither feeds nor publishes: batches are made as the first rank's queue makes them."""
 
     @property
     def version(self) -> int:
@@ -240,7 +240,7 @@ def make_job(folder: Path, model: str, config: Mapping[str, Any] | None = None, 
     settings = {"steps": 6, "lr": 1e-3, "eps": 1e-4, "checkpoint_every": 2, "batch_timeout_s": 20.0, **(config or {})}
     values: dict[str, Any] = {
         "config": TrainerConfig(**settings),
-        "ledger": ScriptedLedger(limits),
+        "queue": ScriptedQueue(limits),
         "limits": limits,
         "model": model,
         "run_dir": folder / "run",

@@ -1,4 +1,4 @@
-"""A rank of a whole run, started by torchrun: two_ranks.py FOLDER MODEL. Each rank has the same scripted ledger."""
+"""A rank of a whole run, started by torchrun: two_ranks.py FOLDER MODEL. Each rank has the same scripted queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.trainer.loop import train
 def main() -> None:
     folder, model, settings = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     job = make_job(folder, model, settings)
-    job.ledger.twin = os.environ["RANK"] != "0"
+    job.queue.twin = os.environ["RANK"] != "0"
     asyncio.run(train(job))
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trainer_support import ScriptedLedger, make_job, make_trajectory
+from trainer_support import ScriptedQueue, make_job, make_trajectory
 
 from penstock.trainer.loop import train
-from penstock.transfer_queue.ledger import Limits
+from penstock.transfer_queue.queue import Limits
 from penstock.transfer_queue.trajectory import Trajectory
 
 BAD_TOKENS = {"nan": 7, "vocabulary": 64, "turn rewards": 0}
@@ -41,10 +41,10 @@ def job_of(case: str, folder: Path, model: str) -> Any:
     if case == "uneven":
         limits = Limits(group_size=4, groups_per_step=3, max_staleness=1)
         settings = {"steps": 2, "minibatches": 2, "micro_batch_tokens": 48}
-        return make_job(folder, model, settings, limits=limits, ledger=ScriptedLedger(limits))
+        return make_job(folder, model, settings, limits=limits, queue=ScriptedQueue(limits))
     limits = Limits(group_size=4, groups_per_step=2, max_staleness=1)
     settings = {"max_bad_steps": 1, "batch_timeout_s": 20.0}
-    return make_job(folder, model, settings, ledger=ScriptedLedger(limits, producing(BAD_TOKENS[case])))
+    return make_job(folder, model, settings, queue=ScriptedQueue(limits, producing(BAD_TOKENS[case])))
 
 
 def write_threads(folder: Path) -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     folder, model, case = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     atexit.register(write_threads, folder)  # before the trainer registers anything: the last to be called
     job = job_of(case, folder, model)
-    job.ledger.twin = os.environ["RANK"] != "0"
+    job.queue.twin = os.environ["RANK"] != "0"
     try:
         asyncio.run(train(job))
         ended = "trained"

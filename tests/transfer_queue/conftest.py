@@ -1,4 +1,4 @@
-"""A redis-server for the folder's tests, and the two ledgers that one suite holds to the protocol."""
+"""A redis-server for the folder's tests, and the two queues that one suite holds to the protocol."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest_asyncio
 
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Ledger, Limits
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Limits, TransferQueue
 from penstock.transfer_queue.redis_cluster import RedisCluster
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 
-sys.path.insert(0, str(Path(__file__).parent))  # test files share ledger_samples
+sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples
 
 PASSWORD = "a-test-password"
 CONFIG = TransferQueueConfig(deadline_s=20.0, registry_ttl_s=3.0)
 
-MakeLedger = Callable[[Limits], Awaitable[Ledger]]
+MakeQueue = Callable[[Limits], Awaitable[TransferQueue]]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -46,23 +46,23 @@ def store(request: pytest.FixtureRequest) -> RedisServer | RedisCluster | None:
 
 
 @pytest.fixture
-async def make_ledger(store: RedisServer | RedisCluster | None, tmp_path: Path) -> AsyncIterator[MakeLedger]:
+async def make_queue(store: RedisServer | RedisCluster | None, tmp_path: Path) -> AsyncIterator[MakeQueue]:
     """Makes a new run with the given limits; the run is dropped afterwards."""
-    made: list[Ledger] = []
+    made: list[TransferQueue] = []
 
-    async def make(limits: Limits) -> Ledger:
-        ledger: Ledger
+    async def make(limits: Limits) -> TransferQueue:
+        queue: TransferQueue
         run = f"t-{secrets.token_hex(4)}"
         log = BatchLog(tmp_path / run)
         if store is None:
-            ledger = MemoryLedger(registry_ttl_s=CONFIG.registry_ttl_s, batch_log=log)
+            queue = MemoryTransferQueue(registry_ttl_s=CONFIG.registry_ttl_s, batch_log=log)
         else:
-            ledger = await RedisLedger.connect(store.url, run, CONFIG, PASSWORD, batch_log=log)
-        made.append(ledger)
-        await ledger.create_run(limits, "config: 1")
-        return ledger
+            queue = await RedisTransferQueue.connect(store.url, run, CONFIG, PASSWORD, batch_log=log)
+        made.append(queue)
+        await queue.create_run(limits, "config: 1")
+        return queue
 
     yield make
-    for ledger in made:
-        await ledger.drop_run()
-        await ledger.close()
+    for queue in made:
+        await queue.drop_run()
+        await queue.close()

@@ -6,9 +6,9 @@ from dataclasses import fields, is_dataclass
 
 import numpy as np
 from hypothesis import strategies as st
-from ledger_samples import task
+from queue_samples import task
 
-from penstock.transfer_queue.ledger import Lease
+from penstock.transfer_queue.queue import Lease
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind, Segment, Trajectory
 
 LEASE = Lease("train/0001#0", task(1), 0, 0, 1, 0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.transfer_queue.capacity import check_quotas, check_step_bytes
-from penstock.transfer_queue.ledger import LedgerError, Limits
+from penstock.transfer_queue.queue import Limits, TransferQueueError
 
 LIMITS = Limits(group_size=8, groups_per_step=6, max_staleness=1)
 
@@ -29,7 +29,7 @@ def test_quotas_that_fill_a_step_pass(quotas: dict[str, int], sources: list[str]
 def test_quotas_that_cannot_fill_a_step_are_refused_with_the_sum() -> None:
     limits = replace(LIMITS, quotas={"sums": 2, "code": 3, "absent": 50})
     with pytest.raises(
-        LedgerError, match=r"^quotas: code 3 \+ sums 2 = 5 < groups_per_step = 6: .* Raise them to 6 in"
+        TransferQueueError, match=r"^quotas: code 3 \+ sums 2 = 5 < groups_per_step = 6: .* Raise them to 6 in"
     ):
         check_quotas(limits, ["sums", "code", "sums"])
 
@@ -40,5 +40,5 @@ def test_a_step_fits_to_the_byte() -> None:
     sums = (
         r"max_bytes = 221183 < .* = 6 × 8 × 9 × 512 = 221184: one step may not fit\. Raise max_bytes to at least 221184"
     )
-    with pytest.raises(LedgerError, match=sums):
+    with pytest.raises(TransferQueueError, match=sums):
         check_step_bytes(replace(LIMITS, max_bytes=221183), response_tokens=512)

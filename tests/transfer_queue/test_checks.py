@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_samples import segment, task, trajectory
 from payload_samples import LEASE, same, segments, trajectories
+from queue_samples import segment, task, trajectory
 
 from penstock.transfer_queue.checks import check_tasks, finish
 from penstock.transfer_queue.codec import decode_trajectory, encode_trajectory
-from penstock.transfer_queue.ledger import BadPayload, LedgerError
+from penstock.transfer_queue.queue import BadPayload, TransferQueueError
 from penstock.transfer_queue.segment_checks import check_segment
 from penstock.transfer_queue.trajectory import COMPLETED, Outcome, OutcomeKind, Segment, Task, Trajectory
 
@@ -185,8 +185,8 @@ def test_tokens_below_the_floor_and_payloads_over_the_limit_are_refused() -> Non
         ({"min_version": -1}, "task train/0001: min_version is -1, below 0"),
     ],
 )
-def test_tasks_that_the_ledger_cannot_keep_are_refused(change: dict, message: str) -> None:
+def test_tasks_that_the_queue_cannot_keep_are_refused(change: dict, message: str) -> None:
     good: list[Task] = [task(1), task(2, source="Größe 3/α", priority=-1000), task(3, source="", priority=1000)]
     check_tasks(good)
-    with pytest.raises(LedgerError, match=message):
+    with pytest.raises(TransferQueueError, match=message):
         check_tasks([*good, replace(task(1), **change)])

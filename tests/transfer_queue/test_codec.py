@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_samples import segment, task, trajectory, turn
 from payload_samples import LEASE, plain, same, trajectories
+from queue_samples import segment, task, trajectory, turn
 from xxhash import xxh3_64_intdigest
 
 from penstock.transfer_queue.codec import (
@@ -33,8 +33,8 @@ from penstock.transfer_queue.codec import (
     wanted_fields,
 )
 from penstock.transfer_queue.fields import Column
-from penstock.transfer_queue.ledger import BadPayload, LedgerError
 from penstock.transfer_queue.packing import FORMAT, HEAD_GUESS, MAGIC, PREAMBLE, head_length, pack, parse_head
+from penstock.transfer_queue.queue import BadPayload, TransferQueueError
 from penstock.transfer_queue.trajectory import FieldValues, JournalEntry, JournalKind, Task, Trajectory
 
 CODECS = st.sampled_from(["none", "zstd"])
@@ -88,7 +88,7 @@ def test_an_unknown_field_is_refused_with_the_valid_ones() -> None:
     blob = encode_trajectory(trajectory(LEASE))
     for name in ("advantages", "segments", ""):
         with pytest.raises(
-            LedgerError, match=f"'{name}' is no field of a trajectory; one of prompt_ids, .*data_source"
+            TransferQueueError, match=f"'{name}' is no field of a trajectory; one of prompt_ids, .*data_source"
         ):
             get_fields(blob, ["response_mask", name])
 

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.transfer_queue.evaluation import evaluation_lane, under_evaluation
-from penstock.transfer_queue.ledger import Status
+from penstock.transfer_queue.queue import Status
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from ledger_samples import at, tasks, trajectory, turn
+from queue_samples import at, tasks, trajectory, turn
 
 from penstock.transfer_queue.append_only_file import newest_append_only_file
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Announcement, Batch, LeaseLost, Limits
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Announcement, Batch, LeaseLost, Limits
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
@@ -40,54 +40,56 @@ async def server(tmp_path: Path) -> AsyncIterator[LosingServer]:
 
 
 @pytest.fixture
-async def ledger(server: LosingServer) -> AsyncIterator[RedisLedger]:
+async def queue(server: LosingServer) -> AsyncIterator[RedisTransferQueue]:
     config = TransferQueueConfig(deadline_s=20.0)
-    made = await RedisLedger.connect(server.url, f"loss-{secrets.token_hex(4)}", config, PASSWORD)
+    made = await RedisTransferQueue.connect(server.url, f"loss-{secrets.token_hex(4)}", config, PASSWORD)
     await made.create_run(LIMITS, "x")
     yield made
     await made.close()
 
 
-async def test_an_owner_from_the_lost_second_is_refused(server: LosingServer, ledger: RedisLedger) -> None:
-    await ledger.submit(tasks(1), cursor=at(1))
+async def test_an_owner_from_the_lost_second_is_refused(server: LosingServer, queue: RedisTransferQueue) -> None:
+    await queue.submit(tasks(1), cursor=at(1))
     mark = server.mark()
-    lost = await ledger.lease_episodes("old", 2, 0)
+    lost = await queue.lease_episodes("old", 2, 0)
     await server.lose_since(mark)
-    new = await ledger.lease_episodes("new", 2, 0)
+    new = await queue.lease_episodes("new", 2, 0)
     assert [lease.episode_id for lease in new] == [lease.episode_id for lease in lost]
     for old, owner in zip(lost, new, strict=True):
         with pytest.raises(LeaseLost):
-            await ledger.journal(old, turn(1))
-        await ledger.complete(owner, trajectory(owner))
+            await queue.journal(old, turn(1))
+        await queue.complete(owner, trajectory(owner))
         with pytest.raises(LeaseLost):
-            await ledger.complete(old, trajectory(old, reward=0.0))
-    assert [one.reward for one in await ledger.read([lease.episode_id for lease in new])] == [1.0, 1.0]
+            await queue.complete(old, trajectory(old, reward=0.0))
+    assert [one.reward for one in await queue.read([lease.episode_id for lease in new])] == [1.0, 1.0]
 
 
-async def test_fences_stay_new_when_even_the_first_loss_is_lost(server: LosingServer, ledger: RedisLedger) -> None:
+async def test_fences_stay_new_when_even_the_first_loss_is_lost(
+    server: LosingServer, queue: RedisTransferQueue
+) -> None:
     """Back to the same moment again and again: a start does not know that there were others. It does know the first."""
-    await ledger.submit(tasks(1), cursor=at(1))
+    await queue.submit(tasks(1), cursor=at(1))
     await server.restart()
-    (first, _) = await ledger.lease_episodes("first", 2, 0)
-    await ledger.release(first)
+    (first, _) = await queue.lease_episodes("first", 2, 0)
+    await queue.release(first)
     mark, fences = server.mark(), [first.fence]
     for worker in ("a", "b", "c"):
-        fences += [lease.fence for lease in await ledger.lease_episodes(worker, 1, 0)]
+        fences += [lease.fence for lease in await queue.lease_episodes(worker, 1, 0)]
         await server.lose_since(mark)
     assert len(set(fences)) == 4
     assert fences == sorted(fences)
 
 
 async def test_a_sweep_under_way_frees_nothing_that_is_needed_again(
-    server: LosingServer, ledger: RedisLedger, monkeypatch: pytest.MonkeyPatch
+    server: LosingServer, queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client has read what is garbage, Redis forgets that it is, the client goes on."""
-    await ledger.submit(tasks(1), cursor=at(1))
-    for lease in await ledger.lease_episodes("worker", 2, 0):
-        await ledger.complete(lease, trajectory(lease))
-    assert isinstance(await ledger.lease_batch(0), Batch)
-    await ledger.publish_version(Announcement(1, {}))
-    mark, command = server.mark(), ledger._connection.command
+    await queue.submit(tasks(1), cursor=at(1))
+    for lease in await queue.lease_episodes("worker", 2, 0):
+        await queue.complete(lease, trajectory(lease))
+    assert isinstance(await queue.lease_batch(0), Batch)
+    await queue.publish_version(Announcement(1, {}))
+    mark, command = server.mark(), queue._connection.command
 
     async def lose_after_reading(*args: object) -> object:
         answer = await command(*args)
@@ -95,8 +97,8 @@ async def test_a_sweep_under_way_frees_nothing_that_is_needed_again(
             await server.lose_since(mark)
         return answer
 
-    monkeypatch.setattr(ledger._connection, "command", lose_after_reading)
-    await ledger.commit(1)
-    status = await ledger.status()
+    monkeypatch.setattr(queue._connection, "command", lose_after_reading)
+    await queue.commit(1)
+    status = await queue.status()
     assert (status.version, status.committed_step) == (1, 0)
-    assert len(await ledger.read([f"{tasks(1)[0].task_id}#{member}" for member in range(2)])) == 2
+    assert len(await queue.read([f"{tasks(1)[0].task_id}#{member}" for member in range(2)])) == 2

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ledger_samples import LIMITS, at, task, tasks, train, trajectory
+from queue_samples import LIMITS, at, task, tasks, train, trajectory
 
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Announcement, Batch, Limits
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Announcement, Batch, Limits
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 from penstock.transfer_queue.trajectory import JournalEntry, JournalKind, Task
 
@@ -25,19 +25,19 @@ TOKENS = 9_000
 
 
 @pytest.fixture
-async def ledger(tmp_path: Path) -> AsyncIterator[RedisLedger]:
+async def queue(tmp_path: Path) -> AsyncIterator[RedisTransferQueue]:
     """Alone on its server, so that the server's memory is the run's."""
     async with RedisServer(tmp_path / "redis", PASSWORD) as server:
         log = BatchLog(tmp_path / "batches")
         await warm_up(server)
-        made = await RedisLedger.connect(server.url, "m", TransferQueueConfig(), PASSWORD, batch_log=log)
+        made = await RedisTransferQueue.connect(server.url, "m", TransferQueueConfig(), PASSWORD, batch_log=log)
         yield made
         await made.close()
 
 
 async def warm_up(server: RedisServer) -> None:
     """Scripts, buffers and thread caches are Redis's own and stay: what counts is what a run adds to them."""
-    first = await RedisLedger.connect(server.url, "w", TransferQueueConfig(), PASSWORD)
+    first = await RedisTransferQueue.connect(server.url, "w", TransferQueueConfig(), PASSWORD)
     await first.create_run(replace(LIMITS, max_staleness=0), "x")
     await first.submit(tasks(40), cursor=at(40))
     await run_steps(first, 20, spill=False)
@@ -46,14 +46,14 @@ async def warm_up(server: RedisServer) -> None:
     await first.close()
 
 
-async def used(ledger: RedisLedger) -> int:
-    return int((await ledger._connection.info())["used_memory"])
+async def used(queue: RedisTransferQueue) -> int:
+    return int((await queue._connection.info())["used_memory"])
 
 
-async def settles(ledger: RedisLedger, holds: Callable[[int], bool]) -> int:
+async def settles(queue: RedisTransferQueue, holds: Callable[[int], bool]) -> int:
     """What Redis uses, once `holds` or after a minute: it frees in the background, and its own buffers come and go."""
     deadline = time.monotonic() + 60
-    while not holds(found := await used(ledger)) and time.monotonic() < deadline:
+    while not holds(found := await used(queue)) and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     return found
 
@@ -69,73 +69,73 @@ def long_turn(number: int) -> JournalEntry:
 
 
 @pytest.mark.parametrize("group_size", [1, 8])
-async def test_bytes_agree_with_redis_in_every_state(ledger: RedisLedger, group_size: int) -> None:
-    await ledger.create_run(Limits(group_size, 512 // group_size, max_staleness=0, min_group=1), "x")
-    empty = await used(ledger)
+async def test_bytes_agree_with_redis_in_every_state(queue: RedisTransferQueue, group_size: int) -> None:
+    await queue.create_run(Limits(group_size, 512 // group_size, max_staleness=0, min_group=1), "x")
+    empty = await used(queue)
 
     async def agrees(what: str) -> None:
-        counted = (await ledger.status()).bytes
-        found = await settles(ledger, lambda total: 0.9 < counted / (total - empty) < 1.1) - empty
-        assert 0.9 < counted / found < 1.1, f"{what}: ledger {counted}, Redis {found}"
+        counted = (await queue.status()).bytes
+        found = await settles(queue, lambda total: 0.9 < counted / (total - empty) < 1.1) - empty
+        assert 0.9 < counted / found < 1.1, f"{what}: queue {counted}, Redis {found}"
 
-    await ledger.submit([long_task(number) for number in range(3000)], cursor=at(3000))
+    await queue.submit([long_task(number) for number in range(3000)], cursor=at(3000))
     await agrees("queued")
-    leases = await ledger.lease_episodes("worker", 512, 0)
+    leases = await queue.lease_episodes("worker", 512, 0)
     await agrees("leased")
     for lease in leases[:200]:
         for number in range(4):
-            await ledger.journal(lease, long_turn(number))
+            await queue.journal(lease, long_turn(number))
     await agrees("journaled")
     sizes = np.random.default_rng(group_size).integers(10, 20_000, len(leases))
     for lease, size in zip(leases, sizes, strict=True):
-        await ledger.complete(lease, trajectory(lease, tokens=int(size)))
+        await queue.complete(lease, trajectory(lease, tokens=int(size)))
     await agrees("completed")
-    await ledger.lease_batch(0)
-    await ledger.publish_version(Announcement(1, {}))
-    await ledger.commit(1)
+    await queue.lease_batch(0)
+    await queue.publish_version(Announcement(1, {}))
+    await queue.commit(1)
     await agrees("committed")
 
 
-async def run_steps(ledger: RedisLedger, steps: int, *, spill: bool) -> list[int]:
+async def run_steps(queue: RedisTransferQueue, steps: int, *, spill: bool) -> list[int]:
     """`steps` steps and no commit; what Redis holds after each."""
     held = []
     for step in range(steps):
-        for lease in await ledger.lease_episodes("worker", 8, step):
-            await ledger.complete(lease, trajectory(lease, tokens=TOKENS))
-        batch = await train(ledger, step)
+        for lease in await queue.lease_episodes("worker", 8, step):
+            await queue.complete(lease, trajectory(lease, tokens=TOKENS))
+        batch = await train(queue, step)
         if spill:
-            await ledger.spill(step, [name for group in batch.groups for name in group])
-        held.append(await used(ledger))
+            await queue.spill(step, [name for group in batch.groups for name in group])
+        held.append(await used(queue))
     return held
 
 
-async def test_redis_does_not_grow_with_the_checkpoint_interval(ledger: RedisLedger) -> None:
-    await ledger.create_run(replace(LIMITS, max_staleness=0), "x")
-    await ledger.submit(tasks(100), cursor=at(100))
+async def test_redis_does_not_grow_with_the_checkpoint_interval(queue: RedisTransferQueue) -> None:
+    await queue.create_run(replace(LIMITS, max_staleness=0), "x")
+    await queue.submit(tasks(100), cursor=at(100))
     step_bytes = 4 * TOKENS * 21  # nine bytes a token, and twelve of spans
-    held = await run_steps(ledger, 12, spill=True)
+    held = await run_steps(queue, 12, spill=True)
     assert max(held) - held[0] < step_bytes
-    assert await ledger.rewind(0) == 12
-    batch = await ledger.lease_batch(3)
+    assert await queue.rewind(0) == 12
+    batch = await queue.lease_batch(3)
     assert isinstance(batch, Batch)
-    assert [len(t.segments[0].response_ids) for t in await ledger.read(batch.groups[0])] == [TOKENS + 1] * 2
-    await ledger.commit(12)
-    assert await ledger.held() == set()
+    assert [len(t.segments[0].response_ids) for t in await queue.read(batch.groups[0])] == [TOKENS + 1] * 2
+    await queue.commit(12)
+    assert await queue.held() == set()
 
 
-async def test_without_spilling_it_would_grow(ledger: RedisLedger) -> None:
+async def test_without_spilling_it_would_grow(queue: RedisTransferQueue) -> None:
     """What the test above measures is there to be seen."""
-    await ledger.create_run(replace(LIMITS, max_staleness=0), "x")
-    await ledger.submit(tasks(100), cursor=at(100))
-    held = await run_steps(ledger, 12, spill=False)
+    await queue.create_run(replace(LIMITS, max_staleness=0), "x")
+    await queue.submit(tasks(100), cursor=at(100))
+    held = await run_steps(queue, 12, spill=False)
     assert held[-1] - held[0] > 10 * 4 * TOKENS * 21
 
 
-async def test_committed_steps_give_all_their_memory_back(ledger: RedisLedger) -> None:
-    await ledger.create_run(replace(LIMITS, max_staleness=0), "x")
-    await ledger.submit(tasks(40), cursor=at(40))
-    before = await used(ledger)
-    await run_steps(ledger, 20, spill=False)
-    await ledger.commit(20)
-    assert await settles(ledger, lambda total: total - before < 64_000) - before < 64_000  # payloads were 15 MB
-    assert (await ledger.status()).bytes == 0
+async def test_committed_steps_give_all_their_memory_back(queue: RedisTransferQueue) -> None:
+    await queue.create_run(replace(LIMITS, max_staleness=0), "x")
+    await queue.submit(tasks(40), cursor=at(40))
+    before = await used(queue)
+    await run_steps(queue, 20, spill=False)
+    await queue.commit(20)
+    assert await settles(queue, lambda total: total - before < 64_000) - before < 64_000  # payloads were 15 MB
+    assert (await queue.status()).bytes == 0

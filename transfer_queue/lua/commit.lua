@@ -27,7 +27,7 @@ local function settle_members(v, group)
   count('unrewarded', finished)
 end
 
--- A step that this ledger lost and a checkpoint holds: its groups are forgotten wherever they are. One that is not even
+-- A step that this queue lost and a checkpoint holds: its groups are forgotten wherever they are. One that is not even
 -- submitted here is remembered until it is.
 local function forget_trained(group)
   local task_id = split(group[1])

@@ -34,7 +34,7 @@ local function drop_over_age()
 end
 
 -- Where no group that is due then still runs there is nothing to wait for. (That too many are due at once happens only
--- to a ledger that has caught up with a checkpoint that was ahead of it.)
+-- to a queue that has caught up with a checkpoint that was ahead of it.)
 local function left_in_time(batch)
   for at = step, math.max(step, run.version + run.max_staleness) do
     local slow = call('ZCOUNT', key('admitted'), '-inf', up_to(at))
@@ -72,7 +72,7 @@ local function ship(task_id)
   return episodes
 end
 
--- Under `wait` a group is over the bound only where a ledger has caught up with a checkpoint that was ahead of it.
+-- Under `wait` a group is over the bound only where a queue has caught up with a checkpoint that was ahead of it.
 if run.overage ~= 'mask' then drop_over_age() end
 local filtered = tonumber(call('HGET', key('counters'), 'filtered_since') or 0)
 if run.max_filtered_steps > 0 and filtered > run.max_filtered_steps * run.groups_per_step then

@@ -2,13 +2,13 @@
 -- ARGV: episode. Its group is queued again as it was submitted.
 local episode = ARGV[1]
 if not call('ZSCORE', key('letters'), episode) then
-  return refuse('LEDGER', episode .. ': no such dead letter')
+  return refuse('QUEUE', episode .. ': no such dead letter')
 end
 local task_id = split(episode)
 local group = group_key(task_id)
 local v = fields_of(group)
 if v.state ~= 'dead' and v.state ~= 'done' then
-  return refuse('LEDGER', episode .. ': its group went on without it; there is nothing to queue again')
+  return refuse('QUEUE', episode .. ': its group went on without it; there is nothing to queue again')
 end
 local task = call('GET', key('task:' .. task_id))
 for m = 0, tonumber(v.size) - 1 do drop_letter(task_id .. '#' .. m) end

@@ -54,7 +54,7 @@ envFrom:
   - secretRef:
       name: {{ $root.Release.Name }}-login-{{ index . 1 }}
 env:
-  - name: PENSTOCK_LEDGER
+  - name: PENSTOCK_QUEUE
     value: redis://{{ $root.Release.Name }}-redis:6379
   - name: PENSTOCK_RUN
     value: {{ $root.Values.run | quote }}

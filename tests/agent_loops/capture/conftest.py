@@ -1,4 +1,4 @@
-"""Recorded episodes on a memory ledger, with a policy that says what a test tells it to."""
+"""Recorded episodes on a memory queue, with a policy that says what a test tells it to."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from penstock.agent_loops.capture.wire import Choice, parse_chat, parse_completi
 from penstock.agent_loops.chat import ChatTokens
 from penstock.agent_loops.client import FakeClient
 from penstock.agent_loops.config import AgentConfig
-from penstock.transfer_queue.ledger import Limits
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Limits
 from penstock.transfer_queue.trajectory import DataCursor, Task, Trajectory
 
 USER = {"role": "user", "content": "What is 12+34?"}
@@ -59,25 +59,25 @@ class Remembers(FakeClient):
 
 
 class Bench:
-    """A ledger, a model and one sidecar's desk; `restart` is its kill -9."""
+    """A queue, a model and one sidecar's desk; `restart` is its kill -9."""
 
     def __init__(self, chat: ChatTokens, config: AgentConfig, reward: Any = None, limits: Limits | None = None) -> None:
         self.says = Says(chat)
         self.client = Remembers(self.says)
-        self.ledger = MemoryLedger()
+        self.queue = MemoryTransferQueue()
         self.limits = limits or Limits(group_size=2, groups_per_step=1, max_staleness=8, lease_ttl_s=30.0)
         self.parts = CaptureParts(
-            "s0", config, self.ledger, self.client, chat, text_of(chat, "hermes"), "tiny", reward=reward
+            "s0", config, self.queue, self.client, chat, text_of(chat, "hermes"), "tiny", reward=reward
         )
         self.desk = Desk(self.parts, 30.0)
 
     async def start(self, tasks: int = 1) -> None:
-        await self.ledger.create_run(self.limits, "config: 1")
+        await self.queue.create_run(self.limits, "config: 1")
         made = [Task(f"train/{i:04d}", "train", [USER], "sums", "46") for i in range(tasks)]
-        await self.ledger.submit(made, cursor=DataCursor(0, tasks))
+        await self.queue.submit(made, cursor=DataCursor(0, tasks))
 
     def restart(self) -> Desk:
-        """Another sidecar, or this one after kill -9: it knows nothing but the ledger."""
+        """Another sidecar, or this one after kill -9: it knows nothing but the queue."""
         self.desk = Desk(self.parts, 30.0)
         return self.desk
 
@@ -85,13 +85,13 @@ class Bench:
         return await self.desk.open(0.0)
 
     async def journal(self, episode: CapturedEpisode) -> list[Any]:
-        return list((await self.ledger.adopt(episode.lease.episode_id, episode.lease.fence)).journal)
+        return list((await self.queue.adopt(episode.lease.episode_id, episode.lease.fence)).journal)
 
     async def trajectory(self, episode: CapturedEpisode, reward: float = 1.0, outcome: Any = None) -> Trajectory:
         """Finish it, and what the trainer gets."""
         await episode.note(reward=reward)
         await self.desk.finish(episode.handle, outcome)
-        (trajectory,) = await self.ledger.read([episode.lease.episode_id])
+        (trajectory,) = await self.queue.read([episode.lease.episode_id])
         return trajectory
 
 

@@ -1,4 +1,4 @@
-"""A rollout server process that records episodes, to be killed: engine in words, ledger in Redis."""
+"""A rollout server process that records episodes, to be killed: engine in words, queue in Redis."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.agent_loops.config import AgentConfig
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.server import ServerJob, serve
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 
 
 async def main(url: str, password: str, token: str, model: str, folder: str, port: str) -> None:
-    ledger = await RedisLedger.connect(url, "run", TransferQueueConfig(registry_ttl_s=2.0), password)
+    queue = await RedisTransferQueue.connect(url, "run", TransferQueueConfig(registry_ttl_s=2.0), password)
     config = AgentConfig(max_turns=50, max_response_tokens=20_000, max_new_tokens=400)
-    recorded = CaptureJob(config, ledger, model, token, lease_ttl_s=30.0, request_timeout_s=30.0)
-    job = ServerJob("s0", RolloutConfig(), ledger, model, token, Path(folder), port=int(port), mount=mount(recorded))
+    recorded = CaptureJob(config, queue, model, token, lease_ttl_s=30.0, request_timeout_s=30.0)
+    job = ServerJob("s0", RolloutConfig(), queue, model, token, Path(folder), port=int(port), mount=mount(recorded))
     await serve(job, partial(TalkingEngine, token_s=0.005))
 
 

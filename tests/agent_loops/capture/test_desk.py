@@ -14,7 +14,7 @@ from penstock.agent_loops.capture.desk import Desk
 from penstock.agent_loops.capture.errors import Conflict, Gone, NoEpisode, NotNow
 from penstock.agent_loops.capture.history import hash_of
 from penstock.agent_loops.reward import RewardFunction
-from penstock.transfer_queue.ledger import LedgerUnavailable
+from penstock.transfer_queue.queue import TransferQueueUnavailable
 from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
 
 MORE = {"role": "user", "content": "And 1+1?"}
@@ -81,19 +81,19 @@ async def test_two_sidecars_may_serve_one_episode(make_bench):
 async def test_a_choice_that_was_not_journaled_is_sampled_and_the_others_are_not(make_bench):
     bench = await make_bench("A", "B", "C")
     episode = await bench.open()
-    journal = bench.ledger.journal
+    journal = bench.queue.journal
     written = []
 
     async def dies_after_one(lease, entry):
         if written:
-            raise LedgerUnavailable("killed here")
+            raise TransferQueueUnavailable("killed here")
         written.append(entry)
         await journal(lease, entry)
 
-    bench.ledger.journal = dies_after_one
+    bench.queue.journal = dies_after_one
     with pytest.raises(NotNow):
         await (await episode.answer(asked(n=2))).whole()
-    bench.ledger.journal = journal
+    bench.queue.journal = journal
     again = await bench.restart().find(episode.handle)
     call = await again.answer(asked(n=2), retried=True)
     contents = [choice.content for choice in await call.whole()]
@@ -115,7 +115,7 @@ async def test_finishing_twice_answers_the_same_also_after_a_restart(make_bench)
     for desk in (bench.desk, bench.restart()):
         with pytest.raises(Gone):
             await desk.find(episode.handle)
-    assert (await bench.ledger.status()).episodes["completed"] == 1
+    assert (await bench.queue.status()).episodes["completed"] == 1
 
 
 async def test_a_reward_is_durable_and_the_last_one_counts(make_bench):
@@ -130,7 +130,7 @@ async def test_a_reward_is_durable_and_the_last_one_counts(make_bench):
         await bench.desk.finish(episode.handle, None)
     await again.note(reward=0.5, turn_rewards=[0.1, 0.2])
     await bench.desk.finish(episode.handle, None)
-    (trajectory,) = await bench.ledger.read([episode.lease.episode_id])
+    (trajectory,) = await bench.queue.read([episode.lease.episode_id])
     assert (trajectory.reward, list(trajectory.turn_rewards)) == (0.5, [0.1, 0.2])
 
 
@@ -159,7 +159,7 @@ async def test_a_reward_function_that_fails_is_a_failure_not_a_zero(make_bench):
     await say(episode)
     ending = await bench.desk.finish(episode.handle, None)
     assert (ending.outcome, ending.reward, ending.tried_again) == ("infra_error", None, True)
-    assert (await bench.ledger.status()).episodes["retried"] == 1
+    assert (await bench.queue.status()).episodes["retried"] == 1
 
 
 async def test_a_failed_agent_gives_its_task_back(make_bench):
@@ -181,7 +181,7 @@ async def test_nothing_sampled_is_no_trajectory(make_bench):
         await bench.desk.finish(episode.handle, None)
 
 
-async def test_no_episode_is_said_with_the_ledgers_cause(make_bench):
+async def test_no_episode_is_said_with_the_queues_cause(make_bench):
     bench = await make_bench()
     await bench.open()
     await bench.open()
@@ -219,7 +219,7 @@ async def test_a_silent_episode_goes_back(make_bench):
             await asyncio.sleep(0.01)
     with pytest.raises(Gone, match="silent for"):
         await bench.desk.find(episode.handle)
-    assert (await bench.ledger.status()).episodes["retried"] == 1
+    assert (await bench.queue.status()).episodes["retried"] == 1
 
 
 async def test_an_episode_over_its_deadline_goes_back_even_while_it_speaks(make_bench):
@@ -245,7 +245,7 @@ async def test_what_another_sidecar_serves_by_now_is_left_to_it(make_bench):
         while here.count:
             await asyncio.sleep(0.01)
     assert (await there.find(episode.handle)).gone is None
-    assert (await bench.ledger.status()).episodes["retried"] == 0
+    assert (await bench.queue.status()).episodes["retried"] == 0
     await here.close()
 
 
@@ -270,7 +270,7 @@ async def test_a_journal_that_renders_to_other_ids_is_a_failure_of_ours(make_ben
     bench.parts = replace(bench.parts, chat=chat_for("chatml"))
     with pytest.raises(Gone, match="renders to other ids"):
         await bench.restart().find(episode.handle)
-    assert (await bench.ledger.status()).episodes["retried"] == 1
+    assert (await bench.queue.status()).episodes["retried"] == 1
 
 
 async def test_ids_that_do_not_fit_end_the_episode(make_bench):
@@ -287,7 +287,7 @@ async def test_ids_that_do_not_fit_end_the_episode(make_bench):
     with pytest.raises(Gone, match="1 token ids but 2 logprobs"):
         await say(episode)
     await bench.desk._look_at(episode)
-    assert (await bench.ledger.status()).episodes["retried"] == 1
+    assert (await bench.queue.status()).episodes["retried"] == 1
 
 
 async def test_the_journals_hashes_are_of_what_was_fed(make_bench):
@@ -319,7 +319,7 @@ async def test_nothing_is_leased_for_who_has_hung_up(make_bench):
 
     with pytest.raises(NotNow, match="gone"):
         await bench.desk.open(30.0, gone)
-    assert (await bench.ledger.status()).episodes["leased"] == 0
+    assert (await bench.queue.status()).episodes["leased"] == 0
 
 
 def _idle(config, idle_s):

@@ -1,4 +1,4 @@
-"""What a recorded episode promises, on a memory ledger with a model that says what it is told."""
+"""What a recorded episode promises, on a memory queue with a model that says what it is told."""
 
 from __future__ import annotations
 
@@ -337,8 +337,8 @@ async def test_messages_that_the_template_refuses_are_a_bad_request(make_bench):
 async def test_a_lost_lease_ends_its_calls(make_bench):
     bench = await make_bench("It is 46.")
     episode = await bench.open()
-    await bench.ledger.release(episode.lease)
-    (other,) = await bench.ledger.lease_episodes("other", 1, 0)
+    await bench.queue.release(episode.lease)
+    (other,) = await bench.queue.lease_episodes("other", 1, 0)
     assert other.episode_id == episode.lease.episode_id
     with pytest.raises(Gone, match="lease is lost"):
         await say(episode)

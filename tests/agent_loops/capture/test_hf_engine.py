@@ -16,8 +16,8 @@ from penstock.agent_loops.capture.mount import CaptureJob, mount
 from penstock.agent_loops.config import AgentConfig
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.server import ServerJob, serve
-from penstock.transfer_queue.ledger import Limits
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Limits
 from penstock.transfer_queue.trajectory import DataCursor, Task
 
 pytestmark = [pytest.mark.torch]
@@ -43,9 +43,9 @@ def model(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> str:
 
 
 @pytest.fixture
-async def ledger(model: str, tmp_path: Path) -> AsyncIterator[MemoryLedger]:
+async def queue(model: str, tmp_path: Path) -> AsyncIterator[MemoryTransferQueue]:
     """Of a run with one server that records."""
-    held = MemoryLedger(registry_ttl_s=60.0)
+    held = MemoryTransferQueue(registry_ttl_s=60.0)
     await held.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=8, lease_ttl_s=30.0), "config: 1")
     await held.submit([Task("train/0", "train", [USER], "sums", "46")], cursor=DataCursor(0, 1))
     config = AgentConfig(max_turns=50, max_response_tokens=1500, max_new_tokens=40)
@@ -61,8 +61,8 @@ async def ledger(model: str, tmp_path: Path) -> AsyncIterator[MemoryLedger]:
     await asyncio.gather(serving, return_exceptions=True)
 
 
-async def test_what_a_real_model_said_is_what_is_recorded(ledger: MemoryLedger, model: str) -> None:
-    url = (await ledger.servers())[0].url
+async def test_what_a_real_model_said_is_what_is_recorded(queue: MemoryTransferQueue, model: str) -> None:
+    url = (await queue.servers())[0].url
     async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as http:
         episode = (await http.post(f"{url}/episodes", json={})).json()
         async with openai.AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"]) as client:
@@ -70,7 +70,7 @@ async def test_what_a_real_model_said_is_what_is_recorded(ledger: MemoryLedger, 
         path = f"{url}/episodes/{episode['handle']}"
         await http.post(f"{path}/reward", json={"reward": 1.0})
         assert (await http.post(f"{path}/finish", json={})).status_code == 200
-    (trajectory,) = await ledger.read([episode["episode_id"]])
+    (trajectory,) = await queue.read([episode["episode_id"]])
     assert [segment.num_turns for segment in trajectory.segments] == [3, 1, 1]
     for segment in trajectory.segments:
         check_logprobs(segment, model)

@@ -22,8 +22,8 @@ from tests.agent_loops.capture.talking_engine import tool_result
 
 from penstock.agent_loops.merge import turn_bounds
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Limits
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Limits
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 from penstock.transfer_queue.trajectory import DataCursor, Task
 
@@ -92,9 +92,9 @@ async def ask(client: openai.AsyncOpenAI, messages: list[Any], *, stream: bool) 
 async def test_killed_sidecars_cost_time_and_no_token(tmp_path: Path, model: str) -> None:
     dice = random.Random(3)
     async with RedisServer(tmp_path / "redis", PASSWORD) as redis:
-        ledger = await RedisLedger.connect(redis.url, "run", TransferQueueConfig(), PASSWORD)
-        await ledger.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=8, lease_ttl_s=60.0), "config: 1")
-        await ledger.submit([Task("train/0", "train", [], "sums", "46")], cursor=DataCursor(0, 1))
+        queue = await RedisTransferQueue.connect(redis.url, "run", TransferQueueConfig(), PASSWORD)
+        await queue.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=8, lease_ttl_s=60.0), "config: 1")
+        await queue.submit([Task("train/0", "train", [], "sums", "46")], cursor=DataCursor(0, 1))
         sidecar = Sidecar(redis.url, model, tmp_path)
         sidecar.start()
         try:
@@ -112,8 +112,8 @@ async def test_killed_sidecars_cost_time_and_no_token(tmp_path: Path, model: str
             ending = await finished(sidecar.port, episode)
         finally:
             sidecar.kill()
-        (trajectory,) = await ledger.read([episode["episode_id"]])
-        await ledger.close()
+        (trajectory,) = await queue.read([episode["episode_id"]])
+        await queue.close()
     assert len(said) == 12
     assert said[:2] == ["Let me see.", "The answer is 3 and 34."]
     assert (ending["outcome"], ending["turns"], ending["segments"]) == ("completed", 12, 1)

@@ -14,7 +14,7 @@ from penstock.agent_loops.chat import ChatTokens
 from penstock.agent_loops.config import AgentConfig
 from penstock.transfer_queue.acl import role_users
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 from penstock.transfer_queue.trajectory import DataCursor, Outcome, OutcomeKind, Task
 
@@ -27,17 +27,19 @@ FAILED = Outcome(OutcomeKind.INFRA_ERROR, "my box died", "agent")
 async def bench(tmp_path: Path, chat_for: Callable[..., ChatTokens]) -> AsyncIterator[Bench]:
     users = role_users("mine", {"rollout": "rollout-password"})
     async with RedisServer(tmp_path / "redis", "a-test-password", users=users) as server:
-        owner = await RedisLedger.connect(server.url, "mine", TransferQueueConfig(), "a-test-password")
+        owner = await RedisTransferQueue.connect(server.url, "mine", TransferQueueConfig(), "a-test-password")
         made = Bench(chat_for(), AgentConfig(max_turns=20, max_response_tokens=9999))
         await owner.create_run(made.limits, "config: 1")
         await owner.submit([Task("train/0", "train", [USER], "sums", "46")], cursor=DataCursor(0, 1))
         await owner.close()
-        ledger = await RedisLedger.connect(server.url, "mine", TransferQueueConfig(), "rollout-password", "rollout")
-        made.parts = replace(made.parts, ledger=ledger)
+        queue = await RedisTransferQueue.connect(
+            server.url, "mine", TransferQueueConfig(), "rollout-password", "rollout"
+        )
+        made.parts = replace(made.parts, queue=queue)
         made.restart()
         yield made
         await made.desk.close()
-        await ledger.close()
+        await queue.close()
 
 
 async def test_taken_over_finished_twice_and_given_back(bench: Bench) -> None:

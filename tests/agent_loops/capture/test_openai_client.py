@@ -20,8 +20,8 @@ from penstock.agent_loops.capture.mount import CaptureJob, mount
 from penstock.agent_loops.config import AgentConfig
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.server import ServerJob, serve
-from penstock.transfer_queue.ledger import Limits
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Limits
 from penstock.transfer_queue.trajectory import DataCursor, Task, Trajectory
 
 TOKEN = "a-token-of-this-run"
@@ -33,7 +33,7 @@ CALL = {"role": "user", "content": "Call 1+2 and 30+4"}
 class Server:
     """A rollout server in this process."""
 
-    ledger: MemoryLedger
+    queue: MemoryTransferQueue
     task: asyncio.Task[None]
     engines: list[TalkingEngine]
     url: str = ""
@@ -65,19 +65,19 @@ class Server:
         assert (await self.post(f"{path}/reward", {"reward": reward}, key)).status_code == 200
         ended = await self.post(f"{path}/finish", {}, key)
         assert ended.status_code == 200, ended.text
-        (trajectory,) = await self.ledger.read([episode["episode_id"]])
+        (trajectory,) = await self.queue.read([episode["episode_id"]])
         return trajectory
 
 
 @pytest.fixture
 async def server(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIterator[Server]:
     tokenizer_for("qwen2_5").save_pretrained(tmp_path / "model")
-    ledger = MemoryLedger(registry_ttl_s=60.0)
-    await ledger.create_run(Limits(group_size=4, groups_per_step=2, max_staleness=8, lease_ttl_s=30.0), "config: 1")
+    queue = MemoryTransferQueue(registry_ttl_s=60.0)
+    await queue.create_run(Limits(group_size=4, groups_per_step=2, max_staleness=8, lease_ttl_s=30.0), "config: 1")
     rows = [Task(f"train/{i}", "train", [USER], "sums", "46", extra_info={"level": 3}) for i in range(2)]
-    await ledger.submit(rows, cursor=DataCursor(0, 2))
+    await queue.submit(rows, cursor=DataCursor(0, 2))
     config = AgentConfig(max_turns=50, max_response_tokens=20_000, max_new_tokens=400)
-    recorded = CaptureJob(config, ledger, str(tmp_path / "model"), TOKEN, lease_ttl_s=30.0, request_timeout_s=20.0)
+    recorded = CaptureJob(config, queue, str(tmp_path / "model"), TOKEN, lease_ttl_s=30.0, request_timeout_s=20.0)
     engines: list[TalkingEngine] = []
 
     def new_engine(*given: Any) -> TalkingEngine:
@@ -85,11 +85,11 @@ async def server(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIt
         return engines[-1]
 
     job = ServerJob(
-        "s0", RolloutConfig(), ledger, str(tmp_path / "model"), TOKEN, tmp_path, mount=mount(recorded), drain_s=2.0
+        "s0", RolloutConfig(), queue, str(tmp_path / "model"), TOKEN, tmp_path, mount=mount(recorded), drain_s=2.0
     )
-    running = Server(ledger, asyncio.create_task(serve(job, new_engine)), engines)
+    running = Server(queue, asyncio.create_task(serve(job, new_engine)), engines)
     async with asyncio.timeout(60):
-        while not (registered := await ledger.servers()):
+        while not (registered := await queue.servers()):
             await asyncio.sleep(0.01)
     running.url = registered[0].url
     yield running

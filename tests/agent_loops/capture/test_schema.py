@@ -21,8 +21,8 @@ from penstock.agent_loops.config import AgentConfig
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.routes import make_app
 from penstock.rollout_server.sidecar import Sidecar
-from penstock.transfer_queue.ledger import Limits
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Limits
 from penstock.transfer_queue.trajectory import DataCursor, Task
 
 schemathesis = pytest.importorskip("schemathesis")
@@ -45,9 +45,9 @@ class ServerThread:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        ledger = await self._ledger()
-        sidecar = Sidecar("s0", "", lambda: TalkingEngine(RolloutConfig(), self._model, Path(), 0), ledger, slots=16)
-        capture = Capture(CaptureJob(AgentConfig(), ledger, self._model, TOKEN, 30.0, 20.0), sidecar, "http://s0")
+        queue = await self._queue()
+        sidecar = Sidecar("s0", "", lambda: TalkingEngine(RolloutConfig(), self._model, Path(), 0), queue, slots=16)
+        capture = Capture(CaptureJob(AgentConfig(), queue, self._model, TOKEN, 30.0, 20.0), sidecar, "http://s0")
         server = uvicorn.Server(
             uvicorn.Config(
                 make_app(sidecar, "m", TOKEN, lambda: None, capture), port=0, log_level="error", lifespan="off"
@@ -59,7 +59,7 @@ class ServerThread:
             await asyncio.sleep(0.01)
         sidecar.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         running = asyncio.create_task(sidecar.run(0))
-        while not await ledger.servers():
+        while not await queue.servers():
             await asyncio.sleep(0.01)
         self.url.set_result(sidecar.url)
         await self._stop.wait()
@@ -69,13 +69,13 @@ class ServerThread:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    async def _ledger(self) -> MemoryLedger:
-        ledger = MemoryLedger(registry_ttl_s=600.0)
-        await ledger.create_run(Limits(group_size=1, groups_per_step=EPISODES, max_staleness=8), "config: 1")
+    async def _queue(self) -> MemoryTransferQueue:
+        queue = MemoryTransferQueue(registry_ttl_s=600.0)
+        await queue.create_run(Limits(group_size=1, groups_per_step=EPISODES, max_staleness=8), "config: 1")
         messages = [{"role": "user", "content": "What is 12+34?"}]
         rows = [Task(f"train/{i}", "train", messages, "sums", "46") for i in range(EPISODES)]
-        await ledger.submit(rows, cursor=DataCursor(0, EPISODES))
-        return ledger
+        await queue.submit(rows, cursor=DataCursor(0, EPISODES))
+        return queue
 
     def __enter__(self) -> str:
         self._thread.start()

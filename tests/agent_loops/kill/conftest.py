@@ -29,8 +29,8 @@ from penstock.sandbox.server.app import build_app
 from penstock.sandbox.server.callers import callers_of
 from penstock.sandbox.server.parts import Parts
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Limits
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Limits
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 from penstock.transfer_queue.rows import journal_from_values
 from penstock.transfer_queue.trajectory import JournalEntry, JournalKind, Task, Trajectory
@@ -55,19 +55,19 @@ async def until(condition: Callable[[], bool], deadline_s: float = 200.0) -> Non
 class Stage:
     """One run in Redis; `worker` starts a process that works on it."""
 
-    ledger: RedisLedger
+    queue: RedisTransferQueue
     redis_url: str
     run: str
     model: str
     worker: Callable[..., subprocess.Popen[bytes]]
 
-    async def queue(self, episodes: int, **fields: Any) -> None:
+    async def submit(self, episodes: int, **fields: Any) -> None:
         groups = episodes // GROUP_SIZE
-        await self.ledger.create_run(
+        await self.queue.create_run(
             Limits(GROUP_SIZE, groups, max_staleness=0, lease_ttl_s=LEASE_TTL_S, max_attempts=20), "{}"
         )
         messages = [{"role": "user", "content": "What is 12+34?"}]
-        await self.ledger.submit(
+        await self.queue.submit(
             [Task(f"train/{n:08d}", "train", messages, "sums", "46", **fields) for n in range(groups)]
         )
 
@@ -86,10 +86,10 @@ class Stage:
     async def finished(self, episodes: int, deadline_s: float = 200.0) -> list[Trajectory]:
         """Once all are; those that failed would be missing for ever."""
         async with asyncio.timeout(deadline_s):
-            while (counts := (await self.ledger.status()).episodes)["completed"] < episodes:
-                assert not counts.get("failed"), await self.ledger.dead_letters()
+            while (counts := (await self.queue.status()).episodes)["completed"] < episodes:
+                assert not counts.get("failed"), await self.queue.dead_letters()
                 await asyncio.sleep(0.1)
-        return await self.ledger.read(sorted(await self.ledger.held()))
+        return await self.queue.read(sorted(await self.queue.held()))
 
 
 @pytest_asyncio.fixture
@@ -110,14 +110,14 @@ async def stage(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIte
             processes.append(subprocess.Popen([*argv, json.dumps(given)], env=env, cwd=ROOT))
             return processes[-1]
 
-        ledger = await RedisLedger.connect(server.url, run, TransferQueueConfig(), PASSWORD)
+        queue = await RedisTransferQueue.connect(server.url, run, TransferQueueConfig(), PASSWORD)
         try:
-            yield Stage(ledger, server.url, run, str(tmp_path / "model"), worker)
+            yield Stage(queue, server.url, run, str(tmp_path / "model"), worker)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-            await ledger.close()
+            await queue.close()
 
 
 @dataclass(frozen=True)

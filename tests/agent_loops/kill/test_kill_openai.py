@@ -31,7 +31,7 @@ async def test_the_agent_is_told_its_answers_again_and_goes_on_from_their_ids(st
     (tmp_path / "agent.py").write_text(AGENT)
     hold = tmp_path / "hold"
     hold.touch()
-    await stage.queue(EPISODES)
+    await stage.submit(EPISODES)
     given = {"episodes": EPISODES, "lines": LINES, "loop": "agent.py:solve", "hold": str(hold)}
     first = stage.worker("first", **given)
     entries = await stage.journaled(EPISODES, JournalKind.SAMPLED)

@@ -39,7 +39,7 @@ OUTPUT = "1;2;"
 
 async def kill_in_mid_tool(stage, boxes, episodes, **given):
     """A worker that died with every episode in its second call; nobody was told of any of these."""
-    await stage.queue(episodes)
+    await stage.submit(episodes)
     given = {"episodes": episodes, "lines": LINES, "sandbox_url": boxes.url, **given}
     first = stage.worker("first", **given)
     await until(lambda: boxes.sandbox.held == episodes or first.poll() is not None)
@@ -94,7 +94,7 @@ async def test_a_box_in_which_nothing_is_left_to_do_is_ended_by_the_next_worker(
     hold.touch()
     lines = [python(FIRST), "The answer is 46."]
     async with boxes_of(4) as boxes:
-        await stage.queue(4)
+        await stage.submit(4)
         given = {"episodes": 4, "lines": lines, "sandbox_url": boxes.url}
         first = stage.worker("first", hold=str(hold), **given)
         await stage.journaled(4, JournalKind.TOOLS)
@@ -111,13 +111,13 @@ async def test_a_box_in_which_nothing_is_left_to_do_is_ended_by_the_next_worker(
 
 async def test_a_drained_worker_leaves_its_boxes_to_the_next_one(stage, boxes_of):
     async with boxes_of(4) as boxes:
-        await stage.queue(4)
+        await stage.submit(4)
         given = {"episodes": 4, "lines": LINES, "sandbox_url": boxes.url}
         first = stage.worker("first", **given)
         await until(lambda: boxes.sandbox.held == 4)
         stop(first)
         assert len(boxes.server.sessions.entries) == 4
-        assert (await stage.ledger.status()).episodes["leased"] == 0
+        assert (await stage.queue.status()).episodes["leased"] == 0
         boxes.sandbox.open.set()
         second = stage.worker("second", **given)
         trajectories = await stage.finished(4)

@@ -1,4 +1,4 @@
-"""An agent worker in a process of its own, to be killed: real ledger and sandbox server, a model that knows its lines.
+"""An agent worker in a process of its own, to be killed: real queue and sandbox server, a model that knows its lines.
 
 python -m tests.agent_loops.kill.worker_process '{"name", "redis_url", "run", "model", "loop", "lines", …}'
 """
@@ -25,7 +25,7 @@ from penstock.rollout_server.protocol import GenerateRequest, Generation
 from penstock.sandbox.config import SandboxConfig
 from penstock.tools.config import ToolConfig
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 
 PASSWORD, TOKEN = "a-test-password", "a-token-of-this-run"
 ASKED = "<|im_start|>user\n<tool_response>"
@@ -58,7 +58,7 @@ async def main(given: dict[str, Any]) -> None:
         episode_deadline_s=300.0,
         reward="judge.py:compute_score",
     )
-    ledger = await RedisLedger.connect(given["redis_url"], given["run"], TransferQueueConfig(), PASSWORD)
+    queue = await RedisTransferQueue.connect(given["redis_url"], given["run"], TransferQueueConfig(), PASSWORD)
     hold = Path(given["hold"]) if given.get("hold") else None
     client = Actor(chat_of(given["model"], config), given["lines"], hold, given["episodes"] / 25)
     sandbox = SandboxConfig(
@@ -70,7 +70,7 @@ async def main(given: dict[str, Any]) -> None:
     )
     tools = [ToolConfig(name="python", timeout_s=300.0)] if given.get("sandbox_url") else []
     job = WorkerJob(
-        *(given["name"], config, ledger, client, given["model"], tools, sandbox),
+        *(given["name"], config, queue, client, given["model"], tools, sandbox),
         recipe_dir=Path(given["recipe_dir"]),
         lease_ttl_s=given["lease_ttl_s"],
         sandbox_token=TOKEN,
@@ -79,7 +79,7 @@ async def main(given: dict[str, Any]) -> None:
     try:
         await run_worker(job)
     finally:
-        await ledger.close()
+        await queue.close()
 
 
 async def until_told(given: dict[str, Any]) -> None:

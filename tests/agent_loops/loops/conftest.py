@@ -32,18 +32,18 @@ def saying(chat_for) -> Callable[..., FakeClient]:
 
 
 @pytest.fixture
-def run_loop(ledger_of, tasks_of, parts_of):
-    """(outcome, trajectory) of one episode; `ledger` given again: the next worker's lease of it."""
+def run_loop(queue_of, tasks_of, parts_of):
+    """(outcome, trajectory) of one episode; `queue` given again: the next worker's lease of it."""
 
-    async def go(loop, client, tool=None, ledger=None, settings=None, chat=None, messages=None, **fields):
-        ledger = ledger or ledger_of(tasks_of())
+    async def go(loop, client, tool=None, queue=None, settings=None, chat=None, messages=None, **fields):
+        queue = queue or queue_of(tasks_of())
         config = {"max_turns": 12, "max_response_tokens": 6000, "max_new_tokens": 1000, "settings": settings or {}}
-        parts = parts_of(ledger, client, tool, config=AgentConfig(**{**config, **fields}))
+        parts = parts_of(queue, client, tool, config=AgentConfig(**{**config, **fields}))
         parts = dataclasses.replace(parts, find_loop=lambda name: loop, chat=chat or parts.chat)
         (task,) = tasks_of()
         task = dataclasses.replace(task, messages=messages or task.messages)
-        outcome = await Episode(parts, ledger.lease(task)).run()
-        return outcome, ledger.done.get("train/00000000")
+        outcome = await Episode(parts, queue.lease(task)).run()
+        return outcome, queue.done.get("train/00000000")
 
     return go
 

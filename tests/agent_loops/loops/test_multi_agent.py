@@ -50,15 +50,15 @@ async def test_helpers_work_side_by_side(run_loop, saying):
 
 @pytest.mark.parametrize("kept", [1, 2, 3])
 async def test_a_killed_worker_goes_on_with_whatever_order_helpers_were_journaled_in(
-    run_loop, saying, ledger_of, tasks_of, kept
+    run_loop, saying, queue_of, tasks_of, kept
 ):
-    ledger, client = ledger_of(tasks_of()), saying(plays)
-    await run_loop(MultiAgentLoop, client, ledger=ledger)
-    entries = ledger.journals["train/00000000"]
-    ledger.journals["train/00000000"] = [entries[0], entries[2], entries[1]][:kept]
-    ledger.done.clear()
+    queue, client = queue_of(tasks_of()), saying(plays)
+    await run_loop(MultiAgentLoop, client, queue=queue)
+    entries = queue.journals["train/00000000"]
+    queue.journals["train/00000000"] = [entries[0], entries[2], entries[1]][:kept]
+    queue.done.clear()
     asked = len(client.requests)
-    _, trajectory = await run_loop(MultiAgentLoop, client, ledger=ledger)
+    _, trajectory = await run_loop(MultiAgentLoop, client, queue=queue)
     assert len(client.requests) - asked == 4 - kept
     assert trajectory.metrics["restarts"] == 0
     assert trajectory.extra["replayed_calls"] == kept

@@ -98,13 +98,13 @@ async def test_results_draw_on_the_budget_also_where_they_begin_a_segment(run_lo
     assert len(trajectory.segments) < 5
 
 
-async def test_a_killed_worker_goes_on_in_the_segment_where_it_was(run_loop, saying, calculator, ledger_of, tasks_of):
-    ledger = ledger_of(tasks_of())
-    _, client, _, trajectory = await run_deepseek(run_loop, saying, calculator, "strip", ledger=ledger)
-    ledger.journals["train/00000000"] = ledger.journals["train/00000000"][:4]
-    ledger.done.clear()
+async def test_a_killed_worker_goes_on_in_the_segment_where_it_was(run_loop, saying, calculator, queue_of, tasks_of):
+    queue = queue_of(tasks_of())
+    _, client, _, trajectory = await run_deepseek(run_loop, saying, calculator, "strip", queue=queue)
+    queue.journals["train/00000000"] = queue.journals["train/00000000"][:4]
+    queue.done.clear()
     calculator.executed.clear()
-    _, client, _, again = await run_deepseek(run_loop, saying, calculator, "strip", ledger=ledger)
+    _, client, _, again = await run_deepseek(run_loop, saying, calculator, "strip", queue=queue)
     assert (len(client.requests), calculator.executed) == (1, [])
     assert [whole(one)[:40] for one in again.segments] == [whole(one)[:40] for one in trajectory.segments]
     assert again.extra["replayed_calls"] == 2

@@ -24,15 +24,15 @@ ROOMY = AgentConfig(max_turns=20, max_response_tokens=5000)
 
 
 @pytest.fixture
-def run(ledger_of, tasks_of, parts_of, calling_policy):
-    """One lease of one task; hand in `ledger` again for the next worker's lease."""
+def run(queue_of, tasks_of, parts_of, calling_policy):
+    """One lease of one task; hand in `queue` again for the next worker's lease."""
 
-    async def go(agent, client=None, ledger=None, **fields):
-        ledger = ledger or ledger_of(tasks_of())
-        parts = parts_of(ledger, client or FakeClient(calling_policy()), **{"config": ROOMY, **fields})
+    async def go(agent, client=None, queue=None, **fields):
+        queue = queue or queue_of(tasks_of())
+        parts = parts_of(queue, client or FakeClient(calling_policy()), **{"config": ROOMY, **fields})
         parts = dataclasses.replace(parts, find_loop=lambda name: loop_of(agent, "agent"))
-        outcome = await Episode(parts, ledger.lease(tasks_of()[0])).run()
-        return outcome, ledger.done.get("train/00000000"), ledger
+        outcome = await Episode(parts, queue.lease(tasks_of()[0])).run()
+        return outcome, queue.done.get("train/00000000"), queue
 
     return go
 
@@ -101,8 +101,8 @@ async def test_the_same_question_twice_is_two_samples(run):
     assert [segment.response_ids.tolist() for segment in trajectory.segments] == [[5, 2], [6, 2]]
 
 
-async def test_another_worker_goes_on_from_the_journal_without_sampling_again(run, calling_policy, ledger_of, tasks_of):
-    client, ledger = FakeClient(calling_policy(turns=2)), ledger_of(tasks_of())
+async def test_another_worker_goes_on_from_the_journal_without_sampling_again(run, calling_policy, queue_of, tasks_of):
+    client, queue = FakeClient(calling_policy(turns=2)), queue_of(tasks_of())
     stopped = asyncio.Event()
 
     async def stops_after_two(http, task):
@@ -114,19 +114,19 @@ async def test_another_worker_goes_on_from_the_journal_without_sampling_again(ru
         stopped.set()
         await asyncio.sleep(60)
 
-    first = asyncio.create_task(run(stops_after_two, client, ledger))
+    first = asyncio.create_task(run(stops_after_two, client, queue))
     await stopped.wait()
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     assert len(client.requests) == 2
-    outcome, trajectory, _ = await run(uses_tools, client, ledger)
+    outcome, trajectory, _ = await run(uses_tools, client, queue)
     assert len(client.requests) == 3
     assert (outcome.kind, trajectory.num_turns, len(trajectory.segments)) == (OutcomeKind.COMPLETED, 3, 1)
     assert trajectory.extra["replayed_calls"] == 2
 
 
-async def test_an_agent_that_asks_otherwise_the_second_time_starts_afresh(run, ledger_of, tasks_of):
-    ledger, runs = ledger_of(tasks_of()), []
+async def test_an_agent_that_asks_otherwise_the_second_time_starts_afresh(run, queue_of, tasks_of):
+    queue, runs = queue_of(tasks_of()), []
     answers = iter([[5, 2], [6, 2], [7, 2]])
 
     async def fickle(client, task):
@@ -138,8 +138,8 @@ async def test_an_agent_that_asks_otherwise_the_second_time_starts_afresh(run, l
 
     client = FakeClient(lambda context: next(answers))
     with pytest.raises(asyncio.CancelledError):
-        await run(fickle, client, ledger)
-    _, trajectory, _ = await run(fickle, client, ledger)
+        await run(fickle, client, queue)
+    _, trajectory, _ = await run(fickle, client, queue)
     assert trajectory.metrics["restarts"] == 1
     assert [segment.response_ids.tolist() for segment in trajectory.segments] == [[7, 2]]
 
@@ -233,20 +233,20 @@ def test_the_package_is_loaded_only_where_an_agent_runs():
 
 @pytest.mark.parametrize("kept", [[1], [2, 0], [2, 1, 0], [1, 0, 2, 3]])
 async def test_answers_of_sub_agents_are_found_again_in_whatever_order_they_were_journaled(
-    run, calling_policy, ledger_of, tasks_of, kept
+    run, calling_policy, queue_of, tasks_of, kept
 ):
     async def agent(client, task):
         await asyncio.gather(*(ask(client, [{"role": "user", "content": f"part {i}"}]) for i in range(3)))
         await ask(client, list(task.messages))
         return 1.0
 
-    client, ledger = FakeClient(calling_policy(turns=0)), ledger_of(tasks_of())
-    await run(agent, client, ledger)
-    entries = ledger.journals["train/00000000"]
-    ledger.journals["train/00000000"] = [entries[at] for at in kept]
-    ledger.done.clear()
+    client, queue = FakeClient(calling_policy(turns=0)), queue_of(tasks_of())
+    await run(agent, client, queue)
+    entries = queue.journals["train/00000000"]
+    queue.journals["train/00000000"] = [entries[at] for at in kept]
+    queue.done.clear()
     asked = len(client.requests)
-    _, trajectory, _ = await run(agent, client, ledger)
+    _, trajectory, _ = await run(agent, client, queue)
     assert len(client.requests) - asked == 4 - len(kept)
     assert (trajectory.num_turns, trajectory.metrics["restarts"]) == (4, 0)
     assert trajectory.extra["replayed_calls"] == len(kept)

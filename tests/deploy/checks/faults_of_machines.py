@@ -47,7 +47,7 @@ def weights_served_on_an_address_of_another_machine(place: Place) -> Sequence[st
 
 @planted(check_advertised, "rollout.weights_host", r"0\.0\.0\.0")
 def weights_on_loopback_for_servers_elsewhere(place: Place) -> Sequence[str]:
-    return ["rollout.servers=0", "rollout.weight_transport=http", "transfer_queue.url=redis://ledger:6379"]
+    return ["rollout.servers=0", "rollout.weight_transport=http", "transfer_queue.url=redis://queue:6379"]
 
 
 @planted(check_disk, "disk", r"runs_dir")

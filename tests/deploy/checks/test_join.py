@@ -23,8 +23,8 @@ from penstock.deploy.load_config import dump_config, load_config
 from penstock.rollout_server.fake_engine import FakeEngine
 from penstock.rollout_server.server import ServerJob, serve
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Announcement, Ledger, ServerInfo
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Announcement, ServerInfo, TransferQueue
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.torch]
@@ -39,27 +39,25 @@ async def link(tmp_path: Path) -> AsyncIterator[Link]:
 
 
 @pytest.fixture
-async def ledger(link: Link) -> AsyncIterator[RedisLedger]:
-    ledger = await link.connect(TransferQueueConfig())
-    await ledger.create_run(limits_of(CONFIG), dump_config(CONFIG))
-    yield ledger
-    await ledger.close()
+async def queue(link: Link) -> AsyncIterator[RedisTransferQueue]:
+    queue = await link.connect(TransferQueueConfig())
+    await queue.create_run(limits_of(CONFIG), dump_config(CONFIG))
+    yield queue
+    await queue.close()
 
 
 @pytest.fixture
-async def server(ledger: RedisLedger, tmp_path: Path) -> AsyncIterator[None]:
-    async for _ in served(ledger, tmp_path, TOKEN):
+async def server(queue: RedisTransferQueue, tmp_path: Path) -> AsyncIterator[None]:
+    async for _ in served(queue, tmp_path, TOKEN):
         yield
 
 
-async def served(ledger: Ledger, folder: Path, token: str) -> AsyncIterator[None]:
+async def served(queue: TransferQueue, folder: Path, token: str) -> AsyncIterator[None]:
     """One sidecar with a fake engine, registered while this is open."""
-    job = ServerJob(
-        name="s0", config=small_config(), ledger=ledger, model="fake", token=token, log_dir=folder, drain_s=1
-    )
+    job = ServerJob(name="s0", config=small_config(), queue=queue, model="fake", token=token, log_dir=folder, drain_s=1)
     task = asyncio.create_task(serve(job, FakeEngine))
     async with asyncio.timeout(60):
-        while not any(one.server_id == "s0" for one in await ledger.servers()):
+        while not any(one.server_id == "s0" for one in await queue.servers()):
             await asyncio.sleep(0.02)
     yield
     task.cancel()
@@ -74,7 +72,7 @@ async def asked(link: Link, config: RunConfig = CONFIG) -> dict[str, Check]:
 async def test_everybody_reaches_everybody(link: Link) -> None:
     found = await asked(link)
     assert [check for check in found.values() if not check.ok and check.name != "redis memory"] == []
-    names = {"redis", "clock", "ledger", "server s0", "server s0 → ledger", "server s0 → weights"}
+    names = {"redis", "clock", "queue", "server s0", "server s0 → queue", "server s0 → weights"}
     assert names <= set(found)
 
 
@@ -85,21 +83,21 @@ async def test_another_token_is_named(link: Link) -> None:
     assert not found.ok
 
 
-async def test_a_server_that_cannot_be_reached_from_here(link: Link, ledger: RedisLedger) -> None:
-    await ledger.heartbeat(ServerInfo("far", f"http://127.0.0.1:{unused_port()}", 0))
+async def test_a_server_that_cannot_be_reached_from_here(link: Link, queue: RedisTransferQueue) -> None:
+    await queue.heartbeat(ServerInfo("far", f"http://127.0.0.1:{unused_port()}", 0))
     found = (await asked(link))["server far"]
     assert not found.ok
     assert "reach its port" in found.mend
 
 
-async def test_without_a_server_it_says_how_to_start_one(link: Link, ledger: RedisLedger) -> None:
+async def test_without_a_server_it_says_how_to_start_one(link: Link, queue: RedisTransferQueue) -> None:
     found = (await asked(link))["servers"]
     assert (found.verdict, "penstock rollout" in found.mend) == ("warn", True)
 
 
-async def test_weights_that_this_machine_cannot_fetch(link: Link, ledger: RedisLedger) -> None:
+async def test_weights_that_this_machine_cannot_fetch(link: Link, queue: RedisTransferQueue) -> None:
     manifest = {"transport": "http", "url": f"http://127.0.0.1:{unused_port()}/weights-00000000.safetensors"}
-    assert await ledger.renew_manifest(Announcement(0, manifest))
+    assert await queue.renew_manifest(Announcement(0, manifest))
     found = (await asked(link))["weights"]
     assert not found.ok
     assert "rollout.weights_host" in found.mend
@@ -114,14 +112,14 @@ async def test_weights_that_a_server_cannot_fetch(tmp_path: Path) -> None:
         run.beating.cancel()
         link = Link.from_lines((run.root / "connect.env").read_text())
         url = f"http://127.0.0.1:{unused_port()}/weights-00000001.safetensors"
-        async for _ in served(run.ledger, tmp_path, link.token):
+        async for _ in served(run.queue, tmp_path, link.token):
             await run.train(build_manifest("http", [File(1, None, url, 10, "0" * 16, "0" * 16)], []))
             found = await asked(link)
         assert not found["server s0 → weights"].ok, found
         assert "weights_host" in found["server s0 → weights"].mend
 
 
-async def test_a_wrong_login_ends_it_there(link: Link, ledger: RedisLedger) -> None:
+async def test_a_wrong_login_ends_it_there(link: Link, queue: RedisTransferQueue) -> None:
     found = await asked(replace(link, password="somebody-elses"))
     assert list(found) == ["redis"]
     assert "PENSTOCK_REDIS_PASSWORD" in found["redis"].mend
@@ -135,4 +133,4 @@ async def test_the_command_asks_the_run_that_the_shell_names(link: Link, monkeyp
     result = await asyncio.to_thread(CliRunner().invoke, app, ["doctor", "--join", "--json"])
     told = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert told["server s0"]["ok"], told
-    assert told["chat template"]["ok"], "the model that the ledger names is checked, too"
+    assert told["chat template"]["ok"], "the model that the queue names is checked, too"

@@ -65,7 +65,7 @@ def test_lora_learns_its_own_matrices_alone_and_a_critic_doubles() -> None:
     assert trainer_bytes(BIG, reference, 1, critic=False)["weights"] == 2 * plain["weights"]
 
 
-def test_servers_the_ledger_and_shared_memory() -> None:
+def test_servers_the_queue_and_shared_memory() -> None:
     config = load_config(RECIPE, ["rollout.dtype=bfloat16"])
     assert server_bytes(BIG, config, 1000) == {"weights": 16 * GIGA, "KV cache": 2 * 32 * 1024 * 2 * 1000}
     assert published_bytes(BIG, config) == 3 * 16 * GIGA

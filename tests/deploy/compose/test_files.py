@@ -73,14 +73,14 @@ def test_the_sandboxs_filter_allows_no_more_than_boxes_are_built_with() -> None:
 
 def test_networks_keep_apart_who_has_no_business_with_whom() -> None:
     assert {name: network.get("internal", False) for name, network in COMPOSE["networks"].items()} == {
-        "ledger": True,
+        "queue": True,
         "boxes": True,
         "metrics": True,
         "edge": False,
     }
     members = {net: {n for n, s in SERVICES.items() if net in s["networks"]} for net in COMPOSE["networks"]}
     assert members == {
-        "ledger": {"redis", "head", "rollout", "agent", "page", "exporter"},
+        "queue": {"redis", "head", "rollout", "agent", "page", "exporter"},
         "boxes": {"sandbox", "head", "agent", "prometheus"},
         "metrics": {"rollout", "exporter", "prometheus"},
         "edge": {"page"},

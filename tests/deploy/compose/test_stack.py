@@ -86,7 +86,7 @@ def test_two_stacks_share_no_secret(tmp_path: Path) -> None:
 
 
 @pytest.mark.redis
-def test_the_ledger_knows_the_users_and_nobody_else(tmp_path: Path) -> None:
+def test_the_queue_knows_the_users_and_nobody_else(tmp_path: Path) -> None:
     """A redis-server started as the compose file says."""
     stack = made(tmp_path / "stack", "name=mine")
     service = yaml.safe_load((stack / "compose.yaml").read_text())["services"]["redis"]
@@ -119,7 +119,7 @@ def _ask(port: int, who: dict[str, str], *command: str) -> str:
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     stack = made(tmp_path / "stack")
     before = (stack / "secrets" / "token").read_text()
-    with pytest.raises(ConfigError, match="not empty: a stack's secrets and ledger belong to one run"):
+    with pytest.raises(ConfigError, match="not empty: a stack's secrets and queue belong to one run"):
         made(stack)
     assert (stack / "secrets" / "token").read_text() == before
     assert [path.name for path in tmp_path.iterdir()] == ["stack"]

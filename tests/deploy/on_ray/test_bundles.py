@@ -47,7 +47,7 @@ def test_a_recipe_for_several_machines_passes(transport: str) -> None:
     rollout = {"host": "0.0.0.0", "weight_transport": transport}
     if transport == "http":
         rollout["weights_host"] = "0.0.0.0"
-    check_machines(recipe(rollout=rollout, transfer_queue={"url": "redis://ledger:6379"}), 8)
+    check_machines(recipe(rollout=rollout, transfer_queue={"url": "redis://queue:6379"}), 8)
 
 
 def test_loopback_by_any_name_is_refused() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from penstock.deploy.cli import app
 from penstock.deploy.link import Link
-from penstock.transfer_queue.ledger import Limits, WeightUpdate
+from penstock.transfer_queue.queue import Limits, WeightUpdate
 from penstock.transfer_queue.redis_server import RedisServer
 
 PHASES = ["wait", "score", "advantages", "update", "announce", "record"]
@@ -101,24 +101,24 @@ def test_a_run_is_found_by_its_name(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.redis
-async def test_swaps_of_a_living_run_come_from_its_ledger(root: Path, tmp_path: Path) -> None:
+async def test_swaps_of_a_living_run_come_from_its_queue(root: Path, tmp_path: Path) -> None:
     began = json.loads((root / "timeline.jsonl").read_text().splitlines()[0])["at_unix_s"]
     async with RedisServer(tmp_path / "redis", "only-for-this-test") as server:
         link = Link(server.url, "mine", "only-for-this-test", "token")
-        ledger = await link.connect()
-        await ledger.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1), "x")
-        await ledger.report_update(WeightUpdate("far-away", 1, 0.02, 0.1, 0.01, 5, at_unix_s=began + 3))
+        queue = await link.connect()
+        await queue.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1), "x")
+        await queue.report_update(WeightUpdate("far-away", 1, 0.02, 0.1, 0.01, 5, at_unix_s=began + 3))
         (root / "connect.env").write_text(link.shell_lines())
         out = tmp_path / "living.json"
         result = await asyncio.to_thread(invoke, root, "--out", out)
-        await ledger.close()
+        await queue.close()
     assert result.exit_code == 0, result.output
     found = check(json.loads(out.read_text()))
     assert found["far-away"] == ["swap to version 1", "fetch", "pause", "load"]
     assert "rollout-0" not in found
 
 
-def test_a_ledger_that_is_away_costs_the_swaps_alone(root: Path, tmp_path: Path) -> None:
+def test_a_queue_that_is_away_costs_the_swaps_alone(root: Path, tmp_path: Path) -> None:
     (root / "connect.env").write_text("export NOTHING=1\n")
     result = invoke(root, "--out", tmp_path / "out.json")
     assert result.exit_code == 0

@@ -21,7 +21,7 @@ import pytest
 from tests.deploy.conftest import RECIPE, REPOSITORY, assert_accounts_balance, weights_of
 
 from penstock.deploy.link import Link
-from penstock.transfer_queue.ledger import LedgerUnavailable
+from penstock.transfer_queue.queue import TransferQueueUnavailable
 
 pytestmark = [
     *(pytest.mark.slurm, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
@@ -150,18 +150,18 @@ def start(tmp_path: Path) -> Iterator[Callable[..., SlurmRun]]:
 
 
 def servers(run: SlurmRun) -> set[str]:
-    """Names in the registry of the living run's ledger; none while it is on its way up."""
+    """Names in the registry of the living run's queue; none while it is on its way up."""
 
     async def registered() -> set[str]:
         link = Link.from_lines((run.root / "connect.env").read_text())
         try:
-            ledger = await link.connect()
-        except LedgerUnavailable:
+            queue = await link.connect()
+        except TransferQueueUnavailable:
             return set()
         try:
-            return {server.server_id for server in await ledger.servers()}
+            return {server.server_id for server in await queue.servers()}
         finally:
-            await ledger.close()
+            await queue.close()
 
     return asyncio.run(registered()) if (run.root / "connect.env").exists() else set()
 
@@ -274,7 +274,7 @@ def test_slurm_gives_each_gpu_to_one_step(start, script_of, tmp_path: Path) -> N
     assert len(given["head"]) == 2
     assert [len(given[name]) for name in ("rollout-0", "rollout-1")] == [1, 1]
     assert given["head"] | given["rollout-0"] | given["rollout-1"] == {"0", "1", "2", "3"}
-    for name in ("ledger", "agent-0", "agent-1"):
+    for name in ("queue", "agent-0", "agent-1"):
         assert given[name] == {"none"}
 
 

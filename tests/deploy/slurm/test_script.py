@@ -73,24 +73,24 @@ def test_what_was_asked_of_slurm_is_in_the_head(script_of, tmp_path: Path) -> No
 def test_every_role_is_a_step_on_its_node_with_its_own_secrets_and_log(script_of, tmp_path: Path) -> None:
     desk = Desk(tmp_path / "desk", "n1 n2 n3")
     job = desk.start(script_of("rollout.servers=3", nodes=3))
-    names = {"ledger", "head", "rollout-0", "rollout-1", "rollout-2", "agent-0", "agent-1"}
+    names = {"queue", "head", "rollout-0", "rollout-1", "rollout-2", "agent-0", "agent-1"}
     desk.wait_for(lambda: set(desk.asked()) == names)
     desk.end_head(0)
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 0, output
     asked = {name: " ".join(calls[0]) for name, calls in desk.asked().items() if name != "cleaning"}
     where = {name: words.partition("--nodelist=")[2].split()[0] for name, words in asked.items()}
-    first = {"ledger": "n1", "head": "n1"}
+    first = {"queue": "n1", "head": "n1"}
     assert where == {**first, "rollout-0": "n2", "rollout-1": "n3", "rollout-2": "n2", "agent-0": "n2", "agent-1": "n3"}
     run = tmp_path / "runs" / "sums"
     for name, words in asked.items():
-        role = {"ledger": "owner", "head": "owner"}.get(name, name.partition("-")[0])
+        role = {"queue": "owner", "head": "owner"}.get(name, name.partition("-")[0])
         assert f"{run}/slurm/{role}.env" in words
         assert f"--output={run}/logs/{name}.log" in words
         assert "--nodes=1 --ntasks=1" in words
         assert "--overlap" in words
     port = 10000 + 77 % 5000 * 4
-    assert f"ledger {run}/redis --host 127.0.0.1 --port {port}" in asked["ledger"]
+    assert f"queue {run}/redis --host 127.0.0.1 --port {port}" in asked["queue"]
     assert f"run {RECIPE} --resume" in asked["head"]
     servers_elsewhere = ("rollout.servers=0", "agent.workers=0", "rollout.host=0.0.0.0", "rollout.weights_host=0.0.0.0")
     for told in (*servers_elsewhere, HTTP, f"transfer_queue.url=redis://127.0.0.1:{port}"):
@@ -101,14 +101,14 @@ def test_every_role_is_a_step_on_its_node_with_its_own_secrets_and_log(script_of
 def test_gpus_go_to_the_trainer_and_the_servers_alone(script_of, tmp_path: Path) -> None:
     desk = Desk(tmp_path / "desk", "n1 n2 n3")
     job = desk.start(script_of("trainer.ranks=8", "rollout.servers=2", "agent.workers=1", nodes=3, job=GPUS))
-    desk.wait_for(lambda: set(desk.asked()) == {"ledger", "head", "trainer-1", "rollout-0", "rollout-1", "agent-0"})
+    desk.wait_for(lambda: set(desk.asked()) == {"queue", "head", "trainer-1", "rollout-0", "rollout-1", "agent-0"})
     desk.end_head(0)
     job.communicate(timeout=60)
     asked = {name: " ".join(calls[0]) for name, calls in desk.asked().items()}
     for name in ("head", "trainer-1"):
         assert "--exact --mem=0 --gpus-per-node=4 --cpus-per-task=16" in asked[name]
     assert "--exact --mem=0 --gpus-per-node=1 --cpus-per-task=4" in asked["rollout-1"]
-    for name in ("ledger", "agent-0"):
+    for name in ("queue", "agent-0"):
         assert "--overlap --cpu-bind=none --gres=none" in asked[name]
     meeting = f"127.0.0.1:{10000 + 77 * 4 + 1}"
     assert f"train --wait-s 600 --nnodes 2 --node-rank 1 --rdzv-endpoint {meeting}" in asked["trainer-1"]
@@ -122,7 +122,7 @@ def test_a_role_that_dies_is_started_again_and_a_killed_head_too(script_of, tmp_
     desk.kill_next("rollout-0", 3)
     desk.kill_next("head", 137)
     job = desk.start(script_of("agent.workers=0"))
-    desk.wait_for(lambda: [len(desk.asked().get(name, ())) for name in ("head", "rollout-0", "ledger")] == [2, 2, 1])
+    desk.wait_for(lambda: [len(desk.asked().get(name, ())) for name in ("head", "rollout-0", "queue")] == [2, 2, 1])
     desk.end_head(0)
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 0
@@ -150,7 +150,7 @@ def test_before_its_time_limit_the_job_saves_and_goes_back_into_the_queue(
     """Cancelled and requeued by others, Slurm has told every process already: nothing may bring the job back."""
     desk = Desk(tmp_path / "desk")
     job = desk.start(script_of("agent.workers=0"), SLURM_RESTART_COUNT=restarts)
-    desk.wait_for(lambda: set(desk.asked()) == {"ledger", "head", "rollout-0"})
+    desk.wait_for(lambda: set(desk.asked()) == {"queue", "head", "rollout-0"})
     desk.says(state)
     job.send_signal(signal.SIGTERM)
     if state == "RUNNING":
@@ -175,10 +175,10 @@ def test_a_port_that_is_taken_is_passed_over(script_of, tmp_path: Path) -> None:
         taken.listen()
         desk = Desk(tmp_path / "desk")
         job = desk.start(script_of("rollout.servers=0", "agent.workers=0"))
-        desk.wait_for(lambda: "head" in desk.asked() and "ledger" in desk.asked())
+        desk.wait_for(lambda: "head" in desk.asked() and "queue" in desk.asked())
         desk.end_head(0)
         job.communicate(timeout=60)
-    assert f"--port {base + 4}" in " ".join(desk.asked()["ledger"][0])
+    assert f"--port {base + 4}" in " ".join(desk.asked()["queue"][0])
 
 
 def test_containers_hold_every_role_and_see_its_folders(script_of, tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ def test_containers_hold_every_role_and_see_its_folders(script_of, tmp_path: Pat
     assert "--container-image" not in text
 
 
-def test_a_password_in_the_ledgers_address_is_refused(script_of) -> None:
+def test_a_password_in_the_queues_address_is_refused(script_of) -> None:
     with pytest.raises(ConfigError, match="set PENSTOCK_REDIS_PASSWORD"):
         script_of("transfer_queue.url=redis://me:secret@there:6379")
-    assert "--job-name=ledger" not in script_of("transfer_queue.url=redis://there:6379")
+    assert "--job-name=queue" not in script_of("transfer_queue.url=redis://there:6379")
 
 
 def test_options_with_dashes_are_refused() -> None:

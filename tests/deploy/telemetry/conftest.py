@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.transfer_queue.ledger import Limits
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import Limits
 
 
 @pytest.fixture
-async def ledger() -> MemoryLedger:
-    made = MemoryLedger()
+async def queue() -> MemoryTransferQueue:
+    made = MemoryTransferQueue()
     await made.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1), "x")
     return made

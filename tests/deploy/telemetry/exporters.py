@@ -13,8 +13,8 @@ from penstock.deploy.telemetry.head import head_exporter
 from penstock.rollout_server.metrics import Metrics as RolloutMetrics
 from penstock.sandbox.server.metrics import Metrics as SandboxMetrics
 from penstock.trainer.prometheus import TrainerMetrics
-from penstock.transfer_queue.ledger import LengthDecile, ServerInfo, Status
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
+from penstock.transfer_queue.queue import LengthDecile, ServerInfo, Status
 
 STATUS = Status(
     3, 4, 2, {"ready": 1}, {"queued": 2}, 100,
@@ -49,7 +49,7 @@ def exporters() -> dict[str, dict[str, Family]]:
 
 def _head() -> CollectorRegistry:
     process = RoleProcess(RoleSpec("agent-0", [], {}, Path("log"), 0))
-    exporter = head_exporter(MemoryLedger(), "mine", lambda: [process], 1.0)
+    exporter = head_exporter(MemoryTransferQueue(), "mine", lambda: [process], 1.0)
     exporter.newest, exporter.servers = STATUS, [ServerInfo("s0", "http://a", 1)]
     return exporter.registry
 

@@ -16,7 +16,7 @@ from penstock.deploy.processes import RoleProcess, RoleSpec
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.telemetry import head
 from penstock.deploy.telemetry.addresses import Target, announced, target_list
-from penstock.transfer_queue.ledger import ServerInfo
+from penstock.transfer_queue.queue import ServerInfo
 
 
 @pytest.fixture
@@ -41,18 +41,18 @@ async def targets_with(run: RunDir, count: int) -> dict[str, str]:
             await asyncio.sleep(0.05)
 
 
-async def test_targets_follow_the_run_and_end_with_it(run, ledger, tmp_path, monkeypatch) -> None:
+async def test_targets_follow_the_run_and_end_with_it(run, queue, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(head, "EVERY_S", 0.05)
     dead = RoleProcess(RoleSpec("agent-0", ["true"], {}, tmp_path / "log", 3))
     dead.restarts = 2
     link = Link("redis://x", "mine", None, "the run's")
     run.metric_addresses.mkdir()
     (run.metric_addresses / "of-a-killed-life.json").write_text("{}")
-    async with head.head_served(config_of(run), run, link, ledger, lambda: [dead]):
+    async with head.head_served(config_of(run), run, link, queue, lambda: [dead]):
         assert stat.S_IMODE(run.metrics_token.stat().st_mode) == 0o600
         assert "the run's" not in run.metrics_token.read_text()
         assert set(await targets_with(run, 2)) == {"head", "sandbox"}
-        await ledger.heartbeat(ServerInfo("rollout-7", "http://10.0.0.7:8101", 0))
+        await queue.heartbeat(ServerInfo("rollout-7", "http://10.0.0.7:8101", 0))
         with announced(run.metric_addresses, Target("127.0.0.1:5", "mine", "agent", "agent-0")):
             found = await targets_with(run, 4)
             assert (found["rollout-7"], found["sandbox"]) == ("10.0.0.7:8101", "box:8700")
@@ -60,7 +60,7 @@ async def test_targets_follow_the_run_and_end_with_it(run, ledger, tmp_path, mon
         text = await scraped(found["head"], run.metrics_token.read_text())
         assert 'penstock_run_role_up{process="agent-0",run="mine"} 0.0' in text
         assert 'penstock_run_role_restarts_total{process="agent-0",run="mine"} 2.0' in text
-        assert 'penstock_ledger_server_version_lag{run="mine",server="rollout-7"} 0.0' in text
+        assert 'penstock_queue_server_version_lag{run="mine",server="rollout-7"} 0.0' in text
     assert not run.prometheus_targets.exists()
     assert not run.metrics_token.exists()
     assert list(run.metric_addresses.iterdir()) == []

@@ -10,7 +10,7 @@ from tests.rollout_server.conformance.subject import prompt
 from tests.rollout_server.conftest import (
     TOKEN,
     Reference,
-    StubLedger,
+    StubQueue,
     all_sampling,
     ask,
     check_answer,
@@ -20,7 +20,7 @@ from tests.rollout_server.conftest import (
 
 from penstock.rollout_server.client import RolloutClient
 from penstock.rollout_server.engines.hf import HFEngine
-from penstock.transfer_queue.ledger import Announcement
+from penstock.transfer_queue.queue import Announcement
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 
@@ -28,16 +28,16 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 async def test_the_client_goes_on_with_what_an_aborted_answer_has(
     tiny_model: str, tmp_path: Path, reference: Reference
 ) -> None:
-    ledger, config = StubLedger(), small_config(pause="abort")
+    queue, config = StubQueue(), small_config(pause="abort")
     job = {"config": config, "model": tiny_model, "new_engine": HFEngine}
-    client = RolloutClient(ledger, TOKEN, timeout_s=90)
-    async with rollout_server(ledger, tmp_path / "logs", **job) as server:
+    client = RolloutClient(queue, TOKEN, timeout_s=90)
+    async with rollout_server(queue, tmp_path / "logs", **job) as server:
         asking = [asyncio.create_task(client.generate(ask(prompt(i), 450))) for i in range(6)]
         await all_sampling(server.url, 6)
-        ledger.announced = Announcement(1, reference.publish(1, reference.other(1)))
+        queue.announced = Announcement(1, reference.publish(1, reference.other(1)))
         answers = await asyncio.gather(*asking)
         await client.close()
-    assert [update.in_flight for update in ledger.reported] == [0]
+    assert [update.in_flight for update in queue.reported] == [0]
     assert len(server.engines) == 1
     for i, answer in enumerate(answers):
         check_answer(answer.token_ids, answer.logprobs, answer.version_spans)

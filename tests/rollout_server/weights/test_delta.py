@@ -208,7 +208,7 @@ def test_a_chain_begun_anew_is_taken_from_its_full_version(tmp_path: Path) -> No
     reader = WeightReader()
     old = publish(tmp_path / "before", {1: tensors(1), 2: touched(tensors(1), 4)})
     reader.read(old[-1])
-    # The same numbers, other weights: a ledger that lost its newest writes.
+    # The same numbers, other weights: a queue that lost its newest writes.
     again = {1: tensors(2), 2: touched(tensors(2), 7), 3: touched(tensors(2), 7, 8)}
     assert equal(reader.read(publish(tmp_path / "after", again)[-1]), again[3])
 

@@ -28,7 +28,7 @@ from penstock.rollout_server.weights import read_verified
 from penstock.trainer.checkpoint import CheckpointStore
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 
 HERE = Path(__file__).resolve().parent
@@ -106,14 +106,14 @@ class KilledRun:
     ) -> dict[str, torch.Tensor]:
         """Every trajectory is in exactly one committed step, and the weights are the reference's: to the bit, or within
         `atol`. So many checkpoints were set aside as `damaged`."""
-        ledger = await self.ledger()
+        queue = await self.queue()
         try:
-            status, newest = await ledger.status(), await ledger.latest_version()
+            status, newest = await queue.status(), await queue.latest_version()
             assert_books_balance(status, self.root, STEPS)
-            assert await ledger.held() == set()
-            await ledger.drop_run()
+            assert await queue.held() == set()
+            await queue.drop_run()
         finally:
-            await ledger.close()
+            await queue.close()
         weights = load_file(self.root / "final_model" / "model.safetensors")
         assert newest is not None
         assert_same(read_verified(newest.manifest), weights, "published")
@@ -142,11 +142,11 @@ class KilledRun:
     def worker(self, pause_s: float = 0.0) -> Worker:
         return Worker(self, pause_s)
 
-    async def ledger(self) -> RedisLedger:
-        return await RedisLedger.connect(self.server.url, self.name, TransferQueueConfig(), PASSWORD)
+    async def queue(self) -> RedisTransferQueue:
+        return await RedisTransferQueue.connect(self.server.url, self.name, TransferQueueConfig(), PASSWORD)
 
-    async def create(self, ledger: RedisLedger) -> None:
-        await ledger.create_run(make_job(self.folder, self.model).limits, "kills: 1")
+    async def create(self, queue: RedisTransferQueue) -> None:
+        await queue.create_run(make_job(self.folder, self.model).limits, "kills: 1")
 
     def log(self) -> str:
         return (self.folder / "trainer.log").read_text(errors="replace")
@@ -163,24 +163,24 @@ class Worker:
         self._pause_s = pause_s
 
     async def __aenter__(self) -> None:
-        self._ledger = await self._run.ledger()
-        await self._run.create(self._ledger)
+        self._queue = await self._run.queue()
+        await self._run.create(self._queue)
         self._task = asyncio.create_task(self._work())
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         (ended,) = await asyncio.gather(self._task, return_exceptions=True)
-        await self._ledger.close()
+        await self._queue.close()
         assert isinstance(ended, asyncio.CancelledError), ended
 
     async def _work(self) -> None:
         while True:
-            version = (await self._ledger.status()).version
-            leases = await self._ledger.lease_episodes("w", 1, version)
+            version = (await self._queue.status()).version
+            leases = await self._queue.lease_episodes("w", 1, version)
             for lease in leases:
                 await asyncio.sleep(self._pause_s)
                 made = make_trajectory(lease.task.task_id, lease.member, version)
-                await self._ledger.complete(lease, made)
+                await self._queue.complete(lease, made)
             if not leases:
                 await asyncio.sleep(0.005)
 

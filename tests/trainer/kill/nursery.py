@@ -26,7 +26,7 @@ from penstock.deploy.processes import die_with_parent
 from penstock.trainer.loop import train
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ async def live(life: Life) -> None:
         die_anywhere(chance)
     log = BatchLog(folder / "run" / "batches")
     config = TransferQueueConfig(deadline_s=30.0)
-    ledger = await RedisLedger.connect(life.url, life.run, config, life.password, batch_log=log)
-    job = make_job(folder, life.model, life.settings, ledger=ledger, spill=True)
+    queue = await RedisTransferQueue.connect(life.url, life.run, config, life.password, batch_log=log)
+    job = make_job(folder, life.model, life.settings, queue=queue, spill=True)
     try:
-        await ledger.create_run(job.limits, "kills: 1")
+        await queue.create_run(job.limits, "kills: 1")
         await train(job)
     finally:
-        await ledger.close()
+        await queue.close()
 
 
 def become(life: Life) -> NoReturn:

@@ -24,8 +24,8 @@ from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.learner import Learner
 from penstock.trainer.recorder import Recorder
 from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.ledger import Batch
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Batch
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 
 STEP = ("before_lease", "after_lease", "before_update", "after_update")
 PUBLISH = ("before_weights", "after_weights", "before_publish", "in_publish", "after_publish")
@@ -41,11 +41,11 @@ LONGEST_LIFE_S = 2.5
 
 
 def plant(gaps: Gaps) -> None:
-    _around(RedisLedger, "lease_batch", "lease", gaps, counts=lambda answer: isinstance(answer, Batch))
-    _around(RedisLedger, "publish_version", "publish", gaps)
-    _around(RedisLedger, "spill", "spill", gaps)
-    _around(RedisLedger, "commit", "commit", gaps)
-    _around(RedisLedger, "rewind", "rewind", gaps)
+    _around(RedisTransferQueue, "lease_batch", "lease", gaps, counts=lambda answer: isinstance(answer, Batch))
+    _around(RedisTransferQueue, "publish_version", "publish", gaps)
+    _around(RedisTransferQueue, "spill", "spill", gaps)
+    _around(RedisTransferQueue, "commit", "commit", gaps)
+    _around(RedisTransferQueue, "rewind", "rewind", gaps)
     _around_blocking(Learner, "update", "update", gaps)
     _around_blocking(WeightPublisher, "write", "weights", gaps)
     _around_blocking(Recorder, "step", "record", gaps)

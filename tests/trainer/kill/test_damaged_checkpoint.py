@@ -43,7 +43,7 @@ def lose(checkpoint: Path) -> str:
 async def test_the_one_before_is_used_aloud(
     make: Callable[[str], KilledRun], nursery: Nursery, reference: dict[str, Any], damage: Callable[[Path], str]
 ) -> None:
-    """Killed before the commit of its second checkpoint: the ledger still has what was trained since the first."""
+    """Killed before the commit of its second checkpoint: the queue still has what was trained since the first."""
     run = make(damage.__name__)
     begun_and_twice_saved = 3
     async with run.worker():

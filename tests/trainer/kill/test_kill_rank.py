@@ -24,7 +24,7 @@ from penstock.deploy.plan import roles_of
 from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.weights_dir import remove_weights
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 
 pytestmark = [
     pytest.mark.redis,
@@ -64,10 +64,10 @@ class RankedRun(KilledRun):
             source="the test",
         )
 
-    async def create(self, ledger: RedisLedger) -> None:
-        """The trainer finds its settings in the ledger."""
+    async def create(self, queue: RedisTransferQueue) -> None:
+        """The trainer finds its settings in the queue."""
         config = self.config()
-        await ledger.create_run(limits_of(config), dump_config(config))
+        await queue.create_run(limits_of(config), dump_config(config))
 
     def spec(self) -> RoleSpec:
         """Of the trainer."""

@@ -15,7 +15,7 @@ from faults.checkpoints import Checkpoints, Trained
 from faults.episodes import position_of, task_id_at, task_of, trajectory_print
 from faults.plan import Plan
 from faults.records import read_folder, read_records
-from penstock.transfer_queue.ledger import Ledger, Status
+from penstock.transfer_queue.queue import Status, TransferQueue
 
 REASONS = {"filtered": "filtered", "dropped_over_age": "dropped", "dead": "dead"}
 """State of a group that will not be trained → name in the account."""
@@ -55,11 +55,11 @@ class Account:
         assert not found, "\n".join([self.line, *found])
 
 
-async def draw_up(plan: Plan, ledger: Ledger, kills: Mapping[str, int]) -> Account:
-    """The account of a stage whose work is drained. Asks the ledger by its public protocol only."""
+async def draw_up(plan: Plan, queue: TransferQueue, kills: Mapping[str, int]) -> Account:
+    """The account of a stage whose work is drained. Asks the queue by its public protocol only."""
     books = Books(plan)
-    status, held = await ledger.status(), await ledger.held()
-    tasks = {task_id_at(position) for position in range(position_of(await ledger.cursor()))}
+    status, held = await queue.status(), await queue.held()
+    tasks = {task_id_at(position) for position in range(position_of(await queue.cursor()))}
     if plan.may_lose_tail:
         tasks |= tasks_of(books.trained)  # trained, and their submission is lost: they will be fed again
     account = Account(
@@ -76,7 +76,7 @@ async def draw_up(plan: Plan, ledger: Ledger, kills: Mapping[str, int]) -> Accou
     )
     account.wrong += books.wrong_lineage() + books.wrong_prints() + books.wrong_fences()
     account.wrong += wrong_counters(plan, books, status, held, tasks)
-    account.wrong += await wrong_payloads(books, ledger, held)
+    account.wrong += await wrong_payloads(books, queue, held)
     return account
 
 
@@ -152,12 +152,12 @@ class Books:
 
 
 def wrong_counters(plan: Plan, books: Books, status: Status, held: set[str], tasks: set[str]) -> list[str]:
-    """The ledger's own counts against the books."""
+    """The queue's own counts against the books."""
     groups, episodes = status.groups, status.episodes
     trained_groups = sum(len(trained.groups) for trained in books.lineage)
     reasons = sum(groups[state] for state in REASONS)
     if plan.may_lose_tail:
-        # Trained in steps that the ledger lost, then filtered or dropped before it caught up: counted under both.
+        # Trained in steps that the queue lost, then filtered or dropped before it caught up: counted under both.
         reasons, groups = reasons - (both := max(0, groups["submitted"] - len(tasks))), dict(groups)
         groups["submitted"] -= both
         groups["filtered"] -= both
@@ -186,10 +186,10 @@ def placed(episodes: Mapping[str, int], held: set[str]) -> int:
     return len(held) + sum(episodes[name] for name in ("trained", "dropped", "filtered", "unrewarded", "buried"))
 
 
-async def wrong_payloads(books: Books, ledger: Ledger, held: set[str]) -> list[str]:
+async def wrong_payloads(books: Books, queue: TransferQueue, held: set[str]) -> list[str]:
     """What is held can be read, as it was completed."""
     completed = {(record["episode"], record["print"]) for record in books.told if record["kind"] == "about"}
-    read = [(one.episode_id, trajectory_print(one)) for one in await ledger.read(sorted(held))]
+    read = [(one.episode_id, trajectory_print(one)) for one in await queue.read(sorted(held))]
     return [f"{episode} is held with print {seen}, which nobody completed" for episode, seen in set(read) - completed]
 
 

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from penstock.transfer_queue.ledger import Lease
+from penstock.transfer_queue.queue import Lease
 from penstock.transfer_queue.trajectory import (
     COMPLETED,
     DataCursor,

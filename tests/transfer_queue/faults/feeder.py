@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from faults.episodes import cursor_at, position_of, task_at
-from penstock.transfer_queue.ledger import Ledger, Limits, Status, StepError
+from penstock.transfer_queue.queue import Limits, Status, StepError, TransferQueue
 from penstock.transfer_queue.trajectory import DataCursor, Task
 
 
 class Feeder:
-    """Goes on at the ledger's own cursor, which a ledger that lost its tail turns back."""
+    """Goes on at the queue's own cursor, which a queue that lost its tail turns back."""
 
-    def __init__(self, ledger: Ledger, limits: Limits) -> None:
-        self._ledger = ledger
+    def __init__(self, queue: TransferQueue, limits: Limits) -> None:
+        self._queue = queue
         self._limits = limits
 
     async def fill(self) -> None:
-        start, status = await self._ledger.cursor(), await self._ledger.status()
+        start, status = await self._queue.cursor(), await self._queue.status()
         position = position_of(start)
         waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready")) - status.parked
         end = position + (self._limits.max_staleness + 2) * self._limits.groups_per_step - waiting
@@ -26,7 +26,7 @@ class Feeder:
 
     async def _submit(self, tasks: Sequence[Task], end: DataCursor, start: DataCursor) -> None:
         try:
-            await self._ledger.submit(tasks, cursor=end, after=start)
+            await self._queue.submit(tasks, cursor=end, after=start)
         except StepError:
             return  # the cursor was turned back meanwhile; the next call sees it
 

@@ -1,4 +1,4 @@
-"""The shared log of what owners of an episode journaled, by which the next owner checks what the ledger hands it."""
+"""The shared log of what owners of an episode journaled, by which the next owner checks what the queue hands it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from faults.episodes import entry_print
 from faults.records import Records, read_records
-from penstock.transfer_queue.ledger import Lease
+from penstock.transfer_queue.queue import Lease
 from penstock.transfer_queue.trajectory import JournalEntry
 
 
@@ -23,7 +23,7 @@ class JournalBook:
         self._may_lose_tail = may_lose_tail
 
     def write(self, lease: Lease, kind: str, entry: JournalEntry) -> None:
-        """`kind` is ``about`` before the ledger is told, ``told`` after it answered."""
+        """`kind` is ``about`` before the queue is told, ``told`` after it answered."""
         records = Records(self._path(lease.episode_id), durable=False)
         try:
             records.write(kind, entry=entry_print(entry), fence=lease.fence)
@@ -38,7 +38,7 @@ class JournalBook:
     def check(self, lease: Lease) -> None:
         """Raises `JournalBroken` unless the lease's journal is, in order, what was journaled.
 
-        Entries whose owner saw no answer may be there or not; a ledger that lost its tail may miss the newest. What
+        Entries whose owner saw no answer may be there or not; a queue that lost its tail may miss the newest. What
         later owners journaled, because this lease ran out before its owner came to it, does not count.
         """
         records = read_records(self._path(lease.episode_id))

@@ -1,4 +1,4 @@
-"""What all processes of a stage are told: where the ledger is, under which limits, and where they write."""
+"""What all processes of a stage are told: where the queue is, under which limits, and where they write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Limits
+from penstock.transfer_queue.queue import Limits
 
 DEADLINE_S = 60.0
 """How long a client waits for Redis: longer than any fault of ours lasts."""

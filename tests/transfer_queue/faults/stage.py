@@ -24,8 +24,8 @@ from faults.account import Account, draw_up
 from faults.plan import Plan, random_limits
 from faults.proxy import CuttingProxy
 from faults.troupe import Troupe
-from penstock.transfer_queue.ledger import Limits
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Limits
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 
 PASSWORD = "a-test-password"
@@ -81,9 +81,9 @@ class Stage:
             await stack.enter_async_context(self.proxy)
             self.client = aioredis.Redis.from_url(self.server.url, password=PASSWORD, protocol=2)
             stack.push_async_callback(self.client.aclose)
-            self.ledger = await RedisLedger.connect(self.server.url, self.plan.run, self.plan.config, PASSWORD)
-            stack.push_async_callback(self.ledger.close)
-            await self.ledger.create_run(self.plan.limits, "faults: 1")
+            self.queue = await RedisTransferQueue.connect(self.server.url, self.plan.run, self.plan.config, PASSWORD)
+            stack.push_async_callback(self.queue.close)
+            await self.queue.create_run(self.plan.limits, "faults: 1")
             stack.push_async_callback(self.troupe.end)
             self._closing = stack.pop_all()
         return self
@@ -103,11 +103,11 @@ class Stage:
             self.plan.finish()
             await self._drain(finishing)
             await self.troupe.stop_workers()
-        return await draw_up(self.plan, self.ledger, {**self.kills, **self.troupe.kills})
+        return await draw_up(self.plan, self.queue, {**self.kills, **self.troupe.kills})
 
     async def _under_way(self, fault: Coroutine[Any, Any, None]) -> None:
         """Faults begin when the first step is trained."""
-        while not (await self.ledger.status()).version:
+        while not (await self.queue.status()).version:
             await asyncio.sleep(0.02)
         await fault
 
@@ -116,7 +116,7 @@ class Stage:
             async with asyncio.timeout(DRAIN_TIMEOUT_S):
                 await asyncio.shield(finishing)
         except TimeoutError as error:
-            raise AssertionError(f"seed {self.plan.seed}: not drained: {await self.ledger.status()}") from error
+            raise AssertionError(f"seed {self.plan.seed}: not drained: {await self.queue.status()}") from error
 
     async def every(self, mean_s: float, fault: Callable[[], Awaitable[object]], *, times: int, name: str = "") -> None:
         """Play a fault `times` times, after random pauses; with a `name` it is counted under that."""
@@ -131,7 +131,7 @@ class Stage:
 
     async def leftovers(self) -> list[str]:
         """Keys that are left when the run is dropped."""
-        await self.ledger.drop_run()
+        await self.queue.drop_run()
         return [key.decode() async for key in self.client.scan_iter(match=f"*{self.plan.run}*", count=1000)]
 
 

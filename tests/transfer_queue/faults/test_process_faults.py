@@ -71,13 +71,13 @@ async def test_clocks_of_workers_jump_by_an_hour() -> None:
 @pytest.mark.parametrize("jump_s", [-HOUR_S, HOUR_S])
 async def test_a_clock_decides_nothing_about_leases(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
     async with Stage(0) as stage:
-        ledger = stage.ledger
-        await ledger.submit([task_at(0)], cursor_at(1))
-        held = await ledger.lease_episodes("old", 9, 0)
+        queue = stage.queue
+        await queue.submit([task_at(0)], cursor_at(1))
+        held = await queue.lease_episodes("old", 9, 0)
         assert held
         monkeypatch.setattr(time, "time", lambda: REAL_TIME() + jump_s)
-        assert await ledger.lease_episodes("new", 9, 0) == []
-        assert await ledger.renew(held) == []
+        assert await queue.lease_episodes("new", 9, 0) == []
+        assert await queue.renew(held) == []
 
 
 async def test_everything_at_once() -> None:

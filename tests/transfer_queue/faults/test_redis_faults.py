@@ -12,7 +12,7 @@ from faults.gaps import ANYWHERE
 from faults.havoc import fill_redis, kill_redis, lose_tail, pause_redis
 from faults.rounds import seeds
 from faults.stage import Stage
-from penstock.transfer_queue.ledger import Announcement, Batch, Lease, Limits
+from penstock.transfer_queue.queue import Announcement, Batch, Lease, Limits
 from penstock.transfer_queue.trajectory import JournalEntry
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
@@ -56,23 +56,23 @@ async def test_redis_full() -> None:
 async def test_commits_go_on_in_a_full_redis() -> None:
     """They are what makes room. What needs room waits until there is some, and is acknowledged then."""
     async with Stage(0, limits=WAIT) as stage:
-        ledger, client = stage.ledger, stage.client
-        await ledger.submit([task_at(number) for number in range(3)], cursor_at(3))
-        leases = await ledger.lease_episodes("worker", 9, 0)
+        queue, client = stage.queue, stage.client
+        await queue.submit([task_at(number) for number in range(3)], cursor_at(3))
+        leases = await queue.lease_episodes("worker", 9, 0)
         for lease in leases[:6]:
-            await ledger.complete(lease, trajectory_of(lease, [sampled(lease)], 1.0))
-        batch = await ledger.lease_batch(0)
+            await queue.complete(lease, trajectory_of(lease, [sampled(lease)], 1.0))
+        batch = await queue.lease_batch(0)
         assert isinstance(batch, Batch)
         await client.config_set("maxmemory", 1)
-        waiting = asyncio.create_task(ledger.complete(leases[6], trajectory_of(leases[6], [sampled(leases[6])], 1.0)))
-        await ledger.publish_version(Announcement(1, {}))
-        await ledger.commit(1)
-        status = await ledger.status()
+        waiting = asyncio.create_task(queue.complete(leases[6], trajectory_of(leases[6], [sampled(leases[6])], 1.0)))
+        await queue.publish_version(Announcement(1, {}))
+        await queue.commit(1)
+        status = await queue.status()
         assert (status.version, status.committed_step, status.episodes["committed"]) == (1, 1, 6)
         assert not waiting.done()
         await client.config_set("maxmemory", 0)
         await waiting
-        assert await ledger.held() == {leases[6].episode_id}
+        assert await queue.held() == {leases[6].episode_id}
 
 
 def sampled(lease: Lease) -> JournalEntry:

@@ -2,7 +2,7 @@
 
 The order of trainer/loop.py: take(s), prefetch(s + 1), train, publish(s + 1), spill; every few steps a checkpoint and
 its commit beside the next steps. Its model is the list of what it was trained on. Exit 0: everything fed is trained.
-Exit 75: the ledger has lost steps; started again, it goes on from its newest checkpoint.
+Exit 75: the queue has lost steps; started again, it goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from faults.gaps import Gaps
 from faults.plan import Plan, check_parent, load_plan
 from faults.records import Records
 from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.ledger import Announcement, BadPayload, Batch, StepError
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Announcement, BadPayload, Batch, StepError
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 
 START_AGAIN = 75
 BATCH_TIMEOUT_S = 60.0
@@ -33,12 +33,12 @@ POLL_S = 0.01
 class Trainer:
     """One life, from the newest checkpoint to the end or to a gap."""
 
-    def __init__(self, plan: Plan, life: str, ledger: RedisLedger, gaps: Gaps) -> None:
+    def __init__(self, plan: Plan, life: str, queue: RedisTransferQueue, gaps: Gaps) -> None:
         self._plan = plan
         self._life = life
-        self._ledger = ledger
+        self._queue = queue
         self._gaps = gaps
-        self._feeder = Feeder(ledger, plan.limits)
+        self._feeder = Feeder(queue, plan.limits)
         self._checkpoints = Checkpoints(plan.folder / "checkpoints")
         self._log = Records(plan.folder / "trainer.jsonl", durable=False)
         self._saved = 0
@@ -56,7 +56,7 @@ class Trainer:
             await self._train(batch)
             self._gaps.at("after_step")
             if step + 1 > published:
-                await self._ledger.publish_version(announcement(step + 1))
+                await self._queue.publish_version(announcement(step + 1))
             self._version = max(step + 1, published)
             self._gaps.at("after_publish")
             await self._spill(batch)
@@ -68,26 +68,26 @@ class Trainer:
 
     async def _resume(self) -> tuple[int, int]:
         """(step to go on with, newest version that is out)"""
-        step, status = self._checkpoints.newest().step, await self._ledger.status()
+        step, status = self._checkpoints.newest().step, await self._queue.status()
         if status.committed_step > step:
             raise AssertionError(f"step {status.committed_step} is committed and no checkpoint beyond {step} is whole")
-        await self._ledger.commit(step, groups_by_step(self._checkpoints.lineage(status.committed_step)))
-        again = await self._ledger.rewind(step)
-        version = (await self._ledger.status()).version
+        await self._queue.commit(step, groups_by_step(self._checkpoints.lineage(status.committed_step)))
+        again = await self._queue.rewind(step)
+        version = (await self._queue.status()).version
         self._log.write("life", life=self._life, step=step, version=version, again=again)
         if step > version:
-            await self._ledger.publish_version(announcement(step))
+            await self._queue.publish_version(announcement(step))
         elif step == version:
-            await self._ledger.renew_manifest(announcement(step))
+            await self._queue.renew_manifest(announcement(step))
         self._saved = step
         self._version = max(step, version)
         return step, self._version
 
     async def _remind(self) -> None:
-        """As trainer/publish.py: the ledger may have forgotten what the newest version is."""
-        current, newest = await self._ledger.latest_version(), announcement(self._version)
-        if (current.version if current else 0) < self._version and not await self._ledger.publish_version(newest):
-            await self._ledger.renew_manifest(newest)
+        """As trainer/publish.py: the queue may have forgotten what the newest version is."""
+        current, newest = await self._queue.latest_version(), announcement(self._version)
+        if (current.version if current else 0) < self._version and not await self._queue.publish_version(newest):
+            await self._queue.renew_manifest(newest)
 
     async def _take(self, step: int) -> Batch | None:
         self._gaps.at("before_step")
@@ -102,19 +102,19 @@ class Trainer:
             finishing = self._plan.finishing
             if not finishing:
                 await self._feeder.fill()
-            answer = await self._ledger.lease_batch(step)
+            answer = await self._queue.lease_batch(step)
             if isinstance(answer, Batch):
                 return answer
-            if finishing and drained(await self._ledger.status(), self._plan.limits):
+            if finishing and drained(await self._queue.status(), self._plan.limits):
                 return None
             if asyncio.get_running_loop().time() > deadline:
-                raise AssertionError(f"no batch for step {step}: {answer.cause}; {await self._ledger.status()}")
+                raise AssertionError(f"no batch for step {step}: {answer.cause}; {await self._queue.status()}")
             await self._remind()
             await asyncio.sleep(POLL_S)
 
     async def _train(self, batch: Batch) -> None:
         groups = [list(group) for group in batch.groups]
-        trajectories = await self._ledger.read([episode for group in groups for episode in group])
+        trajectories = await self._queue.read([episode for group in groups for episode in group])
         prints = {trajectory.episode_id: trajectory_print(trajectory) for trajectory in trajectories}
         trained = Trained(batch.step, groups, prints)
         self._since_saved.append(trained)
@@ -122,7 +122,7 @@ class Trainer:
 
     async def _spill(self, batch: Batch) -> None:
         self._gaps.during("in_spill")
-        await self._ledger.spill(batch.step, [episode for group in batch.groups for episode in group])
+        await self._queue.spill(batch.step, [episode for group in batch.groups for episode in group])
 
     async def _save(self, step: int) -> None:
         if step == self._saved:
@@ -136,7 +136,7 @@ class Trainer:
         self._checkpoints.write(checkpoint, self._gaps)
         self._gaps.at("after_checkpoint")
         self._gaps.during("in_commit")
-        await self._ledger.commit(checkpoint.step, groups_by_step(checkpoint.trained))
+        await self._queue.commit(checkpoint.step, groups_by_step(checkpoint.trained))
         self._gaps.at("after_commit")
 
     async def _settle(self) -> None:
@@ -159,17 +159,17 @@ async def main() -> None:
     plan = load_plan(given.plan)
     gaps = Gaps(given.gap, given.passes, random.Random(f"{plan.seed}/{given.life}"))
     log = BatchLog(plan.folder / "batches")
-    ledger = await RedisLedger.connect(given.url or plan.url, plan.run, plan.config, plan.password, batch_log=log)
+    queue = await RedisTransferQueue.connect(given.url or plan.url, plan.run, plan.config, plan.password, batch_log=log)
     try:
-        await ledger.create_run(plan.limits, "faults: 1")
-        await Trainer(plan, given.life, ledger, gaps).run()
+        await queue.create_run(plan.limits, "faults: 1")
+        await Trainer(plan, given.life, queue, gaps).run()
     except (StepError, BadPayload) as error:
         if not plan.may_lose_tail:
             raise
         print(error, file=sys.stderr)
         sys.exit(START_AGAIN)
     finally:
-        await ledger.close()
+        await queue.close()
 
 
 if __name__ == "__main__":

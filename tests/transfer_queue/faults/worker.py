@@ -17,8 +17,8 @@ from faults.episodes import next_entry, trajectory_of, trajectory_print
 from faults.journals import JournalBook, JournalBroken
 from faults.plan import Plan, check_parent, load_plan
 from faults.records import Records
-from penstock.transfer_queue.ledger import BadPayload, Lease, LeaseLost, LedgerUnavailable
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import BadPayload, Lease, LeaseLost, TransferQueueUnavailable
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.trajectory import JournalEntry, Outcome, OutcomeKind
 
 COROUTINES = 4
@@ -31,10 +31,10 @@ SHORT_PAUSE_S, IDLE_S = 0.004, 0.02
 class Worker:
     """The coroutines of one process. What it was told is in ``told/NAME.jsonl``."""
 
-    def __init__(self, plan: Plan, name: str, ledger: RedisLedger, stopping: asyncio.Event) -> None:
+    def __init__(self, plan: Plan, name: str, queue: RedisTransferQueue, stopping: asyncio.Event) -> None:
         self._plan = plan
         self._name = name
-        self._ledger = ledger
+        self._queue = queue
         self._chance = random.Random(f"{plan.seed}/{name}")
         self._told = Records(plan.folder / "told" / f"{name}.jsonl")
         self._journals = JournalBook(plan.folder / "journals", may_lose_tail=plan.may_lose_tail)
@@ -51,13 +51,13 @@ class Worker:
             check_parent(self._parent)
             try:
                 await self._round(owner)
-            except LedgerUnavailable as error:
+            except TransferQueueUnavailable as error:
                 self._told.write("unavailable", cause=str(error))
 
     async def _round(self, owner: str) -> None:
-        latest = await self._ledger.latest_version()
+        latest = await self._queue.latest_version()
         version = latest.version if latest else 0
-        leases = await self._ledger.lease_episodes(owner, LEASES, version)
+        leases = await self._queue.lease_episodes(owner, LEASES, version)
         for lease in leases:
             self._told.write("leased", episode=lease.episode_id, fence=lease.fence, owner=owner)
             await self._attempt(lease, version)
@@ -67,16 +67,16 @@ class Worker:
     async def _attempt(self, lease: Lease, version: int) -> None:
         try:
             if self._stopping.is_set():
-                return await self._ledger.release(lease)
+                return await self._queue.release(lease)
             await self._check_journal(lease)
             await self._run_episode(lease, version)
         except LeaseLost:
             self._told.write("lease_lost", episode=lease.episode_id, fence=lease.fence)
         except BadPayload:
-            # Its journal names a version that the ledger forgot; once the trainer published that again, it is good.
+            # Its journal names a version that the queue forgot; once the trainer published that again, it is good.
             if not self._plan.may_lose_tail:
                 raise
-            await self._ledger.release(lease)
+            await self._queue.release(lease)
             await asyncio.sleep(IDLE_S)
 
     async def _check_journal(self, lease: Lease) -> None:
@@ -84,7 +84,7 @@ class Worker:
         try:
             self._journals.check(lease)
         except JournalBroken as error:
-            if lease.episode_id in await self._ledger.renew([lease]):
+            if lease.episode_id in await self._queue.renew([lease]):
                 raise LeaseLost(str(error)) from error
             raise
 
@@ -93,17 +93,17 @@ class Worker:
         while entry := next_entry(lease.episode_id, entries, max(version, lease.min_version), self._chance):
             await self._think()
             self._journals.write(lease, "about", entry)
-            await self._ledger.journal(lease, entry)
+            await self._queue.journal(lease, entry)
             self._journals.write(lease, "told", entry)
             entries.append(entry)
         (ending,) = self._chance.choices([*ENDINGS], [*ENDINGS.values()])
         if ending == "complete":
             await self._complete(lease, entries)
         elif ending == "fail":
-            again = await self._ledger.fail(lease, INFRA)
+            again = await self._queue.fail(lease, INFRA)
             self._told.write("failed", episode=lease.episode_id, fence=lease.fence, again=again)
         else:
-            await self._ledger.release(lease)
+            await self._queue.release(lease)
 
     async def _think(self) -> None:
         """Now and then so long that the lease runs out: the worker comes back as one that was thought dead."""
@@ -116,7 +116,7 @@ class Worker:
         facts = {"episode": lease.episode_id, "fence": lease.fence, "reward": reward}
         facts["print"] = trajectory_print(trajectory)
         self._told.write("about", **facts)
-        await self._ledger.complete(lease, trajectory)
+        await self._queue.complete(lease, trajectory)
         self._told.write("acknowledged", **facts)
         self._journals.close(lease.episode_id)
 
@@ -130,12 +130,12 @@ async def main() -> None:
     given = parser.parse_args()
     plan, stopping = load_plan(given.plan), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
-    ledger = await RedisLedger.connect(given.url or plan.url, plan.run, plan.config, plan.password)
+    queue = await RedisTransferQueue.connect(given.url or plan.url, plan.run, plan.config, plan.password)
     try:
         async with jump_now_and_then(random.Random(f"{plan.seed}/{given.name}/clock"), given.clock_jumps):
-            await Worker(plan, given.name, ledger, stopping).run()
+            await Worker(plan, given.name, queue, stopping).run()
     finally:
-        await ledger.close()
+        await queue.close()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ local function may_admit(due)
   return true
 end
 
--- Back-pressure. One step's worth of groups is always admitted: else a full ledger could never ship, nor empty.
+-- Back-pressure. One step's worth of groups is always admitted: else a full queue could never ship, nor empty.
 local function room_allows()
   local shipped = (run.next_step - math.max(run.version, run.committed_step)) * run.groups_per_step
   local in_system = call('ZCARD', key('admitted')) + call('ZCARD', key('ready')) + shipped

@@ -1,4 +1,4 @@
--- Groups: what happens when all members have ended, and how a group leaves the ledger.
+-- Groups: what happens when all members have ended, and how a group leaves the queue.
 local JOURNALS_KEPT = 100
 
 -- Payload keys spread over a cluster, so a script cannot delete them: it names them here and a client sweeps. Bytes of

@@ -37,7 +37,7 @@ from penstock.trainer.engines.megatron.engine import MegatronEngine  # noqa: E40
 from penstock.trainer.learner import Learner  # noqa: E402
 from penstock.trainer.loop import train  # noqa: E402
 from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.transfer_queue.ledger import Batch  # noqa: E402
+from penstock.transfer_queue.queue import Batch  # noqa: E402
 from penstock.transfer_queue.trajectory import DataCursor  # noqa: E402
 
 FIRST_STEPS = 2
@@ -46,7 +46,7 @@ FIRST_STEPS = 2
 def run(folder: Path, model: str, settings: dict[str, Any]) -> None:
     """A whole run of the trainer."""
     job = make_job(folder, model, settings)
-    job.ledger.twin = os.environ["RANK"] != "0"
+    job.queue.twin = os.environ["RANK"] != "0"
     asyncio.run(train(job))
 
 

@@ -1,4 +1,4 @@
-"""A rollout server's line to the ledger: every call has a deadline, the last failure is remembered and shown."""
+"""A rollout server's line to the queue: every call has a deadline, the last failure is remembered and shown."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
-from penstock.transfer_queue.ledger import Announcement, LedgerError, ServerInfo, Status, WeightUpdate
+from penstock.transfer_queue.queue import Announcement, ServerInfo, Status, TransferQueueError, WeightUpdate
 
-LEDGER_S = 5.0
+QUEUE_S = 5.0
 T = TypeVar("T")
 
 
-class ServerLedger(Protocol):
-    """The part of the ledger that a rollout server uses."""
+class ServerQueue(Protocol):
+    """The part of the queue that a rollout server uses."""
 
     async def latest_version(self) -> Announcement | None: ...
     async def heartbeat(self, server: ServerInfo) -> None: ...
@@ -23,23 +23,23 @@ class ServerLedger(Protocol):
     async def status(self) -> Status: ...
 
 
-class LedgerLine:
-    """``await line.ask(line.ledger.latest_version())``."""
+class QueueLine:
+    """``await line.ask(line.queue.latest_version())``."""
 
-    def __init__(self, ledger: ServerLedger) -> None:
-        self.ledger = ledger
+    def __init__(self, queue: ServerQueue) -> None:
+        self.queue = queue
         self.error: str | None = None
         """Of the last call; None where it was answered."""
 
     async def ask(self, call: Awaitable[T]) -> T:
-        """The answer to `call` within `LEDGER_S`. Raises `LedgerError`."""
+        """The answer to `call` within `QUEUE_S`. Raises `TransferQueueError`."""
         try:
-            async with asyncio.timeout(LEDGER_S):
+            async with asyncio.timeout(QUEUE_S):
                 answer = await call
         except TimeoutError as error:
-            self.error = f"no answer in {LEDGER_S:g} s"
-            raise LedgerError(self.error) from error
-        except LedgerError as error:
+            self.error = f"no answer in {QUEUE_S:g} s"
+            raise TransferQueueError(self.error) from error
+        except TransferQueueError as error:
             self.error = str(error)
             raise
         self.error = None

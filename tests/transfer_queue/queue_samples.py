@@ -1,10 +1,10 @@
-"""Small tasks, trajectories and ledgers for the tests of this folder."""
+"""Small tasks, trajectories and queues for the tests of this folder."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from penstock.transfer_queue.ledger import Announcement, Batch, Lease, Ledger, Limits
+from penstock.transfer_queue.queue import Announcement, Batch, Lease, Limits, TransferQueue
 from penstock.transfer_queue.trajectory import (
     COMPLETED,
     DataCursor,
@@ -74,16 +74,16 @@ def at(index: int, epoch: int = 0) -> DataCursor:
     return DataCursor(epoch, index)
 
 
-async def finish_all(ledger: Ledger, count: int = 100, version: int = 0) -> list[str]:
+async def finish_all(queue: TransferQueue, count: int = 100, version: int = 0) -> list[str]:
     """Lease and complete everything that may run; returns the episodes."""
-    leases = await ledger.lease_episodes("worker", count, version)
+    leases = await queue.lease_episodes("worker", count, version)
     for lease in leases:
-        await ledger.complete(lease, trajectory(lease))
+        await queue.complete(lease, trajectory(lease))
     return [lease.episode_id for lease in leases]
 
 
-async def train(ledger: Ledger, step: int) -> Batch:
-    batch = await ledger.lease_batch(step)
+async def train(queue: TransferQueue, step: int) -> Batch:
+    batch = await queue.lease_batch(step)
     assert isinstance(batch, Batch), batch
-    assert await ledger.publish_version(Announcement(step + 1, {"path": f"v{step + 1}"}))
+    assert await queue.publish_version(Announcement(step + 1, {"path": f"v{step + 1}"}))
     return batch

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from ledger_samples import INFRA, LIMITS, at, tasks, trajectory, turn
+from queue_samples import INFRA, LIMITS, at, tasks, trajectory, turn
 
 from penstock.transfer_queue.acl import RIGHTS, role_users
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Announcement, Batch, LedgerError, ServerInfo, WeightUpdate
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.queue import Announcement, Batch, ServerInfo, TransferQueueError, WeightUpdate
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
@@ -22,26 +22,26 @@ PASSWORDS = {role: f"{role}-password" for role in RIGHTS}
 
 
 @pytest.fixture
-async def ledgers(tmp_path: Path) -> AsyncIterator[dict[str, RedisLedger]]:
-    """Role → its ledger of one run that its owner has created."""
+async def queues(tmp_path: Path) -> AsyncIterator[dict[str, RedisTransferQueue]]:
+    """Role → its queue of one run that its owner has created."""
     log = BatchLog(tmp_path / "log")
     async with RedisServer(tmp_path / "redis", PASSWORD, users=role_users("mine", PASSWORDS)) as server:
         made = {
-            role: await RedisLedger.connect(
+            role: await RedisTransferQueue.connect(
                 server.url, "mine", CONFIG, password, role, batch_log=log if role == "trainer" else None
             )
             for role, password in PASSWORDS.items()
         }
         await made["owner"].create_run(LIMITS, "config: 1")
         yield made
-        for ledger in made.values():
-            await ledger.close()
+        for queue in made.values():
+            await queue.close()
 
 
-async def test_each_role_can_do_its_work(ledgers: dict[str, RedisLedger]) -> None:
-    owner, trainer, agent, rollout, watch = (ledgers[role] for role in RIGHTS)
-    for ledger in ledgers.values():
-        assert await ledger.config() == "config: 1"
+async def test_each_role_can_do_its_work(queues: dict[str, RedisTransferQueue]) -> None:
+    owner, trainer, agent, rollout, watch = (queues[role] for role in RIGHTS)
+    for queue in queues.values():
+        assert await queue.config() == "config: 1"
     await trainer.submit(tasks(6), cursor=at(6))
     await rollout.heartbeat(ServerInfo("s0", "http://s0", 0))
     assert [info.server_id for info in await agent.servers()] == ["s0"]
@@ -80,7 +80,7 @@ async def test_each_role_can_do_its_work(ledgers: dict[str, RedisLedger]) -> Non
     assert await owner.drop_run() > 0
 
 
-async def watch_everything(watch: RedisLedger) -> None:
+async def watch_everything(watch: RedisTransferQueue) -> None:
     await watch.status()
     await watch.held()
     await watch.updates()
@@ -88,29 +88,29 @@ async def watch_everything(watch: RedisLedger) -> None:
     await watch.cursor()
 
 
-async def test_no_role_can_do_the_work_of_another(ledgers: dict[str, RedisLedger]) -> None:
-    trainer, agent, rollout, watch = (ledgers[role] for role in ("trainer", "agent", "rollout", "watch"))
+async def test_no_role_can_do_the_work_of_another(queues: dict[str, RedisTransferQueue]) -> None:
+    trainer, agent, rollout, watch = (queues[role] for role in ("trainer", "agent", "rollout", "watch"))
     await trainer.submit(tasks(2), cursor=at(2))
     for lease in await agent.lease_episodes("w", 4, 0):
         await agent.complete(lease, trajectory(lease))
     assert isinstance(await trainer.lease_batch(0), Batch)
     before = await watch.status()
-    for ledger in (agent, rollout, watch):
-        await refused(ledger.publish_version(Announcement(1, {})))
-        await refused(ledger.lease_batch(1))
-        await refused(ledger.commit(1, {0: [["train/0000#0", "train/0000#1"]]}))
-        await refused(ledger.create_run(LIMITS, "config: 2"))
-    for ledger in (rollout, watch):
-        await refused(ledger.drop_run())
+    for queue in (agent, rollout, watch):
+        await refused(queue.publish_version(Announcement(1, {})))
+        await refused(queue.lease_batch(1))
+        await refused(queue.commit(1, {0: [["train/0000#0", "train/0000#1"]]}))
+        await refused(queue.create_run(LIMITS, "config: 2"))
+    for queue in (rollout, watch):
+        await refused(queue.drop_run())
     await refused(watch.lease_episodes("thief", 1, 0))
     await refused(watch.adopt("train/0000#0", 1))
     await refused(watch.submit(tasks(1, start=10), cursor=at(10)))
     await refused(agent.heartbeat(ServerInfo("false", "http://false", 9)))
     await refused(watch.deregister("s0"))
     assert await watch.status() == before
-    assert await ledgers["owner"].config() == "config: 1"
+    assert await queues["owner"].config() == "config: 1"
 
 
 async def refused(call) -> None:
-    with pytest.raises(LedgerError, match="Rights per role"):
+    with pytest.raises(TransferQueueError, match="Rights per role"):
         await call

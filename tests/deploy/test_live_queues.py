@@ -1,4 +1,4 @@
-"""Ledgers of living runs, found by what `penstock run` leaves in their folders; real redis."""
+"""Queues of living runs, found by what `penstock run` leaves in their folders; real redis."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import Link
-from penstock.deploy.live_ledgers import FolderLedgers
+from penstock.deploy.live_queues import FolderQueues
 from penstock.deploy.load_config import ConfigError
 from penstock.deploy.plan import page_roles
 from penstock.deploy.run_dir import RunDir
-from penstock.transfer_queue.ledger import Limits
+from penstock.transfer_queue.queue import Limits
 from penstock.transfer_queue.redis_server import RedisServer
 
 PASSWORD = "only-for-this-test"
@@ -24,7 +24,7 @@ def test_a_link_is_read_back_from_the_lines_for_the_shell() -> None:
     assert (read.url, read.run, read.password, read.token, read.username) == (*astuple(LINK), "agent")
     assert read.role_passwords == {}, "the logins of roles are comments"
     with pytest.raises(ConfigError, match="PENSTOCK_TOKEN"):
-        Link.from_lines("export PENSTOCK_LEDGER=redis://h PENSTOCK_RUN=mine")
+        Link.from_lines("export PENSTOCK_QUEUE=redis://h PENSTOCK_RUN=mine")
 
 
 def astuple(link: Link) -> tuple[str, str, str | None, str]:
@@ -34,29 +34,29 @@ def astuple(link: Link) -> tuple[str, str, str | None, str]:
 @pytest.mark.redis
 async def test_a_run_is_found_while_it_lives_and_found_again(tmp_path: Path) -> None:
     async with RedisServer(tmp_path / "redis", PASSWORD) as server:
-        ledgers = FolderLedgers(tmp_path / "runs", own=None)
+        queues = FolderQueues(tmp_path / "runs", own=None)
         env = tmp_path / "runs" / "mine" / "connect.env"
         env.parent.mkdir(parents=True)
-        assert (ledgers.names(), await ledgers.ledger("mine")) == ([], None)
+        assert (queues.names(), await queues.queue("mine")) == ([], None)
         link = Link(server.url, "mine", PASSWORD, "token")
         owner = await link.connect()
         await owner.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1), "x")
         env.write_text(link.shell_lines())
-        found = await ledgers.ledger("mine")
+        found = await queues.queue("mine")
         assert found is not None
         assert (await found.status()).version == 0
-        assert ledgers.names() == ["mine"]
-        assert await ledgers.ledger("mine") is found, "one connection for all who look"
+        assert queues.names() == ["mine"]
+        assert await queues.queue("mine") is found, "one connection for all who look"
         env.unlink()
-        assert await ledgers.ledger("mine") is None
-        env.write_text("export PENSTOCK_LEDGER=")
-        assert await ledgers.ledger("mine") is None
-        await ledgers.close()
+        assert await queues.queue("mine") is None
+        env.write_text("export PENSTOCK_QUEUE=")
+        assert await queues.queue("mine") is None
+        await queues.close()
         await owner.close()
 
 
 def test_the_run_of_this_shell_needs_no_folder(tmp_path: Path) -> None:
-    assert FolderLedgers(tmp_path, own=LINK).names() == ["mine"]
+    assert FolderQueues(tmp_path, own=LINK).names() == ["mine"]
 
 
 def test_the_page_beside_a_run_has_an_agents_rights_and_no_other_secret(tmp_path: Path) -> None:

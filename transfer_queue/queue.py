@@ -1,4 +1,4 @@
-"""The ledger's protocol. Redis implements it for runs, memory for unit tests; one conformance suite holds both to it.
+"""The queue's protocol. Redis implements it for runs, memory for unit tests; one conformance suite holds both to it.
 
 States of a group (all episodes of one task) in lane ``train``:
 
@@ -10,7 +10,7 @@ States of a group (all episodes of one task) in lane ``train``:
 States of an episode: queued → leased → ended (completed | failed), and leased → queued again when its lease runs out,
 is released, or failed with attempts left.
 
-Time is always the ledger's own (Redis TIME), never a client's clock.
+Time is always the queue's own (Redis TIME), never a client's clock.
 
 **Admission (invariant 3).** Let c = current version = number of published steps, G = groups per step, η =
 max_staleness. A group admitted by a worker whose server holds version u has all tokens at version ≥ u, so it must ship
@@ -35,40 +35,40 @@ from typing import Any, Protocol
 from penstock.transfer_queue.trajectory import DataCursor, FieldValues, JournalEntry, Outcome, Task, Trajectory
 
 KEPT_UPDATES = 10_000
-"""Swaps of weights that a ledger remembers: hundreds of servers make more of them than anyone looks at."""
+"""Swaps of weights that a queue remembers: hundreds of servers make more of them than anyone looks at."""
 
 
-class LedgerError(Exception):
-    """Base of everything a ledger raises."""
+class TransferQueueError(Exception):
+    """Base of everything a queue raises."""
 
 
-class NoSuchRun(LedgerError):
-    """The ledger holds no run of this name (yet)."""
+class NoSuchRun(TransferQueueError):
+    """The queue holds no run of this name (yet)."""
 
 
-class LeaseLost(LedgerError):
+class LeaseLost(TransferQueueError):
     """The fencing token is not the newest: another worker owns the episode now. Stop working on it."""
 
 
-class BadPayload(LedgerError):
+class BadPayload(TransferQueueError):
     """A trajectory or payload was refused; the message names the field. The episode is kept."""
 
 
-class StepError(LedgerError):
+class StepError(TransferQueueError):
     """A step number from the past, or out of order."""
 
 
-class TooManyFiltered(LedgerError):
+class TooManyFiltered(TransferQueueError):
     """More groups with equal rewards than `max_filtered_steps` allows: asking again gets the same answer."""
 
 
-class LedgerUnavailable(LedgerError):
+class TransferQueueUnavailable(TransferQueueError):
     """The store did not answer within the operation's deadline; the message says which store and for how long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the ledger enforces for a run. Written once by `create_run`."""
+    """What the queue enforces for a run. Written once by `create_run`."""
 
     group_size: int
     groups_per_step: int
@@ -149,7 +149,7 @@ class ServerInfo:
     evaluates: bool = False
     """It takes the episodes of evaluations, no others, and keeps its version while one is on."""
     age_s: float = field(default=0.0, compare=False)
-    """How long ago it said so, by the ledger's clock when the registry was read; written by the ledger alone."""
+    """How long ago it said so, by the queue's clock when the registry was read; written by the queue alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +225,8 @@ class Status:
     """Payloads and journals that count against `max_bytes`."""
 
 
-class Ledger(Protocol):
-    """Every method is one round trip (besides payload bytes), raises `LedgerUnavailable` after its deadline, and may be
+class TransferQueue(Protocol):
+    """Every method is one round trip (besides payload bytes), raises `TransferQueueUnavailable` after its deadline, and may be
     repeated: a client that did not see the reply calls again and nothing is counted twice."""
 
     # the run -------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Ledger(Protocol):
 
         With `cursor` (place in the data stream after these tasks) the call is exactly-once for lane ``train``: it
         is a no-op unless the stored cursor is smaller. With `after` (place before these tasks) it raises `StepError`
-        where the stored cursor is smaller than that: the ledger has lost tasks with its machine, go on at `cursor()`.
+        where the stored cursor is smaller than that: the queue has lost tasks with its machine, go on at `cursor()`.
         """
 
     async def cursor(self) -> DataCursor:
@@ -296,14 +296,14 @@ class Ledger(Protocol):
         """Only `fields` (names of `Segment` and `Trajectory`), in the order asked; nothing else is moved.
 
         Fields with one value per response token are cut to positions ``start:stop`` of each segment's response; other
-        fields come whole. Raises `BadPayload`, and `LedgerError` for an unknown field.
+        fields come whole. Raises `BadPayload`, and `TransferQueueError` for an unknown field.
         """
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         """Move payloads of the trained, uncommitted `step` to the batch log and free them in the store.
 
         Each trainer rank spills its share. Returns how many were moved; a repeat moves nothing. They are durable in
-        the log before the store forgets them. Raises `LedgerError` where the ledger has no batch log, `StepError` for a
+        the log before the store forgets them. Raises `TransferQueueError` where the queue has no batch log, `StepError` for a
         step that is not trained.
         """
 
@@ -320,8 +320,8 @@ class Ledger(Protocol):
     async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
         """Steps below `step` are in a durable checkpoint: their payloads are deleted. Twice is a no-op.
 
-        `batches` (step → groups, as the checkpoint remembers them) lets a ledger that lost its last second with its
-        machine catch up: steps that the checkpoint holds and the ledger does not know are taken as trained, and their
+        `batches` (step → groups, as the checkpoint remembers them) lets a queue that lost its last second with its
+        machine catch up: steps that the checkpoint holds and the queue does not know are taken as trained, and their
         groups are forgotten wherever they are, so that none is trained twice; the version is then at least `step`, with
         its weights to be announced by `renew_manifest`. Without it an unknown step is a `StepError`.
         """

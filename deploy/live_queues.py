@@ -1,4 +1,4 @@
-"""The ledgers of the living runs in a folder: found by their ``connect.env``, connected when somebody looks."""
+"""The queues of the living runs in a folder: found by their ``connect.env``, connected when somebody looks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 from penstock.deploy.link import Link
 from penstock.deploy.load_config import ConfigError
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Ledger
+from penstock.transfer_queue.queue import TransferQueue
 
 SETTINGS = TransferQueueConfig(deadline_s=4.0)
-"""A person looks: say soon that a ledger is away."""
+"""A person looks: say soon that a queue is away."""
 
 
 @dataclass(slots=True)
 class _Open:
     link: Link
-    ledger: Ledger
+    queue: TransferQueue
 
 
-class FolderLedgers:
+class FolderQueues:
     """`own` is the run of this process's environment, wherever its folder is; the others are in `runs_dir`.
 
     A run that ended takes its ``connect.env`` away; one that was resumed has another, and is connected anew.
@@ -39,24 +39,24 @@ class FolderLedgers:
         found = [path.parent.name for path in self._runs_dir.glob("*/connect.env")]
         return sorted({*found, *([self._own.run] if self._own is not None else [])})
 
-    async def ledger(self, run: str) -> Ledger | None:
-        """See `LiveLedgers`."""
+    async def queue(self, run: str) -> TransferQueue | None:
+        """See `LiveQueues`."""
         link = await asyncio.to_thread(self._link, run)
-        async with self._one_at_a_time[run]:  # a ledger that is away holds up nobody who looks at another
+        async with self._one_at_a_time[run]:  # a queue that is away holds up nobody who looks at another
             opened = self._open.get(run)
             if opened is not None and opened.link != link:
                 del self._open[run]
-                await opened.ledger.close()
+                await opened.queue.close()
             if link is None:
                 return None
             if run not in self._open:
                 self._open[run] = _Open(link, await link.connect(SETTINGS))
-            return self._open[run].ledger
+            return self._open[run].queue
 
     async def close(self) -> None:
         while self._open:
             _, opened = self._open.popitem()
-            await opened.ledger.close()
+            await opened.queue.close()
 
     def _link(self, run: str) -> Link | None:
         if self._own is not None and run == self._own.run:

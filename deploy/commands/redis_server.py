@@ -14,7 +14,7 @@ from penstock.deploy.link import PASSWORD_VARIABLE
 from penstock.deploy.load_config import ConfigError
 
 
-def ledger(
+def redis_server(
     directory: Annotated[Path, typer.Argument(help="Folder of its append-only file, such as runs/NAME/redis.")],
     *,
     host: Annotated[str, typer.Option(help="Address or name by which others reach it.")],
@@ -32,7 +32,7 @@ def ledger(
     """
     from penstock.deploy.roles import run_role
     from penstock.deploy.shared_redis import serve
-    from penstock.transfer_queue.ledger import LedgerError
+    from penstock.transfer_queue.queue import TransferQueueError
     from penstock.transfer_queue.redis_server import RedisServer
 
     def work() -> None:
@@ -41,7 +41,7 @@ def ledger(
         )
         run_role(lambda: serve(server, linger_while, linger_s))
 
-    guarded(work, LedgerError)
+    guarded(work, TransferQueueError)
 
 
 def _password() -> str:

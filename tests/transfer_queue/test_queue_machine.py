@@ -27,15 +27,15 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from ledger_samples import INFRA, task, trajectory, turn
+from queue_samples import INFRA, task, trajectory, turn
 
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.ledger import Announcement, Batch, Lease, Ledger, LedgerError, Limits, Status
-from penstock.transfer_queue.memory import MemoryLedger
+from penstock.transfer_queue.memory import MemoryTransferQueue
 from penstock.transfer_queue.memory_state import Group
+from penstock.transfer_queue.queue import Announcement, Batch, Lease, Limits, Status, TransferQueue, TransferQueueError
 from penstock.transfer_queue.redis_cluster import RedisCluster
-from penstock.transfer_queue.redis_ledger import RedisLedger
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
 from penstock.transfer_queue.redis_server import RedisServer
 from penstock.transfer_queue.rows import check_limits
 from penstock.transfer_queue.trajectory import DataCursor
@@ -47,7 +47,7 @@ LEASE_TTL_S = 1000.0
 def is_possible(limits: Limits) -> bool:
     try:
         check_limits(limits)
-    except LedgerError:
+    except TransferQueueError:
         return False
     return True
 
@@ -69,7 +69,7 @@ limits_given = st.builds(
 ).filter(is_possible)
 
 
-class LedgerMachine(RuleBasedStateMachine):
+class QueueMachine(RuleBasedStateMachine):
     """Workers hold versions that only grow, up to the published one; the trainer may crash between any two calls."""
 
     server: RedisServer | RedisCluster | None = None
@@ -80,11 +80,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.folder = tempfile.TemporaryDirectory(prefix="penstock-machine-")
         logs = [BatchLog(Path(self.folder.name) / name) for name in ("memory", "redis")]
-        self.memory = MemoryLedger(clock=lambda: self.now, batch_log=logs[0])
-        self.ledgers: list[Ledger] = [self.memory]
+        self.memory = MemoryTransferQueue(clock=lambda: self.now, batch_log=logs[0])
+        self.queues: list[TransferQueue] = [self.memory]
         if self.server is not None:
             self.redis = self.loop.run_until_complete(self._connect(self.server, logs[1]))
-            self.ledgers.append(self.redis)
+            self.queues.append(self.redis)
         self.versions = dict.fromkeys(WORKERS, 0)
         self.held: list[tuple[str, Lease]] = []
         self.lost: list[Lease] = []
@@ -94,35 +94,35 @@ class LedgerMachine(RuleBasedStateMachine):
         self.step_of: dict[str, int] = {}
 
     @staticmethod
-    async def _connect(server: RedisServer | RedisCluster, log: BatchLog) -> RedisLedger:
+    async def _connect(server: RedisServer | RedisCluster, log: BatchLog) -> RedisTransferQueue:
         config, run = TransferQueueConfig(deadline_s=20.0), f"m-{secrets.token_hex(6)}"
-        return await RedisLedger.connect(server.url, run, config, "a-test-password", batch_log=log)
+        return await RedisTransferQueue.connect(server.url, run, config, "a-test-password", batch_log=log)
 
     def teardown(self) -> None:
-        for ledger in self.ledgers:
-            self.loop.run_until_complete(ledger.drop_run())
-            self.loop.run_until_complete(ledger.close())
+        for queue in self.queues:
+            self.loop.run_until_complete(queue.drop_run())
+            self.loop.run_until_complete(queue.close())
         self.loop.close()
         self.folder.cleanup()
 
-    def ask(self, call: Callable[[Ledger], Awaitable[Any]]) -> Any:
-        """The same call on every ledger; the answers, or errors, must agree."""
-        answers = [self.loop.run_until_complete(self._answer(call, ledger)) for ledger in self.ledgers]
+    def ask(self, call: Callable[[TransferQueue], Awaitable[Any]]) -> Any:
+        """The same call on every queue; the answers, or errors, must agree."""
+        answers = [self.loop.run_until_complete(self._answer(call, queue)) for queue in self.queues]
         for answer in answers[1:]:
             assert comparable(answer) == comparable(answers[0])
         return answers[0]
 
     @staticmethod
-    async def _answer(call: Callable[[Ledger], Awaitable[Any]], ledger: Ledger) -> Any:
+    async def _answer(call: Callable[[TransferQueue], Awaitable[Any]], queue: TransferQueue) -> Any:
         try:
-            return await call(ledger)
-        except LedgerError as error:
+            return await call(queue)
+        except TransferQueueError as error:
             return type(error)
 
     @initialize(limits=limits_given)
     def create(self, limits: Limits) -> None:
         self.limits = limits
-        self.ask(lambda ledger: ledger.create_run(limits, "x"))
+        self.ask(lambda queue: queue.create_run(limits, "x"))
         self.submit_next(8, min_version=0)
 
     # workers -------------------------------------------------------------------------------------------------------
@@ -134,17 +134,17 @@ class LedgerMachine(RuleBasedStateMachine):
         numbers = range(self.submitted, self.submitted + count)
         new = [task(n, min_version=min_version, source="abc"[n % 3], priority=n % 5 // 4) for n in numbers]
         cursor = DataCursor(0, self.submitted + count)
-        assert self.ask(lambda ledger: ledger.submit(new, cursor)) == count
-        assert self.ask(lambda ledger: ledger.submit(new, cursor)) == 0
+        assert self.ask(lambda queue: queue.submit(new, cursor)) == count
+        assert self.ask(lambda queue: queue.submit(new, cursor)) == 0
         self.submitted += count
 
     @rule(number=st.integers(0, 2))
     def evaluate(self, number: int) -> None:
-        self.ask(lambda ledger: ledger.submit([task(number, "eval")]))
+        self.ask(lambda queue: queue.submit([task(number, "eval")]))
 
     @rule(worker=st.sampled_from(WORKERS), count=st.integers(1, 9))
     def lease(self, worker: str, count: int) -> None:
-        leases = self.ask(lambda ledger: ledger.lease_episodes(worker, count, self.versions[worker]))
+        leases = self.ask(lambda queue: queue.lease_episodes(worker, count, self.versions[worker]))
         assert len(leases) <= count
         assert all(lease.min_version <= self.versions[worker] for lease in leases)
         self.held += [(worker, lease) for lease in leases]
@@ -157,7 +157,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def journal(self, data: st.DataObject) -> None:
         _, lease = data.draw(st.sampled_from(self.held))
-        self.ask(lambda ledger: ledger.journal(lease, turn(1)))
+        self.ask(lambda queue: queue.journal(lease, turn(1)))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), count=st.integers(1, 9), reward=st.sampled_from([1.0, 1.0, 0.0, 0.5, None]))
@@ -170,7 +170,7 @@ class LedgerMachine(RuleBasedStateMachine):
         worker, lease = held
         self.held.remove(held)
         sampled = trajectory(lease, self.versions[worker], reward)
-        if self.ask(lambda ledger: ledger.complete(lease, sampled)) is None:
+        if self.ask(lambda queue: queue.complete(lease, sampled)) is None:
             self.oldest[lease.episode_id] = self.versions[worker]
         self.lost.append(lease)
 
@@ -194,7 +194,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def hand_back(self, data: st.DataObject, release: bool) -> None:
         held = data.draw(st.sampled_from(self.held))
         self.held.remove(held)
-        self.ask(lambda ledger: ledger.release(held[1]) if release else ledger.fail(held[1], INFRA))
+        self.ask(lambda queue: queue.release(held[1]) if release else queue.fail(held[1], INFRA))
         self.lost.append(held[1])
 
     @precondition(lambda self: self.lost)
@@ -202,10 +202,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def late_writer(self, data: st.DataObject) -> None:
         """A worker thought dead comes back. Whatever it does must change nothing that counts."""
         lease = data.draw(st.sampled_from(self.lost[-8:]))
-        before = self.ask(lambda ledger: ledger.status())
-        self.ask(lambda ledger: ledger.complete(lease, trajectory(lease)))
-        self.ask(lambda ledger: ledger.release(lease))
-        assert self.ask(lambda ledger: ledger.status()) == before
+        before = self.ask(lambda queue: queue.status())
+        self.ask(lambda queue: queue.complete(lease, trajectory(lease)))
+        self.ask(lambda queue: queue.release(lease))
+        assert self.ask(lambda queue: queue.status()) == before
 
     @rule()
     def workers_die(self) -> None:
@@ -222,13 +222,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule()
     def renew(self) -> None:
-        self.ask(lambda ledger: ledger.renew([lease for _, lease in self.held]))
+        self.ask(lambda queue: queue.renew([lease for _, lease in self.held]))
 
     # trainer -------------------------------------------------------------------------------------------------------
     @rule(ahead=st.integers(0, 1))
     def lease_batch(self, ahead: int) -> None:
         step = self.training + ahead
-        batch = self.ask(lambda ledger: ledger.lease_batch(step))
+        batch = self.ask(lambda queue: queue.lease_batch(step))
         if isinstance(batch, Batch):
             assert self.batches.setdefault(step, batch) == batch
             self._check_batch(batch)
@@ -240,7 +240,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.step_of.setdefault(episode, batch.step) == batch.step, "trained twice"
             if self.limits.overage != "mask":
                 assert batch.step - self.oldest[episode] <= self.limits.max_staleness
-        read = self.ask(lambda ledger: ledger.read([one for group in batch.groups for one in group]))
+        read = self.ask(lambda queue: queue.read([one for group in batch.groups for one in group]))
         assert len(read) == sum(map(len, batch.groups))
 
     @precondition(lambda self: self.training in self.batches)
@@ -248,7 +248,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def train(self) -> None:
         """Replayed steps publish nothing new."""
         announcement = Announcement(self.training + 1, {"step": self.training})
-        new = self.ask(lambda ledger: ledger.publish_version(announcement))
+        new = self.ask(lambda queue: queue.publish_version(announcement))
         event("trained" if new else "replayed")
         assert new == (self.training >= self.version)
         self.training += 1
@@ -257,10 +257,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.training)
     @rule(data=st.data())
     def crash_of_the_trainer(self, data: st.DataObject) -> None:
-        committed = self.ask(lambda ledger: ledger.status()).committed_step
+        committed = self.ask(lambda queue: queue.status()).committed_step
         step = data.draw(st.integers(committed, self.training))
-        fixed = self.ask(lambda ledger: ledger.status()).step
-        assert self.ask(lambda ledger: ledger.rewind(step)) == fixed - step
+        fixed = self.ask(lambda queue: queue.status()).step
+        assert self.ask(lambda queue: queue.rewind(step)) == fixed - step
         self.training = step
 
     @precondition(lambda self: self.batches)
@@ -269,13 +269,13 @@ class LedgerMachine(RuleBasedStateMachine):
         step = data.draw(st.sampled_from(sorted(self.batches)))
         episodes = [name for group in self.batches[step].groups for name in group]
         share = data.draw(st.lists(st.sampled_from(episodes), unique=True, min_size=1))
-        moved = self.ask(lambda ledger: ledger.spill(step, share))
+        moved = self.ask(lambda queue: queue.spill(step, share))
         event(f"spilled {moved}")
 
     @rule(steps=st.integers(1, 2))
     def machine_of_the_ledger_is_lost(self, steps: int) -> None:
-        """A checkpoint holds steps that the ledger does not know: their groups are anywhere but in a step."""
-        status = self.ask(lambda ledger: ledger.status())
+        """A checkpoint holds steps that the queue does not know: their groups are anywhere but in a step."""
+        status = self.ask(lambda queue: queue.status())
         free = self.memory._state.in_state("queued", "admitted", "ready")
         need = self.limits.groups_per_step
         recorded = {}
@@ -288,7 +288,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         event("caught up with a checkpoint")
         step = status.step + (2 if status.step + 1 in recorded else 1)
-        self.ask(lambda ledger: ledger.commit(step, recorded))
+        self.ask(lambda queue: queue.commit(step, recorded))
         for lost, groups in recorded.items():
             for episode in [episode for group in groups for episode in group]:
                 assert self.step_of.setdefault(episode, lost) == lost, "trained twice"
@@ -298,26 +298,26 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         step = data.draw(st.integers(0, self.training))
-        self.ask(lambda ledger: ledger.commit(step))
+        self.ask(lambda queue: queue.commit(step))
         event(f"committed {min(step, 3)}")
 
     @rule()
     def requeue_a_dead_group(self) -> None:
-        letters = self.ask(lambda ledger: ledger.dead_letters())
+        letters = self.ask(lambda queue: queue.dead_letters())
         if letters:
             event("a dead letter was requeued")
-            self.ask(lambda ledger: ledger.requeue(letters[0].episode_id))
+            self.ask(lambda queue: queue.requeue(letters[0].episode_id))
 
     # books ---------------------------------------------------------------------------------------------------------
     @invariant()
     def accounts_balance(self) -> None:
         if not hasattr(self, "limits"):
             return
-        status = self.ask(lambda ledger: ledger.status())
+        status = self.ask(lambda queue: queue.status())
         groups = dict(status.groups)
         assert groups.pop("submitted") == self.submitted == sum(groups.values())
         assert all(count >= 0 for count in [*groups.values(), *status.episodes.values(), status.unconsumed_bytes])
-        held = self.ask(lambda ledger: ledger.held())
+        held = self.ask(lambda queue: queue.held())
         episodes = status.episodes
         reasons = sum(episodes[name] for name in ("dropped", "filtered", "unrewarded", "buried"))
         fixed = {name for step, batch in self.batches.items() for group in batch.groups for name in group}
@@ -337,14 +337,14 @@ def trainable(group: Group) -> list[str]:
 
 
 def comparable(answer: Any) -> Any:
-    """Lists hold dataclasses with arrays, which only their text compares as a whole. Ages are each ledger's own."""
+    """Lists hold dataclasses with arrays, which only their text compares as a whole. Ages are each queue's own."""
     if isinstance(answer, Status):
         return replace(answer, ages_s=sorted(answer.ages_s))
     return repr(answer) if isinstance(answer, list) else answer
 
 
 def run_machine(server: RedisServer | RedisCluster | None, examples: int, steps: int) -> None:
-    machine = type("Machine", (LedgerMachine,), {"server": server})
+    machine = type("Machine", (QueueMachine,), {"server": server})
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
     run_state_machine_as_test(
         machine,

@@ -1,4 +1,4 @@
-"""The loop against the in-memory ledger with a worker beside it: admission, crashes, and accounts that balance."""
+"""The loop against the in-memory queue with a worker beside it: admission, crashes, and accounts that balance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Crash(Exception):
 
 
 class Clock:
-    """Shared by all copies of the ledger's state."""
+    """Shared by all copies of the queue's state."""
 
     ahead_s = 0.0
 
@@ -44,7 +44,7 @@ class Clock:
         return self
 
 
-class DyingLedger(memory.MemoryLedger):
+class DyingQueue(memory.MemoryTransferQueue):
     """Raises `Crash` once, before or after the call named in `crash_at`."""
 
     def __init__(self, batch_log: BatchLog) -> None:
@@ -88,18 +88,18 @@ class DyingLedger(memory.MemoryLedger):
         return await self._call("commit", step, step, batches)
 
 
-async def work(ledger: Any) -> None:
+async def work(queue: Any) -> None:
     """A worker whose server always has the newest version."""
     while True:
-        version = (await ledger.status()).version
-        for lease in await ledger.lease_episodes("w", 3, version):
+        version = (await queue.status()).version
+        for lease in await queue.lease_episodes("w", 3, version):
             await asyncio.sleep(0)
-            await ledger.complete(lease, make_trajectory(lease.task.task_id, lease.member, version))
+            await queue.complete(lease, make_trajectory(lease.task.task_id, lease.member, version))
         await asyncio.sleep(0.002)
 
 
 async def run(job: TrainJob, lives: int) -> None:
-    worker = asyncio.create_task(work(job.ledger))
+    worker = asyncio.create_task(work(job.queue))
     try:
         for _ in range(lives - 1):
             with pytest.raises(Crash):
@@ -110,7 +110,7 @@ async def run(job: TrainJob, lives: int) -> None:
 
 
 async def run_until_crash(job: TrainJob) -> None:
-    worker = asyncio.create_task(work(job.ledger))
+    worker = asyncio.create_task(work(job.queue))
     with pytest.raises(Crash):
         await train(job)
     await stop(worker)
@@ -126,14 +126,14 @@ async def make(
     folder: Path, model: str, max_staleness: int, config: dict[str, Any] | None = None, spill: bool = True
 ) -> TrainJob:
     settings = {"steps": STEPS, **(config or {})}
-    ledger = DyingLedger(batch_log=BatchLog(folder / "batches"))
-    job = make_job(folder, model, settings, ledger=ledger, max_staleness=max_staleness, spill=spill)
-    await job.ledger.create_run(job.limits, "")
+    queue = DyingQueue(batch_log=BatchLog(folder / "batches"))
+    job = make_job(folder, model, settings, queue=queue, max_staleness=max_staleness, spill=spill)
+    await job.queue.create_run(job.limits, "")
     return job
 
 
 async def check(job: TrainJob) -> None:
-    metrics = assert_books_balance(await job.ledger.status(), job.run_dir, STEPS)
+    metrics = assert_books_balance(await job.queue.status(), job.run_dir, STEPS)
     assert all(line["staleness_max"] <= job.limits.max_staleness for line in metrics)
 
 
@@ -148,7 +148,7 @@ async def test_a_whole_run(tmp_path: Path, tiny_model: str, max_staleness: int) 
 @pytest.mark.parametrize(("call", "number"), [("lease_batch", 3), ("publish_version", 4), ("commit", 4)])
 async def test_a_crash_in_a_gap(tmp_path: Path, tiny_model: str, moment: str, call: str, number: int) -> None:
     job = await make(tmp_path, tiny_model, 1)
-    job.ledger.crash_at = (moment, call, number)
+    job.queue.crash_at = (moment, call, number)
     await run(job, lives=2)
     await check(job)
 
@@ -157,10 +157,10 @@ async def test_a_crash_in_a_gap(tmp_path: Path, tiny_model: str, moment: str, ca
 async def test_a_crash_while_a_step_is_spilled(tmp_path: Path, tiny_model: str, moment: str) -> None:
     """Steps 0 to 2 are trained again: from the log, or from the store where the log came too late."""
     job = await make(tmp_path, tiny_model, 1, {"checkpoint_every": 100})
-    job.ledger.crash_at = (moment, "spill", 2)
+    job.queue.crash_at = (moment, "spill", 2)
     await run(job, lives=2)
     await check(job)
-    assert (await job.ledger.status()).episodes["spilled"] == (STEPS - 1) * 8
+    assert (await job.queue.status()).episodes["spilled"] == (STEPS - 1) * 8
     assert BatchLog(tmp_path / "batches").steps() == []
 
 
@@ -168,11 +168,11 @@ async def test_a_step_whose_checkpoint_is_due_is_not_spilled(tmp_path: Path, tin
     job = await make(tmp_path, tiny_model, 1, {"checkpoint_every": 3})
     await run(job, lives=1)
     await check(job)
-    assert (await job.ledger.status()).episodes["spilled"] == 4 * 8
+    assert (await job.queue.status()).episodes["spilled"] == 4 * 8
     (tmp_path / "every").mkdir()
     job = await make(tmp_path / "every", tiny_model, 1, {"checkpoint_every": 1})
     await run(job, lives=1)
-    assert (await job.ledger.status()).episodes["spilled"] == 0
+    assert (await job.queue.status()).episodes["spilled"] == 0
 
 
 LOST = [
@@ -183,57 +183,57 @@ LOST = [
 
 
 @pytest.mark.parametrize(("call", "number"), LOST)
-async def test_a_ledger_that_lost_its_last_second_trains_nothing_twice(
+async def test_a_queue_that_lost_its_last_second_trains_nothing_twice(
     tmp_path: Path, tiny_model: str, call: str, number: int
 ) -> None:
     """Its machine is lost after the commit of step 4, and with it everything after the call."""
     job = await make(tmp_path, tiny_model, 1)
-    job.ledger.durable_until = (call, number)
-    job.ledger.crash_at = ("after", "commit", 4)
+    job.queue.durable_until = (call, number)
+    job.queue.crash_at = ("after", "commit", 4)
     await run_until_crash(job)
-    job.ledger.lose_the_last_second()
-    assert (await job.ledger.status()).committed_step < 4
+    job.queue.lose_the_last_second()
+    assert (await job.queue.status()).committed_step < 4
     await run(job, lives=1)
     await check(job)
-    assert (await job.ledger.latest_version()).version == STEPS
+    assert (await job.queue.latest_version()).version == STEPS
 
 
 async def test_after_catching_up_the_weights_are_announced_anew(
     tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = await make(tmp_path, tiny_model, 1)
-    job.ledger.durable_until = ("publish_version", 2)
-    job.ledger.crash_at = ("after", "commit", 4)
+    job.queue.durable_until = ("publish_version", 2)
+    job.queue.crash_at = ("after", "commit", 4)
     await run_until_crash(job)
-    job.ledger.lose_the_last_second()
-    job.ledger.crash_at = ("before", "lease_batch", 4)
+    job.queue.lose_the_last_second()
+    job.queue.crash_at = ("before", "lease_batch", 4)
     await run_until_crash(job)
     assert "behind the checkpoint: it lost its latest entries and is brought forward to version 4" in caplog.text
     assert "the weights of version 4 were gone; written again" in caplog.text
-    found = await job.ledger.latest_version()
-    assert (found.version, (await job.ledger.status()).committed_step) == (4, 4)
+    found = await job.queue.latest_version()
+    assert (found.version, (await job.queue.status()).committed_step) == (4, 4)
     read_verified(found.manifest)
 
 
-async def test_a_ledger_further_behind_than_the_checkpoint_remembers_is_refused(
+async def test_a_queue_further_behind_than_the_checkpoint_remembers_is_refused(
     tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver, "RecentBatches", partial(RecentBatches, keep_s=0.0))
     job = await make(tmp_path, tiny_model, 1)
-    job.ledger.durable_until = ("lease_batch", 0)
-    job.ledger.crash_at = ("after", "commit", 4)
+    job.queue.durable_until = ("lease_batch", 0)
+    job.queue.crash_at = ("after", "commit", 4)
     await run_until_crash(job)
-    job.ledger.lose_the_last_second()
-    with pytest.raises(RuntimeError, match=r"of version 4, the ledger is at 0 and lacks step 1, .* not of one run"):
+    job.queue.lose_the_last_second()
+    with pytest.raises(RuntimeError, match=r"of version 4, the queue is at 0 and lacks step 1, .* not of one run"):
         await train(job)
 
 
 async def test_evaluation_lanes_are_run_and_removed(tmp_path: Path, tiny_model: str) -> None:
     made = await make(tmp_path, tiny_model, 1)
     evals = write_rows(tmp_path / "eval.jsonl", 4)
-    job = make_job(tmp_path, tiny_model, {"steps": STEPS, "eval_every": 2}, ledger=made.ledger, eval_data=evals)
+    job = make_job(tmp_path, tiny_model, {"steps": STEPS, "eval_every": 2}, queue=made.queue, eval_data=evals)
     await run(job, lives=1)
     lines = [json.loads(line) for line in (job.run_dir / "eval.jsonl").read_text().splitlines()]
     assert lines[-1]["version"] == STEPS
     assert all(line["episodes"] == 4 and line["failed"] == 0 for line in lines)
-    assert (await job.ledger.status()).other_lanes == {}
+    assert (await job.queue.status()).other_lanes == {}

@@ -1,4 +1,4 @@
-"""The ledger in Redis. Each method is one script in ``lua/`` (its contract is in `ledger.Ledger`), besides payloads.
+"""The queue in Redis. Each method is one script in ``lua/`` (its contract is in `queue.TransferQueue`), besides payloads.
 
 A payload is stored before the script that acknowledges it, in the same round trip where one server holds both, and is
 deleted after the script that forgets it: a client that dies in between leaves a payload that nobody names, never a name
@@ -20,7 +20,9 @@ from penstock.transfer_queue.compression import check_compression
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.connection import Connection
 from penstock.transfer_queue.keys import Keys
-from penstock.transfer_queue.ledger import (
+from penstock.transfer_queue.packing import pack_plain, unpack_plain
+from penstock.transfer_queue.payloads import Payloads, Stored
+from penstock.transfer_queue.queue import (
     KEPT_UPDATES,
     Announcement,
     BadPayload,
@@ -28,17 +30,15 @@ from penstock.transfer_queue.ledger import (
     DeadLetter,
     Lease,
     LeaseLost,
-    LedgerError,
     Limits,
     NoSuchRun,
     ServerInfo,
     Status,
     StepError,
+    TransferQueueError,
     Waiting,
     WeightUpdate,
 )
-from penstock.transfer_queue.packing import pack_plain, unpack_plain
-from penstock.transfer_queue.payloads import Payloads, Stored
 from penstock.transfer_queue.reader import Reader
 from penstock.transfer_queue.rows import (
     lease_from_row,
@@ -56,8 +56,8 @@ SUBMIT_CHUNK = 1000
 """Tasks per script where no cursor asks for all at once: Redis serves nobody else meanwhile."""
 
 
-class RedisLedger:
-    """`Ledger` in Redis 6.2 or newer. Safe for many tasks of one event loop; made by `connect`, ended by `close`."""
+class RedisTransferQueue:
+    """`TransferQueue` in Redis 6.2 or newer. Safe for many tasks of one event loop; made by `connect`, ended by `close`."""
 
     def __init__(
         self, connection: Connection, run: str, config: TransferQueueConfig, batch_log: BatchLog | None
@@ -81,11 +81,11 @@ class RedisLedger:
         username: str | None = None,
         *,
         batch_log: BatchLog | None = None,
-    ) -> RedisLedger:
+    ) -> RedisTransferQueue:
         """Connect to ``redis://``, ``rediss://`` or ``unix://``, one server or a cluster.
 
         `batch_log` is where trained trajectories wait for their commit; only a trainer needs it. Raises
-        `LedgerUnavailable` after `config.deadline_s`, `LedgerError` for a wrong login, a Redis older than 6.2 or one
+        `TransferQueueUnavailable` after `config.deadline_s`, `TransferQueueError` for a wrong login, a Redis older than 6.2 or one
         that evicts keys when full, or a compression that is not installed.
         """
         Keys(run)
@@ -101,14 +101,14 @@ class RedisLedger:
         differs = await self._script("create_run", config, *limits_to_args(limits))
         if differs:
             name, found, wanted = (part.decode() for part in differs)
-            raise LedgerError(
+            raise TransferQueueError(
                 f"run {self._run} exists with {name} = {found}, not {wanted}; use another name or drop it"
             )
 
     async def config(self) -> str:
         config = await self._connection.command("HGET", self._keys.run, "config")
         if config is None:
-            raise NoSuchRun(f"no run {self._run} in this ledger")
+            raise NoSuchRun(f"no run {self._run} in this queue")
         return str(config.decode())
 
     # data ----------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class RedisLedger:
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         if self._batch_log is None:
-            raise LedgerError("spill: this ledger was connected without a batch log")
+            raise TransferQueueError("spill: this queue was connected without a batch log")
         if (version := (await self.status()).version) <= step:
             raise StepError(f"spill of step {step}: version {step + 1} is not published, {version} is")
         blobs = await self._reader.held(episode_ids)
@@ -276,7 +276,7 @@ class RedisLedger:
 
     async def drop_lane(self, lane: str) -> None:
         if lane == "train":
-            raise LedgerError("lane train cannot be dropped by itself; drop the run")
+            raise TransferQueueError("lane train cannot be dropped by itself; drop the run")
         await self._script("drop_lane", lane)
         await self._sweep()
 

@@ -1,0 +1,258 @@
+"""What `TransferQueue` promises of leases and endings. One suite for memory, Redis and a Redis Cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from queue_samples import INFRA, LIMITS, at, finish_all, task, tasks, train, trajectory, turn
+
+from penstock.transfer_queue.queue import (
+    BadPayload,
+    Batch,
+    LeaseLost,
+    TransferQueueError,
+)
+
+
+async def test_leases_come_oldest_group_first_and_fill_groups(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(3), cursor=at(3))
+    first = await queue.lease_episodes("a", 3, 0)
+    second = await queue.lease_episodes("b", 2, 0)
+    assert [lease.episode_id for lease in first + second] == [
+        "train/0000#0",
+        "train/0000#1",
+        "train/0001#0",
+        "train/0001#1",
+        "train/0002#0",
+    ]
+    assert [lease.member for lease in first] == [0, 1, 0]
+    assert (await queue.status()).workers == {"a": 3, "b": 2}
+
+
+async def test_other_lanes_come_first(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    await queue.submit([task(0, "eval/1"), task(1, "eval/1", min_version=1)])
+    leases = await queue.lease_episodes("worker", 3, 0)
+    assert [lease.episode_id for lease in leases] == ["eval/1/0000#0", "train/0000#0", "train/0000#1"]
+
+
+async def test_admission_stops_at_the_staleness_bound(make_queue) -> None:
+    queue = await make_queue(LIMITS)  # staleness 1, 2 groups per step, 2 members: 4 groups, 8 episodes
+    await queue.submit(tasks(10), cursor=at(10))
+    assert len(await finish_all(queue)) == 8
+    assert await queue.lease_episodes("worker", 1, 0) == []
+    await train(queue, 0)
+    assert await queue.lease_episodes("worker", 1, 0) == []  # version 0 would be due at step 1, which is full
+    fresh = await queue.lease_episodes("worker", 100, 1)
+    assert [lease.min_version for lease in fresh] == [1] * 4
+
+
+async def test_later_members_keep_the_group_floor(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, group_size=3, groups_per_step=1))
+    await queue.submit(tasks(2), cursor=at(2))
+    for lease in await queue.lease_episodes("worker", 3, 0):
+        await queue.complete(lease, trajectory(lease))
+    await train(queue, 0)
+    (first,) = await queue.lease_episodes("fresh", 1, 1)
+    assert first.min_version == 1
+    assert await queue.lease_episodes("stale", 5, 0) == []
+    assert [lease.member for lease in await queue.lease_episodes("fresh", 5, 1)] == [1, 2]
+
+
+async def test_tasks_may_ask_for_newer_weights(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit([task(0, min_version=1), task(1)], cursor=at(2))
+    leases = await queue.lease_episodes("worker", 5, 0)
+    assert [lease.episode_id for lease in leases] == ["train/0001#0", "train/0001#1"]
+
+
+async def test_back_pressure_holds_admission_but_never_below_one_step(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_staleness=3, max_bytes=1))
+    await queue.submit(tasks(8), cursor=at(8))
+    assert len(await finish_all(queue, count=2)) == 2
+    assert len(await finish_all(queue)) == 2  # the second group fills one step
+    assert await finish_all(queue) == []
+    await train(queue, 0)
+    assert len(await finish_all(queue, count=1)) == 1
+
+
+async def test_an_expired_lease_goes_elsewhere_and_the_late_owner_is_refused(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, lease_ttl_s=0.05))
+    await queue.submit(tasks(1), cursor=at(1))
+    (old,) = await queue.lease_episodes("old", 1, 0)
+    await queue.journal(old, turn(1))
+    await asyncio.sleep(0.1)
+    leases = await queue.lease_episodes("new", 2, 0)
+    (new,) = [lease for lease in leases if lease.episode_id == old.episode_id]
+    assert new.fence > old.fence
+    assert (new.attempt, len(new.journal)) == (0, 1)
+    for late in (queue.journal(old, turn(2)), queue.complete(old, trajectory(old)), queue.fail(old, INFRA)):
+        with pytest.raises(LeaseLost):
+            await late
+    assert await queue.renew([old]) == [old.episode_id]
+    await queue.complete(new, trajectory(new))
+    assert (await queue.status()).episodes["expired"] == 1
+
+
+async def test_an_expired_lease_that_nobody_took_is_still_good(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, lease_ttl_s=0.05))
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    await asyncio.sleep(0.1)
+    assert await queue.lease_episodes("other", 0, 0) == []  # takes expired leases back
+    assert (await queue.status()).episodes["queued"] == 2
+    assert await queue.renew([lease]) == []
+    assert (await queue.status()).workers == {"worker": 1}
+    await queue.complete(lease, trajectory(lease))
+
+
+async def test_renewed_leases_stay(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, lease_ttl_s=2.0))
+    await queue.submit(tasks(1), cursor=at(1))
+    leases = await queue.lease_episodes("worker", 2, 0)
+    for _ in range(3):
+        await asyncio.sleep(0.8)
+        assert await queue.renew(leases) == []
+        assert await queue.lease_episodes("other", 5, 0) == []
+
+
+async def test_release_keeps_the_journal_and_counts_no_attempt(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    for number in range(12):
+        await queue.journal(lease, turn(number))
+    await queue.release(lease)
+    await queue.release(lease)
+    with pytest.raises(LeaseLost):
+        await queue.journal(lease, turn(99))
+    (again,) = await queue.lease_episodes("other", 1, 0)
+    assert (again.episode_id, again.attempt) == (lease.episode_id, 0)
+    assert [entry.context_len for entry in again.journal] == list(range(12))
+    assert again.journal[3].context_hash == 2**64 - 4
+    np.testing.assert_array_equal(again.journal[3].ids, [3, 4])
+    assert again.journal[3].data == {"finish_reason": "stop"}
+
+
+async def test_a_lease_is_adopted_by_its_fence_with_its_journal(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("first", 1, 0)
+    assert await queue.adopt(lease.episode_id, lease.fence) == lease
+    for number in range(11):
+        await queue.journal(lease, turn(number))
+    adopted = await queue.adopt(lease.episode_id, lease.fence)
+    assert replace(adopted, journal=()) == replace(lease, journal=())
+    assert [entry.context_len for entry in adopted.journal] == list(range(11))
+    await queue.complete(adopted, trajectory(adopted))
+    with pytest.raises(LeaseLost):
+        await queue.adopt(lease.episode_id, lease.fence)
+
+
+async def test_only_the_fence_that_holds_an_episode_adopts_it(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (old,) = await queue.lease_episodes("old", 1, 0)
+    await queue.release(old)
+    (new,) = await queue.lease_episodes("new", 1, 0)
+    for episode_id, fence in (
+        (old.episode_id, old.fence),
+        (new.episode_id, new.fence + 1),
+        ("train/0000#7", 1),
+        ("train/9999#0", 1),
+        ("nonsense", 1),
+    ):
+        with pytest.raises(LeaseLost):
+            await queue.adopt(episode_id, fence)
+    assert (await queue.adopt(new.episode_id, new.fence)).fence == new.fence
+    await queue.fail(new, INFRA)
+    with pytest.raises(LeaseLost):
+        await queue.adopt(new.episode_id, new.fence)
+
+
+async def test_adopting_renews_and_takes_up_what_ran_out(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, lease_ttl_s=0.05))
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    await asyncio.sleep(0.1)
+    assert await queue.lease_episodes("other", 0, 0) == []  # takes expired leases back
+    assert (await queue.adopt(lease.episode_id, lease.fence)).episode_id == lease.episode_id
+    assert (await queue.status()).workers == {"worker": 1}
+
+
+async def test_complete_twice_is_once(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    await queue.complete(lease, trajectory(lease, reward=0.25))
+    await queue.complete(lease, trajectory(lease, reward=0.75))
+    assert (await queue.status()).episodes["completed"] == 1
+    (kept,) = await queue.read([lease.episode_id])
+    assert kept.reward == 0.25
+
+
+async def test_a_refused_trajectory_leaves_the_episode_leased(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    good = trajectory(lease)
+    broken = replace(good.segments[0], response_logprobs=np.full(3, np.nan, dtype=np.float32))
+    with pytest.raises(BadPayload, match="response_logprobs"):
+        await queue.complete(lease, replace(good, segments=[broken]))
+    with pytest.raises(BadPayload, match="version 9 is newer"):
+        await queue.complete(lease, trajectory(lease, version=9))
+    assert (await queue.status()).episodes["leased"] == 1
+    await queue.complete(lease, good)
+    assert (await queue.read([lease.episode_id]))[0].reward == 1.0
+
+
+async def test_failures_are_retried_then_given_up(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, group_size=3, groups_per_step=1))
+    await queue.submit(tasks(1), cursor=at(1))
+    leases = await queue.lease_episodes("worker", 3, 0)
+    for lease in leases[1:]:
+        await queue.complete(lease, trajectory(lease))
+    lease = leases[0]
+    for attempt in (0, 1, 2):
+        assert lease.attempt == attempt
+        await queue.journal(lease, turn(attempt))
+        again = await queue.fail(lease, INFRA)
+        assert await queue.fail(lease, INFRA) == again == (attempt < 2)
+        if again:
+            (lease,) = await queue.lease_episodes("worker", 1, 0)
+    (letter,) = await queue.dead_letters()
+    assert (letter.episode_id, letter.outcome, letter.attempts) == ("train/0000#0", INFRA, 3)
+    assert [entry.context_len for entry in letter.journal] == [0, 1, 2]
+    batch = await queue.lease_batch(0)
+    assert batch == Batch(0, [["train/0000#1", "train/0000#2"]])
+    with pytest.raises(TransferQueueError, match="went on without it"):
+        await queue.requeue("train/0000#0")
+    episodes = (await queue.status()).episodes
+    assert (episodes["retried"], episodes["failed"], episodes["completed"]) == (2, 1, 2)
+
+
+async def test_a_group_with_too_few_rewards_dies_and_can_be_requeued(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    first, second = await queue.lease_episodes("worker", 2, 0)
+    await queue.complete(first, trajectory(first))
+    await queue.complete(second, trajectory(second, reward=None))
+    status = await queue.status()
+    assert (status.groups["dead"], status.groups["admitted"], status.unconsumed_bytes) == (1, 0, 0)
+    assert status.episodes["buried"] == 2
+    (letter,) = await queue.dead_letters()
+    assert (letter.episode_id, letter.outcome.reason) == (second.episode_id, "deadline")
+    await queue.requeue(second.episode_id)
+    assert await queue.dead_letters() == []
+    with pytest.raises(TransferQueueError, match="no such dead letter"):
+        await queue.requeue(second.episode_id)
+    status = await queue.status()
+    assert (status.groups["dead"], status.groups["queued"]) == (0, 1)
+    leases = await queue.lease_episodes("worker", 5, 0)
+    assert [lease.episode_id for lease in leases] == [first.episode_id, second.episode_id]
+    assert leases[0].fence > first.fence

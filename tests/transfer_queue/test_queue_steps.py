@@ -1,0 +1,188 @@
+"""What `TransferQueue` promises of steps and versions. One suite for memory, Redis and a Redis Cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from queue_samples import LIMITS, at, finish_all, tasks, train, trajectory, turn
+
+from penstock.transfer_queue.queue import (
+    Announcement,
+    BadPayload,
+    Batch,
+    LeaseLost,
+    StepError,
+    Waiting,
+)
+
+
+async def test_a_batch_is_fixed_once_and_the_same_for_everybody(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(4), cursor=at(4))
+    assert await queue.lease_batch(0) == Waiting("0 of 2 groups ready; 0 in flight, 4 queued")
+    await finish_all(queue)
+    batch = await queue.lease_batch(0)
+    assert batch == Batch(0, [["train/0000#0", "train/0000#1"], ["train/0001#0", "train/0001#1"]])
+    assert await queue.lease_batch(0) == batch
+    assert [t.episode_id for t in await queue.read(batch.groups[1])] == ["train/0001#0", "train/0001#1"]
+
+
+async def test_one_step_ahead_and_no_more(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_staleness=2))
+    await queue.submit(tasks(6), cursor=at(6))
+    await finish_all(queue)
+    with pytest.raises(StepError, match="step 1: the next one is 0"):
+        await queue.lease_batch(1)
+    assert isinstance(await queue.lease_batch(0), Batch)
+    assert isinstance(await queue.lease_batch(1), Batch)
+    assert await queue.lease_batch(2) == Waiting("version 1 is not published yet; only one step ahead is leased")
+    await train(queue, 0)
+    assert isinstance(await queue.lease_batch(2), Batch)
+
+
+async def test_a_fixed_step_ahead_closes_its_places(make_queue) -> None:
+    """Version 1, step 1 fixed: a server at version 0 with staleness 1 would have to ship at step 1. Too late."""
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(8), cursor=at(8))
+    await finish_all(queue)
+    await train(queue, 0)
+    assert isinstance(await queue.lease_batch(1), Batch)
+    assert await queue.lease_episodes("stale", 10, 0) == []
+    assert len(await queue.lease_episodes("fresh", 10, 1)) == 4
+
+
+async def test_wait_holds_a_batch_for_slow_groups_that_are_due(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_staleness=1))
+    await queue.submit(tasks(8), cursor=at(8))
+    slow, *rest = await queue.lease_episodes("worker", 8, 0)
+    for lease in rest:
+        await queue.complete(lease, trajectory(lease))
+    await train(queue, 0)  # groups 1 and 2; group 0 runs, group 3 is ready, both due at step 1
+    for lease in await queue.lease_episodes("worker", 8, 1):
+        await queue.complete(lease, trajectory(lease))
+    assert await queue.lease_batch(1) == Waiting("slow groups are due: train/0000 by step 1")
+    await queue.complete(slow, trajectory(slow))
+    batch = await queue.lease_batch(1)
+    assert [group[0] for group in batch.groups] == ["train/0000#0", "train/0003#0"]
+
+
+async def test_drop_gives_up_groups_over_the_bound(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_staleness=0, overage="drop", groups_per_step=1))
+    await queue.submit(tasks(3), cursor=at(3))
+    slow, other = await queue.lease_episodes("worker", 5, 0)
+    await queue.complete(other, trajectory(other))
+    await queue.journal(slow, turn(1))
+    await queue.release(slow)
+    (slow,) = await queue.lease_episodes("worker", 1, 0)
+    assert await queue.lease_batch(0) == Waiting("0 of 1 groups ready; 1 in flight, 2 queued")
+    assert await queue.lease_batch(0) == Waiting("0 of 1 groups ready; 1 in flight, 2 queued")
+    await queue.complete(slow, trajectory(slow))
+    await train(queue, 0)
+    late, _ = await queue.lease_episodes("worker", 5, 1)
+    assert await queue.lease_batch(1) == Waiting("0 of 1 groups ready; 1 in flight, 1 queued")
+    assert await queue.renew([late]) == []
+
+
+async def test_drop_counts_what_it_drops(make_queue) -> None:
+    """Staleness 1, two groups per step. The slow group 0 is due at step 1; steps 0 and 1 ship without it."""
+    queue = await make_queue(replace(LIMITS, overage="drop"))
+    await queue.submit(tasks(8), cursor=at(8))
+    slow, *rest = await queue.lease_episodes("worker", 8, 0)
+    for lease in rest:
+        await queue.complete(lease, trajectory(lease))
+    await train(queue, 0)
+    await finish_all(queue, version=1)
+    await train(queue, 1)
+    await finish_all(queue, version=2)
+    await train(queue, 2)
+    status = await queue.status()
+    assert status.groups["dropped_over_age"] == 1
+    assert status.episodes["dropped"] == 1  # of its two members one had finished
+    assert status.episodes["leased"] == 0
+    with pytest.raises(LeaseLost):
+        await queue.complete(slow, trajectory(slow))
+
+
+async def test_mask_ships_late_groups_and_lets_others_pass(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, overage="mask"))
+    await queue.submit(tasks(8), cursor=at(8))
+    slow, *rest = await queue.lease_episodes("worker", 8, 0)
+    for lease in rest:
+        await queue.complete(lease, trajectory(lease))
+    for step in (0, 1, 2):
+        await train(queue, step)
+        await finish_all(queue, version=step + 1)
+    await queue.complete(slow, trajectory(slow))
+    batch = await queue.lease_batch(3)
+    assert batch.groups[0] == ["train/0000#0", "train/0000#1"]
+
+
+async def test_commit_leaves_only_counters(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(2), cursor=at(2))
+    await finish_all(queue)
+    batch = await train(queue, 0)
+    assert (await queue.status()).bytes > 0
+    await queue.commit(1)
+    await queue.commit(1)
+    status = await queue.status()
+    assert (status.bytes, status.committed_step) == (0, 1)
+    assert (status.groups["committed"], status.groups["trained"]) == (2, 0)
+    assert (status.episodes["committed"], status.episodes["trained"]) == (4, 4)
+    with pytest.raises(StepError):
+        await queue.lease_batch(0)
+    with pytest.raises(BadPayload, match="committed"):
+        await queue.read(batch.groups[0])
+    with pytest.raises(StepError):
+        await queue.commit(7)
+
+
+async def test_commit_before_publish_counts_once(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(6), cursor=at(6))
+    await finish_all(queue)
+    await queue.lease_batch(0)
+    await queue.commit(1)
+    assert await queue.publish_version(Announcement(1, {}))
+    status = await queue.status()
+    assert (status.episodes["trained"], status.episodes["committed"]) == (4, 4)
+    assert (status.groups["shipped"], status.groups["trained"], status.groups["committed"]) == (0, 0, 2)
+
+
+async def test_rewind_hands_the_recorded_batches_out_again(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(8), cursor=at(8))
+    await finish_all(queue)
+    batches = [await train(queue, 0)]
+    await finish_all(queue, version=1)
+    batches.append(await train(queue, 1))
+    await queue.commit(1)
+    assert await queue.rewind(1) == 1
+    assert await queue.lease_batch(1) == batches[1]
+    assert await queue.publish_version(Announcement(2, {})) is False
+    assert len(await queue.read([one for group in batches[1].groups for one in group])) == 4
+    with pytest.raises(StepError, match="rewind to 0"):
+        await queue.rewind(0)
+    with pytest.raises(StepError, match="rewind to 3"):
+        await queue.rewind(3)
+    assert (await queue.status()).episodes["trained"] == 8
+
+
+async def test_versions_are_published_in_order_and_once(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    assert await queue.latest_version() is None
+    assert await queue.renew_manifest(Announcement(0, {"path": "base"}))
+    assert await queue.publish_version(Announcement(0, {})) is False
+    with pytest.raises(StepError, match="never leased"):
+        await queue.publish_version(Announcement(1, {}))
+    await queue.submit(tasks(2), cursor=at(2))
+    await finish_all(queue)
+    await train(queue, 0)
+    assert await queue.latest_version() == Announcement(1, {"path": "v1"})
+    assert await queue.publish_version(Announcement(1, {"path": "other"})) is False
+    assert await queue.renew_manifest(Announcement(0, {})) is False
+    assert await queue.renew_manifest(Announcement(1, {"path": "elsewhere", "tensors": [{"name": "w"}]}))
+    latest = await queue.latest_version()
+    assert latest is not None
+    assert latest.manifest == {"path": "elsewhere", "tensors": [{"name": "w"}]}

@@ -1,0 +1,215 @@
+"""What only Redis can get wrong: lost replies, pauses, leftovers, unfit servers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from queue_samples import INFRA, LIMITS, at, tasks, trajectory, turn
+from redis_parts import Proxy
+
+from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.queue import (
+    Announcement,
+    LeaseLost,
+    TransferQueue,
+    TransferQueueError,
+    TransferQueueUnavailable,
+)
+from penstock.transfer_queue.redis_queue import RedisTransferQueue
+from penstock.transfer_queue.redis_server import RedisServer
+
+pytestmark = pytest.mark.redis
+PASSWORD = "a-test-password"
+CONFIG = TransferQueueConfig(deadline_s=20.0)
+
+
+def check_protocol(queue: RedisTransferQueue) -> TransferQueue:
+    """mypy holds the class to the protocol here."""
+    return queue
+
+
+@pytest.fixture
+async def queue(redis_server: RedisServer) -> AsyncIterator[RedisTransferQueue]:
+    made = await RedisTransferQueue.connect(redis_server.url, f"r-{secrets.token_hex(4)}", CONFIG, PASSWORD)
+    await made.create_run(LIMITS, "x")
+    yield made
+    await made.drop_run()
+    await made.close()
+
+
+@pytest.fixture
+async def cut(queue: RedisTransferQueue, redis_server: RedisServer) -> AsyncIterator[tuple[RedisTransferQueue, Proxy]]:
+    """The same run through a proxy that loses replies on demand."""
+    async with Proxy(redis_server.port) as proxy:
+        through = await RedisTransferQueue.connect(proxy.url, queue._run, CONFIG, PASSWORD)
+        yield through, proxy
+        await through.close()
+
+
+async def keys_of(queue: RedisTransferQueue) -> set[str]:
+    found = set()
+    for pattern in queue._keys.patterns():
+        found |= {key.decode() for key in await queue._connection.command("KEYS", pattern.replace("{", "\\{"))}
+    return {key.removeprefix(queue._keys.index) for key in found}
+
+
+async def test_after_commit_only_counters_are_left(queue: RedisTransferQueue) -> None:
+    await queue.submit(tasks(4), cursor=at(4))
+    for _ in range(2):
+        for lease in await queue.lease_episodes("worker", 4, 0):
+            await queue.journal(lease, turn(1))
+            await queue.complete(lease, trajectory(lease))
+    for step in (0, 1):
+        await queue.lease_batch(step)
+        await queue.publish_version(Announcement(step + 1, {}))
+    await queue.commit(2)
+    assert await keys_of(queue) == {"run", "steps", "counters", "counts", "lengths", "asked"}
+    assert await queue.drop_run() == 6
+
+
+async def test_every_call_may_lose_its_reply(cut: tuple[RedisTransferQueue, Proxy]) -> None:
+    """Each call is executed by Redis, its reply is cut off, the client asks again: nothing is counted twice."""
+    queue, proxy = cut
+
+    async def lossy(call):
+        proxy.let_through = 0
+        answer = await call
+        assert proxy.let_through is None, "no reply was cut"
+        return answer
+
+    await lossy(queue.submit(tasks(4), cursor=at(4)))
+    leases = await lossy(queue.lease_episodes("worker", 8, 0))
+    assert [lease.episode_id for lease in leases][:2] == ["train/0000#0", "train/0000#1"]
+    assert (await queue.status()).workers == {"worker": 8}
+    await lossy(queue.journal(leases[0], turn(1)))
+    assert await lossy(queue.fail(leases[0], INFRA)) is True
+    (again,) = await queue.lease_episodes("worker", 1, 0)
+    assert (again.attempt, len(again.journal)) == (1, 1)
+    await lossy(queue.release(again))
+    for lease in [*leases[1:], *await queue.lease_episodes("worker", 1, 0)]:
+        await lossy(queue.complete(lease, trajectory(lease)))
+    assert (await lossy(queue.lease_batch(0))).step == 0
+    assert await lossy(queue.publish_version(Announcement(1, {}))) is True
+    await lossy(queue.commit(1))
+    await lossy(queue.add_wait("trainer", "batch", 1.5))
+    status = await lossy(queue.status())
+    assert status.episodes["completed"] == 8
+    assert status.episodes["retried"] == 1
+    assert (status.episodes["trained"], status.episodes["committed"]) == (4, 4)
+    assert status.waits_s == {"trainer:batch": 1.5}
+    assert status.workers == {}
+
+
+async def test_a_late_writer_leaves_no_payload_behind(queue: RedisTransferQueue) -> None:
+    await queue.submit(tasks(1), cursor=at(1))
+    (old,) = await queue.lease_episodes("old", 1, 0)
+    await queue.release(old)
+    (new,) = await queue.lease_episodes("new", 1, 0)
+    await queue.complete(new, trajectory(new, reward=0.5))
+    with pytest.raises(LeaseLost):
+        await queue.complete(old, trajectory(old, reward=0.9))
+    payloads = [key for key in await keys_of(queue) if key.startswith("penstock:payload")]
+    assert payloads == [f"penstock:payload:{queue._run}:train/0000#0@{new.fence}"]
+    assert (await queue.read([new.episode_id]))[0].reward == 0.5
+
+
+async def test_calls_wait_for_a_paused_redis(tmp_path: Path) -> None:
+    async with RedisServer(tmp_path, PASSWORD) as server:
+        queue = await RedisTransferQueue.connect(server.url, "paused", CONFIG, PASSWORD)
+        await queue.create_run(LIMITS, "x")
+        server._process.send_signal(signal.SIGSTOP)
+        asking = asyncio.create_task(queue.submit(tasks(2), cursor=at(2)))
+        await asyncio.sleep(0.3)
+        assert not asking.done()
+        server._process.send_signal(signal.SIGCONT)
+        assert await asking == 2
+        await queue.close()
+
+
+async def test_a_redis_that_is_gone_is_named_after_the_deadline(tmp_path: Path) -> None:
+    async with RedisServer(tmp_path, PASSWORD) as server:
+        queue = await RedisTransferQueue.connect(server.url, "gone", replace_deadline(0.5), PASSWORD)
+        await queue.create_run(LIMITS, "x")
+        await server.kill()
+        with pytest.raises(TransferQueueUnavailable, match=rf"submit: no answer from {server.url} for \d+\.\d s"):
+            await queue.submit(tasks(1))
+        await server.restart()
+        assert await queue.submit(tasks(1)) == 1
+        await queue.close()
+
+
+async def test_an_unfit_redis_is_refused(redis_server: RedisServer, queue: RedisTransferQueue) -> None:
+    with pytest.raises(TransferQueueError, match="refused the login"):
+        await RedisTransferQueue.connect(redis_server.url, "x", CONFIG, "wrong-password")
+    with pytest.raises(TransferQueueError, match="queue URL 'http://nowhere'"):
+        await RedisTransferQueue.connect("http://user:secret@nowhere", "x", CONFIG)
+    with pytest.raises(TransferQueueError, match="run name"):
+        await RedisTransferQueue.connect(redis_server.url, "x*", CONFIG, PASSWORD)
+    await queue._connection.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(TransferQueueError, match="maxmemory-policy allkeys-lru"):
+            await RedisTransferQueue.connect(redis_server.url, "x", CONFIG, PASSWORD)
+    finally:
+        await queue._connection.command("CONFIG", "SET", "maxmemory-policy", "noeviction")
+
+
+async def test_a_cancelled_call_ends(queue: RedisTransferQueue) -> None:
+    """A worker that drains cancels its calls; one that went on would never end."""
+
+    async def poll() -> None:
+        while True:
+            await queue.lease_episodes("worker", 1, 0)
+
+    for _ in range(40):
+        polling = [asyncio.create_task(poll()) for _ in range(3)]
+        await asyncio.sleep(random.uniform(0, 0.005))
+        for task in polling:
+            task.cancel()
+        _, alive = await asyncio.wait(polling, timeout=60)
+        assert not alive
+    assert await queue.submit(tasks(1)) == 1
+
+
+async def test_scripts_are_sent_again_to_a_redis_that_forgot_them(queue: RedisTransferQueue) -> None:
+    await queue._connection.command("SCRIPT", "FLUSH")
+    assert await queue.submit(tasks(1)) == 1
+
+
+async def test_two_runs_do_not_see_each_other(queue: RedisTransferQueue, redis_server: RedisServer) -> None:
+    other = await RedisTransferQueue.connect(redis_server.url, queue._run + "-b", CONFIG, PASSWORD)
+    await other.create_run(replace(LIMITS, group_size=5), "y")
+    await other.submit(tasks(1), cursor=at(1))
+    await queue.submit(tasks(2), cursor=at(2))
+    await other.drop_run()
+    assert (await queue.status()).groups["queued"] == 2
+    await other.close()
+
+
+def replace_deadline(deadline_s: float) -> TransferQueueConfig:
+    return CONFIG.model_copy(update={"deadline_s": deadline_s})
+
+
+async def test_compressed_trajectories_take_less_and_come_back_the_same(
+    queue: RedisTransferQueue, redis_server: RedisServer
+) -> None:
+    packing = await RedisTransferQueue.connect(
+        redis_server.url, queue._run, CONFIG.model_copy(update={"compression": "zstd"}), PASSWORD
+    )
+    await queue.submit(tasks(1), cursor=at(1))
+    plain, small = await queue.lease_episodes("worker", 2, 0)
+    await queue.complete(plain, trajectory(plain, tokens=5000))
+    before = (await queue.status()).unconsumed_bytes
+    await packing.complete(small, trajectory(small, tokens=5000))
+    assert (await queue.status()).unconsumed_bytes - before < before / 2
+    one, two = await queue.read([plain.episode_id, small.episode_id])  # a reader needs no setting
+    assert repr(two.segments) == repr(one.segments)
+    (values,) = await queue.get([small.episode_id], ["response_ids"], 4990, 4993)
+    assert values.segments[0]["response_ids"].tolist() == [4990, 4991, 4992]
+    await packing.close()
