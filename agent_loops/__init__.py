@@ -1,7 +1,5 @@
 """Agent loops: how an episode is run, token in and token out."""
 
-from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
-from penstock.agent_loops.conversation import Conversation
-from penstock.agent_loops.registry import register
+import lazy_loader
 
-__all__ = ["AgentLoopBase", "AgentLoopOutput", "Conversation", "register"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.agent_loops.side_by_side import all_or_none
-from penstock.rollout_server.protocol import ImageRef
-from penstock.transfer_queue.trajectory import COMPLETED, Ids, Logprobs, Mask, Outcome, Spans, Task
+from penstock.rollout_server import ImageRef
+from penstock.transfer_queue import COMPLETED, Ids, Logprobs, Mask, Outcome, Spans, Task
 
 if TYPE_CHECKING:
     from penstock.agent_loops.chat import ChatTokens
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from penstock.agent_loops.llm import EpisodeLLM
     from penstock.agent_loops.parts import EpisodeParts
     from penstock.agent_loops.toolbox import ToolBox
-    from penstock.sandbox.protocol import Sandbox
-    from penstock.transfer_queue.queue import Lease
+    from penstock.sandbox import Sandbox
+    from penstock.transfer_queue import Lease
 
 
 T = TypeVar("T")

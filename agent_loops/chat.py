@@ -14,8 +14,8 @@ from penstock.agent_loops.rendering import Rendering, key_of
 from penstock.agent_loops.segment import Budget, SegmentBuilder
 from penstock.agent_loops.template import Message
 from penstock.agent_loops.thinking import OldThinking, ThinkingHistory, thinks, written_again
-from penstock.rollout_server.protocol import ImageRef
-from penstock.tools.base import ToolResult
+from penstock.rollout_server import ImageRef
+from penstock.tools import ToolResult
 from penstock.tools.parsers import ParsedTurn, ToolCall, ToolCallParser, get_parser
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from penstock.rollout_server.protocol import Chunk, FinishReason, GenerateRequest, Generation
+from penstock.rollout_server import Chunk, FinishReason, GenerateRequest, Generation
 
 
 class GenerateClient(Protocol):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.transfer_queue import ServerInfo
 
 ADAPT_S = 1.0
 HOLD_S = 5.0
@@ -29,7 +29,7 @@ class WatchedClient(Protocol):
     """Times that a server said its queue is long (429), ever."""
 
     async def servers(self) -> Sequence[ServerInfo]:
-        """Newest heartbeats. Raises `TransferQueueError`."""
+        """Newest heartbeats. Raises `QueueError`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.agent_loops.capture.config import CaptureConfig
 from penstock.agent_loops.rewards.config import RewardsConfig
 from penstock.tools.parsers import ParserName
+
+
+class CaptureConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    idle_s: float = Field(
+        300.0, gt=0, description="A recorded episode (OpenAI client) without a call for so long goes back to the queue."
+    )
 
 
 class AgentConfig(BaseModel):

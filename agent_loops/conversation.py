@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.agent_loops.base import AgentLoopOutput
 from penstock.agent_loops.template import Message
-from penstock.transfer_queue.trajectory import Outcome
+from penstock.transfer_queue import Outcome
 
 if TYPE_CHECKING:
     from penstock.agent_loops.chat import ChatTokens

@@ -25,9 +25,8 @@ from penstock.agent_loops.sampling import usual_sampling
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE
 from penstock.agent_loops.toolbox import ToolBox
 from penstock.agent_loops.trace import Trace, begin_trace
-from penstock.tools.threads import call_users
-from penstock.transfer_queue.queue import BadPayload, Lease, TransferQueueError
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind, Trajectory
+from penstock.tools import call_users
+from penstock.transfer_queue import BadPayload, Lease, Outcome, OutcomeKind, QueueError, Trajectory
 
 TEARDOWN_DEADLINE_S = 10.0
 MAX_RESTARTS = 2
@@ -44,7 +43,7 @@ class Episode:
         self._trace = Trace()
 
     async def run(self) -> Outcome:
-        """The outcome that the queue was told. Raises `TransferQueueError` (lease lost, queue gone) and `CancelledError`."""
+        """The outcome that the queue was told. Raises `QueueError` (lease lost, queue gone) and `CancelledError`."""
         spans = episode_spans(self._lease, self._parts.worker)
         self._trace = begin_trace(self._parts.on_span, spans)
         return await (self._run() if spans is None else self._run_told(spans))
@@ -56,7 +55,7 @@ class Episode:
             spans.outcome(outcome)
             cause = ""
             return outcome
-        except TransferQueueError as error:
+        except QueueError as error:
             cause = f"{type(error).__name__}: {error}"
             raise
         finally:
@@ -119,7 +118,7 @@ class Episode:
                 await self._teardown(loop)
             _raise_swallowed(llm, tools)
             tool_rewards = await tools.rewards()
-        except (asyncio.CancelledError, TransferQueueError):
+        except (asyncio.CancelledError, QueueError):
             leave = True
             raise
         except (InfraFailure, EpisodeRestart):
@@ -136,7 +135,7 @@ class Episode:
         """Another worker owns the episode by now, and its tools' sessions with it: they are not this one's to end."""
         try:
             return self._lease.episode_id in await self._parts.queue.renew([self._lease])
-        except TransferQueueError:
+        except QueueError:
             return True
 
     def _loop_class(self) -> type[AgentLoopBase]:
@@ -166,7 +165,7 @@ class Episode:
                 outputs = as_outputs(await loop.run(self._lease.task))
                 self._journal.check_followed()
                 return outputs
-        except (InfraFailure, EpisodeRestart, TransferQueueError):
+        except (InfraFailure, EpisodeRestart, QueueError):
             raise
         except Exception as error:
             if not deadline.expired():

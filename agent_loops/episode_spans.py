@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from penstock.rollout_server.tracing import TRACING, OpenSpan, begin, here, inside
-from penstock.transfer_queue.queue import Lease
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+from penstock.rollout_server import TRACING, OpenSpan, begin, here, inside
+from penstock.transfer_queue import Lease, Outcome, OutcomeKind
 
 NAMES = {"model": "generate", "tool": "tool", "reward": "reward", "sandbox": "sandbox"}
 OPERATIONS = {"model": "text_completion", "tool": "execute_tool"}

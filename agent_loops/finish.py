@@ -16,8 +16,7 @@ from penstock.agent_loops.mismatch import continuity
 from penstock.agent_loops.parts import EpisodeParts
 from penstock.agent_loops.toolbox import ToolBox
 from penstock.agent_loops.trace import Trace, span
-from penstock.transfer_queue.queue import Lease
-from penstock.transfer_queue.trajectory import Trajectory
+from penstock.transfer_queue import Lease, Trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
-from penstock.rollout_server.protocol import Chunk, FinishReason, Generation
-from penstock.transfer_queue.trajectory import JournalEntry, JournalKind
+from penstock.rollout_server import Chunk, FinishReason, Generation
+from penstock.transfer_queue import JournalEntry, JournalKind
 
 LOGPROB_EPSILON = 1e-4
 """A log-softmax in low precision may end this far above 0."""

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.template import Message
-from penstock.rollout_server.protocol import ImageRef
+from penstock.rollout_server import ImageRef
 
 NAMED = "sha256:"
 Part = Mapping[str, Any]

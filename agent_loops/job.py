@@ -17,11 +17,9 @@ from penstock.agent_loops.neighbours import allow_imports_from
 from penstock.agent_loops.parts import EpisodeParts
 from penstock.agent_loops.registry import find_loop
 from penstock.agent_loops.reward import load_reward
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import Sandbox
-from penstock.tools.config import ToolConfig
-from penstock.tools.registry import configs_of, make_tools
-from penstock.transfer_queue.queue import TransferQueue
+from penstock.sandbox import Sandbox, SandboxConfig
+from penstock.tools import ToolConfig, configs_of, make_tools
+from penstock.transfer_queue import TransferQueue
 
 log = logging.getLogger(__name__)
 

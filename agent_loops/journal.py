@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.agent_loops.errors import EpisodeRestart
-from penstock.transfer_queue.queue import Lease, TransferQueue
-from penstock.transfer_queue.trajectory import JournalEntry, JournalKind
+from penstock.transfer_queue import JournalEntry, JournalKind, Lease, TransferQueue
 
 RESTART = "restart"
 """Key in an entry's data: everything before this entry belongs to an abandoned run of the episode."""
@@ -95,7 +94,7 @@ class EpisodeJournal:
         return tuple(theirs)
 
     async def append(self, entry: JournalEntry) -> None:
-        """Write it down. Raises `LeaseLost`, `TransferQueueUnavailable`."""
+        """Write it down. Raises `LeaseLost`, `QueueUnavailable`."""
         await self._queue.journal(self._lease, entry)
 
     async def append_naming(self, entry: JournalEntry) -> None:

@@ -14,11 +14,17 @@ from penstock.agent_loops.generations import check_generation, first_tokens, fro
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.segment import SegmentBuilder
 from penstock.agent_loops.trace import span
-from penstock.rollout_server.answer import Answer
-from penstock.rollout_server.protocol import Chunk, GenerateRequest, Generation, ImageRef, Sampling
-from penstock.rollout_server.tracing import OpenSpan, versions_of
-from penstock.transfer_queue.queue import Lease
-from penstock.transfer_queue.trajectory import JournalKind
+from penstock.rollout_server import (
+    Answer,
+    Chunk,
+    GenerateRequest,
+    Generation,
+    ImageRef,
+    OpenSpan,
+    Sampling,
+    versions_of,
+)
+from penstock.transfer_queue import JournalKind, Lease
 
 Watch = Callable[[Chunk], int | None]
 """Sees an answer's chunks as they arrive. A number ends the answer behind so many tokens of this chunk, as ``stop``."""

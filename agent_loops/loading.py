@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.agent_loops.errors import TemplateError
-from penstock.rollout_server.no_torch import no_torch
+from penstock.rollout_server import no_torch
 
 
 def load_tokenizer(model: str) -> Any:

@@ -12,8 +12,7 @@ from penstock.agent_loops.base import AgentLoopOutput
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
 from penstock.agent_loops.llm import Seen
 from penstock.agent_loops.token_row import little_endian
-from penstock.transfer_queue.queue import Lease
-from penstock.transfer_queue.trajectory import Segment, Trajectory
+from penstock.transfer_queue import Lease, Segment, Trajectory
 
 IMAGES = "images"
 """Key in a trajectory's extra."""

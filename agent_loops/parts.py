@@ -12,10 +12,9 @@ from penstock.agent_loops.client import GenerateClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.reward import RewardFunction
 from penstock.agent_loops.trace import OnSpan
-from penstock.sandbox.protocol import Sandbox
-from penstock.tools.base import BaseTool
-from penstock.tools.config import ToolConfig
-from penstock.transfer_queue.queue import TransferQueue
+from penstock.sandbox import Sandbox
+from penstock.tools import BaseTool, ToolConfig
+from penstock.transfer_queue import TransferQueue
 
 
 @dataclass(slots=True)

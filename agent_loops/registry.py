@@ -12,6 +12,8 @@ from penstock.agent_loops.errors import LoadError
 from penstock.agent_loops.load import load_object, nearest
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])
+FUNCTION_LOOP = "penstock.gateway.openai_agent:loop_of"
+"""Makes a loop of an `async def agent(client, task)`. By path: the gateway is built on this folder, not the reverse."""
 _LOOPS: dict[str, type[AgentLoopBase]] = {}
 
 
@@ -38,7 +40,7 @@ def find_loop(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
 
 
 def _find(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
-    from penstock.agent_loops.loops import loop_of  # registers the loops in the box
+    import penstock.agent_loops.loops  # noqa: F401  registers the loops in the box
 
     if name in _LOOPS:
         return _LOOPS[name]
@@ -46,7 +48,7 @@ def _find(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
         raise LoadError(f"no agent loop {name!r}{nearest(name, _LOOPS)} (known: {', '.join(sorted(_LOOPS))})")
     found = load_object(name, recipe_dir)
     if inspect.iscoroutinefunction(found):
-        return loop_of(found, name)
+        return load_object(FUNCTION_LOOP, recipe_dir)(found, name)
     if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
         raise LoadError(f"{name} is not a subclass of AgentLoopBase, nor an `async def agent(client, task)`")
     if inspect.isabstract(found):

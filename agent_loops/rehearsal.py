@@ -21,13 +21,11 @@ from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import WorkerStopped
 from penstock.agent_loops.job import WorkerJob
 from penstock.agent_loops.worker import run_worker
-from penstock.rollout_server.protocol import Chunk, GenerateRequest, Generation
-from penstock.sandbox.config import SandboxConfig
-from penstock.tools.config import ToolConfig
+from penstock.rollout_server import Chunk, GenerateRequest, Generation
+from penstock.sandbox import SandboxConfig
+from penstock.tools import ToolConfig
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import DeadLetter, Limits
-from penstock.transfer_queue.trajectory import Task, Trajectory
+from penstock.transfer_queue import DeadLetter, Limits, MemoryTransferQueue, Task, Trajectory
 
 LANE = "rehearsal"
 LEASE_TTL_S = 60.0

@@ -16,9 +16,9 @@ from penstock.agent_loops.rewards.by_source import BySource
 from penstock.agent_loops.rewards.config import RewardChoice
 from penstock.agent_loops.rewards.function import FunctionReward
 from penstock.agent_loops.rewards.names import make_reward
-from penstock.sandbox.protocol import Sandbox, SandboxError, Session
-from penstock.tools.base import ToolInfraError
-from penstock.transfer_queue.trajectory import Task
+from penstock.sandbox import Sandbox, SandboxError, Session
+from penstock.tools import ToolInfraError
+from penstock.transfer_queue import Task
 
 REWARD_DEADLINE_S = 60.0
 BY_SOURCE = "by_data_source"

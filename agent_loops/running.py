@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.parts import EpisodeParts
 from penstock.agent_loops.stats import WorkerStats
-from penstock.transfer_queue.queue import Lease, LeaseLost, TransferQueueError
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError
 
 DRAIN_DEADLINE_S = 10.0
 CHUNK = 256
@@ -40,7 +39,7 @@ class RunningEpisodes:
         task.add_done_callback(lambda _: self._forget(lease))
 
     async def renew(self) -> None:
-        """One round over all leases; runs whose lease was lost are stopped. Raises `TransferQueueError`."""
+        """One round over all leases; runs whose lease was lost are stopped. Raises `QueueError`."""
         held = {episode_id: lease for episode_id, (lease, _) in self.running.items()}
         for leases in _chunks(list(held.values())):
             for episode_id in await self._parts.queue.renew(leases):
@@ -71,7 +70,7 @@ class RunningEpisodes:
         except LeaseLost:
             log.warning("episode %s went to another worker", lease.episode_id)
             return
-        except TransferQueueError as error:
+        except QueueError as error:
             outcome = Outcome(OutcomeKind.INFRA_ERROR, str(error), "queue")
         except Exception as error:
             log.exception("episode %s failed in the worker itself", lease.episode_id)
@@ -97,7 +96,7 @@ class RunningEpisodes:
         try:
             async with asyncio.timeout(DRAIN_DEADLINE_S / 2):
                 await self._parts.queue.release(lease)
-        except (TransferQueueError, TimeoutError) as error:
+        except (QueueError, TimeoutError) as error:
             log.warning("lease of %s was not handed back (%s); it runs out by itself", lease.episode_id, error)
 
 

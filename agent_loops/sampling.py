@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import InfraFailure
-from penstock.rollout_server.protocol import Sampling
-from penstock.transfer_queue.queue import Lease
+from penstock.rollout_server import Sampling
+from penstock.transfer_queue import Lease
 
 
 def usual_sampling(config: AgentConfig, stop_token_ids: Sequence[int], lease: Lease) -> Sampling:

@@ -14,8 +14,8 @@ from penstock.agent_loops.ends import Ends
 from penstock.agent_loops.errors import AgentError
 from penstock.agent_loops.shared_ints import SHARED
 from penstock.agent_loops.token_row import TokenRow
-from penstock.rollout_server.protocol import ImageRef
-from penstock.transfer_queue.trajectory import COMPLETED, Outcome, OutcomeKind
+from penstock.rollout_server import ImageRef
+from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind
 
 TRUNCATED_LENGTH = Outcome(OutcomeKind.TRUNCATED, "length")
 SPOILED = Outcome(OutcomeKind.POLICY_ERROR, "the model sampled the place of an image that is not there")

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from penstock.agent_loops.metrics import WorkerMetrics
-from penstock.transfer_queue.trajectory import COMPLETED, Outcome, OutcomeKind
+from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.transfer_queue.trajectory import Ids
+from penstock.transfer_queue import Ids
 
 
 class TokenRow:

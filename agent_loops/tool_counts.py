@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.tools.base import ToolResult
+from penstock.tools import ToolResult
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from penstock.agent_loops.errors import InfraFailure
-from penstock.sandbox.protocol import SandboxError, SandboxLost
-from penstock.tools.base import ToolInfraError
+from penstock.sandbox import SandboxError, SandboxLost
+from penstock.tools import ToolInfraError
 
 T = TypeVar("T")
 

@@ -18,11 +18,9 @@ from penstock.agent_loops.errors import EpisodeRestart
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.named_calls import NamedCall
 from penstock.agent_loops.tool_failures import within
-from penstock.sandbox.call_key import as_call
-from penstock.sandbox.protocol import SandboxLost
-from penstock.tools.base import BaseTool
-from penstock.tools.episode_box import EpisodeBox, sharing
-from penstock.transfer_queue.trajectory import Task
+from penstock.sandbox import SandboxLost, as_call
+from penstock.tools import BaseTool, EpisodeBox, sharing
+from penstock.transfer_queue import Task
 
 ATTACH_DEADLINE_S = 60.0
 RELEASE_DEADLINE_S = 10.0

@@ -21,15 +21,11 @@ from penstock.agent_loops.tool_counts import ToolCounts
 from penstock.agent_loops.tool_failures import as_infra, within
 from penstock.agent_loops.tool_states import OnLost, ToolStates
 from penstock.agent_loops.trace import span
-from penstock.sandbox.call_key import as_call
-from penstock.sandbox.protocol import SandboxLost
-from penstock.tools.base import BaseTool, ToolResult
-from penstock.tools.config import ToolConfig
-from penstock.tools.guard import guard_of
+from penstock.sandbox import SandboxLost, as_call
+from penstock.tools import BaseTool, CountTokens, ToolConfig, ToolResult, check_arguments, guard_of, truncate_tokens
 from penstock.tools.parsers import ToolCall
-from penstock.tools.truncate import CountTokens, truncate, truncate_tokens
-from penstock.tools.validate import check_arguments
-from penstock.transfer_queue.trajectory import JournalEntry, JournalKind, Task
+from penstock.tools.truncation import truncate
+from penstock.transfer_queue import JournalEntry, JournalKind, Task
 
 log = logging.getLogger(__name__)
 

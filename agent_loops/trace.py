@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.agent_loops.episode_spans import EpisodeSpans
-from penstock.rollout_server.tracing import NO_SPAN, NoSpan, OpenSpan
+from penstock.rollout_server import NO_SPAN, NoSpan, OpenSpan
 
 MAX_SPANS = 256
 """Of one episode; further ones are counted."""

@@ -7,8 +7,8 @@ from functools import wraps
 from typing import Any, cast
 
 from penstock.agent_loops.trace import exported_span
-from penstock.rollout_server.tracing import TRACING
-from penstock.sandbox.protocol import Sandbox, Session
+from penstock.rollout_server import TRACING
+from penstock.sandbox import Sandbox, Session
 
 WORK = frozenset({"run", "run_python", "run_shell", "write_file", "read_file", "close", "leave"})
 """Verbs of a session that are awaited; a stream is its reader's own time."""

@@ -15,13 +15,9 @@ from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.job import WorkerJob, build_parts
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import Sandbox
-from penstock.tools.config import ToolConfig
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import Limits
-from penstock.transfer_queue.trajectory import DataCursor, Task, Trajectory
+from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
+from penstock.tools import ToolConfig
+from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task, Trajectory
 
 Says = Sequence[str] | Callable[[str], str]
 """The model's answers in order, the last one over and over; or a function of the context's text."""

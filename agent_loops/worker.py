@@ -32,10 +32,9 @@ from penstock.agent_loops.reward import may_need_sandbox
 from penstock.agent_loops.running import CHUNK, RunningEpisodes
 from penstock.agent_loops.stats import WorkerStats
 from penstock.agent_loops.traced_sandbox import traced
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import Sandbox, SandboxError
-from penstock.tools.registry import close_tools
-from penstock.transfer_queue.queue import Lease, TransferQueueError
+from penstock.sandbox import Sandbox, SandboxError, make_sandbox
+from penstock.tools import close_tools
+from penstock.transfer_queue import Lease, QueueError
 
 BACK_OFF_S = (0.05, 0.2)
 """First and longest pause while the queue admits nothing, before jitter."""
@@ -49,7 +48,7 @@ log = logging.getLogger(__name__)
 async def run_worker(job: WorkerJob) -> None:
     """Run episodes until cancelled.
 
-    Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `TransferQueueError`.
+    Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `QueueError`.
     """
     sandbox = _sandbox_of(job)
     parts: EpisodeParts | None = None
@@ -153,7 +152,7 @@ class Worker:
             await asyncio.sleep(ADAPT_S)
             try:
                 servers = await client.servers()
-            except TransferQueueError as error:
+            except QueueError as error:
                 log.warning("the servers' load is not known: %s", error)
                 continue
             before = self.concurrency.limit
@@ -173,7 +172,7 @@ class Worker:
         for cause, seconds in self.stats.take_waits().items():
             try:
                 await self._job.queue.add_wait("agent", cause, seconds)
-            except TransferQueueError as error:
+            except QueueError as error:
                 log.warning("waits not recorded: %s", error)
 
     # giving up -----------------------------------------------------------------------------------------------------

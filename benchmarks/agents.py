@@ -31,7 +31,7 @@ from benchmarks.support.child import ROOT, Child
 from benchmarks.support.comparison import say
 from benchmarks.support.machine import processor
 from benchmarks.support.slow_world import ANSWER_TOKENS, LAST_TURN, RESULT_CHARS, SIGMA
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import RedisServer
 
 MODEL = ROOT / "recipes" / "calculator" / "model"
 """Its tokenizer and chat template are used, not its weights."""

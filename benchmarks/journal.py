@@ -26,10 +26,16 @@ import uvloop
 from benchmarks.support.comparison import say
 from benchmarks.support.queue_calls import open_queue, tasks
 from benchmarks.support.summary import median_of, microseconds
-from penstock.transfer_queue.queue import Lease, Limits, TransferQueue, TransferQueueError
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.trajectory import JournalEntry, JournalKind
+from penstock.transfer_queue import (
+    JournalEntry,
+    JournalKind,
+    Lease,
+    Limits,
+    QueueError,
+    RedisServer,
+    RedisTransferQueue,
+    TransferQueue,
+)
 
 TURNS = (1, 10, 100)
 SAMPLED_TOKENS, RESULT_CHARS = 256, 1_000
@@ -80,7 +86,7 @@ async def _lease(queue: RedisTransferQueue, count: int) -> list[Episode]:
     await queue.submit(tasks(0, count))
     leases = await queue.lease_episodes("bench", count, 0)
     if len(leases) != count:
-        raise TransferQueueError(f"{len(leases)} of {count} episodes could be leased")
+        raise QueueError(f"{len(leases)} of {count} episodes could be leased")
     return [Episode(lease) for lease in leases]
 
 

@@ -31,10 +31,16 @@ from benchmarks.support.child import Child
 from benchmarks.support.comparison import merge_peaks, say
 from benchmarks.support.memory import family, peaks_mb
 from benchmarks.support.queue_calls import open_queue, tasks
-from penstock.transfer_queue.queue import Announcement, Batch, Limits, TransferQueueError, Waiting
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.trajectory import DataCursor
+from penstock.transfer_queue import (
+    Announcement,
+    Batch,
+    DataCursor,
+    Limits,
+    QueueError,
+    RedisServer,
+    RedisTransferQueue,
+    Waiting,
+)
 
 EPISODES = 1_000_000
 GROUP_SIZE, GROUPS_PER_STEP, MAX_STALENESS = 8, 125, 2
@@ -145,7 +151,7 @@ class Account:
         task, _, member = episode_id.rpartition("#")
         at = int(task.removeprefix("train/")) * GROUP_SIZE + int(member)
         if self.trained[at]:
-            raise TransferQueueError(f"{episode_id} was handed out in two steps")
+            raise QueueError(f"{episode_id} was handed out in two steps")
         self.trained[at] = 1
 
 
@@ -165,7 +171,7 @@ async def _whole_run(store: Store, run: str, steps: int) -> Account:
     finally:
         await queue.close()
     if missing := account.trained.count(0):
-        raise TransferQueueError(f"{missing} of {len(account.trained)} episodes never came out")
+        raise QueueError(f"{missing} of {len(account.trained)} episodes never came out")
     return account
 
 

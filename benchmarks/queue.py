@@ -36,7 +36,7 @@ from benchmarks.support.index import measure_index
 from benchmarks.support.machine import machine, settled
 from benchmarks.support.memory import can_reset
 from benchmarks.support.sides import Plan, Side, StoreSide, TransferQueueSide, start_transferqueue, transferqueue_python
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import RedisServer
 
 COUNTS = {"32kb": 512, "1mb": 128, "8mb": 32}
 """Payloads per round, all producers together."""

@@ -31,7 +31,7 @@ from benchmarks.support.comparison import say
 from benchmarks.support.machine import processor
 from benchmarks.support.summary import median_of, microseconds
 from benchmarks.support.talk import CUTS, RESULT_CHARS, THOUGHT_CHARS, Talk, Talker
-from penstock.agent_loops.chat import ChatTokens
+from penstock.agent_loops import ChatTokens
 from penstock.tools.parsers import get_parser
 
 SIDES = ("splice", "turn", "rerender")
@@ -84,7 +84,7 @@ def _tokenizer(model: str) -> Any:
         from benchmarks.support.tokenizer import trained_tokenizer
 
         return trained_tokenizer()
-    from penstock.agent_loops.loading import load_tokenizer
+    from penstock.agent_loops import load_tokenizer
 
     return load_tokenizer(model)
 

@@ -34,9 +34,7 @@ import uvloop
 from benchmarks.support.comparison import say
 from benchmarks.support.machine import processor
 from benchmarks.support.swaps import SwapExtent, measure_swaps, swap_ratios
-from penstock.rollout_server.weights import Downloader, FileServer, Rounds, WeightPublisher, WeightReader
-from penstock.rollout_server.weights.chain import links_of
-from penstock.rollout_server.weights.manifest import Transport
+from penstock.weight_sync import Downloader, FileServer, Rounds, Transport, WeightPublisher, WeightReader, links_of
 
 RATES = ("1e-6", "1e-5", "1e-4")
 TRANSPORTS: tuple[Transport, ...] = ("shm", "disk", "http", "collective")

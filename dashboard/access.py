@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.rollout_server.errors import error_response
+from penstock.rollout_server import error_response
 
 DATA = "/api/"
 READ, WRITE = "read", "write"

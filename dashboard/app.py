@@ -17,9 +17,8 @@ from penstock.dashboard.live import DEADLINE_S, LiveQueues, NotAlive, Pulse
 from penstock.dashboard.live_routes import live_routes
 from penstock.dashboard.run_routes import run_routes
 from penstock.dashboard.runs import NoSuchRun, RunFolders
-from penstock.rollout_server.access import LimitBody
-from penstock.rollout_server.errors import add_error_handlers, error_response
-from penstock.transfer_queue.queue import TransferQueueError, TransferQueueUnavailable
+from penstock.rollout_server import LimitBody, add_error_handlers, error_response
+from penstock.transfer_queue import QueueError, QueueUnavailable
 
 STATIC = Path(__file__).parent / "static"
 MOST_BODY_BYTES = 64 << 10
@@ -69,6 +68,6 @@ def _add_own_errors(app: FastAPI) -> None:
     async def late(_request: Request, _error: Exception) -> JSONResponse:
         return error_response(503, "", f"the queue did not answer within {DEADLINE_S:g} s")
 
-    @app.exception_handler(TransferQueueError)
+    @app.exception_handler(QueueError)
     async def refused(_request: Request, error: Exception) -> JSONResponse:
-        return error_response(503 if isinstance(error, TransferQueueUnavailable) else 409, "", str(error))
+        return error_response(503 if isinstance(error, QueueUnavailable) else 409, "", str(error))

@@ -6,8 +6,7 @@ from typing import Any
 
 from penstock.dashboard.decode import Decode
 from penstock.dashboard.plain import plain
-from penstock.transfer_queue.queue import DeadLetter
-from penstock.transfer_queue.trajectory import JournalEntry
+from penstock.transfer_queue import DeadLetter, JournalEntry
 
 
 def letter_line(letter: DeadLetter) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.dashboard.plain import plain
-from penstock.transfer_queue.queue import TransferQueue, TransferQueueError, WeightUpdate
+from penstock.transfer_queue import QueueError, TransferQueue, WeightUpdate
 
 FRESH_S = 0.5
 UPDATES_S = 10.0
@@ -29,7 +29,7 @@ class LiveQueues(Protocol):
         """Runs that may be alive."""
 
     async def queue(self, run: str) -> TransferQueue | None:
-        """A connected one; None where the run does not live. Raises `TransferQueueError`."""
+        """A connected one; None where the run does not live. Raises `QueueError`."""
 
     async def close(self) -> None: ...
 
@@ -55,7 +55,7 @@ class Pulse:
         self._beats: dict[str, _Beat] = {}
 
     async def queue(self, run: str) -> TransferQueue:
-        """Raises `NotAlive`, `TransferQueueError`."""
+        """Raises `NotAlive`, `QueueError`."""
         queue = await self._queues.queue(run)
         if queue is None:
             raise NotAlive(f"run {run!r} is not going on, or its queue cannot be reached from here")
@@ -79,7 +79,7 @@ class Pulse:
                     beat.updates, beat.updates_at = told_updates(await queue.updates()), time.monotonic()
         except TimeoutError:
             return {"alive": False, "cause": f"the queue did not answer within {DEADLINE_S:g} s"}
-        except (NotAlive, TransferQueueError) as error:
+        except (NotAlive, QueueError) as error:
             return {"alive": False, "cause": str(error)}
         servers = sorted(servers, key=lambda server: server.server_id)
         return {

@@ -14,7 +14,7 @@ from penstock.dashboard.decode import decoder_of
 from penstock.dashboard.letters import letter_line, whole_letter
 from penstock.dashboard.live import DEADLINE_S, Pulse
 from penstock.dashboard.runs import RunFolders, flat
-from penstock.rollout_server.errors import error_response
+from penstock.rollout_server import error_response
 
 LIMITS = ("groups_per_step", "max_staleness", "trainer.steps", "rollout.max_concurrent", "agent.workers")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dashboard.plain import plain
-from penstock.trainer.jsonl import LineTail
+from penstock.trainer import LineTail
 
 Row = dict[str, Any]
 HISTOGRAM = "staleness_tokens"

@@ -17,7 +17,7 @@ from penstock.dashboard.plain import plain
 from penstock.dashboard.query import Query as Wanted
 from penstock.dashboard.record import page_record
 from penstock.dashboard.runs import DEFAULT_PARSER, RunFolders, flat
-from penstock.rollout_server.errors import error_response
+from penstock.rollout_server import error_response
 
 REFRESH_S = 0.4
 """Of each answer, for reading step files that are new; the page asks again while some are left."""

@@ -6,16 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from penstock.agent_loops.config import AgentConfig
-from penstock.dashboard.config import DashboardConfig
-from penstock.deploy.on_ray.config import RayConfig
+from penstock.agent_loops import AgentConfig
+from penstock.dashboard import DashboardConfig
+from penstock.deploy.placements.ray.config import RayConfig
 from penstock.deploy.telemetry.config import TelemetryConfig
-from penstock.rollout_server.config import RolloutConfig
-from penstock.sandbox.config import SandboxConfig
-from penstock.tools.config import ToolConfig
-from penstock.tools.verl import read_tools
-from penstock.trainer.config import TrainerConfig
-from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.rollout_server import RolloutConfig
+from penstock.sandbox import SandboxConfig
+from penstock.tools import ToolConfig, read_tools
+from penstock.trainer import TrainerConfig
+from penstock.transfer_queue import TransferQueueConfig
 
 STALENESS_NAMES = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 

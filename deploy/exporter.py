@@ -19,8 +19,7 @@ from starlette.types import ASGIApp
 
 from penstock.deploy.link import Link
 from penstock.deploy.telemetry.served import metrics_app
-from penstock.transfer_queue.gauges import QueueGauges
-from penstock.transfer_queue.queue import ServerInfo, Status, TransferQueue, TransferQueueError
+from penstock.transfer_queue import QueueError, QueueGauges, ServerInfo, Status, TransferQueue
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +41,14 @@ class QueueExporter:
         while True:
             try:
                 self.newest, self.servers = await self._queue.status(), await self._queue.servers()
-            except TransferQueueError as error:
+            except QueueError as error:
                 logger.warning("queue: %s", error)
                 self.newest = None
             await asyncio.sleep(self._every_s)
 
 
 async def serve(link: Link, host: str, port: int, every_s: float) -> None:
-    """Until interrupted. Raises `TransferQueueError` where the queue cannot be reached at all."""
+    """Until interrupted. Raises `QueueError` where the queue cannot be reached at all."""
     queue = await link.connect()
     try:
         exporter = QueueExporter(queue, link.run, every_s)

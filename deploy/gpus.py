@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.plan import Role
-from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server import RolloutConfig
 
 logger = logging.getLogger("penstock.run")
 DRIVER = Path("/dev/nvidiactl")

@@ -21,9 +21,9 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from penstock.datasets import materialise
 from penstock.deploy.config import RunConfig
 from penstock.deploy.crew import Crew, LocalPlacement, Placement
-from penstock.deploy.data.generate import materialise
 from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of, redis_login
 from penstock.deploy.load_config import dump_config
 from penstock.deploy.own_redis import own_redis
@@ -34,9 +34,8 @@ from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.summary import write_summary
 from penstock.deploy.telemetry.head import head_served
 from penstock.deploy.weights_dir import remove_weights
-from penstock.trainer.jsonl import rewrite_lines
-from penstock.transfer_queue.capacity import check_step_bytes
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
+from penstock.trainer import rewrite_lines
+from penstock.transfer_queue import RedisTransferQueue, check_step_bytes
 
 logger = logging.getLogger("penstock.run")
 
@@ -44,7 +43,7 @@ logger = logging.getLogger("penstock.run")
 async def launch(config: RunConfig, *, resume: bool = False, placement: Placement | None = None) -> Path:
     """Run to the end and return the path of summary.json. No placement: this machine.
 
-    Raises `ConfigError`, `TransferQueueError`, `RoleFailed`, `StalledRun`, and `Interrupted` after a first Ctrl-C or SIGTERM;
+    Raises `ConfigError`, `QueueError`, `RoleFailed`, `StalledRun`, and `Interrupted` after a first Ctrl-C or SIGTERM;
     however it ends, its processes are stopped and what was trained is summed up.
     """
     task = asyncio.current_task()

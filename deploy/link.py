@@ -15,10 +15,14 @@ import yaml
 from penstock.deploy.config import RunConfig
 from penstock.deploy.load_config import ConfigError, parse_config
 from penstock.deploy.run_dir import RunDir
-from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import Limits, NoSuchRun, TransferQueueUnavailable
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
+from penstock.transfer_queue import (
+    BatchLog,
+    Limits,
+    NoSuchRun,
+    QueueUnavailable,
+    RedisTransferQueue,
+    TransferQueueConfig,
+)
 
 logger = logging.getLogger("penstock.run")
 JOIN_AGAIN_S = 0.5
@@ -102,7 +106,7 @@ class Link:
     async def join(self, *, with_batch_log: bool = False, wait_s: float = 0.0) -> tuple[RedisTransferQueue, RunConfig]:
         """The queue and the run's configuration, as `penstock run` stored it there. A trainer asks for a batch log.
 
-        A queue that is away and a run that has not begun are waited for, `wait_s` seconds. Raises `TransferQueueError` then.
+        A queue that is away and a run that has not begun are waited for, `wait_s` seconds. Raises `QueueError` then.
         """
         text = await self._config_of_run(time.monotonic() + wait_s)
         config = parse_config(yaml.safe_load(text), source=f"the queue's run {self.run!r}")
@@ -118,7 +122,7 @@ class Link:
                     return await queue.config()
                 finally:
                     await queue.close()
-            except (NoSuchRun, TransferQueueUnavailable) as error:
+            except (NoSuchRun, QueueUnavailable) as error:
                 if time.monotonic() >= deadline:
                     raise
                 if not told:

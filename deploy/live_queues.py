@@ -10,8 +10,7 @@ from pathlib import Path
 
 from penstock.deploy.link import Link
 from penstock.deploy.load_config import ConfigError
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import TransferQueue
+from penstock.transfer_queue import TransferQueue, TransferQueueConfig
 
 SETTINGS = TransferQueueConfig(deadline_s=4.0)
 """A person looks: say soon that a queue is away."""

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from penstock.deploy.config import RunConfig
-from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox import SandboxConfig
 
 
 class ConfigError(Exception):

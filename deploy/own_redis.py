@@ -11,10 +11,7 @@ from collections.abc import AsyncIterator
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import Link
 from penstock.deploy.run_dir import RunDir
-from penstock.transfer_queue.acl import ROLES, role_users
-from penstock.transfer_queue.redis_binary import find_redis_server
-from penstock.transfer_queue.redis_config import USERS_VERSION
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import ROLES, USERS_VERSION, RedisServer, find_redis_server, role_users
 
 logger = logging.getLogger("penstock.run")
 
@@ -46,7 +43,7 @@ async def _role_passwords() -> dict[str, str]:
 
 
 async def keep_alive(server: RedisServer) -> None:
-    """Redis killed from outside comes back with its append-only file; clients retry meanwhile. Raises `TransferQueueError`."""
+    """Redis killed from outside comes back with its append-only file; clients retry meanwhile. Raises `QueueError`."""
     while True:
         await asyncio.sleep(0.2)
         if server.alive:

@@ -7,12 +7,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.agent_loops.rehearsal import LANE, Policy, Rehearsal, rehearse
+from penstock.agent_loops import LANE, Policy, Rehearsal, rehearse
+from penstock.datasets import materialise
 from penstock.deploy.config import RunConfig
-from penstock.deploy.data.generate import materialise
 from penstock.deploy.link import TOKEN_VARIABLE
 from penstock.deploy.load_config import ConfigError
-from penstock.trainer.data import Row, load_rows
+from penstock.trainer import load_rows
+from penstock.trainer.data import Row
 
 
 def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[Row]:

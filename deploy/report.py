@@ -19,8 +19,8 @@ from penstock.deploy.crew import Member
 from penstock.deploy.roles_file import RolesFile
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.watchdog import StalledRun, Watchdog
-from penstock.trainer.jsonl import LineTail
-from penstock.transfer_queue.queue import ServerInfo, Status, TransferQueue, TransferQueueError
+from penstock.trainer import LineTail
+from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue
 
 __all__ = ["Reporter", "StalledRun", "describe"]
 
@@ -65,7 +65,7 @@ class Reporter:
     async def _ask(self) -> tuple[Status | None, list[ServerInfo]]:
         try:
             return await self._queue.status(), await self._queue.servers()
-        except TransferQueueError as error:
+        except QueueError as error:
             self._say(f"  queue: {error}")
             return None, []
 

@@ -26,7 +26,7 @@ from penstock.deploy.telemetry.addresses import Target
 from penstock.deploy.telemetry.served import metrics_served
 from penstock.deploy.telemetry.spans import with_spans
 from penstock.deploy.weights_dir import local_weights_dir, weights_dir
-from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox import SandboxConfig
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -99,9 +99,9 @@ async def _until_told(main: Coroutine[Any, Any, None]) -> None:
 async def rollout(
     link: Link, name: str, host: str | None, port: int | None, *, evaluates: bool = False, wait_s: float = 0.0
 ) -> None:
-    from penstock.agent_loops.capture.mount import CaptureJob, mount
-    from penstock.rollout_server.protocol import EngineError
-    from penstock.rollout_server.server import ServerJob, serve
+    from penstock.gateway import CaptureJob
+    from penstock.gateway.mount import mount
+    from penstock.rollout_server import EngineError, ServerJob, serve
 
     queue, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' reward functions by dotted path
@@ -134,12 +134,10 @@ async def rollout(
 
 
 async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
-    from penstock.agent_loops.errors import AgentError
-    from penstock.agent_loops.job import WorkerJob
-    from penstock.agent_loops.worker import run_worker
-    from penstock.rollout_server.client import RolloutClient
-    from penstock.sandbox.protocol import SandboxError
-    from penstock.tools.registry import ToolConfigError
+    from penstock.agent_loops import AgentError, WorkerJob, run_worker
+    from penstock.rollout_server import RolloutClient
+    from penstock.sandbox import SandboxError
+    from penstock.tools import ToolConfigError
 
     queue, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' loops and tools by dotted path
@@ -167,15 +165,18 @@ async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
 
 async def train_rank(link: Link) -> None:
     """One rank of the trainer: the only one, or one of those that torchrun starts."""
-    from penstock.trainer.bad_steps import TrainingDiverged
-    from penstock.trainer.batch import BadBatch
-    from penstock.trainer.data import DataError
-    from penstock.trainer.job import BadJob, TrainJob
-    from penstock.trainer.loop import train
-    from penstock.trainer.prometheus import TrainerMetrics
-    from penstock.trainer.registry import UnknownName
-    from penstock.trainer.source import BatchTimeout
-    from penstock.transfer_queue.queue import TooManyFiltered
+    from penstock.trainer import (
+        BadBatch,
+        BatchTimeout,
+        DataError,
+        TrainerMetrics,
+        TrainingDiverged,
+        TrainJob,
+        UnknownName,
+        train,
+    )
+    from penstock.trainer.job import BadJob
+    from penstock.transfer_queue import TooManyFiltered
 
     # Also where nothing is spilled (any more): an earlier life of the run may have spilled what is to be replayed.
     queue, config = await link.join(with_batch_log=True)
@@ -215,7 +216,7 @@ async def train_rank(link: Link) -> None:
 
 async def sandbox(config: SandboxConfig, host: str, port: int) -> None:
     """A sandbox server belongs to no run: it needs the token alone. Raises `ConfigError` where it cannot start."""
-    from penstock.sandbox.protocol import SandboxError
+    from penstock.sandbox import SandboxError
     from penstock.sandbox.server import serve
 
     token = os.environ.get(TOKEN_VARIABLE)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.watchdog import Watched
-from penstock.trainer.jsonl import rewrite_lines
+from penstock.trainer import rewrite_lines
 
 
 class RolesFile:

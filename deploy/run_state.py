@@ -8,9 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from penstock.dashboard.advice import advise
-from penstock.dashboard.live import Pulse
-from penstock.dashboard.runs import RunFiles, flat
+from penstock.dashboard import Pulse, RunFiles, advise, flat
 from penstock.deploy.roles_file import read_roles
 
 RECENT_STEPS = 10

@@ -14,7 +14,7 @@ import logging
 from pathlib import Path
 
 from penstock.deploy.own_redis import keep_alive
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import RedisServer
 
 LOOK_S = 0.2
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("penstock.run")
 async def serve(server: RedisServer, linger_while: Path | None, linger_s: float) -> None:
     """Until cancelled, and then while the file is there: the head takes its ``connect.env`` away when it is done.
 
-    Raises `TransferQueueError` where redis-server does not come up, or not again.
+    Raises `QueueError` where redis-server does not come up, or not again.
     """
     await server.start()
     logger.info("queue at %s:%d and loopback", server.host, server.port)

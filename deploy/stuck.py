@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.transfer_queue.queue import ServerInfo, Status
+from penstock.transfer_queue import ServerInfo, Status
 
 
 @dataclass(frozen=True, slots=True)

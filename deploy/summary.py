@@ -14,8 +14,8 @@ import numpy as np
 from penstock.deploy.config import RunConfig
 from penstock.deploy.crew import Member
 from penstock.deploy.run_dir import RunDir
-from penstock.trainer.jsonl import last_by_step, read_lines, rewrite_lines
-from penstock.transfer_queue.queue import Status, TransferQueue, WeightUpdate
+from penstock.trainer import last_by_step, read_lines, rewrite_lines
+from penstock.transfer_queue import Status, TransferQueue, WeightUpdate
 
 
 async def write_summary(

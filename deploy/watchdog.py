@@ -17,7 +17,7 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.process_tree import Processes, ask_for_stacks
 from penstock.deploy.processes import RoleSpec
 from penstock.deploy.stuck import LocalRole, Scene, Stuck, find_stuck
-from penstock.transfer_queue.queue import ServerInfo, Status
+from penstock.transfer_queue import ServerInfo, Status
 
 STACKS_S = 2.0
 """A role is given so long to write its stacks before it may be stopped."""

@@ -28,24 +28,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.agent_loops.chat import ChatTokens, chat_of
-from penstock.agent_loops.errors import AgentError
-from penstock.agent_loops.load import load_object
-from penstock.agent_loops.segment import Budget
-from penstock.deploy.config import RunConfig
-from penstock.deploy.load_config import ConfigError, load_config
-from penstock.deploy.rehearsal import rehearse_recipe, rows_of
-from penstock.sandbox.protocol import SandboxError
-from penstock.tools.registry import ToolConfigError, close_tools, make_tools
-from penstock.trainer.batch import Row, make_row
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.data import DataError
-from penstock.trainer.engine import FSDPEngine
-from penstock.trainer.export import save_final_model
-from penstock.trainer.packing import Pack, pack_rows
-from penstock.trainer.policy import Outputs
-from penstock.trainer.ranks import Ranks
-from penstock.transfer_queue.trajectory import Segment
+from penstock.agent_loops import AgentError, Budget, ChatTokens, chat_of, load_object
+from penstock.deploy import ConfigError, RunConfig, rehearse_recipe, rows_of
+from penstock.deploy.load_config import load_config
+from penstock.sandbox import SandboxError
+from penstock.tools import ToolConfigError, close_tools, make_tools
+from penstock.trainer import (
+    DataError,
+    FSDPEngine,
+    Outputs,
+    Pack,
+    Ranks,
+    TrainerConfig,
+    make_row,
+    pack_rows,
+    save_final_model,
+)
+from penstock.trainer.batch import Row
+from penstock.transfer_queue import Segment
 
 FULL_REWARD = 1.0
 RANKS_TIMEOUT_S = 1800.0
@@ -122,7 +122,7 @@ def read(path: Path, config: RunConfig) -> Iterator[Segment]:
 
 async def schemas_of(config: RunConfig) -> list[Any]:
     """What the recipe's prompts show of its tools; nothing is run."""
-    from penstock.deploy.checks.boxes import open_sandbox
+    from penstock.deploy.preflight.boxes import open_sandbox
 
     sandbox = open_sandbox(config) if config.tools else None
     tools = make_tools(config.tools, sandbox, partial(load_object, recipe_dir=Path.cwd()))

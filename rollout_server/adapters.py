@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from penstock.rollout_server.weights import Merger
+    from penstock.weight_sync import Merger
 
 
 class OwnedFetch(Protocol):
@@ -42,8 +42,8 @@ class MergingFetch:
         import torch
 
         from penstock.rollout_server.engines.checkpoint import find_model
-        from penstock.rollout_server.protocol import EngineError, WeightsRefused
-        from penstock.rollout_server.weights import Merger
+        from penstock.rollout_server.protocol import EngineError
+        from penstock.weight_sync import Merger, WeightsRefused
 
         torch.set_num_threads(self._threads)
         try:

@@ -26,7 +26,7 @@ from penstock.rollout_server.routing import Registry, Router
 from penstock.rollout_server.since import Sent
 from penstock.rollout_server.streams import first_to_speak, until
 from penstock.rollout_server.tracing import carrier, here
-from penstock.transfer_queue.queue import ServerInfo, TransferQueueError
+from penstock.transfer_queue import QueueError, ServerInfo
 
 CONNECT_S = 5.0
 SILENCE_S = 20.0
@@ -105,7 +105,7 @@ class RolloutClient:
                         yield chunk
             except TimeoutError:
                 cause = cause or "the servers were too slow"
-            except TransferQueueError as error:
+            except QueueError as error:
                 cause, failures = str(error), failures + 1
             except _Broken as error:
                 cause, failures = str(error), failures + 1
@@ -114,7 +114,7 @@ class RolloutClient:
                 await asyncio.sleep(min(_backoff_s(failures), max(0.0, deadline - time.monotonic())))
 
     async def _try_once(self, answer: Answer, deadline: float, avoid: str) -> AsyncGenerator[Chunk]:
-        """What one server, or the faster of two, gives of the answer. Raises `_Broken`, `TransferQueueError`."""
+        """What one server, or the faster of two, gives of the answer. Raises `_Broken`, `QueueError`."""
         left_s = max(deadline - time.monotonic(), 0.001)
         request = answer.begin_stream().model_copy(update={"deadline_s": left_s})
         server = await self._router.pick(request.episode_id, request.min_version, (avoid,), request.lane)
@@ -194,7 +194,7 @@ class RolloutClient:
         return max((s.version for s in servers if s.accepting and not s.evaluates), default=None)
 
     async def servers(self) -> Sequence[ServerInfo]:
-        """Newest heartbeats. Raises `TransferQueueError`."""
+        """Newest heartbeats. Raises `QueueError`."""
         return await self._router.servers()
 
     async def close(self) -> None:

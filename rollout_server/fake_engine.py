@@ -15,15 +15,8 @@ import xxhash
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.limits import fit_request
-from penstock.rollout_server.protocol import (
-    Chunk,
-    EngineError,
-    EngineInfo,
-    FinishReason,
-    GenerateRequest,
-    LoadReport,
-    WeightsRefused,
-)
+from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, FinishReason, GenerateRequest, LoadReport
+from penstock.weight_sync import WeightsRefused
 
 VOCAB = 512
 

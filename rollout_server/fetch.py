@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.rollout_server.weights import Downloader
-    from penstock.rollout_server.weights.peer_server import PeerServer
+    from penstock.weight_sync import Downloader, PeerServer
 
 SERVED = ("http", "collective")
 """Transports that bring files; under others they are where engines reach them."""
@@ -36,8 +35,7 @@ class Fetcher:
         return await asyncio.to_thread(self._downloader.localise, manifest)
 
     def _make(self) -> Downloader:
-        from penstock.rollout_server.weights import Downloader
-        from penstock.rollout_server.weights.peer_server import PeerServer
+        from penstock.weight_sync import Downloader, PeerServer
 
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._peers = PeerServer(self._folder, self._token, self._host)

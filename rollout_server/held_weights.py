@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from penstock.rollout_server.metrics import Metrics
-from penstock.rollout_server.protocol import Engine, LoadReport, WeightsRefused, WeightsUnreachable
+from penstock.rollout_server.protocol import Engine, LoadReport
 from penstock.rollout_server.queue_line import QueueLine
 from penstock.rollout_server.views import LoadOutcome, WeightsLoad, WeightsStatus
-from penstock.transfer_queue.queue import Announcement, TransferQueueError, WeightUpdate
+from penstock.transfer_queue import Announcement, QueueError, WeightUpdate
+from penstock.weight_sync import WeightsRefused, WeightsUnreachable
 
 logger = logging.getLogger(__name__)
 RETRY_FETCH_S = 1.0
@@ -92,7 +93,7 @@ class HeldWeights:
         """
         try:
             self.newest = await self._line.ask(self._line.queue.latest_version())
-        except TransferQueueError:
+        except QueueError:
             return False
         newest = self.newest
         held = newest is None or self._holds(newest)
@@ -147,7 +148,7 @@ class HeldWeights:
         update = WeightUpdate(self._name, report.version, *took, report.in_flight, at_unix_s=now)
         try:
             await self._line.ask(self._line.queue.report_update(update))
-        except TransferQueueError as error:
+        except QueueError as error:
             logger.warning("the update to version %d is not in the queue: %s", report.version, error)
 
     @property
@@ -167,7 +168,7 @@ class HeldWeights:
             return ""
         try:
             others = await self._line.ask(self._line.queue.servers())
-        except TransferQueueError:
+        except QueueError:
             return ""
         if not any(server.version > self.version for server in others if server.server_id != self._name):
             return ""

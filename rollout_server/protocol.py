@@ -127,14 +127,6 @@ class EngineError(Exception):
         self.retryable = retryable
 
 
-class WeightsRefused(Exception):
-    """A manifest did not verify (names the tensor). The old weights stay loaded and the server stays up."""
-
-
-class WeightsUnreachable(Exception):
-    """Announced weights cannot be fetched now; the message says why. The old ones stay, the next pull tries again."""
-
-
 class Engine(Protocol):
     """One engine process, owned by one sidecar. `start` comes first, `stop` always last; the rest may interleave."""
 

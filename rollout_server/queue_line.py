@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
-from penstock.transfer_queue.queue import Announcement, ServerInfo, Status, TransferQueueError, WeightUpdate
+from penstock.transfer_queue import Announcement, QueueError, ServerInfo, Status, WeightUpdate
 
 QUEUE_S = 5.0
 T = TypeVar("T")
@@ -32,14 +32,14 @@ class QueueLine:
         """Of the last call; None where it was answered."""
 
     async def ask(self, call: Awaitable[T]) -> T:
-        """The answer to `call` within `QUEUE_S`. Raises `TransferQueueError`."""
+        """The answer to `call` within `QUEUE_S`. Raises `QueueError`."""
         try:
             async with asyncio.timeout(QUEUE_S):
                 answer = await call
         except TimeoutError as error:
             self.error = f"no answer in {QUEUE_S:g} s"
-            raise TransferQueueError(self.error) from error
-        except TransferQueueError as error:
+            raise QueueError(self.error) from error
+        except QueueError as error:
             self.error = str(error)
             raise
         self.error = None

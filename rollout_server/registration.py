@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from penstock.rollout_server.queue_line import QueueLine
-from penstock.transfer_queue.queue import ServerInfo, TransferQueueError
+from penstock.transfer_queue import QueueError, ServerInfo
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -36,7 +36,7 @@ class Registration:
             return
         try:
             await self._line.ask(self._line.queue.heartbeat(entry))
-        except TransferQueueError as error:
+        except QueueError as error:
             logger.warning("heartbeat: %s", error)
 
     async def leave(self, name: str) -> None:
@@ -47,7 +47,7 @@ class Registration:
         try:
             async with self._one_at_a_time:
                 await self._line.ask(self._line.queue.deregister(name))
-        except TransferQueueError as error:
+        except QueueError as error:
             logger.warning("not deregistered, the registry forgets by itself: %s", error)
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from penstock.rollout_server.breaker import Breaker
 from penstock.rollout_server.since import Sent, Since
-from penstock.transfer_queue.queue import ServerInfo, TransferQueueError
+from penstock.transfer_queue import QueueError, ServerInfo
 
 CACHE_S = 0.3
 KEPT_S = 10.0
@@ -76,7 +76,7 @@ class Router:
             self._read_at = asked_at = time.monotonic()
             try:
                 self._servers = await self._registry.servers()
-            except TransferQueueError:
+            except QueueError:
                 if not self._servers:
                     self._read_at = -CACHE_S
                     raise

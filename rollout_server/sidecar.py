@@ -27,7 +27,7 @@ from penstock.rollout_server.registration import Registration, wait_for_event
 from penstock.rollout_server.serving import NotServing, Serving
 from penstock.rollout_server.standing import Standing
 from penstock.rollout_server.views import Health
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.transfer_queue import ServerInfo
 
 logger = logging.getLogger(__name__)
 PULL_S = 0.15

@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from penstock.rollout_server.queue_line import QueueLine
 from penstock.rollout_server.serving import TooOld
-from penstock.transfer_queue.evaluation import under_evaluation
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue import QueueError, under_evaluation
 
 
 class Standing:
@@ -41,5 +40,5 @@ class Standing:
     async def _busy(self) -> bool:
         try:
             return under_evaluation(await self._line.ask(self._line.queue.status()), self._version())
-        except TransferQueueError:
+        except QueueError:
             return True

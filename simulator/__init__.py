@@ -1,1 +1,5 @@
 """What a cluster would do: a discrete-event model of rollouts, gate and trainer. Imports no torch and no engine."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.simulator.config import Simulation
 from penstock.simulator.episodes import Group
-from penstock.transfer_queue.arithmetic import may_ship
+from penstock.transfer_queue import may_ship
 
 
 def may_admit(config: Simulation, admitted: int, version: int) -> bool:

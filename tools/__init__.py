@@ -1,5 +1,5 @@
 """Tools that agents call, and the parsers that find the calls in what a model wrote."""
 
-from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
+import lazy_loader
 
-__all__ = ["BaseTool", "ToolInfraError", "ToolResult"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

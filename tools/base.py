@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from penstock.transfer_queue.trajectory import Task
+from penstock.transfer_queue import Task
 
 if TYPE_CHECKING:
-    from penstock.sandbox.protocol import Sandbox
+    from penstock.sandbox import Sandbox
     from penstock.tools.guard import ToolGuard
 
 

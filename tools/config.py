@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from penstock.tools.truncate import Part
+from penstock.tools.truncation import Part
 from penstock.tools.verl import from_verl
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from penstock.sandbox.protocol import Sandbox, SandboxError, SandboxLost, Session
+from penstock.sandbox import Sandbox, SandboxError, SandboxLost, Session
 from penstock.tools.base import BaseTool, ToolInfraError
-from penstock.transfer_queue.trajectory import Task
+from penstock.transfer_queue import Task
 
 RUN_MARGIN_S = 2.0
 """A command ends so much before its tool's own deadline: past that one the whole box would go, with its files."""

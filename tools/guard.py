@@ -13,7 +13,7 @@ from typing import Any
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
 from penstock.tools.cache import ResultCache
 from penstock.tools.config import ToolConfig
-from penstock.tools.retry import RetryPolicy, retry
+from penstock.tools.retries import RetryPolicy, retry
 from penstock.tools.threads import call_users
 
 QUEUE_DEADLINE_S = 300.0

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox import Sandbox
 from penstock.tools.base import BaseTool, ToolGroup
 from penstock.tools.config import ToolConfig
 from penstock.tools.episode_box import BoxTool

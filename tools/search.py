@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox import Sandbox
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
 from penstock.tools.http import JsonClient
 

@@ -14,13 +14,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from penstock.sandbox.protocol import Sandbox, Session
-from penstock.sandbox.swe import PatchError, SweEnvironment, SweLimits, SweTask, SweTaskError, grade
+from penstock.sandbox import Sandbox, Session
+from penstock.sandbox.swe import PatchError, SweEnvironment, SweLimits, SweTask, SweTaskError
+from penstock.sandbox.swe import grading as grade
 from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult
 from penstock.tools.editor.tool import EditorTool
 from penstock.tools.episode_box import BoxTool, EpisodeBox
 from penstock.tools.shell import ShellTool
-from penstock.transfer_queue.trajectory import Task
+from penstock.transfer_queue import Task
 
 SETTING_UP_S = 600.0
 """Waiting for a box, placing the repository, building."""

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.trainer.ranks import Ranks
-from penstock.transfer_queue.queue import Batch
-from penstock.transfer_queue.trajectory import Segment, Trajectory
+from penstock.transfer_queue import Batch, Segment, Trajectory
 
 
 class BadBatch(ValueError):

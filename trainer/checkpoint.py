@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from penstock.trainer.durable import fingerprint, fingerprints, sync, sync_tree
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.recent import Groups
-from penstock.transfer_queue.trajectory import DataCursor
+from penstock.transfer_queue import DataCursor
 
 if TYPE_CHECKING:
     from penstock.trainer.engine import FSDPEngine

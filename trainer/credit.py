@@ -19,7 +19,7 @@ from penstock.trainer.greedy import greedy_baselines
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.shaping import overlong_penalties
 from penstock.trainer.tally import exact_sum
-from penstock.transfer_queue.trajectory import Segment, Trajectory
+from penstock.transfer_queue import Segment, Trajectory
 
 WHITEN_EPSILON = 1e-8
 

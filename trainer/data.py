@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from penstock.transfer_queue.trajectory import DataCursor, Task
+from penstock.transfer_queue import DataCursor, Task
 
 NEEDED = ("prompt", "data_source", "reward_model")
 PLAIN = (type(None), bool, int, float, str, bytes)

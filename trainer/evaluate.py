@@ -19,9 +19,7 @@ import numpy as np
 from penstock.trainer.data import Row
 from penstock.trainer.recorder import Recorder
 from penstock.trainer.timeline import EVALUATION, Timeline
-from penstock.transfer_queue.evaluation import evaluation_lane
-from penstock.transfer_queue.queue import TransferQueue
-from penstock.transfer_queue.trajectory import Trajectory
+from penstock.transfer_queue import Trajectory, TransferQueue, evaluation_lane
 
 POLL_S = 0.25
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.trainer.data import Row, Stream
-from penstock.transfer_queue.queue import Limits, Status, StepError, TransferQueue
-from penstock.transfer_queue.trajectory import DataCursor, Task
+from penstock.transfer_queue import DataCursor, Limits, Status, StepError, Task, TransferQueue
 
 
 class Feeder:

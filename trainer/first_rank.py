@@ -12,8 +12,7 @@ from penstock.trainer.sinks import SINKS, MetricSink, SinkJob
 from penstock.trainer.sinks.beside import Beside
 from penstock.trainer.stopping import Stopping
 from penstock.trainer.timeline import Timeline
-from penstock.transfer_queue.capacity import check_quotas
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue import QueueError, check_quotas
 
 
 def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorder, Evaluator]:
@@ -21,7 +20,7 @@ def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorde
     rows = load_rows(job.train_data)
     try:
         check_quotas(job.limits, {row.data_source for row in rows})
-    except TransferQueueError as error:
+    except QueueError as error:
         raise BadJob(f"{error} (dataset {job.train_data})") from error
     eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
     stream = Stream(len(rows), job.seed, job.shuffle)

@@ -12,7 +12,7 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engines import check_engine
 from penstock.trainer.sinks import SINKS, MetricSink
 from penstock.trainer.stopping import EVALUATION
-from penstock.transfer_queue.queue import Limits, TransferQueue
+from penstock.transfer_queue import Limits, TransferQueue
 
 
 @dataclass(frozen=True, slots=True)

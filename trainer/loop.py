@@ -23,7 +23,7 @@ async def train(job: TrainJob) -> None:
     stopped; then write ``final_model/``.
 
     Cancelled, it finishes the step under way, saves, commits and raises `CancelledError`, all within
-    `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`, `BadBatch`, `TrainingDiverged`, `TransferQueueError`.
+    `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`, `BadBatch`, `TrainingDiverged`, `QueueError`.
     """
     check_job(job)
     stop = asyncio.Event()

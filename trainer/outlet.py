@@ -9,12 +9,18 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.rollout_server.engines.checkpoint import find_model
-from penstock.rollout_server.protocol import WeightsRefused
-from penstock.rollout_server.weights import FileServer, Rounds, WeightPublisher
-from penstock.rollout_server.weights.chain import SERVED, Link, links_of
-from penstock.rollout_server.weights.manifest import build_manifest
+from penstock.rollout_server.engines import find_model
 from penstock.trainer.job import TrainJob
+from penstock.weight_sync import (
+    SERVED,
+    FileServer,
+    Link,
+    Rounds,
+    WeightPublisher,
+    WeightsRefused,
+    build_manifest,
+    links_of,
+)
 
 
 class Outlet:

@@ -32,7 +32,7 @@ from penstock.trainer.source import BatchSource
 from penstock.trainer.spiller import Spiller
 from penstock.trainer.timeline import STEPS, Timeline
 from penstock.trainer.torch_thread import TorchThread
-from penstock.transfer_queue.trajectory import DataCursor
+from penstock.transfer_queue import DataCursor
 
 CLOSE_TIMEOUT_S = 10.0
 P = ParamSpec("P")

@@ -22,7 +22,7 @@ from penstock.trainer.outlet import Outlet
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.timeline import PUBLISH, Timeline
 from penstock.trainer.torch_thread import TorchThread
-from penstock.transfer_queue.queue import Announcement
+from penstock.transfer_queue import Announcement
 
 POLL_S = 0.1
 """Between two looks of the other ranks whether rank 0 has published."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.trainer.token_ends import token_ends
-from penstock.transfer_queue.trajectory import Segment, Trajectory
+from penstock.transfer_queue import Segment, Trajectory
 
 
 def readable_trajectory(trajectory: Trajectory, advantage: float | None, tokenizer: Any) -> dict[str, Any]:

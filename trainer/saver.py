@@ -19,8 +19,7 @@ from penstock.trainer.ranks import Ranks
 from penstock.trainer.recent import Groups, RecentBatches
 from penstock.trainer.timeline import CHECKPOINT, Timeline
 from penstock.trainer.torch_thread import TorchThread
-from penstock.transfer_queue.queue import Status
-from penstock.transfer_queue.trajectory import DataCursor
+from penstock.transfer_queue import DataCursor, Status
 
 SAVE_TIMEOUT_S = 1800.0
 """A checkpoint that is not durable and committed by then stops the run."""

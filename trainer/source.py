@@ -20,7 +20,7 @@ from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_
 from penstock.trainer.feeder import Feeder
 from penstock.trainer.greedy import without_greedy
 from penstock.trainer.job import TrainJob
-from penstock.transfer_queue.queue import Batch
+from penstock.transfer_queue import Batch
 
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.25
@@ -63,7 +63,7 @@ class BatchSource:
             self._task = asyncio.create_task(self._fetch(step), name=f"batch of step {step}")
 
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
-        """The batch of `step`; None where `stop` was set first. Raises `BatchTimeout`, `BadBatch`, `TransferQueueError`."""
+        """The batch of `step`; None where `stop` was set first. Raises `BatchTimeout`, `BadBatch`, `QueueError`."""
         self.prefetch(step)
         assert self._task is not None
         self._waiting_since = time.monotonic()

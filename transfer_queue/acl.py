@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.transfer_queue.keys import Keys
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue.queue import QueueError
 
 _RUN = ("run",)
 _STEPS = ("steps", "steps:*", "trained_ahead")
@@ -69,7 +69,7 @@ _COMMANDS = (
 def role_users(run: str, passwords: Mapping[str, str]) -> list[str]:
     """A line ``user ROLE …`` of redis.conf for each role in `passwords`; only hashes of the passwords are in it.
 
-    Raises `TransferQueueError` for an unknown role or a run's name that could reach over its keys.
+    Raises `QueueError` for an unknown role or a run's name that could reach over its keys.
     """
     return [f"user {role} {user_rules(run, role, password)}" for role, password in passwords.items()]
 
@@ -82,9 +82,9 @@ def setuser_commands(run: str, passwords: Mapping[str, str]) -> list[str]:
 def user_rules(run: str, role: str, password: str) -> str:
     """The rules of one user, from scratch."""
     if role not in RIGHTS:
-        raise TransferQueueError(f"role {role!r}: there are {', '.join(RIGHTS)}")
+        raise QueueError(f"role {role!r}: there are {', '.join(RIGHTS)}")
     if len(password) < 8:
-        raise TransferQueueError(f"password of {role}: at least 8 characters")
+        raise QueueError(f"password of {role}: at least 8 characters")
     keys, rights = Keys(run), RIGHTS[role]
     patterns = [f"~{keys.index}", *(f"~{keys.index}{name}" for name in rights.write)]
     patterns += [f"%R~{keys.index}{name}" for name in rights.read]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue.queue import QueueError
 
 TIMEOUT_S = 600.0
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 600.0
 def mend_append_only_file(binary: str, directory: Path) -> None:
     """Cut off what a crash left unfinished at the end; nothing where the file is whole or not there.
 
-    Blocking: it reads the whole file once. Raises `TransferQueueError` where the file is damaged before its end.
+    Blocking: it reads the whole file once. Raises `QueueError` where the file is damaged before its end.
     """
     for name in ("appendonlydir/appendonly.aof.manifest", "appendonly.aof"):  # Redis 7, and before
         path = directory / name
@@ -42,7 +42,7 @@ def _check_and_fix(binary: str, path: Path) -> None:
     )
     if done.returncode:
         last = (done.stdout + done.stderr).strip().splitlines()[-3:]
-        raise TransferQueueError(
+        raise QueueError(
             f"{path} is damaged and cannot be mended: {' | '.join(last)}. Bring it back from a copy, or start "
             "anew with another directory; the trainer goes on from its newest checkpoint"
         )

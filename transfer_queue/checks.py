@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.transfer_queue.codec import pack_trajectory
 from penstock.transfer_queue.packing import Packed
-from penstock.transfer_queue.queue import BadPayload, Lease, TransferQueueError
+from penstock.transfer_queue.queue import BadPayload, Lease, QueueError
 from penstock.transfer_queue.segment_checks import check_segment, expect
 from penstock.transfer_queue.trajectory import Task, Trajectory
 
@@ -48,7 +48,7 @@ def finish(
 ) -> Finished:
     """Check and pack the trajectory of `lease`.
 
-    Raises `BadPayload` naming the field, `TransferQueueError` for a compression that this build has not.
+    Raises `BadPayload` naming the field, `QueueError` for a compression that this build has not.
     """
     check_trajectory(lease, trajectory)
     packed = pack_trajectory(trajectory, compression)
@@ -77,17 +77,17 @@ def check_trajectory(lease: Lease, trajectory: Trajectory) -> None:
 
 
 def check_tasks(tasks: Sequence[Task]) -> None:
-    """Raise `TransferQueueError` naming the task and the field that the queue cannot keep."""
+    """Raise `QueueError` naming the task and the field that the queue cannot keep."""
     for task in tasks:
         for field, value in (("task_id", task.task_id), ("lane", task.lane)):
             if not (isinstance(value, str) and _NAME.fullmatch(value) and len(value) <= MAX_TASK_ID_CHARS):
-                raise TransferQueueError(
+                raise QueueError(
                     f"task {task.task_id!r}: {field} must be 1 to {MAX_TASK_ID_CHARS} printable ASCII characters"
                     f" without spaces, not {value!r}"
                 )
         problem = _task_problem(task)
         if problem:
-            raise TransferQueueError(f"task {task.task_id}: {problem}")
+            raise QueueError(f"task {task.task_id}: {problem}")
 
 
 def _task_problem(task: Task) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.transfer_queue.fields import Column
 from penstock.transfer_queue.packing import Head, Packed, pack, pack_plain, read_arrays, unpack_plain, whole_head
-from penstock.transfer_queue.queue import BadPayload, TransferQueueError
+from penstock.transfer_queue.queue import BadPayload, QueueError
 from penstock.transfer_queue.trajectory import (
     FieldValues,
     JournalEntry,
@@ -48,7 +48,7 @@ def encode_trajectory(trajectory: Trajectory, compression: str = "none") -> byte
 def pack_trajectory(trajectory: Trajectory, compression: str = "none") -> Packed:
     """Pack a trajectory. Fields of segment i are named ``i.prompt_ids`` and so on.
 
-    Raises `BadPayload` naming what cannot be packed, `TransferQueueError` for a compression that this build has not.
+    Raises `BadPayload` naming what cannot be packed, `QueueError` for a compression that this build has not.
     """
     columns = [
         Column(f"{index}.{name}", dtype, getattr(segment, name), sliced)
@@ -73,7 +73,7 @@ def decode_trajectory(blob: bytes) -> Trajectory:
 def wanted_fields(head: Head, fields: Sequence[str]) -> list[str]:
     """Names in the head's table that `fields` (of `Segment` and `Trajectory`) need, segment by segment.
 
-    Raises `TransferQueueError` for an unknown field, `BadPayload` for a head that is no trajectory's.
+    Raises `QueueError` for an unknown field, `BadPayload` for a head that is no trajectory's.
     """
     asked = _segment_fields(fields)
     return [f"{index}.{name}" for index in range(_count(head)) for name in asked]
@@ -84,7 +84,7 @@ def values_of(
 ) -> FieldValues:
     """`fields` from the bytes of each wanted field, as ``head.fields[name].byte_range(start, stop)`` cut them.
 
-    `TOKEN_FIELDS` are cut to positions ``start:stop``, others are whole. Raises `BadPayload`, `TransferQueueError`.
+    `TOKEN_FIELDS` are cut to positions ``start:stop``, others are whole. Raises `BadPayload`, `QueueError`.
     """
     rows = {name: (start, stop) if name in TOKEN_FIELDS else (0, None) for name in _segment_fields(fields)}
     segments = [
@@ -165,7 +165,7 @@ def _segment_fields(fields: Sequence[str]) -> list[str]:
     for name in fields:
         if name not in SEGMENT_DTYPES and name not in PLAIN_FIELDS:
             valid = ", ".join((*SEGMENT_FIELDS, *PLAIN_FIELDS))
-            raise TransferQueueError(f"{name!r} is no field of a trajectory; one of {valid}")
+            raise QueueError(f"{name!r} is no field of a trajectory; one of {valid}")
     return [name for name in fields if name in SEGMENT_DTYPES]
 
 

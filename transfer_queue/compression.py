@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.transfer_queue.queue import BadPayload, TransferQueueError
+from penstock.transfer_queue.queue import BadPayload, QueueError
 
 COMPRESSIONS = ("none", "zstd")
 LEVEL = 1
@@ -14,9 +14,9 @@ _MOST_KEPT = 0.9
 
 
 def check_compression(name: str) -> None:
-    """Raise `TransferQueueError` for an unknown name, and for one whose package is missing."""
+    """Raise `QueueError` for an unknown name, and for one whose package is missing."""
     if name not in COMPRESSIONS:
-        raise TransferQueueError(f"compression: {name!r} is unknown; one of {', '.join(COMPRESSIONS)}")
+        raise QueueError(f"compression: {name!r} is unknown; one of {', '.join(COMPRESSIONS)}")
     if name == "zstd":
         _zstandard()
 
@@ -30,7 +30,7 @@ def compress(raw: Any, size: int) -> bytes | None:
 
 
 def decompress(packed: Any, size: int, field: str) -> bytes:
-    """The `size` bytes of one frame. Raises `BadPayload` naming `field`, `TransferQueueError` without the package.
+    """The `size` bytes of one frame. Raises `BadPayload` naming `field`, `QueueError` without the package.
 
     The frame must declare exactly `size`: zstandard allocates what a frame declares, so a small payload could
     otherwise take all memory.
@@ -52,5 +52,5 @@ def _zstandard() -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise TransferQueueError("zstd payloads need the package zstandard: pip install 'penstock[zstd]'") from error
+        raise QueueError("zstd payloads need the package zstandard: pip install 'penstock[zstd]'") from error
     return zstandard

@@ -19,7 +19,7 @@ from redis.exceptions import NoScriptError
 from penstock.transfer_queue.fitness import check_server
 from penstock.transfer_queue.node import Call, Node, redact
 from penstock.transfer_queue.packing import Packed
-from penstock.transfer_queue.queue import TransferQueueUnavailable
+from penstock.transfer_queue.queue import QueueUnavailable
 from penstock.transfer_queue.refusals import check_passing
 from penstock.transfer_queue.routes import Cluster, OneServer, Routes
 from penstock.transfer_queue.scripts import script
@@ -36,8 +36,8 @@ SCAN_COUNT = 1000
 class Connection:
     """One store (a redis-server or a Redis Cluster), many calls at once. Made by `connect`, ended by `close`.
 
-    Raises `TransferQueueUnavailable` where a call is not done within the deadline, and what the store refused it with:
-    `LeaseLost`, `BadPayload`, `StepError`, else `TransferQueueError`.
+    Raises `QueueUnavailable` where a call is not done within the deadline, and what the store refused it with:
+    `LeaseLost`, `BadPayload`, `StepError`, else `QueueError`.
     """
 
     def __init__(self, routes: Routes, where: str, deadline_s: float) -> None:
@@ -51,7 +51,7 @@ class Connection:
     ) -> Connection:
         """``redis://``, ``rediss://`` (``?ssl_ca_certs=FILE``) or ``unix://``; of a cluster, any of its nodes.
 
-        Raises `TransferQueueUnavailable`, or `TransferQueueError` where a server is not fit for use.
+        Raises `QueueUnavailable`, or `QueueError` where a server is not fit for use.
         """
         where = redact(url)
         connection = cls(OneServer(Node(url, password, username)), where, deadline_s)
@@ -153,9 +153,7 @@ class Connection:
                 return
             if loop.time() + pause > started + self._deadline_s:
                 waited_s = loop.time() - started
-                raise TransferQueueUnavailable(
-                    f"{what}: no answer from {self._where} for {waited_s:.1f} s: {cause}"
-                ) from cause
+                raise QueueUnavailable(f"{what}: no answer from {self._where} for {waited_s:.1f} s: {cause}") from cause
             for call in calls if whole else ():
                 call.forget()
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))

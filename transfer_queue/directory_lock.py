@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue.queue import QueueError
 
 
 class DirectoryLock:
@@ -19,13 +19,13 @@ class DirectoryLock:
         self._descriptor: int | None = None
 
     def take(self) -> None:
-        """Raises `TransferQueueError` where it is held, by this process too."""
+        """Raises `QueueError` where it is held, by this process too."""
         descriptor = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
-            raise TransferQueueError(f"{self._directory}: {self._other} is running there") from error
+            raise QueueError(f"{self._directory}: {self._other} is running there") from error
         self._descriptor = descriptor
 
     def release(self) -> None:

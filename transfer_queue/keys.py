@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import re
 
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue.queue import QueueError
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Keys:
-    """Key names of one run. Raises `TransferQueueError` for a name that could escape its own keys."""
+    """Key names of one run. Raises `QueueError` for a name that could escape its own keys."""
 
     def __init__(self, run: str) -> None:
         if not _RUN_NAME.fullmatch(run):
-            raise TransferQueueError(f"run name {run!r}: letters, digits, '.', '_' and '-' only, at most 64")
+            raise QueueError(f"run name {run!r}: letters, digits, '.', '_' and '-' only, at most 64")
         self.index = f"penstock:{{{run}}}:"
         self.run = self.index + "run"
         self.steps = self.index + "steps"

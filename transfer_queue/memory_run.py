@@ -13,8 +13,8 @@ from penstock.transfer_queue.queue import (
     BadPayload,
     Limits,
     NoSuchRun,
+    QueueError,
     ServerInfo,
-    TransferQueueError,
     WeightUpdate,
 )
 from penstock.transfer_queue.rows import check_limits
@@ -45,7 +45,7 @@ class MemoryRun:
     async def create_run(self, limits: Limits, config: str) -> None:
         check_limits(limits)
         if self._config is not None and self._state.limits != limits:
-            raise TransferQueueError(f"the run exists with other limits: {self._state.limits}, not {limits}")
+            raise QueueError(f"the run exists with other limits: {self._state.limits}, not {limits}")
         self._state.limits = limits
         self._config = config
 

@@ -9,7 +9,7 @@ from penstock.transfer_queue.arithmetic import may_ship
 from penstock.transfer_queue.codec import decode_trajectory, get_fields
 from penstock.transfer_queue.memory_run import MemoryRun
 from penstock.transfer_queue.memory_state import Group, split_episode
-from penstock.transfer_queue.queue import Announcement, Batch, StepError, TooManyFiltered, TransferQueueError, Waiting
+from penstock.transfer_queue.queue import Announcement, Batch, QueueError, StepError, TooManyFiltered, Waiting
 from penstock.transfer_queue.trajectory import FieldValues, Trajectory
 
 
@@ -66,7 +66,7 @@ class MemorySteps(MemoryRun):
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         if self._batch_log is None:
-            raise TransferQueueError("spill: this queue was made without a batch log")
+            raise QueueError("spill: this queue was made without a batch log")
         if step >= self._state.version:
             raise StepError(f"spill of step {step}: version {step + 1} is not published")
         trained = {

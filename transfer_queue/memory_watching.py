@@ -9,7 +9,7 @@ from penstock.transfer_queue.codec import decode_trajectory
 from penstock.transfer_queue.lengths import deciles
 from penstock.transfer_queue.memory_run import MemoryRun
 from penstock.transfer_queue.memory_state import TRAIN, split_episode
-from penstock.transfer_queue.queue import DeadLetter, ServerInfo, Status, TransferQueueError, WeightUpdate
+from penstock.transfer_queue.queue import DeadLetter, QueueError, ServerInfo, Status, WeightUpdate
 from penstock.transfer_queue.rows import EVER
 from penstock.transfer_queue.trajectory import Trajectory
 
@@ -108,11 +108,11 @@ class MemoryWatching(MemoryRun):
 
     async def requeue(self, episode_id: str) -> None:
         if episode_id not in self._state.letters:
-            raise TransferQueueError(f"{episode_id}: no such dead letter")
+            raise QueueError(f"{episode_id}: no such dead letter")
         task_id, _ = split_episode(episode_id)
         group = self._state.groups.get(task_id)
         if group is None or group.state not in ("dead", "done"):
-            raise TransferQueueError(f"{episode_id}: its group went on without it; there is nothing to queue again")
+            raise QueueError(f"{episode_id}: its group went on without it; there is nothing to queue again")
         for index in range(len(group.members)):
             self._state.drop_letter(group.episode(index))
         self._state.revive(group)
@@ -120,4 +120,4 @@ class MemoryWatching(MemoryRun):
 
 def _refuse_train(lane: str) -> None:
     if lane == TRAIN:
-        raise TransferQueueError("lane train cannot be dropped by itself; drop the run")
+        raise QueueError("lane train cannot be dropped by itself; drop the run")

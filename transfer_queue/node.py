@@ -21,7 +21,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.transfer_queue.packing import Packed
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue.queue import QueueError
 
 MAX_CONNECTIONS = 64
 """To one server at once; further calls wait for one."""
@@ -68,7 +68,7 @@ class Node:
                 **login,
             )
         except ValueError as error:
-            raise TransferQueueError(f"queue URL {redact(url)!r}: {error}") from error
+            raise QueueError(f"queue URL {redact(url)!r}: {error}") from error
         self._take(pool.connection_class, pool.connection_kwargs)
 
     def _take(self, kind: Any, settings: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ class Packed:
 
 
 def pack(kind: int, columns: Iterable[Column], plain: Mapping[str, Any], compression: str = "none") -> Packed:
-    """Pack arrays and plain data. Raises `BadPayload` for other data, `TransferQueueError` for an unknown compression.
+    """Pack arrays and plain data. Raises `BadPayload` for other data, `QueueError` for an unknown compression.
 
     The arrays must not change while the buffers are in use.
     """

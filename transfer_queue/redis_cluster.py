@@ -11,7 +11,7 @@ from typing import Any
 import redis.asyncio as aioredis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue.queue import QueueError
 from penstock.transfer_queue.redis_server import RedisServer
 
 
@@ -30,7 +30,7 @@ class RedisCluster:
     ) -> None:
         """`options` go to each `RedisServer`."""
         if nodes < 1:
-            raise TransferQueueError(f"nodes: {nodes}; a cluster has at least one")
+            raise QueueError(f"nodes: {nodes}; a cluster has at least one")
         self._password = password
         self._start_timeout_s = start_timeout_s
         self.servers = [
@@ -53,7 +53,7 @@ class RedisCluster:
         return self.servers[0].url
 
     async def start(self) -> None:
-        """Start all nodes, share the slots out and introduce the nodes to each other. Raises `TransferQueueError`."""
+        """Start all nodes, share the slots out and introduce the nodes to each other. Raises `QueueError`."""
         try:
             for server in self.servers:  # one after the other: each takes two free ports
                 await server.start()
@@ -68,7 +68,7 @@ class RedisCluster:
         await asyncio.gather(*(server.stop() for server in self.servers))
 
     async def until_ok(self) -> None:
-        """Wait until every node sees all slots served. Raises `TransferQueueError` after `start_timeout_s`."""
+        """Wait until every node sees all slots served. Raises `QueueError` after `start_timeout_s`."""
         await asyncio.gather(*(self._until(server, _is_ok(len(self.servers))) for server in self.servers))
 
     async def ask(self, server: RedisServer, *command: Any) -> Any:
@@ -98,7 +98,7 @@ class RedisCluster:
                 while not holds(info := await self._info(server)):  # noqa: ASYNC110 - another process: no event
                     await asyncio.sleep(0.05)
         except TimeoutError as error:
-            raise TransferQueueError(
+            raise QueueError(
                 f"{server.url}: its cluster is not whole: {info.decode()}; see {server.log_file}"
             ) from error
 

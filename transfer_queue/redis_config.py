@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue.queue import QueueError
 from penstock.transfer_queue.redis_binary import RedisBinary
 
 SOCKET_PATH_LIMIT = 107
@@ -23,7 +23,7 @@ BUS_OFFSET = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Checked when made; raises `TransferQueueError` naming the option."""
+    """Checked when made; raises `QueueError` naming the option."""
 
     password: str
     appendfsync: str = "everysec"
@@ -46,19 +46,19 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[!#-~]{8,}", self.password):
-            raise TransferQueueError("Redis password: at least 8 printable characters without spaces or double quotes")
+            raise QueueError("Redis password: at least 8 printable characters without spaces or double quotes")
         if not re.fullmatch(r"\d+(\.\d+){3}", self.host):
-            raise TransferQueueError(f"host {self.host!r} is no IPv4 address")
+            raise QueueError(f"host {self.host!r} is no IPv4 address")
         for line in self.users:
             if not line.startswith("user ") or "\n" in line:
-                raise TransferQueueError(f"users: {line.split(' #')[0]!r} is not one line that starts with 'user '")
+                raise QueueError(f"users: {line.split(' #')[0]!r} is not one line that starts with 'user '")
         files = (self.tls_cert, self.tls_key, self.tls_ca)
         if any(files) and not all(files):
-            raise TransferQueueError("TLS needs all three of tls_cert, tls_key and tls_ca")
+            raise QueueError("TLS needs all three of tls_cert, tls_key and tls_ca")
         if self.unix_socket and (self.cluster or any(files)):
-            raise TransferQueueError("unix_socket: a node of a cluster and a server with TLS need a port")
+            raise QueueError("unix_socket: a node of a cluster and a server with TLS need a port")
         if self.unix_socket and len(os.fsencode(self.unix_socket)) > SOCKET_PATH_LIMIT:
-            raise TransferQueueError(
+            raise QueueError(
                 f"unix socket {self.unix_socket}: longer than {SOCKET_PATH_LIMIT} bytes; give a shorter path"
             )
 
@@ -71,10 +71,10 @@ class ServerOptions:
         return f"redis://127.0.0.1:{port}"
 
     def check_version(self, binary: RedisBinary) -> None:
-        """Raise `TransferQueueError` naming the option that this redis-server is too old for."""
+        """Raise `QueueError` naming the option that this redis-server is too old for."""
         if binary.version < USERS_VERSION and any("%R~" in line or "%W~" in line for line in self.users):
             version = ".".join(map(str, binary.version))
-            raise TransferQueueError(f"users: rights to read only (%R~) need Redis 7.0; {binary.path} is {version}")
+            raise QueueError(f"users: rights to read only (%R~) need Redis 7.0; {binary.path} is {version}")
 
     def config(self, directory: Path, log_file: Path, port: int) -> str:
         """The text of redis.conf."""
@@ -130,16 +130,16 @@ def free_port(*, cluster: bool = False) -> int:
         low = port - BUS_OFFSET if port + BUS_OFFSET > 65535 else port
         if _is_free(low) and _is_free(low + BUS_OFFSET):
             return low
-    raise TransferQueueError("no two free ports 10000 apart for a node of a Redis Cluster")
+    raise QueueError("no two free ports 10000 apart for a node of a Redis Cluster")
 
 
 def check_free(port: int, *, cluster: bool = False) -> None:
-    """Raise `TransferQueueError` naming the port that is taken."""
+    """Raise `QueueError` naming the port that is taken."""
     if cluster and port + BUS_OFFSET > 65535:
-        raise TransferQueueError(f"port {port} for a node of a cluster: its bus port {port + BUS_OFFSET} is over 65535")
+        raise QueueError(f"port {port} for a node of a cluster: its bus port {port + BUS_OFFSET} is over 65535")
     for wanted in (port, port + BUS_OFFSET) if cluster else (port,):
         if not _is_free(wanted):
-            raise TransferQueueError(f"port {wanted} for redis-server is in use; choose another")
+            raise QueueError(f"port {wanted} for redis-server is in use; choose another")
 
 
 def _is_free(port: int) -> bool:

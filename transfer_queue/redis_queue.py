@@ -32,10 +32,10 @@ from penstock.transfer_queue.queue import (
     LeaseLost,
     Limits,
     NoSuchRun,
+    QueueError,
     ServerInfo,
     Status,
     StepError,
-    TransferQueueError,
     Waiting,
     WeightUpdate,
 )
@@ -85,7 +85,7 @@ class RedisTransferQueue:
         """Connect to ``redis://``, ``rediss://`` or ``unix://``, one server or a cluster.
 
         `batch_log` is where trained trajectories wait for their commit; only a trainer needs it. Raises
-        `TransferQueueUnavailable` after `config.deadline_s`, `TransferQueueError` for a wrong login, a Redis older than 6.2 or one
+        `QueueUnavailable` after `config.deadline_s`, `QueueError` for a wrong login, a Redis older than 6.2 or one
         that evicts keys when full, or a compression that is not installed.
         """
         Keys(run)
@@ -101,9 +101,7 @@ class RedisTransferQueue:
         differs = await self._script("create_run", config, *limits_to_args(limits))
         if differs:
             name, found, wanted = (part.decode() for part in differs)
-            raise TransferQueueError(
-                f"run {self._run} exists with {name} = {found}, not {wanted}; use another name or drop it"
-            )
+            raise QueueError(f"run {self._run} exists with {name} = {found}, not {wanted}; use another name or drop it")
 
     async def config(self) -> str:
         config = await self._connection.command("HGET", self._keys.run, "config")
@@ -195,7 +193,7 @@ class RedisTransferQueue:
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         if self._batch_log is None:
-            raise TransferQueueError("spill: this queue was connected without a batch log")
+            raise QueueError("spill: this queue was connected without a batch log")
         if (version := (await self.status()).version) <= step:
             raise StepError(f"spill of step {step}: version {step + 1} is not published, {version} is")
         blobs = await self._reader.held(episode_ids)
@@ -276,7 +274,7 @@ class RedisTransferQueue:
 
     async def drop_lane(self, lane: str) -> None:
         if lane == "train":
-            raise TransferQueueError("lane train cannot be dropped by itself; drop the run")
+            raise QueueError("lane train cannot be dropped by itself; drop the run")
         await self._script("drop_lane", lane)
         await self._sweep()
 

@@ -18,7 +18,7 @@ from redis.exceptions import AuthenticationError, RedisError
 
 from penstock.transfer_queue.append_only_file import mend_append_only_file
 from penstock.transfer_queue.directory_lock import DirectoryLock
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue.queue import QueueError
 from penstock.transfer_queue.redis_binary import find_redis_server
 from penstock.transfer_queue.redis_config import ServerOptions, check_free, free_port
 
@@ -98,7 +98,7 @@ class RedisServer:
         return self.directory / "redis.log"
 
     async def start(self) -> None:
-        """Start and wait until it answers. Raises `TransferQueueError` that says what is in the way and how to mend it."""
+        """Start and wait until it answers. Raises `QueueError` that says what is in the way and how to mend it."""
         binary = await asyncio.to_thread(find_redis_server)
         self._options.check_version(binary)
         self._prepare()
@@ -175,7 +175,7 @@ class RedisServer:
                 while not await self._answers(client):  # noqa: ASYNC110 - another process: there is no event
                     await asyncio.sleep(0.02)
         except TimeoutError as error:
-            raise TransferQueueError(
+            raise QueueError(
                 f"redis-server did not answer within {self._start_timeout_s} s; see {self.log_file}"
             ) from error
         finally:
@@ -183,11 +183,11 @@ class RedisServer:
 
     async def _answers(self, client: aioredis.Redis) -> bool:
         if not self.alive:
-            raise TransferQueueError(f"redis-server ended at once: {self._last_words()} (whole log: {self.log_file})")
+            raise QueueError(f"redis-server ended at once: {self._last_words()} (whole log: {self.log_file})")
         try:
             return bool(await client.execute_command("PING"))
         except AuthenticationError as error:
-            raise TransferQueueError(f"port {self.port} is in use: another Redis answers there") from error
+            raise QueueError(f"port {self.port} is in use: another Redis answers there") from error
         except (RedisError, OSError):
             return False
 

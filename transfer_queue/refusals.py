@@ -20,13 +20,13 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from penstock.transfer_queue.queue import BadPayload, LeaseLost, StepError, TooManyFiltered, TransferQueueError
+from penstock.transfer_queue.queue import BadPayload, LeaseLost, QueueError, StepError, TooManyFiltered
 
 _REFUSALS = {
     "LEASELOST": LeaseLost,
     "BADPAYLOAD": BadPayload,
     "STEP": StepError,
-    "NORUN": TransferQueueError,
+    "NORUN": QueueError,
     "FILTERED": TooManyFiltered,
 }
 """First words of the scripts' own refusals."""
@@ -56,9 +56,9 @@ _INSIDE_A_SCRIPT = re.compile(r": -([A-Z]+) ")
 def check_passing(error: Exception, where: str) -> None:
     """Return where the command may be tried again; raise what it was refused with where that would not help."""
     if isinstance(error, AuthenticationError | AuthorizationError):
-        raise TransferQueueError(f"{where} refused the login: {error}") from error
+        raise QueueError(f"{where} refused the login: {error}") from error
     if isinstance(error.__context__, ssl.SSLCertVerificationError):
-        raise TransferQueueError(f"{where}: {error.__context__}; name its CA in the URL: ?ssl_ca_certs=FILE") from error
+        raise QueueError(f"{where}: {error.__context__}; name its CA in the URL: ?ssl_ca_certs=FILE") from error
     if isinstance(error, _PASSING_TYPES):
         return
     if not isinstance(error, ResponseError):
@@ -70,5 +70,5 @@ def check_passing(error: Exception, where: str) -> None:
     if code in _REFUSALS:
         raise _REFUSALS[code](text) from None
     if isinstance(error, NoPermissionError) or _NO_RIGHTS in str(error):
-        raise TransferQueueError(f"{where}: {error}; what each role may do: docs/deploy.md, Rights per role") from error
-    raise TransferQueueError(text if code == "QUEUE" else f"{where}: {error}") from error
+        raise QueueError(f"{where}: {error}; what each role may do: docs/deploy.md, Rights per role") from error
+    raise QueueError(text if code == "QUEUE" else f"{where}: {error}") from error

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.transfer_queue.codec import decode_journal, decode_task, outcome_from_plain
 from penstock.transfer_queue.lengths import deciles
 from penstock.transfer_queue.packing import pack_plain, unpack_plain
-from penstock.transfer_queue.queue import Announcement, DeadLetter, Lease, Limits, Status, TransferQueueError
+from penstock.transfer_queue.queue import Announcement, DeadLetter, Lease, Limits, QueueError, Status
 from penstock.transfer_queue.trajectory import JournalEntry
 
 _POSITION = struct.Struct(">I")
@@ -56,7 +56,7 @@ def pack_record(record: Any) -> bytes:
 
 
 def limits_to_args(limits: Limits) -> list[Any]:
-    """Name, value, … as the run's hash holds them. Raises `TransferQueueError` for limits that no run can work with."""
+    """Name, value, … as the run's hash holds them. Raises `QueueError` for limits that no run can work with."""
     check_limits(limits)
     values = {one.name: getattr(limits, one.name) for one in fields(Limits)}
     values["lease_ttl_ms"] = round(values.pop("lease_ttl_s") * 1000)
@@ -65,7 +65,7 @@ def limits_to_args(limits: Limits) -> list[Any]:
 
 
 def check_limits(limits: Limits) -> None:
-    """Raise `TransferQueueError` naming the limit, and the arithmetic where one could never be met."""
+    """Raise `QueueError` naming the limit, and the arithmetic where one could never be met."""
     least: dict[str, float] = dict.fromkeys(
         ("group_size", "groups_per_step", "min_group", "max_attempts", "max_bytes"), 1
     )
@@ -74,17 +74,17 @@ def check_limits(limits: Limits) -> None:
     numbers |= {f"quota of {source!r}": (quota, 1) for source, quota in limits.quotas.items()}
     for name, (value, low) in numbers.items():
         if value < low:
-            raise TransferQueueError(f"limits: {name} is {value}, it must be at least {low}")
+            raise QueueError(f"limits: {name} is {value}, it must be at least {low}")
     for name, choices in (("overage", OVERAGE), ("filter_groups", FILTERS)):
         if getattr(limits, name) not in choices:
-            raise TransferQueueError(f"limits: {name} is {getattr(limits, name)!r}; one of {', '.join(choices)}")
+            raise QueueError(f"limits: {name} is {getattr(limits, name)!r}; one of {', '.join(choices)}")
     if 0 < limits.max_groups < limits.groups_per_step:
-        raise TransferQueueError(
+        raise QueueError(
             f"limits: max_groups = {limits.max_groups} < groups_per_step = {limits.groups_per_step}: a step could never"
             f" be filled; give at least {limits.groups_per_step}, or 0 for no limit"
         )
     if limits.filter_groups == "zero_variance" and limits.group_size < 2:
-        raise TransferQueueError("limits: filter_groups = zero_variance with group_size = 1 would filter every group")
+        raise QueueError("limits: filter_groups = zero_variance with group_size = 1 would filter every group")
 
 
 def status_from_map(found: dict[str, Any]) -> Status:

@@ -2,7 +2,6 @@
 
 from penstock.agent_loops.loops.code_act import CodeActLoop
 from penstock.agent_loops.loops.multi_agent import MultiAgentLoop
-from penstock.agent_loops.loops.openai_agent import OpenAIAgentLoop, loop_of
 from penstock.agent_loops.loops.single_turn import SingleTurnLoop
 from penstock.agent_loops.loops.stepwise import StepwiseLoop
 from penstock.agent_loops.loops.tool_agent import ToolAgentLoop
@@ -10,9 +9,7 @@ from penstock.agent_loops.loops.tool_agent import ToolAgentLoop
 __all__ = [
     "CodeActLoop",
     "MultiAgentLoop",
-    "OpenAIAgentLoop",
     "SingleTurnLoop",
     "StepwiseLoop",
     "ToolAgentLoop",
-    "loop_of",
 ]

@@ -13,9 +13,9 @@ from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.loops.react import TurnRewards, final_answer, read_settings, with_system
 from penstock.agent_loops.registry import register
 from penstock.agent_loops.segment import TRUNCATED_TURNS
-from penstock.tools.base import ToolResult
+from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue.trajectory import Outcome, Task
+from penstock.transfer_queue import Outcome, Task
 
 FENCE = "```"
 INSTRUCTION = (

@@ -19,10 +19,9 @@ from penstock.agent_loops.finish import last_answer
 from penstock.agent_loops.loops.react import ReactSettings, react, read_settings, with_system
 from penstock.agent_loops.registry import register
 from penstock.agent_loops.segment import TRUNCATED_TURNS, Budget
-from penstock.tools.base import ToolResult
+from penstock.tools import ToolResult, check_arguments
 from penstock.tools.parsers import ToolCall
-from penstock.tools.validate import check_arguments
-from penstock.transfer_queue.trajectory import Task
+from penstock.transfer_queue import Task
 
 PARAMETERS = {
     "type": "object",

@@ -17,9 +17,9 @@ from penstock.agent_loops.chat import tool_messages
 from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS
-from penstock.tools.base import ToolResult
+from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+from penstock.transfer_queue import Outcome, OutcomeKind
 
 Settings = TypeVar("Settings", bound=BaseModel)
 

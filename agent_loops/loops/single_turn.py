@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
 from penstock.agent_loops.registry import register
-from penstock.transfer_queue.trajectory import Task
+from penstock.transfer_queue import Task
 
 
 @register("single_turn")

@@ -18,9 +18,9 @@ from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.loops.react import final_answer, read_settings
 from penstock.agent_loops.registry import register
 from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS
-from penstock.tools.base import ToolResult
+from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue.trajectory import Outcome, Task
+from penstock.transfer_queue import Outcome, Task
 
 
 class StepwiseSettings(BaseModel):

@@ -6,7 +6,7 @@ from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
 from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.loops.react import ReactSettings, react, read_settings
 from penstock.agent_loops.registry import register
-from penstock.transfer_queue.trajectory import Task
+from penstock.transfer_queue import Task
 
 
 @register("tool_agent")

@@ -1,1 +1,5 @@
 """Rewards in the box: rules, programs run on test cases, reward models and judges. One file each; docs/rewards.md."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox import Sandbox
 
 Value = float | Mapping[str, Any]
 """A finite number, or a mapping with ``score``; its other numbers become metrics."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
 from penstock.agent_loops.rewards.config import RewardChoice
 from penstock.agent_loops.rewards.names import choice_for, make_reward
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox import Sandbox
 
 
 class BySource(BaseReward):

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.agent_loops.errors import LoadError
 from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
-from penstock.tools.threads import UserThreads
+from penstock.tools import UserThreads
 
 AT_ONCE = 16
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")

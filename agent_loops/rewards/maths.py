@@ -15,7 +15,7 @@ from typing import Any
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
 from penstock.agent_loops.rewards.processes import LineProcesses, ProcessEnded
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox import Sandbox
 
 TAIL_CHARS = 4000
 """The answer is looked for in the last part of the text."""

@@ -13,7 +13,7 @@ from penstock.agent_loops.load import load_object, nearest
 from penstock.agent_loops.rewards.base import BaseReward
 from penstock.agent_loops.rewards.config import RewardChoice
 from penstock.agent_loops.rewards.function import FunctionReward
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox import Sandbox
 
 PACKAGE = "penstock.agent_loops.rewards"
 REWARDS = {

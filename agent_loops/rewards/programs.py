@@ -15,7 +15,7 @@ from typing import Any
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
 from penstock.agent_loops.rewards.cases import BadCases, Case, read_cases
-from penstock.sandbox.protocol import RunResult, Sandbox, Session
+from penstock.sandbox import RunResult, Sandbox, Session
 
 THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
 from penstock.agent_loops.rewards.service import ScoreService
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox import Sandbox
 
 TOKEN_VARIABLE = "PENSTOCK_REWARD_TOKEN"  # noqa: S105 - the name of a variable
 FINAL, WHOLE = "final_text", "solution"

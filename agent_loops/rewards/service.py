@@ -13,10 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.agent_loops.errors import InfraFailure
-from penstock.tools.base import BaseTool, ToolResult
-from penstock.tools.config import ToolConfig
-from penstock.tools.guard import ToolGuard
-from penstock.tools.http import JsonClient
+from penstock.tools import BaseTool, JsonClient, ToolConfig, ToolGuard, ToolResult
 
 
 class Pace:

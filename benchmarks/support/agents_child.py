@@ -27,18 +27,18 @@ import uvloop
 from benchmarks.support.child import answer_questions, own_stdout
 from benchmarks.support.slow_world import TOOL_SHARE, Clock, SlowEngine, SlowTool
 from benchmarks.support.summary import quantile
-from penstock.agent_loops.client import FakeClient
-from penstock.agent_loops.collector import frozen_start
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.job import WorkerJob, build_parts
-from penstock.agent_loops.parts import EpisodeParts
-from penstock.agent_loops.reward import RewardFunction
-from penstock.agent_loops.worker import Worker
-from penstock.tools.config import ToolConfig
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import Limits
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.trajectory import Task
+from penstock.agent_loops import (
+    AgentConfig,
+    EpisodeParts,
+    FakeClient,
+    RewardFunction,
+    Worker,
+    WorkerJob,
+    build_parts,
+    frozen_start,
+)
+from penstock.tools import ToolConfig
+from penstock.transfer_queue import Limits, RedisTransferQueue, Task, TransferQueueConfig
 
 GROUP_SIZE = 8
 WARM_AT_ONCE, WARM_TURN_S, WARM_GROUPS = 32, 0.02, 15

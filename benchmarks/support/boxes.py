@@ -10,9 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.support.sandbox_server import sandbox_server
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import Sandbox, SandboxError, Session
+from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, Session, make_sandbox
 
 COMMANDS = {"true": ["true"], "python": ["python3", "-I", "-S", "-c", "print(1)"]}
 """The first does nothing: what is left is the cost of getting it run."""

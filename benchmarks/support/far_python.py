@@ -13,9 +13,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.deploy.data.arithmetic import RESULT_DECIMALS, BadExpression, evaluate, printed
-from penstock.tools.base import BaseTool, ToolResult
-from penstock.tools.python import PythonTool
+from penstock.datasets import RESULT_DECIMALS, BadExpression, evaluate, printed
+from penstock.tools import BaseTool, PythonTool, ToolResult
 
 PATH = "benchmarks.support.far_python:FarPython"
 _CODE = re.compile(rf"print\(round\((.+),\s*{RESULT_DECIMALS}\)\)")

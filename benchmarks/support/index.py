@@ -20,9 +20,18 @@ import numpy as np
 from benchmarks.support.comparison import say
 from benchmarks.support.queue_calls import GROUP_SIZE, TINY, open_queue, tasks
 from benchmarks.support.summary import median_of, microseconds
-from penstock.transfer_queue.queue import Announcement, Batch, Lease, Limits, TransferQueueError
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.trajectory import COMPLETED, JournalEntry, JournalKind, Trajectory
+from penstock.transfer_queue import (
+    COMPLETED,
+    Announcement,
+    Batch,
+    JournalEntry,
+    JournalKind,
+    Lease,
+    Limits,
+    QueueError,
+    RedisTransferQueue,
+    Trajectory,
+)
 
 QUEUED = {"1k": 1_000, "100k": 100_000, "1m": 1_000_000}
 """Run → queued episodes."""
@@ -127,7 +136,7 @@ async def _submit(run: Run, number: int) -> None:
 async def _lease(run: Run, number: int) -> None:
     leases = await run.queue.lease_episodes("bench", 1, run.step)
     if len(leases) != 1:
-        raise TransferQueueError(f"run {run.name}: no episode could be leased at version {run.step}")
+        raise QueueError(f"run {run.name}: no episode could be leased at version {run.step}")
     run.leases += leases
 
 
@@ -154,7 +163,7 @@ async def _complete(run: Run, number: int) -> None:
 async def _lease_batch(run: Run, number: int) -> None:
     batch = await run.queue.lease_batch(run.step)
     if not isinstance(batch, Batch):
-        raise TransferQueueError(f"run {run.name}, step {run.step}: {batch.cause}")
+        raise QueueError(f"run {run.name}, step {run.step}: {batch.cause}")
     run.step += 1
 
 

@@ -29,12 +29,10 @@ from benchmarks.support.bare import BareEngine
 from benchmarks.support.child import own_stdout
 from benchmarks.support.load import Ask, Load, Stream, Tally, Took, run_load
 from benchmarks.support.turns import Turns, run_turns
-from penstock.deploy.link import Link
-from penstock.rollout_server.client import RolloutClient
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.registry import make_engine
-from penstock.rollout_server.protocol import Chunk, Engine, GenerateRequest, Sampling
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
+from penstock.deploy import Link
+from penstock.rollout_server import Chunk, Engine, GenerateRequest, RolloutClient, RolloutConfig, Sampling
+from penstock.rollout_server.engines import make_engine
+from penstock.transfer_queue import RedisTransferQueue
 
 TIMEOUT_S = 600.0
 

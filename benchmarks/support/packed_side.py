@@ -11,16 +11,21 @@ from benchmarks.support import train_side
 from benchmarks.support.meter import Meter, peak_bytes
 from benchmarks.support.train_side import Done, Settings
 from benchmarks.support.work import EPSILON, Work
-from penstock.trainer.batch import StepBatch, make_step_batch
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer import (
+    FSDPEngine,
+    Learner,
+    Pack,
+    Policy,
+    Ranks,
+    StepBatch,
+    TrainerConfig,
+    load_policy,
+    make_step_batch,
+    model_inputs,
+    pack_rows,
+)
 from penstock.trainer.context import whole
-from penstock.trainer.engine import FSDPEngine
-from penstock.trainer.learner import Learner
-from penstock.trainer.packing import Pack, pack_rows
-from penstock.trainer.policy import Policy, load_policy, model_inputs
-from penstock.trainer.ranks import Ranks
-from penstock.transfer_queue.queue import Batch
-from penstock.transfer_queue.trajectory import COMPLETED, Segment, Trajectory
+from penstock.transfer_queue import COMPLETED, Batch, Segment, Trajectory
 
 COLLECTIVE_TIMEOUT_S = 600.0
 

@@ -26,8 +26,8 @@ from benchmarks.support.load import Load
 from benchmarks.support.queue_calls import make_ready
 from benchmarks.support.rollout_run import Server, load_process, rollout_servers
 from benchmarks.support.summary import quantile
-from penstock.rollout_server.weights import WeightPublisher
-from penstock.transfer_queue.queue import Announcement, WeightUpdate
+from penstock.transfer_queue import Announcement, WeightUpdate
+from penstock.weight_sync import WeightPublisher
 
 BEFORE_S = 2.0
 SETTLE_S = 1.0

@@ -7,10 +7,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import Announcement, Batch, Lease, Limits, TransferQueue, TransferQueueError
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.trajectory import COMPLETED, DataCursor, Segment, Task, Trajectory
+from penstock.transfer_queue import (
+    COMPLETED,
+    Announcement,
+    Batch,
+    DataCursor,
+    Lease,
+    Limits,
+    QueueError,
+    RedisTransferQueue,
+    Segment,
+    Task,
+    Trajectory,
+    TransferQueue,
+    TransferQueueConfig,
+)
 
 GROUP_SIZE = 4
 TINY = Segment(
@@ -45,7 +56,7 @@ async def start_run(queue: TransferQueue, groups: int) -> None:
 async def leased_work(queue: TransferQueue, worker: str, count: int) -> list[Lease]:
     leases = await queue.lease_episodes(worker, count, 0)
     if len(leases) != count:
-        raise TransferQueueError(f"{worker} was given {len(leases)} episodes, not {count}")
+        raise QueueError(f"{worker} was given {len(leases)} episodes, not {count}")
     return leases
 
 
@@ -53,7 +64,7 @@ async def consume_step(queue: TransferQueue, step: int) -> Sequence[Trajectory]:
     """What a trainer does with a step: its batch, the payloads, the new version, the checkpoint's commit."""
     batch = await queue.lease_batch(step)
     if not isinstance(batch, Batch):
-        raise TransferQueueError(f"step {step} is not ready: {batch.cause}")
+        raise QueueError(f"step {step} is not ready: {batch.cause}")
     trajectories = await queue.read([episode for group in batch.groups for episode in group])
     await queue.publish_version(Announcement(step + 1, {}))
     await queue.commit(step + 1)
@@ -71,4 +82,4 @@ async def make_ready(queue: TransferQueue, version: int) -> None:
     segment = replace(TINY, version_spans=np.array([[step, 0, len(TINY.response_ids)]], dtype=np.int32))
     await queue.complete(lease, Trajectory(lease.episode_id, lease.task.task_id, (segment,), 1.0, COMPLETED))
     if not isinstance(batch := await queue.lease_batch(step), Batch):
-        raise TransferQueueError(f"step {step} is not ready: {batch.cause}")
+        raise QueueError(f"step {step} is not ready: {batch.cause}")

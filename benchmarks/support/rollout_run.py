@@ -16,12 +16,8 @@ from typing import Any
 
 from benchmarks.support.child import ROOT, Child
 from benchmarks.support.engine_process import engine_pids, find_address
-from penstock.deploy.config import RunConfig
-from penstock.deploy.link import Link, limits_of
-from penstock.deploy.load_config import dump_config
-from penstock.deploy.processes import RoleProcess, RoleSpec
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.deploy import Link, RoleProcess, RoleSpec, RunConfig, dump_config, limits_of
+from penstock.transfer_queue import RedisServer, RedisTransferQueue
 
 STARTS_S = 300.0
 STOPS_S = 30.0

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from benchmarks.support.child import ROOT
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import SandboxError
+from penstock.sandbox import SandboxConfig, SandboxError
 
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 60.0

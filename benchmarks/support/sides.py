@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from benchmarks.support.child import ROOT, Child
 from benchmarks.support.memory import family
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import RedisServer
 
 PYTHON_VARIABLE = "PENSTOCK_BENCH_PYTHON"
 SUPPORT = Path(__file__).resolve().parent

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from penstock.agent_loops.chat import ChatTokens
-from penstock.rollout_server.protocol import Chunk, GenerateRequest, Generation
-from penstock.tools.base import BaseTool, ToolResult
-from penstock.transfer_queue.trajectory import Task
+from penstock.agent_loops import ChatTokens
+from penstock.rollout_server import Chunk, GenerateRequest, Generation
+from penstock.tools import BaseTool, ToolResult
+from penstock.transfer_queue import Task
 
 SIGMA = 0.8
 """Of the logarithm of a latency: one in a hundred takes 6.4 times the median."""

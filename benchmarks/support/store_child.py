@@ -21,10 +21,7 @@ from redis.backoff import NoBackoff
 from benchmarks.support.arrays import payload_arrays
 from benchmarks.support.child import answer_questions, own_stdout
 from benchmarks.support.queue_calls import GROUP_SIZE, consume_step, leased_work, open_queue, start_run
-from penstock.transfer_queue.codec import encode_trajectory
-from penstock.transfer_queue.queue import Lease
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.trajectory import COMPLETED, Segment, Trajectory
+from penstock.transfer_queue import COMPLETED, Lease, RedisTransferQueue, Segment, Trajectory, encode_trajectory
 
 Answer = dict[str, Any]
 

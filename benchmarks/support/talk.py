@@ -9,20 +9,23 @@ from itertools import pairwise
 from typing import Any
 
 from benchmarks.support.queue_calls import tasks
-from penstock.agent_loops.chat import ChatTokens, tool_messages
-from penstock.agent_loops.client import FakeClient
-from penstock.agent_loops.errors import AgentError
-from penstock.agent_loops.journal import EpisodeJournal
-from penstock.agent_loops.llm import EpisodeLLM, Reply
-from penstock.agent_loops.segment import Budget, SegmentBuilder
-from penstock.agent_loops.template import Message
-from penstock.agent_loops.toolbox import ToolBox
-from penstock.rollout_server.protocol import Sampling
-from penstock.tools.base import BaseTool, ToolResult
-from penstock.tools.config import ToolConfig
+from penstock.agent_loops import (
+    AgentError,
+    Budget,
+    ChatTokens,
+    EpisodeJournal,
+    EpisodeLLM,
+    FakeClient,
+    Message,
+    Reply,
+    SegmentBuilder,
+    ToolBox,
+    tool_messages,
+)
+from penstock.rollout_server import Sampling
+from penstock.tools import BaseTool, ToolConfig, ToolResult
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import Lease, Limits
+from penstock.transfer_queue import Lease, Limits, MemoryTransferQueue
 
 THOUGHT_CHARS, RESULT_CHARS = 900, 1_000
 CUTS = 40

@@ -7,8 +7,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.rollout_server.client import RolloutClient
-from penstock.rollout_server.protocol import GenerateRequest, Sampling
+from penstock.rollout_server import GenerateRequest, RolloutClient, Sampling
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ import uvloop
 
 from benchmarks.support.child import answer_questions, own_stdout
 from benchmarks.support.queue_calls import TINY, open_queue
-from penstock.transfer_queue.queue import Lease, TransferQueue
-from penstock.transfer_queue.trajectory import COMPLETED, Trajectory
+from penstock.transfer_queue import COMPLETED, Lease, Trajectory, TransferQueue
 
 LEASES = 64
 """Asked for by one call, and completed at the same time."""

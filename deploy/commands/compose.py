@@ -33,15 +33,15 @@ def init(
 
     Example: penstock compose init stack recipes/calculator.yaml name=mine && cd stack && docker compose up -d
     """
-    from penstock.deploy.compose.stack import Stack, make_stack
-    from penstock.transfer_queue.queue import TransferQueueError
+    from penstock.deploy.placements.compose.stack import Stack, make_stack
+    from penstock.transfer_queue import QueueError
 
     if bool(trainer_gpus) != bool(rollout_gpus):
         raise typer.BadParameter("--trainer-gpus and --rollout-gpus go together: who has which?")
     try:
         stack = Stack(folder, recipe, overrides or [], trainer_gpus, rollout_gpus or [])
         config = make_stack(stack)
-    except (ConfigError, TransferQueueError) as error:
+    except (ConfigError, QueueError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None
     typer.echo(f"run {config.name}: cd {folder} && docker compose up -d", err=True)

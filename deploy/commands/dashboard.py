@@ -12,7 +12,7 @@ import typer
 from penstock.deploy.load_config import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.dashboard.access import Tokens
+    from penstock.dashboard import Tokens
     from penstock.deploy.link import Link
 
 VIEW_TOKEN_VARIABLE = "PENSTOCK_VIEW_TOKEN"  # noqa: S105 - the variable's name, not a secret
@@ -28,7 +28,8 @@ def dashboard(
     Sign in with PENSTOCK_TOKEN where that is set, else with a token that is made and printed;
     PENSTOCK_VIEW_TOKEN, where set, looks and changes nothing.
     """
-    from penstock.dashboard.serve import CannotListen, serve
+    from penstock.dashboard import CannotListen
+    from penstock.dashboard.serve import serve
     from penstock.deploy.live_queues import FolderQueues
     from penstock.deploy.roles import run_role
 
@@ -50,7 +51,7 @@ def _say(url: str) -> None:
 
 
 def _tokens() -> Tokens:
-    from penstock.dashboard.access import Tokens
+    from penstock.dashboard import Tokens
     from penstock.deploy.link import TOKEN_VARIABLE
 
     write, read = os.environ.get(TOKEN_VARIABLE), os.environ.get(VIEW_TOKEN_VARIABLE, "")

@@ -28,7 +28,7 @@ def calculator(
     seed: int = 0,
 ) -> None:
     """Generated arithmetic: what the quickstart trains on."""
-    from penstock.deploy.data import calculator as generator
+    from penstock.datasets import calculator as generator
 
     for split, count in generator.write(out, train, evaluation, seed).items():
         typer.echo(f"{out / f'{split}.parquet'}: {count} problems")
@@ -44,7 +44,7 @@ def gsm8k_equations(
     keep_duplicates: Annotated[bool, typer.Option(help="Keep expressions that occur more than once.")] = False,
 ) -> None:
     """One task per calculator annotation of GSM8K (<<48/2=24>>), train and test split."""
-    from penstock.deploy.data import gsm8k_equations as converter
+    from penstock.datasets import gsm8k_equations as converter
 
     try:
         counts = converter.write(source, out, all_rows=everything, keep_duplicates=keep_duplicates)

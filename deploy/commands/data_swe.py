@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from penstock.deploy.data.swe.convert import Format, Places
-    from penstock.sandbox.protocol import Sandbox
+    from penstock.datasets.swe import Format, Places
+    from penstock.sandbox import Sandbox
 
 T = TypeVar("T")
 Backend = Annotated[str, typer.Option(help="Where tests run: bwrap or docker.")]
@@ -52,8 +52,7 @@ def swe_mutations(  # noqa: PLR0917 - options of a command
 
     Example: penstock data swe-mutations --package mdurl --tests recipes/swe/package_tests/mdurl --out data/swe
     """
-    from penstock.deploy.data.swe.factory import FactorySettings
-    from penstock.deploy.data.swe.make import Wanted, make_tasks
+    from penstock.datasets.swe import FactorySettings, Wanted, make_tasks
 
     folders = tests or []
     if len(folders) > len(package):
@@ -74,7 +73,7 @@ def swe_check(
     image: BoxImage = "penstock-box:base",
 ) -> None:
     """Grade each task's reference patch, and no patch; say what is wrong with a task. Status 1 where one is unsound."""
-    from penstock.deploy.data.swe.make import check_tasks
+    from penstock.datasets.swe import check_tasks
 
     sandbox = _sandbox(backend, image, 1)
     problems = _guarded(lambda: asyncio.run(check_tasks(tasks, sandbox, times, limit, _progress)))
@@ -118,7 +117,8 @@ def r2e(source: Input, out: Out, split: Split = "train", image: Image = "penstoc
 def _convert(  # noqa: PLR0917 - the options as they come
     kind: Format, source: Path, out: Path, split: str, image: str, repositories: Path | None, test_command: str
 ) -> None:
-    from penstock.deploy.data.swe.convert import Places, convert
+    from penstock.datasets.swe import Places
+    from penstock.datasets.swe.convert import convert
 
     places: Places = Places(image, repositories, test_command)
     done = _guarded(lambda: convert(kind, source, out, places, split))
@@ -128,8 +128,8 @@ def _convert(  # noqa: PLR0917 - the options as they come
 
 
 def _sandbox(backend: str, image: str, concurrency: int) -> Sandbox:
-    from penstock.deploy.data.swe.make import box_config
-    from penstock.sandbox.make import make_sandbox
+    from penstock.datasets.swe import box_config
+    from penstock.sandbox import make_sandbox
 
     return _guarded(lambda: make_sandbox(box_config(backend, image, concurrency), "swe-data"))
 
@@ -142,11 +142,8 @@ def _guarded(work: Callable[[], T]) -> T:
     """Mistakes of people are one message, not a traceback."""
     from pydantic import ValidationError
 
-    from penstock.deploy.data.swe.box_packages import NoPytest
-    from penstock.deploy.data.swe.package import PackageError
-    from penstock.deploy.data.swe.raw_rows import BadFile
-    from penstock.deploy.data.swe.store import GitFailed
-    from penstock.sandbox.protocol import SandboxError
+    from penstock.datasets.swe import BadFile, GitFailed, NoPytest, PackageError
+    from penstock.sandbox import SandboxError
     from penstock.sandbox.swe import SweTaskError
 
     complaints = (BadFile, GitFailed, NoPytest, OSError, PackageError, SandboxError, SweTaskError, ValidationError)

@@ -15,7 +15,7 @@ from rich.console import Console
 from penstock.deploy.load_config import ConfigError, load_config
 
 if TYPE_CHECKING:
-    from penstock.deploy.checks import Check
+    from penstock.deploy.preflight import Check
 
 STYLES = {"ok": "green", "warn": "yellow", "skip": "dim", "FAIL": "red"}
 console = Console(highlight=False)
@@ -54,7 +54,7 @@ def doctor(
 
 def _running(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
     """Raises `ConfigError`."""
-    from penstock.deploy.checks import all_checks
+    from penstock.deploy.preflight import all_checks
 
     if recipe is None:
         raise ConfigError("RECIPE is missing: penstock doctor recipes/calculator.yaml, or --join for a living run")
@@ -63,15 +63,15 @@ def _running(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
 
 def _joining(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
     """Of the run in the environment, else of the recipe's living run in its folder. Raises `ConfigError`."""
-    from penstock.deploy.checks import joining_checks, reach
     from penstock.deploy.link import TOKEN_VARIABLE, Link, link_of_run
-    from penstock.transfer_queue.queue import TransferQueueError
+    from penstock.deploy.preflight import joining_checks, reach
+    from penstock.transfer_queue import QueueError
 
     link = link_of_run(load_config(recipe, overrides)) if recipe is not None else Link.from_environment()
     os.environ.setdefault(TOKEN_VARIABLE, link.token)  # a sandbox server is asked with the run's
     try:
         config = asyncio.run(reach.config_of(link))
-    except TransferQueueError as error:
+    except QueueError as error:
         yield from asyncio.run(reach.why_not(link, error))
         return
     yield from asyncio.run(reach.check_run(link, config))

@@ -20,7 +20,7 @@ def export(
     """
     from penstock.deploy.load_config import ConfigError, parse_config
     from penstock.deploy.run_dir import RunDir
-    from penstock.trainer.export import export_checkpoint
+    from penstock.trainer import export_checkpoint
 
     place = RunDir(run)
     try:

@@ -1,4 +1,4 @@
-"""`penstock kubernetes`: what the Helm chart in deploy/kubernetes cannot make itself."""
+"""`penstock kubernetes`: what the Helm chart in deploy/placements/kubernetes cannot make itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import yaml
 
 from penstock.deploy.commands.dashboard import VIEW_TOKEN_VARIABLE
 from penstock.deploy.link import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE
-from penstock.transfer_queue.acl import user_rules
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.transfer_queue import QueueError, user_rules
 
 app = typer.Typer(help="A run on Kubernetes, see docs/kubernetes.md.", no_args_is_help=True)
 LOGINS = {"head": "owner", "rollout": "rollout", "agent": "agent", "page": "agent"}
@@ -37,7 +36,7 @@ def print_secrets(
     """
     try:
         manifests = list(secrets_of(run, release))
-    except TransferQueueError as error:
+    except QueueError as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None
     typer.echo(yaml.safe_dump_all(manifests, sort_keys=False, width=1000), nl=False)
@@ -46,7 +45,7 @@ def print_secrets(
 def secrets_of(run: str, release: str) -> Iterator[dict[str, Any]]:
     """One Secret with Redis's users (hashes of passwords only), and one login per kind of pod.
 
-    Raises `TransferQueueError` for a run's name that could reach over its keys.
+    Raises `QueueError` for a run's name that could reach over its keys.
     """
     token, view_token = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     passwords = {role: secrets.token_urlsafe(32) for role in dict.fromkeys(LOGINS.values())}

@@ -14,9 +14,16 @@ import typer
 
 from penstock.deploy.link import PASSWORD_VARIABLE, RUN_VARIABLE, USER_VARIABLE, Link
 from penstock.deploy.load_config import ConfigError
-from penstock.transfer_queue.acl import RIGHTS, setuser_commands
-from penstock.transfer_queue.gauges import exposition, version_lags
-from penstock.transfer_queue.queue import ServerInfo, Status, TransferQueue, TransferQueueError
+from penstock.transfer_queue import (
+    RIGHTS,
+    QueueError,
+    ServerInfo,
+    Status,
+    TransferQueue,
+    exposition,
+    setuser_commands,
+    version_lags,
+)
 
 app = typer.Typer(
     help="Look into a run's queue, mend it, remove it. `source runs/NAME/connect.env` first.", no_args_is_help=True
@@ -77,7 +84,7 @@ def acl(run: RunArgument = None) -> None:
     passwords = {role: secrets.token_urlsafe(32) for role in RIGHTS}
     try:
         print("\n".join(setuser_commands(name, passwords)))
-    except TransferQueueError as error:
+    except QueueError as error:
         raise _mistake(error) from None
     for role, password in passwords.items():
         typer.echo(f"export {USER_VARIABLE}={name}-{role} {PASSWORD_VARIABLE}={password}", err=True)
@@ -126,7 +133,7 @@ def _ask(run: str | None, question: Callable[[TransferQueue], Awaitable[Answer]]
 def _run(job: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
     try:
         return asyncio.run(job())
-    except (ConfigError, TransferQueueError) as error:
+    except (ConfigError, QueueError) as error:
         raise _mistake(error) from None
 
 

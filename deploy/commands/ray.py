@@ -43,7 +43,7 @@ def scale(
 
     Those that are added wait until the cluster has room for them. Example: penstock ray scale calculator rollout=4
     """
-    from penstock.deploy.on_ray.board import parse_counts
+    from penstock.deploy.placements.ray.board import parse_counts
 
     try:
         wanted = parse_counts(counts)
@@ -53,7 +53,7 @@ def scale(
 
 
 def _guarded(run: str, address: str | None, wanted: Mapping[str, int], wait_s: float) -> None:
-    from penstock.deploy.on_ray.cluster import connect
+    from penstock.deploy.placements.ray.cluster import connect
 
     try:
         connect(address, run)
@@ -70,7 +70,7 @@ def _ask(run: str, wanted: Mapping[str, int], wait_s: float) -> dict[str, Any]:
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
-    from penstock.deploy.on_ray.board import find_board
+    from penstock.deploy.placements.ray.board import find_board
 
     board = find_board(run)
     deadline = time.monotonic() + wait_s

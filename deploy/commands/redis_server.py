@@ -32,8 +32,7 @@ def redis_server(
     """
     from penstock.deploy.roles import run_role
     from penstock.deploy.shared_redis import serve
-    from penstock.transfer_queue.queue import TransferQueueError
-    from penstock.transfer_queue.redis_server import RedisServer
+    from penstock.transfer_queue import QueueError, RedisServer
 
     def work() -> None:
         server = RedisServer(
@@ -41,7 +40,7 @@ def redis_server(
         )
         run_role(lambda: serve(server, linger_while, linger_s))
 
-    guarded(work, TransferQueueError)
+    guarded(work, QueueError)
 
 
 def _password() -> str:

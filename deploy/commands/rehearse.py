@@ -14,7 +14,7 @@ import typer
 from penstock.deploy.load_config import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.agent_loops.rehearsal import Policy, Rehearsal
+    from penstock.agent_loops import Policy, Rehearsal
     from penstock.deploy.config import RunConfig
     from penstock.trainer.data import Row
 
@@ -38,12 +38,12 @@ def rehearse(
 
     Example: penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:oracle --expect 1
     """
-    from penstock.agent_loops.errors import AgentError
+    from penstock.agent_loops import AgentError
     from penstock.deploy.load_config import load_config
     from penstock.deploy.rehearsal import rows_of
-    from penstock.sandbox.protocol import SandboxError
-    from penstock.tools.registry import ToolConfigError
-    from penstock.trainer.data import DataError
+    from penstock.sandbox import SandboxError
+    from penstock.tools import ToolConfigError
+    from penstock.trainer import DataError
 
     try:
         config = load_config(recipe, overrides or [])
@@ -57,7 +57,7 @@ def rehearse(
 
 
 def _policy(spec: str) -> Policy:
-    from penstock.agent_loops.load import load_object
+    from penstock.agent_loops import load_object
 
     found: Policy = load_object(spec, Path.cwd())
     return found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from penstock.trainer.replay import Replayed
+    from penstock.trainer import Replayed
 
 MOST_CAUSES = 12
 
@@ -21,7 +21,7 @@ def replay(dump: Annotated[Path, typer.Argument(help="A folder in runs/NAME/bad_
     Ends with 0 where both numbers are the recorded ones, else with 1.
     """
     sys.path.insert(0, os.getcwd())  # users' losses and corrections by dotted path
-    from penstock.trainer.bad_batch import BadDump
+    from penstock.trainer import BadDump
     from penstock.trainer.replay import replay as compute
 
     try:

@@ -23,9 +23,7 @@ def reward_server(  # noqa: PLR0917 - typer reads the options off the parameters
 ) -> None:
     """Start a reward-model server, for `agent.reward: reward_server` [PENSTOCK_REWARD_TOKEN]."""
     from penstock.deploy.roles import run_role
-    from penstock.rollout_server.reward_model.batcher import Batcher
-    from penstock.rollout_server.reward_model.classifier import BadModel, HuggingFaceClassifier
-    from penstock.rollout_server.reward_model.server import build_app, serve
+    from penstock.rollout_server.reward_model import BadModel, Batcher, HuggingFaceClassifier, build_app, serve
 
     async def role() -> None:
         batches = Batcher(classifier.score, max_rows=batch_rows, max_tokens=batch_tokens, wait_s=batch_wait_ms / 1000)
@@ -42,7 +40,7 @@ def reward_server(  # noqa: PLR0917 - typer reads the options off the parameters
 
 
 def _token() -> str:
-    from penstock.agent_loops.rewards.reward_server import TOKEN_VARIABLE
+    from penstock.agent_loops.rewards import TOKEN_VARIABLE
 
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.deploy.checks import run_checks
 from penstock.deploy.config import RunConfig
 from penstock.deploy.crew import Placement
 from penstock.deploy.load_config import ConfigError, dump_config, load_config
-from penstock.transfer_queue.queue import TransferQueueError
+from penstock.deploy.preflight import run_checks
+from penstock.transfer_queue import QueueError
 
 console = Console(stderr=True, highlight=False)
 
@@ -42,7 +42,7 @@ def run_recipe(
         summary = asyncio.run(launch(config, resume=resume, placement=placement))
     except ConfigError as error:
         return _complain(str(error), 2)
-    except (RoleFailed, StalledRun, TransferQueueError) as error:
+    except (RoleFailed, StalledRun, QueueError) as error:
         return _complain(str(error), 1)
     except (Interrupted, KeyboardInterrupt):
         where = f" --on ray{f' --ray-address {ray_address}' if ray_address else ''}" if on_ray else ""
@@ -54,10 +54,10 @@ def run_recipe(
 
 def _ray_placement(address: str | None) -> Placement:
     """Raises `ConfigError`."""
-    from penstock.deploy.on_ray.cluster import INSTALL
+    from penstock.deploy.placements.ray.cluster import INSTALL
 
     try:
-        from penstock.deploy.on_ray.placement import RayPlacement
+        from penstock.deploy.placements.ray.placement import RayPlacement
     except ImportError as error:
         raise ConfigError(f"{INSTALL} ({error})") from None
     return RayPlacement(address)

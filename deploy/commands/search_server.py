@@ -11,7 +11,7 @@ import typer
 from penstock.deploy.load_config import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.tools.retrieval.corpus import Index
+    from penstock.tools.retrieval import Index
 
 
 def search_server(
@@ -33,9 +33,8 @@ def search_server(
     The index is built at the first start and kept; a corpus that has changed is indexed anew.
     """
     from penstock.deploy.roles import run_role
-    from penstock.tools.retrieval.corpus import BadCorpus
+    from penstock.tools.retrieval import BadCorpus, serve
     from penstock.tools.retrieval.folder import IndexFailed
-    from penstock.tools.retrieval.server import serve
 
     async def role(opened: Index, token: str) -> None:
         await serve(opened, host, port, token, topk)
@@ -51,7 +50,7 @@ def search_server(
 
 
 def _token() -> str:
-    from penstock.tools.search import TOKEN_VARIABLE
+    from penstock.tools import TOKEN_VARIABLE
 
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
@@ -63,8 +62,7 @@ def _open(corpus: Path, folder: Path | None, dense: str | None) -> Index:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from penstock.tools.retrieval.dense import open_or_build_dense
-    from penstock.tools.retrieval.index import open_or_build
+    from penstock.tools.retrieval import open_or_build, open_or_build_dense
 
     columns = (TextColumn("index {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     total_bytes = corpus.stat().st_size if corpus.is_file() else 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from penstock.simulator.config import Simulation
+    from penstock.simulator import Simulation
 
 COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "staleness_mean", "staleness_max")
 
@@ -35,8 +35,7 @@ def simulate(
     penstock simulate simulator/setups/agentic-64.yaml --sweep max_staleness=0,1,2,4
     penstock simulate --case verl-7b-64-64 --json · penstock simulate --check
     """
-    from penstock.simulator.clock import StuckSimulation
-    from penstock.simulator.load import BadSetup
+    from penstock.simulator import BadSetup, StuckSimulation
 
     try:
         if check:
@@ -55,7 +54,7 @@ def simulate(
 
 
 def _config(setup: Path | None, case: str | None, overrides: list[str]) -> Simulation:
-    from penstock.simulator.load import BadSetup, changed, of_case, of_file
+    from penstock.simulator import BadSetup, changed, of_case, of_file
 
     if case is not None and setup is not None:
         overrides = [str(setup), *overrides]  # with --case the first argument is an override already
@@ -68,14 +67,14 @@ def _config(setup: Path | None, case: str | None, overrides: list[str]) -> Simul
 
 
 def _list() -> None:
-    from penstock.simulator.load import case_names
+    from penstock.simulator import case_names
 
     for name in case_names():
         typer.echo(name)
 
 
 def _one(config: Simulation, as_json: bool) -> None:
-    from penstock.simulator.split import advised
+    from penstock.simulator import advised
 
     found = advised(config)
     if as_json:
@@ -92,8 +91,8 @@ def _one(config: Simulation, as_json: bool) -> None:
 
 
 def _sweep(config: Simulation, sweep: str, as_json: bool) -> None:
-    from penstock.simulator.load import BadSetup, changed
-    from penstock.simulator.pipeline import simulate as run
+    from penstock.simulator import BadSetup, changed
+    from penstock.simulator import simulate as run
 
     key, equals, values = sweep.partition("=")
     if not equals or not values:

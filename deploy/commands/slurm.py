@@ -11,9 +11,9 @@ from typer.core import TyperGroup
 
 from penstock.deploy.commands.guard import guarded
 from penstock.deploy.load_config import ConfigError, load_config, parse_config
+from penstock.deploy.placements.slurm.placement import place, server_gpus
+from penstock.deploy.placements.slurm.request import Job, Runtime
 from penstock.deploy.run_dir import RunDir
-from penstock.deploy.slurm.placement import place, server_gpus
-from penstock.deploy.slurm.request import Job, Runtime
 
 
 class _RecipeFirst(TyperGroup):
@@ -80,9 +80,9 @@ def run(
 
     Example: penstock slurm recipes/calculator.yaml rollout.servers=8 --nodes 3 --gpus-per-node 4 --time 12:00:00
     """
-    from penstock.deploy.slurm.script import Recipe, run_script
-    from penstock.deploy.slurm.secrets import write_secrets
-    from penstock.deploy.slurm.submit import submit
+    from penstock.deploy.placements.slurm.script import Recipe, run_script
+    from penstock.deploy.placements.slurm.secrets import write_secrets
+    from penstock.deploy.placements.slurm.submit import submit
 
     def work() -> None:
         job = Job(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,
@@ -132,8 +132,8 @@ def join(
 
     Example: penstock slurm join runs/calculator --array 0-3 --gpus-per-node 1 --time 4:00:00
     """
-    from penstock.deploy.slurm.script import join_script
-    from penstock.deploy.slurm.submit import submit
+    from penstock.deploy.placements.slurm.script import join_script
+    from penstock.deploy.placements.slurm.submit import submit
 
     def work() -> None:
         job = Job(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,

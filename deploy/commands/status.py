@@ -85,8 +85,7 @@ async def _watch(folder: Path, name: str) -> None:
 @contextlib.asynccontextmanager
 async def _looking(folder: Path, name: str) -> AsyncIterator[Callable[[], Awaitable[dict[str, Any]]]]:
     """What asks for the run's state, as often as it is called; what it holds open is closed."""
-    from penstock.dashboard.live import Pulse
-    from penstock.dashboard.runs import RunFiles
+    from penstock.dashboard import Pulse, RunFiles
     from penstock.deploy.link import Link
     from penstock.deploy.live_queues import FolderQueues
     from penstock.deploy.load_config import ConfigError

@@ -61,14 +61,14 @@ def steps_of(text: str) -> Steps:
 def weight_updates(root: Path) -> list[dict[str, Any]]:
     """Of a run that lives from its queue, else as the run wrote them when it ended."""
     from penstock.deploy.load_config import ConfigError
-    from penstock.trainer.jsonl import read_lines
-    from penstock.transfer_queue.queue import TransferQueueError
+    from penstock.trainer import read_lines
+    from penstock.transfer_queue import QueueError
 
     living = root / "connect.env"
     if living.exists():
         try:
             return asyncio.run(_from_queue(living.read_text(encoding="utf-8")))
-        except (ConfigError, TransferQueueError, OSError) as error:
+        except (ConfigError, QueueError, OSError) as error:
             typer.echo(f"no weight swaps: the run's queue does not tell them: {error}", err=True)
     return read_lines(root / "weight_updates.jsonl")
 

@@ -15,8 +15,7 @@ from penstock.deploy.link import Link
 from penstock.deploy.load_config import ConfigError
 from penstock.deploy.processes import die_with_parent
 from penstock.deploy.weights_dir import local_weights_dir
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.meeting import RANKS_FILE_VARIABLE
+from penstock.trainer import RANKS_FILE_VARIABLE, TrainerConfig
 
 NODES_VARIABLE = "PENSTOCK_TRAIN_NODES"
 RENDEZVOUS_VARIABLE = "PENSTOCK_TRAIN_RENDEZVOUS"

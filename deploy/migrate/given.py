@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from penstock.deploy.data.arithmetic import BadExpression, canonical, evaluate
+from penstock.datasets import BadExpression, canonical, evaluate
 
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")

@@ -22,8 +22,8 @@ class Server:
 
 
 def _rollout() -> FastAPI:
-    from penstock.agent_loops.capture.routes import make_router
-    from penstock.rollout_server.routes import make_routes
+    from penstock.gateway import make_router
+    from penstock.rollout_server import make_routes
 
     app = make_routes(NOTHING, "MODEL", lambda: None)
     app.include_router(make_router(NOTHING, "http://HOST:PORT", "TOKEN", lambda: 0))
@@ -31,15 +31,14 @@ def _rollout() -> FastAPI:
 
 
 def _sandbox() -> FastAPI:
-    from penstock.sandbox.config import SandboxConfig
-    from penstock.sandbox.server.app import build_app
+    from penstock.sandbox import SandboxConfig
+    from penstock.sandbox.server import build_app
 
     return build_app(NOTHING, SandboxConfig(), ())
 
 
 def _dashboard() -> FastAPI:
-    from penstock.dashboard.access import Tokens
-    from penstock.dashboard.app import make_app
+    from penstock.dashboard import Tokens, make_app
     from penstock.deploy.live_queues import FolderQueues
 
     runs = Path("runs")
@@ -47,14 +46,13 @@ def _dashboard() -> FastAPI:
 
 
 def _reward() -> FastAPI:
-    from penstock.rollout_server.reward_model.batcher import Batcher
-    from penstock.rollout_server.reward_model.server import build_app
+    from penstock.rollout_server.reward_model import Batcher, build_app
 
     return _innermost(build_app(NOTHING, "TOKEN", "MODEL", batcher=Batcher(lambda _: [])))
 
 
 def _search() -> FastAPI:
-    from penstock.tools.retrieval.server import build_app
+    from penstock.tools.retrieval import build_app
 
     return build_app(NOTHING, "TOKEN")
 

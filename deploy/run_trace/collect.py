@@ -18,8 +18,7 @@ from typing import Any
 
 from penstock.deploy.run_trace.episodes import episode_slice
 from penstock.deploy.run_trace.slices import Process, Slice
-from penstock.trainer.jsonl import last_by_step, read_lines
-from penstock.trainer.timeline import CHECKPOINT, EVALUATION, FILE, PUBLISH, STEPS, read_timeline
+from penstock.trainer import CHECKPOINT, EVALUATION, FILE, PUBLISH, STEPS, last_by_step, read_lines, read_timeline
 
 Line = Mapping[str, Any]
 COUNTERS = ("reward", "staleness_mean", "tokens_per_s")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.transfer_queue import ServerInfo
 
 logger = logging.getLogger(__name__)
 

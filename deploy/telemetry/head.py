@@ -22,7 +22,7 @@ from penstock.deploy.run_dir import RunDir
 from penstock.deploy.telemetry.access import metrics_token
 from penstock.deploy.telemetry.addresses import Target, target_list, write_targets, write_token
 from penstock.deploy.telemetry.served import metrics_served
-from penstock.transfer_queue.queue import TransferQueue
+from penstock.transfer_queue import TransferQueue
 
 logger = logging.getLogger(__name__)
 EVERY_S = 5.0

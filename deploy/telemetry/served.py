@@ -20,9 +20,7 @@ from starlette.types import ASGIApp, Lifespan
 from penstock.deploy.telemetry.access import metrics_token
 from penstock.deploy.telemetry.addresses import Target, announced
 from penstock.deploy.telemetry.config import TelemetryConfig
-from penstock.rollout_server.access import METRICS, OpensMetrics, RequireToken
-from penstock.rollout_server.routes import PROMETHEUS
-from penstock.rollout_server.server import HttpServer, url_host
+from penstock.rollout_server import METRICS, PROMETHEUS, HttpServer, OpensMetrics, RequireToken, url_host
 
 logger = logging.getLogger(__name__)
 PORTS_TRIED = 32

@@ -15,7 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING
 
-from penstock.rollout_server.tracing import install
+from penstock.rollout_server import install
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

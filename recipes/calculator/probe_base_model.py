@@ -19,8 +19,7 @@ from reward import compute_score
 from traces import PYTHON_TOOL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.deploy.data.arithmetic import BadExpression, evaluate
-from penstock.deploy.data.calculator import problems
+from penstock.datasets import BadExpression, evaluate, problems
 
 CALL = re.compile(r'<tool_call>\n(\{"name": "python".*\})\n</tool_call>$')
 CODE = re.compile(r"print\(round\((.*),(\d)\)\)")

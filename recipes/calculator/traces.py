@@ -7,9 +7,7 @@ import math
 from dataclasses import dataclass
 from random import Random
 
-from penstock.deploy.data.arithmetic import RESULT_DECIMALS, evaluate, operands, printed
-from penstock.deploy.data.expressions import EVERYDAY, LARGE, random_expression
-from penstock.deploy.data.rows import question
+from penstock.datasets import EVERYDAY, LARGE, RESULT_DECIMALS, evaluate, operands, printed, question, random_expression
 
 PYTHON_TOOL = {
     "type": "function",

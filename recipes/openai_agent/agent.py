@@ -31,11 +31,8 @@ from agents import (
 )
 from openai import APIError, AsyncOpenAI
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.tools.base import ToolInfraError
-from penstock.tools.episode_box import EpisodeBox
-from penstock.tools.python import PythonTool
+from penstock.sandbox import SandboxConfig, make_sandbox
+from penstock.tools import EpisodeBox, PythonTool, ToolInfraError
 
 WAIT_S = 20.0
 """How long one `POST /episodes` may wait for work."""

@@ -19,9 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.data.calculator import problems
-from penstock.deploy.data.hub import NoDataset, dataset_file, field, parquet_rows
-from penstock.deploy.data.rows import Row, write_parquet
+from penstock.datasets import NoDataset, Row, dataset_file, field, parquet_rows, problems, write_parquet
 
 SYSTEM = (
     "Solve the problem. You may run Python with the tool `python`, as often as you like: it computes exactly and shows "

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 
-from penstock.agent_loops.rehearsal import Scene
-from penstock.deploy.data.arithmetic import BadExpression, canonical, evaluate
+from penstock.agent_loops import Scene
+from penstock.datasets import BadExpression, canonical, evaluate
 
 _ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
 TOLERANCE = 1e-6

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.agent_loops.rewards.base import Answer, Value
-from penstock.agent_loops.rewards.maths import Maths
-from penstock.sandbox.protocol import Sandbox
+from penstock.agent_loops.rewards import Answer, Maths, Value
+from penstock.sandbox import Sandbox
 
 BOX = "\\boxed{"
 CALLS = ("<tool_call>", "<tool_response>")

@@ -21,8 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from penstock.deploy.data.hub import NoDataset, dataset_file, field, parquet_rows
-from penstock.deploy.data.rows import Row, write_parquet
+from penstock.datasets import NoDataset, Row, dataset_file, field, parquet_rows, write_parquet
 
 CORPUS = Path(__file__).with_name("corpus")
 SYSTEM = (

@@ -18,7 +18,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from penstock.tools.search import SearchTool
+from penstock.tools import SearchTool
 
 HERE = Path(__file__).parent
 TEMPLATE = HERE.parent / "calculator" / "chat_template.jinja"

@@ -7,8 +7,8 @@ penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies
 
 from __future__ import annotations
 
-from penstock.agent_loops.rehearsal import Scene
-from penstock.agent_loops.rewards.search_qa import normalised, targets_of
+from penstock.agent_loops import Scene
+from penstock.agent_loops.rewards import normalised, targets_of
 
 UNKNOWN = "<answer>I do not know</answer>"
 

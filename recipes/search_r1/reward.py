@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from penstock.agent_loops.rewards.search_qa import exact_match, f1
+from penstock.agent_loops.rewards import exact_match, f1
 
 
 def compute_score(

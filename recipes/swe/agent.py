@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.agent_loops import AgentLoopBase, register
-from penstock.agent_loops.chat import tool_messages
-from penstock.agent_loops.conversation import Conversation
+from penstock.agent_loops import AgentLoopBase, Conversation, register, tool_messages
 from penstock.agent_loops.loops.react import final_answer, read_settings, with_system
 from penstock.tools.parsers import ToolCall
 

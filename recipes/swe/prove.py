@@ -19,11 +19,12 @@ from typing import Any
 
 from policies import Says, null, oracle
 
-from penstock.agent_loops.trial import try_loop
-from penstock.sandbox.config import SandboxConfig
-from penstock.tools.config import ToolConfig
-from penstock.trainer.data import Row, load_rows
-from penstock.transfer_queue.trajectory import Task, Trajectory
+from penstock.agent_loops import try_loop
+from penstock.sandbox import SandboxConfig
+from penstock.tools import ToolConfig
+from penstock.trainer import load_rows
+from penstock.trainer.data import Row
+from penstock.transfer_queue import Task, Trajectory
 
 HERE = Path(__file__).parent
 LOOP = f"{HERE / 'agent.py'}:MiniSweAgent"

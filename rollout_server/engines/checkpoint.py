@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.rollout_server.no_torch import no_torch
-from penstock.rollout_server.protocol import EngineError, WeightsRefused
+from penstock.rollout_server.import_without_torch import no_torch
+from penstock.rollout_server.protocol import EngineError
+from penstock.weight_sync import WeightsRefused
 
 Shapes = dict[str, tuple[int, ...]]
 _OUTPUT_HEAD = "lm_head.weight"

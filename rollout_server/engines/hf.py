@@ -19,15 +19,8 @@ from penstock.rollout_server.engines.child import Child
 from penstock.rollout_server.engines.hf_link import Link
 from penstock.rollout_server.limits import fit_request
 from penstock.rollout_server.pictures import read_pictures
-from penstock.rollout_server.protocol import (
-    Chunk,
-    EngineError,
-    EngineInfo,
-    GenerateRequest,
-    LoadReport,
-    Sampling,
-    WeightsRefused,
-)
+from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, GenerateRequest, LoadReport, Sampling
+from penstock.weight_sync import WeightsRefused
 
 PING_S = 10.0
 LOAD_S = 300.0

@@ -34,8 +34,8 @@ from penstock.rollout_server.engines import hf_attention
 from penstock.rollout_server.engines.hf_batch import Batcher
 from penstock.rollout_server.engines.hf_vision import VisionBatcher
 from penstock.rollout_server.engines.hf_weights import Copy, plan_copies
-from penstock.rollout_server.protocol import EngineInfo, ImageRef, LoadReport, Sampling, WeightsRefused
-from penstock.rollout_server.weights import WeightReader
+from penstock.rollout_server.protocol import EngineInfo, ImageRef, LoadReport, Sampling
+from penstock.weight_sync import WeightReader, WeightsRefused
 
 logger = logging.getLogger("penstock.hf")
 TICK_S = 0.12

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock.rollout_server.protocol import WeightsRefused
-from penstock.rollout_server.weights import checksum
-from penstock.rollout_server.weights.manifest import dtype_name, entries
+from penstock.weight_sync import WeightsRefused, checksum, dtype_name, entries
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.rollout_server.engines.checkpoint import Shapes, check_complete
-from penstock.rollout_server.protocol import WeightsRefused
+from penstock.weight_sync import WeightsRefused
 
 
 class VersionReader:
     """Reads versions, whole or as changes of the one before, into what SGLang can be shown."""
 
     def __init__(self, shapes: Shapes) -> None:
-        from penstock.rollout_server.weights import WeightReader
+        from penstock.weight_sync import WeightReader
 
         self._shapes = shapes
         self._reader = WeightReader()
@@ -45,7 +45,7 @@ class VersionReader:
 
 def file_in_memory(tensors: Mapping[str, Any]) -> int:
     """Descriptor of a safetensors file that is on no disk: what a delta leads to was never written as one."""
-    from penstock.rollout_server.weights.tensor_file import write_tensors
+    from penstock.weight_sync import write_tensors
 
     file = os.memfd_create("weights", os.MFD_CLOEXEC)
     try:

@@ -23,7 +23,8 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.answer_stream import AnswerStream, version_of
 from penstock.rollout_server.engines.checkpoint import tensor_shapes
 from penstock.rollout_server.engines.child_server import ChildServer
-from penstock.rollout_server.protocol import EngineError, LoadReport, WeightsRefused
+from penstock.rollout_server.protocol import EngineError, LoadReport
+from penstock.weight_sync import WeightsRefused
 
 QUIET_TURNS = 10
 """Turns of the event loop, each of which polls every socket, without a token: then none is on its way."""

@@ -18,7 +18,8 @@ from penstock.rollout_server.engines.vllm_plugin import REFUSED
 from penstock.rollout_server.engines.vllm_server import MODEL_NAME, VLLMServer
 from penstock.rollout_server.engines.vllm_stream import TokenStream
 from penstock.rollout_server.limits import BadRequest
-from penstock.rollout_server.protocol import EngineError, GenerateRequest, Sampling, WeightsRefused
+from penstock.rollout_server.protocol import EngineError, GenerateRequest, Sampling
+from penstock.weight_sync import WeightsRefused
 
 MAX_TEMPERATURE = 2.0
 READ_POLL_S = 0.01

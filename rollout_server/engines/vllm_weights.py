@@ -38,8 +38,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.rollout_server.engines.held_check import compare_held
 from penstock.rollout_server.engines.vllm_plugin import REFUSED
-from penstock.rollout_server.protocol import WeightsRefused
-from penstock.rollout_server.weights import WeightReader
+from penstock.weight_sync import WeightReader, WeightsRefused
 
 Tensors = dict[str, torch.Tensor]
 _OUTPUT_HEAD = "lm_head.weight"

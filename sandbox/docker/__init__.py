@@ -1,1 +1,5 @@
 """Boxes made by a Docker engine: one container per session."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -5,6 +5,6 @@
 `serving` starts it, `app` puts it together; `docs/sandbox.md` lists the routes, /openapi.json describes them.
 """
 
-from penstock.sandbox.server.serving import serve
+import lazy_loader
 
-__all__ = ["serve"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

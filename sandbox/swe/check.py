@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.sandbox.protocol import Sandbox
-from penstock.sandbox.swe.grade import grade
+from penstock.sandbox.swe.grading import grade
 from penstock.sandbox.swe.limits import SweLimits
 from penstock.sandbox.swe.report import Grade
 from penstock.sandbox.swe.task import SweTask

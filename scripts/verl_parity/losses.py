@@ -11,14 +11,10 @@ from verl.utils import torch_functional
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 
-from penstock.trainer.aggregation import divisor, episode_weights
-from penstock.trainer.choosing import covariances
-from penstock.trainer.critic import value_loss
-from penstock.trainer.kl import ESTIMATORS
+from penstock.trainer import ESTIMATORS, covariances, divisor, entropies, episode_weights, target_logprobs, value_loss
 from penstock.trainer.losses import LOSSES, LossInput
 from penstock.trainer.losses.clip_cov import drawn
 from penstock.trainer.losses.kl_cov import largest
-from penstock.trainer.policy import entropies, target_logprobs
 from verl_parity.inputs import ROWS, Inputs, difference
 
 MODES = {

@@ -11,16 +11,10 @@ from typing import Any
 
 import pytest
 
-from penstock.agent_loops.chat import ChatTokens
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.parts import EpisodeParts
-from penstock.agent_loops.registry import find_loop
-from penstock.agent_loops.reward import RewardFunction
-from penstock.tools.base import BaseTool, ToolResult
-from penstock.tools.config import ToolConfig
+from penstock.agent_loops import AgentConfig, ChatTokens, EpisodeParts, RewardFunction, find_loop
+from penstock.tools import BaseTool, ToolConfig, ToolResult
 from penstock.tools.parsers import get_parser
-from penstock.transfer_queue.queue import Lease, LeaseLost
-from penstock.transfer_queue.trajectory import JournalEntry, Outcome, Task, Trajectory
+from penstock.transfer_queue import JournalEntry, Lease, LeaseLost, Outcome, Task, Trajectory
 
 TEMPLATES = Path(__file__).parent / "templates"
 CORPUS = [

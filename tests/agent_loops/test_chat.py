@@ -10,11 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.agent_loops.chat import chat_of
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.errors import TemplateError
-from penstock.agent_loops.segment import Budget
-from penstock.tools.base import ToolResult
+from penstock.agent_loops import AgentConfig, Budget, TemplateError, chat_of
+from penstock.tools import ToolResult
 
 TOOLS = [
     {
@@ -116,7 +113,7 @@ def test_special_tokens_that_a_tool_prints_do_not_open_a_turn(chat_for):
 
 
 def test_calls_are_found_in_sampled_text_but_not_in_a_reply_cut_by_length(chat_for):
-    from penstock.agent_loops.llm import Reply
+    from penstock.agent_loops import Reply
 
     chat = chat_for("qwen2_5")
     whole = Reply([], CALL + "<|im_end|>", [], "stop")
@@ -126,7 +123,7 @@ def test_calls_are_found_in_sampled_text_but_not_in_a_reply_cut_by_length(chat_f
 
 
 def test_arguments_written_as_plain_text_have_the_types_of_the_tools_that_were_shown(chat_for):
-    from penstock.agent_loops.llm import Reply
+    from penstock.agent_loops import Reply
     from penstock.tools.parsers import get_parser
 
     chat = chat_for("qwen2_5")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.agent_loops.client import FakeClient
-from penstock.rollout_server.protocol import GenerateRequest, Sampling
+from penstock.agent_loops import FakeClient
+from penstock.rollout_server import GenerateRequest, Sampling
 
 
 @pytest.mark.parametrize(("most", "reason"), [(9, "stop"), (3, "length")])

@@ -5,11 +5,9 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.agent_loops.concurrency import HOLD_S, Bounds, Concurrency, WatchedClient
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.job import WorkerJob
-from penstock.rollout_server.client import RolloutClient
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.agent_loops import HOLD_S, AgentConfig, Bounds, Concurrency, WatchedClient, WorkerJob
+from penstock.rollout_server import RolloutClient
+from penstock.transfer_queue import ServerInfo
 
 BOUNDS = Bounds(most=64, server_requests=10, server_tokens=1000)
 

@@ -5,17 +5,12 @@ import dataclasses
 
 import pytest
 
-from penstock.agent_loops.base import AgentLoopBase
-from penstock.agent_loops.client import FakeClient
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.episode import Episode
-from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.reward import RewardFunction
-from penstock.agent_loops.rewards.base import BaseReward
-from penstock.rollout_server.protocol import Generation
-from penstock.sandbox.protocol import SandboxError
-from penstock.tools.base import ToolUnavailable
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+from penstock.agent_loops import AgentConfig, AgentLoopBase, Episode, FakeClient, InfraFailure, RewardFunction
+from penstock.agent_loops.rewards import BaseReward
+from penstock.rollout_server import Generation
+from penstock.sandbox import SandboxError
+from penstock.tools import ToolUnavailable
+from penstock.transfer_queue import Outcome, OutcomeKind
 
 
 @pytest.fixture

@@ -8,12 +8,10 @@ import sys
 
 import pytest
 
-from penstock.agent_loops.client import FakeClient
-from penstock.agent_loops.episode import Episode
-from penstock.agent_loops.traced_sandbox import traced
+from penstock.agent_loops import Episode, FakeClient, traced
 from penstock.rollout_server import tracing
-from penstock.sandbox.fake import FakeSandbox
-from penstock.tools.base import BaseTool, ToolResult
+from penstock.sandbox import FakeSandbox
+from penstock.tools import BaseTool, ToolResult
 
 ANSWER = "The answer is 46."
 
@@ -146,8 +144,8 @@ async def test_a_stopped_episode_ends_its_spans(run, collected, calculator) -> N
 
 
 async def test_branches_have_turns_of_their_own(collected, queue_of, tasks_of) -> None:
+    from penstock.agent_loops import begin_trace, span
     from penstock.agent_loops.episode_spans import episode_spans
-    from penstock.agent_loops.trace import begin_trace, span
 
     async def branch(name: str) -> None:
         for _ in range(2):

@@ -12,12 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.agent_loops.families import FAMILIES, FILES_FROM, GIVEN, Family, given_files, tokenizer_of
 
-from penstock.agent_loops.chat import ChatTokens
-from penstock.agent_loops.errors import TemplateError
-from penstock.agent_loops.llm import Reply
-from penstock.agent_loops.segment import Budget
-from penstock.agent_loops.template import MARK
-from penstock.tools.base import ToolResult
+from penstock.agent_loops import MARK, Budget, ChatTokens, Reply, TemplateError
+from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall, get_parser
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}

@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock.agent_loops.client import FakeClient
-from penstock.agent_loops.episode import Episode
-from penstock.agent_loops.reward import RewardFunction
-from penstock.tools.base import ToolResult
-from penstock.transfer_queue.trajectory import OutcomeKind
+from penstock.agent_loops import Episode, FakeClient, RewardFunction
+from penstock.tools import ToolResult
+from penstock.transfer_queue import OutcomeKind
 
 
 async def test_a_final_result_ends_the_loop_and_reaches_the_reward(

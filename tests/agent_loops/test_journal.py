@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.agent_loops.journal import SESSIONS, EpisodeJournal
-from penstock.agent_loops.named_calls import CallNames, hash_of
-from penstock.agent_loops.toolbox import ToolBox
-from penstock.tools.config import ToolConfig
+from penstock.agent_loops import SESSIONS, CallNames, EpisodeJournal, ToolBox, hash_of
+from penstock.tools import ToolConfig
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue.trajectory import JournalEntry, JournalKind
+from penstock.transfer_queue import JournalEntry, JournalKind
 
 SAMPLED = JournalEntry(kind=JournalKind.SAMPLED, context_hash=7)
 

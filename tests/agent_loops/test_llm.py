@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.agent_loops.client import FakeClient
-from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure
-from penstock.agent_loops.journal import EpisodeJournal
-from penstock.agent_loops.llm import EpisodeLLM
-from penstock.agent_loops.segment import Budget, SegmentBuilder
-from penstock.rollout_server.protocol import Chunk, Sampling
-from penstock.transfer_queue.trajectory import JournalKind
+from penstock.agent_loops import (
+    AgentError,
+    Budget,
+    EpisodeJournal,
+    EpisodeLLM,
+    EpisodeRestart,
+    FakeClient,
+    InfraFailure,
+    SegmentBuilder,
+)
+from penstock.rollout_server import Chunk, Sampling
+from penstock.transfer_queue import JournalKind
 
 
 def echo(context: list[int]) -> list[int]:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.agent_loops.errors import LoadError
-from penstock.agent_loops.load import load_object
+from penstock.agent_loops import LoadError, load_object
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from penstock.agent_loops.loop_watch import LoopWatch
+from penstock.agent_loops import LoopWatch
 
 
 @pytest.fixture

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from penstock.agent_loops.client import FakeClient
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.job import WorkerJob
-from penstock.agent_loops.worker import Worker
+from penstock.agent_loops import AgentConfig, FakeClient, Worker, WorkerJob
 
 
 async def test_episodes_calls_and_waits_are_counted(parts_of, queue_of, tasks_of, calling_policy, calculator):

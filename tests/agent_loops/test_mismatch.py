@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.agent_loops.families import FAMILIES
 
-from penstock.agent_loops.mismatch import classify, continuity
-from penstock.agent_loops.segment import Budget, SegmentBuilder
+from penstock.agent_loops import Budget, SegmentBuilder, classify, continuity
 
 CHAT = FAMILIES["qwen2_5"].chat()
 START = CHAT.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")

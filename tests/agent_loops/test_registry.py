@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.agent_loops.base import AgentLoopBase
-from penstock.agent_loops.errors import LoadError
+from penstock.agent_loops import AgentLoopBase, LoadError, find_loop, register
 from penstock.agent_loops.loops import SingleTurnLoop, ToolAgentLoop
-from penstock.agent_loops.registry import find_loop, register
 
 
 def test_loops_in_the_box_have_names(tmp_path):

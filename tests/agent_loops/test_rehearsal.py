@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.agent_loops import rehearsal
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.errors import LoadError, WorkerStopped
-from penstock.agent_loops.rehearsal import LANE, Scene, rehearse
-from penstock.tools.config import ToolConfig
-from penstock.transfer_queue.trajectory import Task
+from penstock.agent_loops import LANE, AgentConfig, LoadError, Scene, WorkerStopped, rehearsal, rehearse
+from penstock.tools import ToolConfig
+from penstock.transfer_queue import Task
 
 MODEL = str(Path(__file__).parents[2] / "recipes/calculator/model")
 TOOL = """
-from penstock.tools.function_tool import function_tool
+from penstock.tools import function_tool
 
 @function_tool
 def double(number: int) -> str:

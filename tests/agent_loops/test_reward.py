@@ -6,11 +6,9 @@ import time
 
 import pytest
 
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.errors import InfraFailure, LoadError
-from penstock.agent_loops.reward import RewardFunction, load_reward
-from penstock.sandbox.protocol import SandboxError
-from penstock.tools.base import ToolUnavailable
+from penstock.agent_loops import AgentConfig, InfraFailure, LoadError, RewardFunction, load_reward
+from penstock.sandbox import SandboxError
+from penstock.tools import ToolUnavailable
 
 
 @pytest.fixture

@@ -9,12 +9,8 @@ import shutil
 
 import pytest
 
-from penstock.agent_loops.client import FakeClient
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.errors import LoadError, TemplateError
-from penstock.agent_loops.job import WorkerJob
-from penstock.agent_loops.worker import run_worker
-from penstock.tools.config import ToolConfig
+from penstock.agent_loops import AgentConfig, FakeClient, LoadError, TemplateError, WorkerJob, run_worker
+from penstock.tools import ToolConfig
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):

@@ -8,9 +8,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.agent_loops.errors import AgentError
-from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, Budget, SegmentBuilder
-from penstock.transfer_queue.trajectory import COMPLETED
+from penstock.agent_loops import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentError, Budget, SegmentBuilder
+from penstock.transfer_queue import COMPLETED
 
 STOP = 2
 ids_lists = st.lists(st.integers(0, 500), min_size=1, max_size=8)

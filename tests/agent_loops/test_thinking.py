@@ -3,12 +3,7 @@ from __future__ import annotations
 import pytest
 from tests.agent_loops.families import FAMILIES
 
-from penstock.agent_loops.chat import ChatTokens
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.errors import AgentError, TemplateError
-from penstock.agent_loops.llm import Reply
-from penstock.agent_loops.mismatch import continuity
-from penstock.agent_loops.segment import Budget
+from penstock.agent_loops import AgentConfig, AgentError, Budget, ChatTokens, Reply, TemplateError, continuity
 
 USER = {"role": "user", "content": "What is 12+34?"}
 AGAIN = {"role": "user", "content": "Sure?"}

@@ -5,15 +5,10 @@ import contextlib
 
 import pytest
 
-from penstock.agent_loops.errors import EpisodeRestart, InfraFailure
-from penstock.agent_loops.journal import EpisodeJournal
-from penstock.agent_loops.toolbox import ToolBox
-from penstock.sandbox.fake import FakeSandbox
-from penstock.sandbox.protocol import SandboxError
-from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
-from penstock.tools.config import ToolConfig
+from penstock.agent_loops import EpisodeJournal, EpisodeRestart, InfraFailure, ToolBox
+from penstock.sandbox import FakeSandbox, SandboxError
+from penstock.tools import BaseTool, PythonTool, ToolConfig, ToolInfraError, ToolResult
 from penstock.tools.parsers import ToolCall
-from penstock.tools.python import PythonTool
 
 
 def add(expression: str) -> ToolCall:

@@ -9,16 +9,11 @@ import time
 
 import pytest
 
+from penstock.agent_loops import AgentConfig, AgentLoopBase, FakeClient, Worker, WorkerJob, WorkerStopped
 from penstock.agent_loops import concurrency as concurrency_module
 from penstock.agent_loops import worker as worker_module
-from penstock.agent_loops.base import AgentLoopBase
-from penstock.agent_loops.client import FakeClient
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.errors import WorkerStopped
-from penstock.agent_loops.job import WorkerJob
-from penstock.agent_loops.worker import Worker
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.transfer_queue import ServerInfo
 
 
 @pytest.fixture
@@ -206,20 +201,20 @@ async def test_no_server_for_too_long_stops_the_worker(worker_of, queue_of, call
 
 
 async def test_a_queue_that_is_gone_ends_the_worker(worker_of, queue_of, calling_policy):
-    from penstock.transfer_queue.queue import TransferQueueUnavailable
+    from penstock.transfer_queue import QueueUnavailable
 
     queue = queue_of([])
 
     async def gone(worker, count, version):
-        raise TransferQueueUnavailable("redis did not answer for 60 s")
+        raise QueueUnavailable("redis did not answer for 60 s")
 
     queue.lease_episodes = gone
-    with pytest.raises(TransferQueueUnavailable, match="60 s"):
+    with pytest.raises(QueueUnavailable, match="60 s"):
         await worker_of(queue, FakeClient(calling_policy())).run()
 
 
 USER_LOOP = """
-from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops import AgentLoopBase
 from neighbour import QUESTION
 
 
@@ -330,7 +325,7 @@ async def test_teardown_runs_and_states_are_left_to_the_next_owner_at_a_drain(
 
 
 SLOW_LOOP = """import time
-from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops import AgentLoopBase
 
 
 def parses_slowly():

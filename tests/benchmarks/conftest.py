@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from penstock.deploy.cli import app
+from penstock.deploy import app
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:

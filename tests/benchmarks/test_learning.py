@@ -13,7 +13,7 @@ import pytest
 from benchmarks.support.far_python import FarPython
 from benchmarks.support.learning_figures import figures_of, ratios_of, reward_at_end, smoothed, wall_to
 from benchmarks.support.learning_run import Common, Curve, LearningRun, finished
-from penstock.tools.python import PythonTool
+from penstock.tools import PythonTool
 
 Measure = Callable[..., Awaitable[dict[str, Any]]]
 IS = "truncated_is"

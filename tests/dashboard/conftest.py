@@ -12,10 +12,8 @@ import pytest_asyncio
 from tests.dashboard.browser import Tab, chromium, page_process
 from tests.dashboard.recorded import WRITES
 
-from penstock.dashboard.access import Tokens
-from penstock.dashboard.app import make_app
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import TransferQueue
+from penstock.dashboard import Tokens, make_app
+from penstock.transfer_queue import MemoryTransferQueue, TransferQueue
 
 
 class GivenQueues:

@@ -9,24 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from penstock.deploy.link import Link
-from penstock.trainer.batch import ModelLimits, make_step_batch
-from penstock.trainer.config import StopConfig
-from penstock.trainer.stopping import Stopping
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import Announcement, Batch, Lease, Limits, ServerInfo, WeightUpdate
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.trajectory import (
+from penstock.deploy import Link
+from penstock.trainer import ModelLimits, StopConfig, Stopping, make_step_batch
+from penstock.transfer_queue import (
     COMPLETED,
+    Announcement,
+    Batch,
     DataCursor,
     JournalEntry,
     JournalKind,
+    Lease,
+    Limits,
     Outcome,
     OutcomeKind,
+    RedisServer,
+    RedisTransferQueue,
     Segment,
+    ServerInfo,
     Task,
     Trajectory,
+    TransferQueueConfig,
+    WeightUpdate,
 )
 
 MODEL = Path(__file__).parents[2] / "recipes" / "calculator" / "model"
@@ -48,7 +51,7 @@ class LivingRun:
         self.steps = 0
 
     async def __aenter__(self) -> LivingRun:
-        from penstock.trainer.recorder import Recorder
+        from penstock.trainer import Recorder
 
         await self.redis.start()
         link = Link(self.redis.url, self.name, "only-for-this-test", "writes")

@@ -8,10 +8,8 @@ import httpx
 import pytest
 from tests.dashboard.recorded import LOOKS, write_config
 
-from penstock.dashboard.access import Tokens
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import Limits
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind, Task
+from penstock.dashboard import Tokens
+from penstock.transfer_queue import Limits, MemoryTransferQueue, Outcome, OutcomeKind, Task
 
 PATHS = ["session", "runs", "runs/mine/live", "runs/mine/trajectories", "runs/mine/dead-letters", "nothing"]
 REQUEUE = "/api/runs/mine/dead-letters/requeue"

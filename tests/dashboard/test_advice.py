@@ -9,7 +9,7 @@ import httpx
 import pytest
 from tests.dashboard.recorded import write_config, write_rows
 
-from penstock.dashboard.advice import Devices, advise
+from penstock.dashboard import Devices, advise
 
 
 def rows(wait_s: float, steps: int = 5) -> list[dict[str, float]]:

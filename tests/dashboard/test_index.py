@@ -10,8 +10,7 @@ import httpx
 import pytest
 from tests.dashboard.recorded import ANSWER, CALL, record, said, told, write_config, write_step
 
-from penstock.dashboard.index import TrajectoryIndex
-from penstock.dashboard.query import Query
+from penstock.dashboard import Query, TrajectoryIndex
 
 
 def episodes(index: TrajectoryIndex, **wanted: object) -> list[str]:

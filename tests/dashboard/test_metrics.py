@@ -9,8 +9,8 @@ import httpx
 import pytest
 from tests.dashboard.recorded import write_config, write_rows
 
-from penstock.dashboard.metrics import MetricsFile, columns, newest_row, staleness
-from penstock.trainer.jsonl import append_line
+from penstock.dashboard import MetricsFile, columns, newest_row, staleness
+from penstock.trainer import append_line
 
 
 def row(step: int, **values: object) -> dict[str, object]:

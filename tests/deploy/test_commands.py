@@ -9,13 +9,19 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from penstock.deploy.cli import app
-from penstock.transfer_queue.acl import RIGHTS
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import Limits, ServerInfo
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.trajectory import DataCursor, Outcome, OutcomeKind, Task
+from penstock.deploy import app
+from penstock.transfer_queue import (
+    RIGHTS,
+    DataCursor,
+    Limits,
+    Outcome,
+    OutcomeKind,
+    RedisServer,
+    RedisTransferQueue,
+    ServerInfo,
+    Task,
+    TransferQueueConfig,
+)
 
 PASSWORD = "only-for-this-test"
 

@@ -2,8 +2,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.config_docs import _model_in, render
+from penstock.deploy import RunConfig, _model_in, render
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

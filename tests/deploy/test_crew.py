@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.crew import Crew
-from penstock.deploy.plan import Kind, Role
-from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy import Crew, Kind, Role, RoleFailed, RoleProcess, RoleSpec
 
 
 class Roles:

@@ -8,10 +8,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from penstock.deploy.exporter import QueueExporter, make_app
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import Limits, ServerInfo
-from penstock.transfer_queue.trajectory import Task
+from penstock.deploy import QueueExporter, make_app
+from penstock.transfer_queue import Limits, MemoryTransferQueue, ServerInfo, Task
 
 TOKEN = {"Authorization": "Bearer secret"}
 
@@ -55,9 +53,9 @@ async def test_gauges_follow_the_queue(queue: MemoryTransferQueue, client) -> No
 
 
 async def _away():
-    from penstock.transfer_queue.queue import TransferQueueUnavailable
+    from penstock.transfer_queue import QueueUnavailable
 
-    raise TransferQueueUnavailable("status: no answer")
+    raise QueueUnavailable("status: no answer")
 
 
 async def test_without_the_token_nothing_is_told(client) -> None:

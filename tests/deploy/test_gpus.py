@@ -6,12 +6,8 @@ from pathlib import Path
 import pytest
 from tests.deploy.conftest import RECIPE
 
-from penstock.deploy.crew import LocalPlacement
-from penstock.deploy.gpus import gpus_of, gpus_of_server, visible_gpus
-from penstock.deploy.link import Link
+from penstock.deploy import Link, LocalPlacement, RunDir, gpus_of, gpus_of_server, roles_of, visible_gpus
 from penstock.deploy.load_config import load_config
-from penstock.deploy.plan import roles_of
-from penstock.deploy.run_dir import RunDir
 
 LINK = Link("redis://127.0.0.1:1", "r", None, "token")
 EIGHT = tuple("01234567")

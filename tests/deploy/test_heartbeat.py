@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import heartbeat
-from penstock.deploy.roles import _until_told
+from penstock.deploy import _until_told, heartbeat
 
 
 async def _touched(file: Path) -> None:

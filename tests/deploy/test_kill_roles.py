@@ -3,7 +3,7 @@
 import pytest
 from tests.deploy.conftest import assert_accounts_balance, assert_nothing_left
 
-from penstock.transfer_queue.batch_log import BatchLog
+from penstock.transfer_queue import BatchLog
 
 pytestmark = [
     pytest.mark.crash,

@@ -9,17 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from penstock.deploy import (
+    ConfigError,
+    DataConfig,
+    Link,
+    RunConfig,
+    RunDir,
+    dump_config,
+    limits_of,
+    link_of_run,
+    roles_of,
+)
 from penstock.deploy import own_redis as module
-from penstock.deploy.config import DataConfig, RunConfig
-from penstock.deploy.link import Link, limits_of, link_of_run
-from penstock.deploy.load_config import ConfigError, dump_config
 from penstock.deploy.own_redis import own_redis
-from penstock.deploy.plan import roles_of
-from penstock.deploy.run_dir import RunDir
-from penstock.rollout_server.config import RolloutConfig
-from penstock.transfer_queue.connection import Connection
-from penstock.transfer_queue.queue import NoSuchRun, TransferQueueError
-from penstock.transfer_queue.redis_binary import RedisBinary, find_redis_server
+from penstock.rollout_server import RolloutConfig
+from penstock.transfer_queue import Connection, NoSuchRun, QueueError, RedisBinary, find_redis_server
 
 CONFIG = RunConfig(name="mine", model="m", data=DataConfig(train="t"))
 PASSWORDS = {"trainer": "trainers-own", "agent": "agents-own", "rollout": "rollouts-own", "watch": "for-onlookers"}
@@ -108,7 +112,7 @@ async def test_the_runs_own_redis_knows_the_roles(tmp_path: Path) -> None:
         assert set(link.role_passwords) == set(PASSWORDS)
         agent = link.of_role("agent")
         connection = await Connection.connect(agent.url, deadline_s=5, password=agent.password, username="agent")
-        with pytest.raises(TransferQueueError, match="no permissions"):
+        with pytest.raises(QueueError, match="no permissions"):
             await connection.command("HSET", "penstock:{mine}:steps", "version", 7)
         assert await connection.command("HSET", "penstock:{mine}:counts", "a", 1) == 1
         await connection.close()

@@ -6,14 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.link import Link
-from penstock.deploy.live_queues import FolderQueues
-from penstock.deploy.load_config import ConfigError
-from penstock.deploy.plan import page_roles
-from penstock.deploy.run_dir import RunDir
-from penstock.transfer_queue.queue import Limits
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.deploy import ConfigError, FolderQueues, Link, RunConfig, RunDir, page_roles
+from penstock.transfer_queue import Limits, RedisServer
 
 PASSWORD = "only-for-this-test"
 LINK = Link("redis://h:1", "mine", "p q'\"$x", "token=with=signs", "agent", {"trainer": "other", "agent": "its-own"})

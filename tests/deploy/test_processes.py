@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy import RoleFailed, RoleProcess, RoleSpec
 
 
 def role(tmp_path: Path, code: str, *, max_restarts: int = 3, stop_grace_s: float = 5.0) -> RoleProcess:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from penstock.deploy.cli import app
+from penstock.deploy import app
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = str(RECIPES / "calculator.yaml")

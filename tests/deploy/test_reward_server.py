@@ -16,7 +16,7 @@ import pytest
 from tests.tiny_model import SHAPE, save_tokenizer
 from typer.testing import CliRunner
 
-from penstock.deploy.cli import app
+from penstock.deploy import app
 
 torch = pytest.importorskip("torch")
 

@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 ROLE = """
 import asyncio, sys
-from penstock.deploy.roles import run_role
+from penstock.deploy import run_role
 
 async def main():
     print("up", flush=True)

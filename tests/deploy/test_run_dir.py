@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.load_config import ConfigError
-from penstock.deploy.run_dir import RunDir, RunLock
+from penstock.deploy import ConfigError, RunDir, RunLock
 
 
 def test_two_runs_with_one_name_are_refused_while_the_first_lives(tmp_path: Path) -> None:

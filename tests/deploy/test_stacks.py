@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.process_tree import Processes, ask_for_stacks
-from penstock.deploy.stacks import task_lines
+from penstock.deploy import Processes, ask_for_stacks, task_lines
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 ANSWERS = """
 import asyncio, subprocess, sys, threading, uvloop
-from penstock.deploy.stacks import answer_with_stacks
+from penstock.deploy import answer_with_stacks
 
 async def wait_for_a_bus():
     await asyncio.Event().wait()

@@ -11,7 +11,7 @@ import pytest
 from tests.dashboard.living_run import LivingRun
 from typer.testing import CliRunner, Result
 
-from penstock.deploy.cli import app
+from penstock.deploy import app
 
 pytestmark = [pytest.mark.redis, pytest.mark.torch]
 

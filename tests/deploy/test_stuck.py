@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.deploy.stuck import LocalRole, Scene, find_stuck
-from penstock.transfer_queue.queue import ServerInfo, Status
+from penstock.deploy import LocalRole, Scene, find_stuck
+from penstock.transfer_queue import ServerInfo, Status
 
 ROLES = tuple(LocalRole(name, running=True) for name in ("rollout-0", "agent-0", "agent-1", "trainer"))
 UP = ServerInfo("rollout-0", "http://a", 3)

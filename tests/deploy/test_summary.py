@@ -1,9 +1,9 @@
 import json
 from pathlib import Path
 
-from penstock.deploy.summary import _accounts, _tokens, _updates
-from penstock.trainer.jsonl import last_by_step, read_lines
-from penstock.transfer_queue.queue import Status, WeightUpdate
+from penstock.deploy import _accounts, _tokens, _updates
+from penstock.trainer import last_by_step, read_lines
+from penstock.transfer_queue import Status, WeightUpdate
 
 
 def status(**episodes: int) -> Status:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from tests.deploy.conftest import RECIPE
 
+from penstock.deploy import ConfigError, Link, remove_weights
 from penstock.deploy.commands import train
 from penstock.deploy.commands.train import Meeting, exec_trainer
-from penstock.deploy.link import Link
-from penstock.deploy.load_config import ConfigError, load_config
-from penstock.deploy.weights_dir import remove_weights
+from penstock.deploy.load_config import load_config
 
 HERE = Path("/dev/shm/here")
 

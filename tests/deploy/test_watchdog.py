@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from tests.deploy.conftest import RECIPE, assert_nothing_left
 
+from penstock.deploy import StalledRun, Watchdog
 from penstock.deploy.load_config import load_config
-from penstock.deploy.watchdog import StalledRun, Watchdog
-from penstock.transfer_queue.queue import ServerInfo, Status
+from penstock.transfer_queue import ServerInfo, Status
 
 HANGS = """
 import asyncio
-from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops import AgentLoopBase
 
 class Hangs(AgentLoopBase):
     async def run(self, task):

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from tests.deploy.conftest import RECIPE
 
+from penstock.deploy import local_weights_dir, remove_weights
 from penstock.deploy.load_config import load_config
-from penstock.deploy.weights_dir import local_weights_dir, remove_weights, weights_dir
+from penstock.deploy.weights_dir import weights_dir
 
 
 def config_of(runs_dir: Path, *words: str):

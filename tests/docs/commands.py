@@ -16,12 +16,11 @@ import typer
 from tests.docs.pages import ROOT
 from tests.docs.shell import simple_commands
 
-from penstock.agent_loops.load import load_object
-from penstock.agent_loops.registry import find_loop
-from penstock.deploy.cli import app
-from penstock.deploy.load_config import load_config, load_sandbox
-from penstock.simulator.load import changed, of_case, of_file
-from penstock.tools.registry import make_tools
+from penstock.agent_loops import find_loop, load_object
+from penstock.deploy import app, load_sandbox
+from penstock.deploy.load_config import load_config
+from penstock.simulator import changed, of_case, of_file
+from penstock.tools import make_tools
 
 FOREIGN = frozenset(
     """. cat cd cp curl docker echo export git helm kill kubectl ls mkdir mv openssl ray redis-check-aof redis-cli rm

@@ -9,9 +9,8 @@ import yaml
 from pydantic import BaseModel
 from tests.docs.pages import ROOT
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.load_config import parse_config
-from penstock.simulator.config import Simulation
+from penstock.deploy import RunConfig, parse_config
+from penstock.simulator import Simulation
 
 KEY = re.compile(r"^(agent|data|sandbox|rollout|transfer_queue|trainer|dashboard)((?:\.\w+)+)(?:[=:].*)?$")
 NO_KEYS = ("sandbox.containment",)

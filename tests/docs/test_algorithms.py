@@ -15,18 +15,21 @@ from tests.tiny_model import save_tiny_model
 from tests.trainer.trainer_support import make_trajectory
 
 from penstock.deploy.load_config import load_config
+from penstock.trainer import (
+    FSDPEngine,
+    Learner,
+    Ranks,
+    Registry,
+    TrainerConfig,
+    check_algorithm,
+    make_step_batch,
+    options_of,
+)
 from penstock.trainer.advantages import ADVANTAGES
-from penstock.trainer.algorithm import check_algorithm
-from penstock.trainer.batch import make_step_batch
-from penstock.trainer.config import TrainerConfig
 from penstock.trainer.corrections import CORRECTIONS
-from penstock.trainer.engine import FSDPEngine
 from penstock.trainer.filters import FILTERS
-from penstock.trainer.learner import Learner
 from penstock.trainer.losses import LOSSES
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.registry import Registry, options_of
-from penstock.transfer_queue.queue import Batch
+from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,10 @@ from tests.docs.pages import WITH_COMMANDS, WRITTEN, command_texts, fences, inli
 from tests.docs.settings import unknown_key
 from tests.docs.shell import simple_commands
 
-from penstock.deploy import checks
-from penstock.deploy.load_config import ConfigError, load_config
-from penstock.simulator.load import BadSetup
+from penstock.deploy import ConfigError
+from penstock.deploy import preflight as checks
+from penstock.deploy.load_config import load_config
+from penstock.simulator import BadSetup
 
 __all__ = ["desk"]
 
@@ -34,7 +35,7 @@ def test_every_command_is_one_that_the_program_takes(page: str, desk: Path) -> N
 @pytest.mark.torch
 def test_every_run_on_a_page_has_an_algorithm_that_fits(desk: Path) -> None:
     pytest.importorskip("torch")
-    from penstock.trainer.algorithm import check_algorithm
+    from penstock.trainer import check_algorithm
 
     runs = [words[2:] for page in WITH_COMMANDS for text in command_texts(page) for words in simple_commands(text)
             if words[:2] == ["penstock", "run"] and words[2].startswith("recipes/")]  # fmt: skip

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.reference import python
-from penstock.deploy.reference.__main__ import main
-from penstock.deploy.reference.pages import PAGES, stale
-from penstock.deploy.reference.public import PUBLIC
-from penstock.deploy.reference.schema_text import describe, type_text
+from penstock.deploy.reference import PAGES, PUBLIC, describe, main, python, stale, type_text
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -14,8 +14,8 @@ import pytest
 from tests.sandbox.conftest import why_no_docker
 from tests.sandbox.swe.wordkit import make_repository, rows_of
 
-from penstock.agent_loops.registry import find_loop
-from penstock.deploy.data.swe.box_packages import write_box_packages
+from penstock.agent_loops import find_loop
+from penstock.datasets.swe import write_box_packages
 from penstock.deploy.load_config import load_config
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,9 @@ import httpx
 import pytest
 from tests.deploy.conftest import start_run  # noqa: F401 - a fixture
 
-from penstock.agent_loops.load import load_object
-from penstock.agent_loops.rehearsal import Rehearsal
+from penstock.agent_loops import Rehearsal, load_object
+from penstock.deploy import rehearse_recipe, rows_of
 from penstock.deploy.load_config import load_config
-from penstock.deploy.rehearsal import rehearse_recipe, rows_of
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"

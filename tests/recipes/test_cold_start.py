@@ -14,8 +14,7 @@ from tests.recipes.conftest import RECIPES, played, script
 pytest.importorskip("torch")
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
 
-from penstock.agent_loops.chat import chat_of
-from penstock.agent_loops.segment import Budget
+from penstock.agent_loops import Budget, chat_of
 from penstock.deploy.load_config import load_config
 
 pytestmark = [pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]

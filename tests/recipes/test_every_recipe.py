@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.agent_loops.load import load_object
-from penstock.agent_loops.reward import load_reward
-from penstock.deploy.checks.settings import (
+from penstock.agent_loops import load_object, load_reward
+from penstock.deploy import load_sandbox, parse_config
+from penstock.deploy.commands.run import run_recipe
+from penstock.deploy.load_config import load_config
+from penstock.deploy.preflight.settings import (
     check_algorithm,
     check_correction,
     check_lengths,
     check_sampling,
     check_training_engine,
 )
-from penstock.deploy.commands.run import run_recipe
-from penstock.deploy.load_config import load_config, load_sandbox, parse_config
-from penstock.sandbox.fake import FakeSandbox
-from penstock.tools.registry import close_tools, make_tools
+from penstock.sandbox import FakeSandbox
+from penstock.tools import close_tools, make_tools
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = [path for path in [*RECIPES.glob("*.yaml"), *RECIPES.glob("*/*.yaml")] if path.name != "sandbox.yaml"]

@@ -15,14 +15,23 @@ import httpx
 import pytest
 from tests.tiny_model import save_tiny_model
 
-from penstock.rollout_server.answer import Answer
-from penstock.rollout_server.client import RolloutClient
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.fake_engine import FakeEngine, next_token
-from penstock.rollout_server.protocol import Chunk, Engine, EngineError, GenerateRequest, Generation, Sampling
-from penstock.rollout_server.server import ServerJob, serve
-from penstock.rollout_server.spans import join_chunks
-from penstock.transfer_queue.queue import Announcement, ServerInfo, Status, TransferQueueUnavailable, WeightUpdate
+from penstock.rollout_server import (
+    Answer,
+    Chunk,
+    Engine,
+    EngineError,
+    FakeEngine,
+    GenerateRequest,
+    Generation,
+    RolloutClient,
+    RolloutConfig,
+    Sampling,
+    ServerJob,
+    join_chunks,
+    next_token,
+    serve,
+)
+from penstock.transfer_queue import Announcement, QueueUnavailable, ServerInfo, Status, WeightUpdate
 
 VOCAB = 512
 TOKEN = "a-token-of-this-run"
@@ -59,7 +68,7 @@ class Reference:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from penstock.rollout_server.weights import WeightPublisher
+        from penstock.weight_sync import WeightPublisher
 
         self.torch = torch
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -179,7 +188,7 @@ class StubQueue:
 
     def _check(self) -> None:
         if self.down:
-            raise TransferQueueUnavailable("the stub is down")
+            raise QueueUnavailable("the stub is down")
 
     def announce(self, version: int, **manifest: Any) -> None:
         self.announced = Announcement(version, {"version": version, **manifest})

@@ -7,10 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.fake_engine import FakeEngine
-from penstock.rollout_server.server import ServerJob, serve
-from penstock.transfer_queue.queue import Announcement, ServerInfo, WeightUpdate
+from penstock.rollout_server import FakeEngine, RolloutConfig, ServerJob, serve
+from penstock.transfer_queue import Announcement, ServerInfo, WeightUpdate
 
 
 class PrintingQueue:

@@ -18,13 +18,9 @@ from typing import Any
 
 import uvloop
 
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.hf import HFEngine
-from penstock.rollout_server.fake_engine import FakeEngine
-from penstock.rollout_server.protocol import Chunk, EngineInfo, GenerateRequest
-from penstock.rollout_server.server import ServerJob, serve
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
+from penstock.rollout_server import Chunk, EngineInfo, FakeEngine, GenerateRequest, RolloutConfig, ServerJob, serve
+from penstock.rollout_server.engines import HFEngine
+from penstock.transfer_queue import RedisTransferQueue, TransferQueueConfig
 
 KIND, NAME, URL, RUN, MODEL = sys.argv[1:6]
 FOLDER = Path(sys.argv[6])

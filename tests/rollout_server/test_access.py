@@ -10,8 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from tests.rollout_server.conftest import HEADERS, TOKEN, RunningServer, StubQueue, rollout_server
 
-from penstock.rollout_server.access import LimitBody
-from penstock.rollout_server.errors import add_error_handlers
+from penstock.rollout_server import LimitBody, add_error_handlers
 
 WRONG = ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": "Bearer é"})
 

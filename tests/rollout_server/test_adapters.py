@@ -27,13 +27,17 @@ from tests.rollout_server.conftest import (
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-from tests.rollout_server.peft_policy import PeftPolicy  # noqa: E402
+from tests.rollout_server.peft_policy import PeftPolicy
 
-from penstock.rollout_server.client import RolloutClient  # noqa: E402
-from penstock.rollout_server.engines.registry import make_engine  # noqa: E402
-from penstock.rollout_server.protocol import GenerateRequest, Generation, Sampling  # noqa: E402
-from penstock.rollout_server.weights import FileServer, WeightPublisher  # noqa: E402
-from penstock.transfer_queue.queue import Announcement  # noqa: E402
+from penstock.rollout_server import (
+    GenerateRequest,
+    Generation,
+    RolloutClient,
+    Sampling,
+)
+from penstock.rollout_server.engines import make_engine
+from penstock.transfer_queue import Announcement
+from penstock.weight_sync import FileServer, WeightPublisher
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600, func_only=True)]
 TOLERANCE = 2e-4

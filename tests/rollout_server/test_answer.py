@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.rollout_server.answer import Answer
-from penstock.rollout_server.protocol import Chunk, GenerateRequest, Sampling
-from penstock.rollout_server.spans import join_chunks, slice_spans
+from penstock.rollout_server import Answer, Chunk, GenerateRequest, Sampling, join_chunks, slice_spans
 
 
 def chunk(ids: list[int], version: int, **more: Any) -> Chunk:

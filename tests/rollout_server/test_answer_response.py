@@ -9,11 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.rollout_server import answer_response
-from penstock.rollout_server.answer_response import AnswerResponse
-from penstock.rollout_server.limits import BadRequest
-from penstock.rollout_server.protocol import Chunk, EngineError
-from penstock.rollout_server.serving import DeadlineOver
+from penstock.rollout_server import AnswerResponse, BadRequest, Chunk, DeadlineOver, EngineError, answer_response
 
 ONE = Chunk(token_ids=[1], logprobs=[-0.5], version_spans=[(0, 0, 1)])
 LAST = Chunk(token_ids=[2], logprobs=[-0.25], version_spans=[(0, 0, 1)], finish_reason="stop")

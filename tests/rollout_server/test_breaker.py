@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.rollout_server.breaker import MAX_REST_S, OPEN_AFTER, REST_S, Breaker
+from penstock.rollout_server import MAX_REST_S, OPEN_AFTER, REST_S, Breaker
 
 
 def lose(breaker: Breaker, now: float, *, gone: bool = True) -> None:

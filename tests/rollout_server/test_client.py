@@ -25,12 +25,18 @@ from tests.rollout_server.conftest import (
 )
 
 import penstock
+from penstock.rollout_server import (
+    Chunk,
+    EngineError,
+    FakeEngine,
+    GenerateRequest,
+    Generation,
+    RolloutClient,
+    Sampling,
+    join_chunks,
+)
 from penstock.rollout_server import client as rollout_client
-from penstock.rollout_server.client import RolloutClient
-from penstock.rollout_server.fake_engine import FakeEngine
-from penstock.rollout_server.protocol import Chunk, EngineError, GenerateRequest, Generation, Sampling
-from penstock.rollout_server.spans import join_chunks
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.transfer_queue import ServerInfo
 
 
 @pytest.fixture

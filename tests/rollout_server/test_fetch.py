@@ -11,13 +11,12 @@ import httpx
 import pytest
 from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, rollout_server
 
-from penstock.rollout_server.fake_engine import FakeEngine
-from penstock.rollout_server.protocol import LoadReport
-from penstock.transfer_queue.queue import Announcement
+from penstock.rollout_server import FakeEngine, LoadReport
+from penstock.transfer_queue import Announcement
 
 torch = pytest.importorskip("torch")
 
-from penstock.rollout_server.weights import FileServer, Rounds, WeightPublisher, WeightReader  # noqa: E402
+from penstock.weight_sync import FileServer, Rounds, WeightPublisher, WeightReader
 
 pytestmark = pytest.mark.torch
 

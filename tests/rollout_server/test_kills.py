@@ -31,13 +31,8 @@ from tests.rollout_server.conftest import TOKEN, VOCAB, Reference, check_answer
 from tests.transfer_queue.queue_samples import finish_all, task
 
 import penstock
-from penstock.rollout_server.client import RolloutClient
-from penstock.rollout_server.fake_engine import next_token
-from penstock.rollout_server.protocol import GenerateRequest, Generation, Sampling
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import Announcement, Batch, Limits
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.rollout_server import GenerateRequest, Generation, RolloutClient, Sampling, next_token
+from penstock.transfer_queue import Announcement, Batch, Limits, RedisServer, RedisTransferQueue, TransferQueueConfig
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(1800)]
 KILLS = int(os.environ.get("PENSTOCK_KILLS", "20"))

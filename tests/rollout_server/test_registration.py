@@ -6,9 +6,8 @@ import asyncio
 
 from tests.rollout_server.conftest import StubQueue
 
-from penstock.rollout_server.queue_line import QueueLine
-from penstock.rollout_server.registration import Registration
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.rollout_server import QueueLine, Registration
+from penstock.transfer_queue import ServerInfo
 
 
 class SlowQueue(StubQueue):

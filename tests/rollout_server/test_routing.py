@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rollout_server.conftest import StubQueue
 
-from penstock.rollout_server.routing import CACHE_S, Router
-from penstock.rollout_server.since import Sent
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.rollout_server import CACHE_S, Router, Sent
+from penstock.transfer_queue import ServerInfo
 
 
 @pytest.fixture

@@ -15,12 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from tests.rollout_server.conftest import HEADERS, TOKEN, StubQueue, small_config
 
-from penstock.rollout_server.fake_engine import FakeEngine
-from penstock.rollout_server.routes import make_app
-from penstock.rollout_server.sidecar import Sidecar
+from penstock.rollout_server import FakeEngine, Sidecar, make_app
 
 schemathesis = pytest.importorskip("schemathesis")
-from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: E402
+from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 
 class ServerThread:

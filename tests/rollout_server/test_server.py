@@ -22,11 +22,16 @@ from tests.rollout_server.conftest import (
     small_config,
 )
 
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.fake_engine import FakeEngine
-from penstock.rollout_server.protocol import Engine, EngineError, EngineInfo
-from penstock.rollout_server.server import ServerJob, serve
-from penstock.rollout_server.sidecar import Sidecar
+from penstock.rollout_server import (
+    Engine,
+    EngineError,
+    EngineInfo,
+    FakeEngine,
+    RolloutConfig,
+    ServerJob,
+    Sidecar,
+    serve,
+)
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -309,7 +314,7 @@ async def test_a_port_in_use_is_named(queue: StubQueue, tmp_path: Path) -> None:
 
 def test_engines_are_found_by_name(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from penstock.rollout_server.engines.registry import make_engine
+    from penstock.rollout_server.engines import make_engine
 
     engine: Engine = make_engine(RolloutConfig(), "model", tmp_path, 0)
     assert type(engine).__name__ == "HFEngine"

@@ -20,11 +20,9 @@ from tests.rollout_server.conftest import (
     check_answer,
 )
 
-from penstock.rollout_server.client import RolloutClient
-from penstock.rollout_server.engines import hf
-from penstock.rollout_server.engines.hf import HFEngine
-from penstock.rollout_server.protocol import GenerateRequest, Generation, Sampling
-from penstock.transfer_queue.queue import Announcement
+from penstock.rollout_server import GenerateRequest, Generation, RolloutClient, Sampling
+from penstock.rollout_server.engines import HFEngine, hf
+from penstock.transfer_queue import Announcement
 
 from tests.rollout_server.conftest import rollout_server, small_config  # isort: skip
 

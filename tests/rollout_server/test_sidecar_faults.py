@@ -21,13 +21,22 @@ from tests.rollout_server.conftest import (
     small_config,
 )
 
-from penstock.rollout_server import held_weights, sidecar
-from penstock.rollout_server.client import RolloutClient
-from penstock.rollout_server.engine_logs import KEPT, bound_logs
-from penstock.rollout_server.fake_engine import FakeEngine
-from penstock.rollout_server.protocol import Chunk, EngineError, GenerateRequest, LoadReport, Sampling, WeightsRefused
-from penstock.rollout_server.serving import QUEUE_PER_SLOT
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.rollout_server import (
+    KEPT,
+    QUEUE_PER_SLOT,
+    Chunk,
+    EngineError,
+    FakeEngine,
+    GenerateRequest,
+    LoadReport,
+    RolloutClient,
+    Sampling,
+    bound_logs,
+    held_weights,
+    sidecar,
+)
+from penstock.transfer_queue import ServerInfo
+from penstock.weight_sync import WeightsRefused
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, ask, rollout_server
 
-from penstock.rollout_server.client import RolloutClient
-from penstock.rollout_server.protocol import GenerateRequest, Generation
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.rollout_server import GenerateRequest, Generation, RolloutClient
+from penstock.transfer_queue import ServerInfo
 
 BUSY = {"queued": 3, "leased": 1, "done": 0}
 OVER = {"queued": 0, "leased": 0, "done": 4}

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
 
-from penstock.rollout_server.streams import first_to_speak, until
+from penstock.rollout_server import first_to_speak, until
 
 
 class Source:

@@ -7,9 +7,7 @@ import asyncio
 import pytest
 from tests.rollout_server.conftest import TOKEN, StubQueue, rollout_server
 
-from penstock.rollout_server import tracing
-from penstock.rollout_server.client import RolloutClient
-from penstock.rollout_server.protocol import GenerateRequest, Sampling
+from penstock.rollout_server import GenerateRequest, RolloutClient, Sampling, tracing
 
 
 @pytest.fixture

@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.sandbox.server.conftest import TOKEN, serving
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
 
 OWN_BOXES = [
     pytest.param("bwrap", marks=pytest.mark.bwrap),

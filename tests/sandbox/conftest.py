@@ -13,11 +13,8 @@ import pytest_asyncio
 from tests.sandbox import leftovers
 from tests.sandbox.leftovers import MAKERS, Maker
 
-from penstock.sandbox.bwrap import BwrapSandbox
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.docker.sandbox import DockerSandbox
-from penstock.sandbox.protocol import SandboxError
-from penstock.sandbox.session import DriverSession
+from penstock.sandbox import BwrapSandbox, DriverSession, SandboxConfig, SandboxError
+from penstock.sandbox.docker import DockerSandbox
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:

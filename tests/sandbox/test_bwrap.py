@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups, box_processes
 
-from penstock.sandbox import bwrap
-from penstock.sandbox.bwrap import BwrapSandbox
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import SandboxError, SandboxLost
+from penstock.sandbox import BwrapSandbox, SandboxConfig, SandboxError, SandboxLost, bwrap, make_sandbox
 
 pytestmark = pytest.mark.bwrap
 
@@ -63,8 +59,8 @@ async def test_a_box_that_was_ended_from_outside_is_lost_not_a_result(sandbox: B
 
 WORKER = """
 import asyncio, sys
-from penstock.sandbox.bwrap import BwrapSandbox
-from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox import BwrapSandbox
+from penstock.sandbox import SandboxConfig
 async def main():
     sandbox = BwrapSandbox(SandboxConfig(), sys.argv[1])
     session = await sandbox.start("doomed")

@@ -3,8 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from penstock.sandbox.cgroups import CgroupMaker, open_cgroups, process_start
-from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox import CgroupMaker, SandboxConfig, open_cgroups, process_start
 
 CONFIG = SandboxConfig(memory_mb=100, pids=10, cpus=0.5)
 

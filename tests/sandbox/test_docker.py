@@ -17,14 +17,16 @@ from tests.sandbox.conftest import DOCKER, OWNER
 from tests.sandbox.containers import IMAGE, PLAIN_IMAGE, all_boxes, containers_of, docker, inspect, make_plain_image
 from tests.sandbox.server.conftest import TOKEN, serving
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.docker.leftovers import is_abandoned, labels_of
-from penstock.sandbox.docker.sandbox import DockerSandbox
-from penstock.sandbox.docker.spec import uid_of
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
-from penstock.sandbox.remote import RemoteSandbox
-from penstock.sandbox.server_config import SandboxServerConfig
+from penstock.sandbox import (
+    RemoteSandbox,
+    SandboxConfig,
+    SandboxError,
+    SandboxLost,
+    SandboxServerConfig,
+    Session,
+    make_sandbox,
+)
+from penstock.sandbox.docker import DockerSandbox, is_abandoned, labels_of, uid_of
 
 pytestmark = pytest.mark.docker
 
@@ -160,8 +162,8 @@ async def test_a_box_that_was_removed_from_outside_is_lost_not_a_result(box: Ses
 
 WORKER = """
 import asyncio, sys
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.docker.sandbox import DockerSandbox
+from penstock.sandbox import SandboxConfig
+from penstock.sandbox.docker import DockerSandbox
 async def main():
     sandbox = DockerSandbox(SandboxConfig(backend="docker", image=sys.argv[2]), sys.argv[1])
     session = await sandbox.start("doomed")

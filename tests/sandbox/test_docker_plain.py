@@ -10,9 +10,8 @@ import pytest_asyncio
 from tests.sandbox.conftest import DOCKER, OWNER
 from tests.sandbox.containers import PLAIN_IMAGE, containers_of, docker, inspect, make_plain_image
 
-from penstock.sandbox.docker.container import Container
-from penstock.sandbox.docker.sandbox import DockerSandbox
-from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
+from penstock.sandbox import SandboxError, SandboxLost, Session
+from penstock.sandbox.docker import Container, DockerSandbox
 
 pytestmark = pytest.mark.docker
 

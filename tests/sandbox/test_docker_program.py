@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("aiodocker")
 
-from penstock.sandbox.docker.program import Program
-from penstock.sandbox.protocol import SandboxError
+from penstock.sandbox import SandboxError
+from penstock.sandbox.docker import Program
 
 
 class BreakingStream:

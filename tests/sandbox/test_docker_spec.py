@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.docker.engine import IMAGE_NAME, Engine, Image, find_image
-from penstock.sandbox.docker.sandbox import describe
-from penstock.sandbox.docker.spec import container_spec, uid_of
+from penstock.sandbox import NoSuchImage, SandboxConfig
+from penstock.sandbox.docker import IMAGE_NAME, Engine, Image, container_spec, describe, find_image, uid_of
 from penstock.sandbox.inside import confine
-from penstock.sandbox.protocol import NoSuchImage
 
 ENGINE = Engine(
     version="28.2",

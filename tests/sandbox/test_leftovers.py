@@ -16,7 +16,7 @@ import pytest
 from tests.sandbox.containers import IMAGE, docker
 from tests.sandbox.leftovers import MARK, Maker, left_behind, wait_until_nothing_new
 
-from penstock.sandbox.bwrap import UID_BASE
+from penstock.sandbox import UID_BASE
 
 MAKER = Maker(os.getpid(), f"leaver-{os.getpid()}")
 UID = UID_BASE + os.getpid() % 16384 * 1024 + 1000

@@ -2,11 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.sandbox import maker
-from penstock.sandbox.box import ProcessBox
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.maker import Place
-from penstock.sandbox.unsafe_subprocess import UnsafeSubprocessSandbox
+from penstock.sandbox import Place, ProcessBox, SandboxConfig, UnsafeSubprocessSandbox, maker
 
 
 class Watched(UnsafeSubprocessSandbox):

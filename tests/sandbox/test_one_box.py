@@ -6,9 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.one_box import OneBoxSession
-from penstock.sandbox.protocol import SandboxLost
+from penstock.sandbox import OneBoxSession, SandboxConfig, SandboxLost
 
 
 class NoBox:

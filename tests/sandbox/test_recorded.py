@@ -4,9 +4,7 @@ import asyncio
 
 import pytest
 
-from penstock.sandbox.call_key import as_call, current_call, request_key
-from penstock.sandbox.protocol import RunResult, SandboxError
-from penstock.sandbox.recorded import Recorded
+from penstock.sandbox import Recorded, RunResult, SandboxError, as_call, current_call, request_key
 
 
 def counting(answer, gate=None):

@@ -9,8 +9,7 @@ import pytest
 import pytest_asyncio
 from tests.sandbox.backends import BACKENDS, CONFIG, OWN_BOXES, sandbox_of
 
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
+from penstock.sandbox import SandboxError, SandboxLost, Session, make_sandbox
 
 
 @pytest_asyncio.fixture(params=BACKENDS)

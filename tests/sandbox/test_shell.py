@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 from tests.sandbox.backends import BACKENDS, OWN_BOXES, sandbox_of
 
+from penstock.sandbox import Sandbox, Session
 from penstock.sandbox.inside import shell
-from penstock.sandbox.protocol import Sandbox, Session
 
 
 @pytest_asyncio.fixture(params=BACKENDS)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.simulator.config import Rollout, Simulation, Trainer, Work
-from penstock.simulator.lengths import LogNormal
+from penstock.simulator import LogNormal, Rollout, Simulation, Trainer, Work
 
 
 def cluster(**changes: Any) -> Simulation:

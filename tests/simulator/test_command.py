@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from penstock.deploy.cli import app
-from penstock.simulator.config import Simulation
-from penstock.simulator.load import of_file
+from penstock.deploy import app
+from penstock.simulator import Simulation, of_file
 
 SETUPS = Path(__file__).parents[2] / "simulator" / "setups"
 SMALL = """

@@ -10,10 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulator.conftest import cluster
 
-from penstock.simulator.config import Rollout, Simulation, Trainer, Weights, Work
-from penstock.simulator.episodes import Group
-from penstock.simulator.lengths import LogNormal
-from penstock.simulator.pipeline import Pipeline, simulate
+from penstock.simulator import Group, LogNormal, Pipeline, Rollout, Simulation, Trainer, Weights, Work, simulate
 
 
 def changed(config: Simulation, **parts: dict[str, Any]) -> Simulation:
@@ -177,7 +174,7 @@ def test_more_of_anything_is_never_slower(seed: int, staleness: int) -> None:
 
 
 def test_advice_names_the_limit_and_a_faster_split() -> None:
-    from penstock.simulator.split import advised
+    from penstock.simulator import advised
 
     lopsided = cluster(
         max_staleness=2,

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.simulator import scale
-from penstock.simulator.hardware import MODELS, Machine, Model, gradient_exchange_s, token_s, token_s_per_sequence
-from penstock.simulator.page import tables_in
+from penstock.simulator import (
+    MODELS,
+    Machine,
+    Model,
+    gradient_exchange_s,
+    scale,
+    tables_in,
+    token_s,
+    token_s_per_sequence,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
 ROUND = Machine(flops=1e12, memory_bytes_per_s=1e9, network_bytes_per_s=1e8, host_bytes_per_s=1e8)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.simulator.clock import Clock, StuckSimulation
-from penstock.simulator.stage import Host, Stage
+from penstock.simulator import Clock, Host, Stage, StuckSimulation
 
 
 def ends(clock: Clock, stage: Stage, works: list[float]) -> dict[float, float]:

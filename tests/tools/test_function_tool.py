@@ -6,8 +6,7 @@ from typing import Literal
 
 import pytest
 
-from penstock.tools.base import ToolInfraError, ToolResult
-from penstock.tools.function_tool import FunctionTool, function_tool
+from penstock.tools import FunctionTool, ToolInfraError, ToolResult, function_tool
 
 
 @function_tool

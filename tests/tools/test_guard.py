@@ -5,10 +5,16 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.tools.base import BaseTool, ToolInfraError, ToolResult, ToolUnavailable
-from penstock.tools.config import ToolConfig
-from penstock.tools.guard import ToolGuard
-from penstock.tools.retry import RetryPolicy, retry
+from penstock.tools import (
+    BaseTool,
+    RetryPolicy,
+    ToolConfig,
+    ToolGuard,
+    ToolInfraError,
+    ToolResult,
+    ToolUnavailable,
+    retry,
+)
 
 
 class Service(BaseTool):

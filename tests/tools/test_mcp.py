@@ -14,11 +14,18 @@ import pytest_asyncio
 
 pytest.importorskip("mcp")
 
-from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
-from penstock.tools.config import ToolConfig
-from penstock.tools.registry import ToolConfigError, close_tools, configs_of, make_tools
-from penstock.tools.validate import check_arguments
-from penstock.transfer_queue.trajectory import Task
+from penstock.tools import (
+    BaseTool,
+    ToolConfig,
+    ToolConfigError,
+    ToolInfraError,
+    ToolResult,
+    check_arguments,
+    close_tools,
+    configs_of,
+    make_tools,
+)
+from penstock.transfer_queue import Task
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 TASK = Task("train/0", "train", [], "tests", None)

@@ -5,14 +5,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import Sandbox, SandboxError
-from penstock.tools.base import ToolInfraError
-from penstock.tools.config import ToolConfig
-from penstock.tools.python import STATE_LOST, PythonTool
-from penstock.tools.registry import make_tools
-from penstock.transfer_queue.trajectory import Task
+from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
+from penstock.tools import STATE_LOST, PythonTool, ToolConfig, ToolInfraError, make_tools
+from penstock.transfer_queue import Task
 
 pytestmark = pytest.mark.bwrap
 TASK = Task("train/00000001", "train", [], "tests", None)

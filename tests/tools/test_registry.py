@@ -4,10 +4,16 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.tools.base import BaseTool, ToolResult
-from penstock.tools.config import ToolConfig
-from penstock.tools.function_tool import function_tool
-from penstock.tools.registry import ToolConfigError, configs_of, make_tools, register_tool
+from penstock.tools import (
+    BaseTool,
+    ToolConfig,
+    ToolConfigError,
+    ToolResult,
+    configs_of,
+    function_tool,
+    make_tools,
+    register_tool,
+)
 
 
 @register_tool("echo")

@@ -11,10 +11,15 @@ import pytest_asyncio
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from penstock.tools.base import ToolInfraError, ToolUnavailable
-from penstock.tools.config import ToolConfig
-from penstock.tools.registry import ToolConfigError, close_tools, make_tools
-from penstock.tools.search import SearchTool
+from penstock.tools import (
+    SearchTool,
+    ToolConfig,
+    ToolConfigError,
+    ToolInfraError,
+    ToolUnavailable,
+    close_tools,
+    make_tools,
+)
 
 Serve = Callable[[Any], Awaitable[str]]
 ROWS = [
@@ -26,8 +31,7 @@ ROWS = [
 @pytest_asyncio.fixture
 async def server(tmp_path: Path, serve: Serve) -> str:
     pytest.importorskip("tantivy")
-    from penstock.tools.retrieval.index import open_or_build
-    from penstock.tools.retrieval.server import build_app
+    from penstock.tools.retrieval import build_app, open_or_build
 
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("\n".join(json.dumps(row) for row in ROWS))

@@ -7,14 +7,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import Sandbox, SandboxLost
-from penstock.tools.base import BaseTool, ToolInfraError
-from penstock.tools.config import ToolConfig
-from penstock.tools.episode_box import EpisodeBox, sharing
-from penstock.tools.registry import ToolConfigError, make_tools
-from penstock.transfer_queue.trajectory import Task
+from penstock.sandbox import Sandbox, SandboxConfig, SandboxLost, make_sandbox
+from penstock.tools import BaseTool, EpisodeBox, ToolConfig, ToolConfigError, ToolInfraError, make_tools, sharing
+from penstock.transfer_queue import Task
 
 pytestmark = pytest.mark.bwrap
 TASK = Task("train/00000001", "train", [], "tests", None)

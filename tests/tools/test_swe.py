@@ -9,16 +9,10 @@ import pytest
 from tests.agent_loops.conftest import tokenizer_for
 from tests.sandbox.swe.conftest import rows
 
-from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.trial import try_loop
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import SandboxLost
-from penstock.tools.base import ToolInfraError
-from penstock.tools.config import ToolConfig
-from penstock.tools.episode_box import sharing
-from penstock.tools.registry import ToolConfigError, make_tools
-from penstock.transfer_queue.trajectory import Task
+from penstock.agent_loops import InfraFailure, try_loop
+from penstock.sandbox import SandboxConfig, SandboxLost, make_sandbox
+from penstock.tools import ToolConfig, ToolConfigError, ToolInfraError, make_tools, sharing
+from penstock.transfer_queue import Task
 
 __all__ = ["rows", "tokenizer_for"]
 pytestmark = pytest.mark.bwrap

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.tools.threads import TooManyLeftBehind, UserThreads, call_users
+from penstock.tools import TooManyLeftBehind, UserThreads, call_users
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.tools.truncate import Part, truncate, truncate_tokens
+from penstock.tools import Part, truncate_tokens
+from penstock.tools.truncation import truncate
 
 PARTS: tuple[Part, ...] = ("head", "tail", "middle")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from penstock.tools.config import ToolConfig
+from penstock.tools import ToolConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/tutorials/my_first_tool.md").read_text()

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from penstock.tools.truncate import truncate
-from penstock.tools.validate import check_arguments, check_schema
+from penstock.tools import check_arguments, check_schema
+from penstock.tools.truncation import truncate
 
 SCHEMA = {
     "type": "object",

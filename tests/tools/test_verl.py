@@ -7,11 +7,15 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from penstock.tools.config import ToolConfig
-from penstock.tools.function_tool import function_tool
-from penstock.tools.registry import ToolConfigError, make_tools, register_tool
-from penstock.tools.validate import check_arguments
-from penstock.tools.verl import read_tools
+from penstock.tools import (
+    ToolConfig,
+    ToolConfigError,
+    check_arguments,
+    function_tool,
+    make_tools,
+    read_tools,
+    register_tool,
+)
 
 SEARCH = """
 tools:

@@ -21,7 +21,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def ranks():
     """A process group of this process alone."""
-    from penstock.trainer.ranks import Ranks
+    from penstock.trainer import Ranks
 
     opened = Ranks.open(timeout_s=30)
     yield opened

@@ -25,14 +25,18 @@ from safetensors.torch import save_file
 from trainer_support import make_trajectory
 from two_ranks_bad import write_threads
 
-from penstock.trainer.batch import make_step_batch, share_of
-from penstock.trainer.checkpoint import CheckpointStore, begin_save, load
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.engine import FSDPEngine
-from penstock.trainer.learner import Learner
-from penstock.trainer.ranks import Ranks
-from penstock.transfer_queue.queue import Batch
-from penstock.transfer_queue.trajectory import DataCursor
+from penstock.trainer import (
+    CheckpointStore,
+    FSDPEngine,
+    Learner,
+    Ranks,
+    TrainerConfig,
+    begin_save,
+    load,
+    make_step_batch,
+    share_of,
+)
+from penstock.transfer_queue import Batch, DataCursor
 
 GROUPS, MEMBERS = 4, 3
 

@@ -9,16 +9,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import make_segment  # noqa: E402
+from trainer_support import make_segment
 
-from penstock.trainer.aggregation import divisor, episode_weights, trained_tokens  # noqa: E402
-from penstock.trainer.batch import ModelLimits, make_row  # noqa: E402
-from penstock.trainer.config import OverlongConfig  # noqa: E402
-from penstock.trainer.filters import FILTERS  # noqa: E402
-from penstock.trainer.kl import ESTIMATORS, steered  # noqa: E402
-from penstock.trainer.packing import Pack, join_rows  # noqa: E402
-from penstock.trainer.proximal import proximal_logprobs  # noqa: E402
-from penstock.trainer.shaping import overlong_penalties  # noqa: E402
+from penstock.trainer import (
+    ESTIMATORS,
+    ModelLimits,
+    OverlongConfig,
+    Pack,
+    divisor,
+    episode_weights,
+    join_rows,
+    make_row,
+    overlong_penalties,
+    proximal_logprobs,
+    steered,
+    trained_tokens,
+)
+from penstock.trainer.filters import FILTERS
 
 pytestmark = pytest.mark.torch
 LIMITS = ModelLimits(context=64, vocab=64)

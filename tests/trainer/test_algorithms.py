@@ -11,21 +11,27 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import make_trajectory  # noqa: E402
+from trainer_support import make_trajectory
 
-from penstock.trainer.advantages import ADVANTAGES, Advantages  # noqa: E402
-from penstock.trainer.algorithm import BadJob, check_algorithm  # noqa: E402
-from penstock.trainer.bad_steps import TrainingDiverged  # noqa: E402
-from penstock.trainer.batch import StepBatch, make_step_batch  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
-from penstock.trainer.corrections import CORRECTIONS  # noqa: E402
-from penstock.trainer.engine import FSDPEngine  # noqa: E402
-from penstock.trainer.learner import Learner  # noqa: E402
-from penstock.trainer.losses import LOSSES  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.trainer.registry import needs_of  # noqa: E402
-from penstock.transfer_queue.queue import Batch  # noqa: E402
-from penstock.transfer_queue.trajectory import Trajectory  # noqa: E402
+from penstock.trainer import (
+    FSDPEngine,
+    Learner,
+    Ranks,
+    StepBatch,
+    TrainerConfig,
+    TrainingDiverged,
+    check_algorithm,
+    make_step_batch,
+    needs_of,
+)
+from penstock.trainer.advantages import ADVANTAGES, Advantages
+from penstock.trainer.algorithm import BadJob
+from penstock.trainer.corrections import CORRECTIONS
+from penstock.trainer.losses import LOSSES
+from penstock.transfer_queue import (
+    Batch,
+    Trajectory,
+)
 
 pytestmark = pytest.mark.torch
 CRITICS = [name for name in ADVANTAGES.names() if "values" in needs_of(ADVANTAGES.get(name))]

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer.attention import Seen, _by_kernel, _row_by_row  # noqa: E402
+from penstock.trainer import Seen, _by_kernel, _row_by_row
 
 pytestmark = [
     pytest.mark.torch,

@@ -14,22 +14,29 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import save_file  # noqa: E402
-from tests.tiny_model import save_poisoned_model  # noqa: E402
-from trainer_support import make_trajectory  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
+from safetensors.torch import save_file
+from tests.tiny_model import save_poisoned_model
+from trainer_support import make_trajectory
+from typer.testing import CliRunner
 
-from penstock.deploy.cli import app  # noqa: E402
-from penstock.trainer.bad_batch import BadBatches, BadDump  # noqa: E402
-from penstock.trainer.bad_steps import NothingToTrain, TrainingDiverged  # noqa: E402
-from penstock.trainer.batch import StepBatch, make_step_batch  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
-from penstock.trainer.engine import FSDPEngine  # noqa: E402
-from penstock.trainer.learner import Learner  # noqa: E402
-from penstock.trainer.losses import LOSSES, LossInput, TokenLoss  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.trainer.replay import Replayed, replay, same  # noqa: E402
-from penstock.transfer_queue.queue import Batch  # noqa: E402
+from penstock.deploy import app
+from penstock.trainer import (
+    BadBatches,
+    BadDump,
+    FSDPEngine,
+    Learner,
+    NothingToTrain,
+    Ranks,
+    Replayed,
+    StepBatch,
+    TrainerConfig,
+    TrainingDiverged,
+    make_step_batch,
+    same,
+)
+from penstock.trainer.losses import LOSSES, LossInput, TokenLoss
+from penstock.trainer.replay import replay
+from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch
 

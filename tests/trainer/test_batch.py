@@ -13,15 +13,8 @@ pytest.importorskip("torch")
 
 from trainer_support import make_segment, make_trajectory
 
-from penstock.trainer.batch import (
-    BadBatch,
-    ModelLimits,
-    make_row,
-    make_step_batch,
-    minibatch_bounds,
-    share_of,
-)
-from penstock.transfer_queue.queue import Batch
+from penstock.trainer import BadBatch, ModelLimits, make_row, make_step_batch, minibatch_bounds, share_of
+from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch
 LIMITS = ModelLimits(context=64, vocab=64)

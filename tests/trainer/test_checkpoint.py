@@ -17,16 +17,22 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import make_trajectory  # noqa: E402
+from trainer_support import make_trajectory
 
-from penstock.trainer.batch import make_step_batch  # noqa: E402
-from penstock.trainer.checkpoint import CheckpointStore, begin_save, load  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
-from penstock.trainer.engine import FSDPEngine  # noqa: E402
-from penstock.trainer.learner import Learner  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.transfer_queue.queue import Batch  # noqa: E402
-from penstock.transfer_queue.trajectory import DataCursor  # noqa: E402
+from penstock.trainer import (
+    CheckpointStore,
+    FSDPEngine,
+    Learner,
+    Ranks,
+    TrainerConfig,
+    begin_save,
+    load,
+    make_step_batch,
+)
+from penstock.transfer_queue import (
+    Batch,
+    DataCursor,
+)
 
 pytestmark = pytest.mark.torch
 CONFIG = TrainerConfig(lr=1e-3)

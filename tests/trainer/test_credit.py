@@ -10,15 +10,26 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import make_segment, make_trajectory  # noqa: E402
+from trainer_support import make_segment, make_trajectory
 
-from penstock.trainer.advantages import Advantages  # noqa: E402
-from penstock.trainer.batch import BadBatch, ModelLimits, StepBatch, make_step_batch  # noqa: E402
-from penstock.trainer.config import OverlongConfig, TrainerConfig  # noqa: E402
-from penstock.trainer.credit import TokenScores, episodes_of, means_by_episode, whitened  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.transfer_queue.queue import Batch  # noqa: E402
-from penstock.transfer_queue.trajectory import Trajectory  # noqa: E402
+from penstock.trainer import (
+    BadBatch,
+    ModelLimits,
+    OverlongConfig,
+    Ranks,
+    StepBatch,
+    TokenScores,
+    TrainerConfig,
+    episodes_of,
+    make_step_batch,
+    means_by_episode,
+    whitened,
+)
+from penstock.trainer.advantages import Advantages
+from penstock.transfer_queue import (
+    Batch,
+    Trajectory,
+)
 
 pytestmark = pytest.mark.torch
 

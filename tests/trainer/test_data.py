@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trainer.data import DataError, Stream, load_rows
-from penstock.transfer_queue.trajectory import DataCursor
+from penstock.trainer import DataError, Stream, load_rows
+from penstock.transfer_queue import DataCursor
 
 GOOD = {
     "prompt": [{"role": "user", "content": "1 + 1?"}],

@@ -16,13 +16,9 @@ pytest.importorskip("torch")
 
 from trainer_support import make_job, make_trajectory, task_name
 
-from penstock.trainer.job import BadJob, TrainJob
-from penstock.trainer.loop import train
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import TransferQueueError
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.trajectory import Trajectory
+from penstock.trainer import TrainJob, train
+from penstock.trainer.job import BadJob
+from penstock.transfer_queue import QueueError, RedisServer, RedisTransferQueue, Trajectory, TransferQueueConfig
 
 pytestmark = [pytest.mark.torch, pytest.mark.redis]
 PASSWORD = "a-test-password"
@@ -101,7 +97,7 @@ async def test_every_step_is_full_of_groups_that_say_something(
 
 async def test_tasks_that_are_all_too_easy_end_the_run_with_its_cause(tmp_path: Path, tiny_model: str) -> None:
     async with job_on_redis(tmp_path, tiny_model, 0) as job, working(job.queue, easy=True):
-        with pytest.raises(TransferQueueError, match=r"step 0: \d+ groups had equal rewards .* more than 4 steps of 2"):
+        with pytest.raises(QueueError, match=r"step 0: \d+ groups had equal rewards .* more than 4 steps of 2"):
             await train(job)
 
 

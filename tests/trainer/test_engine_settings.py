@@ -10,18 +10,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.tiny_model import save_tiny_model  # noqa: E402
-from trainer_support import one_pack  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from tests.tiny_model import save_tiny_model
+from trainer_support import one_pack
+from transformers import AutoModelForCausalLM
 
-from benchmarks.support.meter import peak_bytes  # noqa: E402
-from penstock.trainer import sharded  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
-from penstock.trainer.engine import FSDPEngine  # noqa: E402
-from penstock.trainer.flops import Flops, peak_tflops  # noqa: E402
-from penstock.trainer.policy import load_policy  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.trainer.sharded import Update  # noqa: E402
+from benchmarks.support.meter import peak_bytes
+from penstock.trainer import (
+    Flops,
+    FSDPEngine,
+    Ranks,
+    TrainerConfig,
+    Update,
+    load_policy,
+    peak_tflops,
+    sharded,
+)
 
 pytestmark = pytest.mark.torch
 

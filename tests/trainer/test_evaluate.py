@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer_support import make_trajectory
 
-from penstock.trainer.evaluate import by_version
+from penstock.trainer import by_version
 
 
 def test_one_version_sampled_all() -> None:

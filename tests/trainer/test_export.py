@@ -10,17 +10,21 @@ from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import load_file  # noqa: E402
-from trainer_support import make_job, one_pack  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+from safetensors.torch import load_file
+from trainer_support import make_job, one_pack
+from transformers import AutoTokenizer
 
-from penstock.deploy.cli import app  # noqa: E402
-from penstock.deploy.config import RunConfig  # noqa: E402
-from penstock.deploy.load_config import dump_config  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
-from penstock.trainer.engine import FSDPEngine  # noqa: E402
-from penstock.trainer.loop import train  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
+from penstock.deploy import (
+    RunConfig,
+    app,
+    dump_config,
+)
+from penstock.trainer import (
+    FSDPEngine,
+    Ranks,
+    TrainerConfig,
+    train,
+)
 
 pytestmark = pytest.mark.torch
 

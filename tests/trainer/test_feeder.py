@@ -8,11 +8,9 @@ pytest.importorskip("torch")
 
 from trainer_support import ScriptedQueue, make_trajectory
 
-from penstock.trainer.data import Row, Stream
-from penstock.trainer.feeder import Feeder, missing_groups
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import Announcement, Batch, Limits, Status
-from penstock.transfer_queue.trajectory import DataCursor
+from penstock.trainer import Feeder, Stream, missing_groups
+from penstock.trainer.data import Row
+from penstock.transfer_queue import Announcement, Batch, DataCursor, Limits, MemoryTransferQueue, Status
 
 LIMITS = Limits(group_size=4, groups_per_step=8, max_staleness=2)
 

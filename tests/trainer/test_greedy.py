@@ -9,15 +9,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import make_job, make_trajectory  # noqa: E402
+from trainer_support import make_job, make_trajectory
 
-from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
-from penstock.trainer.credit import TokenScores, episodes_of  # noqa: E402
-from penstock.trainer.greedy import without_greedy  # noqa: E402
-from penstock.trainer.jsonl import read_lines  # noqa: E402
-from penstock.trainer.loop import train  # noqa: E402
-from penstock.transfer_queue.queue import Batch  # noqa: E402
+from penstock.trainer import (
+    ModelLimits,
+    StepBatch,
+    TokenScores,
+    TrainerConfig,
+    episodes_of,
+    make_step_batch,
+    read_lines,
+    train,
+    without_greedy,
+)
+from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch
 

@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from penstock.trainer.jsonl import LineTail, append_line, rewrite_lines
+from penstock.trainer import LineTail, append_line, rewrite_lines
 
 
 def test_each_line_is_read_once(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trainer.layout import Layout, Place
+from penstock.trainer import Layout, Place
 
 SIZES = st.integers(1, 3)
 

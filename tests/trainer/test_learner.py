@@ -10,21 +10,29 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import make_trajectory  # noqa: E402
+from trainer_support import make_trajectory
 
-from penstock.trainer.advantages import Advantages  # noqa: E402
-from penstock.trainer.bad_steps import TrainingDiverged  # noqa: E402
-from penstock.trainer.batch import StepBatch, make_step_batch  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
-from penstock.trainer.engine import FSDPEngine  # noqa: E402
-from penstock.trainer.learner import Learner  # noqa: E402
-from penstock.trainer.objective import Objective, Targets  # noqa: E402
-from penstock.trainer.packing import join_rows, pack_rows, split_by_budget  # noqa: E402
-from penstock.trainer.policy import Outputs  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.trainer.tally import Tally  # noqa: E402
-from penstock.transfer_queue.queue import Batch  # noqa: E402
-from penstock.transfer_queue.trajectory import Trajectory  # noqa: E402
+from penstock.trainer import (
+    FSDPEngine,
+    Learner,
+    Objective,
+    Outputs,
+    Ranks,
+    StepBatch,
+    Tally,
+    Targets,
+    TrainerConfig,
+    TrainingDiverged,
+    join_rows,
+    make_step_batch,
+    pack_rows,
+    split_by_budget,
+)
+from penstock.trainer.advantages import Advantages
+from penstock.transfer_queue import (
+    Batch,
+    Trajectory,
+)
 
 pytestmark = pytest.mark.torch
 CONFIG = {"lr": 1e-2, "eps": 1e-4, "max_grad_norm": 1e9}

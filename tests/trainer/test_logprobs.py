@@ -9,9 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.support.meter import peak_bytes  # noqa: E402
-from penstock.trainer import logprobs  # noqa: E402
-from penstock.trainer.logprobs import Head, token_logprobs  # noqa: E402
+from benchmarks.support.meter import peak_bytes
+from penstock.trainer import (
+    Head,
+    logprobs,
+    token_logprobs,
+)
 
 pytestmark = pytest.mark.torch
 TOKENS, WIDTH, VOCAB = 13, 8, 30
@@ -97,7 +100,8 @@ def test_peak_memory_is_near_that_of_the_body_alone(monkeypatch: pytest.MonkeyPa
     from tests.tiny_model import save_tiny_model
     from trainer_support import one_pack
 
-    from penstock.trainer.policy import load_policy, model_inputs, whole
+    from penstock.trainer import load_policy, model_inputs
+    from penstock.trainer.policy import whole
 
     monkeypatch.undo()
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 16_384}

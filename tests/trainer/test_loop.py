@@ -13,18 +13,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import load_file  # noqa: E402
-from tests.tiny_model import save_tiny_model  # noqa: E402
-from trainer_support import ROWS, Crash, make_job, write_rows  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from safetensors.torch import load_file
+from tests.tiny_model import save_tiny_model
+from trainer_support import ROWS, Crash, make_job, write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.rollout_server.weights import read_verified  # noqa: E402
-from penstock.trainer.data import DataError  # noqa: E402
-from penstock.trainer.job import BadJob, TrainJob  # noqa: E402
-from penstock.trainer.loop import train  # noqa: E402
-from penstock.trainer.registry import UnknownName  # noqa: E402
-from penstock.trainer.source import BatchTimeout  # noqa: E402
-from penstock.transfer_queue.trajectory import DataCursor  # noqa: E402
+from penstock.trainer import (
+    BatchTimeout,
+    DataError,
+    TrainJob,
+    UnknownName,
+    train,
+)
+from penstock.trainer.job import BadJob
+from penstock.transfer_queue import DataCursor
+from penstock.weight_sync import read_verified
 
 pytestmark = pytest.mark.torch
 
@@ -122,7 +125,7 @@ async def test_a_crash_in_any_gap_changes_nothing(
 async def test_a_crash_between_rename_and_commit_and_in_the_middle_of_a_save(
     tmp_path: Path, tiny_model: str, reference: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.trainer.checkpoint import CheckpointStore
+    from penstock.trainer import CheckpointStore
 
     seal = CheckpointStore.seal
 

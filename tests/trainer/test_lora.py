@@ -11,21 +11,25 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")
 
-import test_bad_batch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from test_bad_batch import Run, again  # noqa: E402
-from test_checkpoint import save, train_one  # noqa: E402
-from tests.tiny_model import save_tiny_model  # noqa: E402
-from trainer_support import make_job, one_pack  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+import test_bad_batch
+from safetensors.torch import load_file
+from test_bad_batch import Run, again
+from test_checkpoint import save, train_one
+from tests.tiny_model import save_tiny_model
+from trainer_support import make_job, one_pack
+from transformers import AutoModelForCausalLM
 
-from penstock.rollout_server.weights import Merger, read_verified  # noqa: E402
-from penstock.trainer.checkpoint import CheckpointStore, load  # noqa: E402
-from penstock.trainer.config import LoraConfig, TrainerConfig  # noqa: E402
-from penstock.trainer.engine import FSDPEngine  # noqa: E402
-from penstock.trainer.loop import train  # noqa: E402
-from penstock.trainer.lora import Adapter  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
+from penstock.trainer import (
+    Adapter,
+    CheckpointStore,
+    FSDPEngine,
+    LoraConfig,
+    Ranks,
+    TrainerConfig,
+    load,
+    train,
+)
+from penstock.weight_sync import Merger, read_verified
 
 pytestmark = pytest.mark.torch
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from penstock.trainer.meeting import RANKS_FILE_VARIABLE, own_store
+from penstock.trainer import RANKS_FILE_VARIABLE, own_store
 
 
 @pytest.fixture(autouse=True)

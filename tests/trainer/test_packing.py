@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from penstock.trainer.batch import ModelLimits, Row, make_row
-from penstock.trainer.packing import Pack, join_rows, pack_rows, split_by_budget
+from penstock.trainer import ModelLimits, Pack, join_rows, make_row, pack_rows, split_by_budget
+from penstock.trainer.batch import Row
 
 pytestmark = pytest.mark.torch
 

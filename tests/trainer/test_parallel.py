@@ -13,15 +13,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import parallel_ranks  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from test_ranks import ENVIRONMENT, threads_of_gloo  # noqa: E402
-from tests.tiny_model import save_tiny_model  # noqa: E402
-from trainer_support import make_job  # noqa: E402
+import parallel_ranks
+from safetensors.torch import load_file
+from test_ranks import ENVIRONMENT, threads_of_gloo
+from tests.tiny_model import save_tiny_model
+from trainer_support import make_job
 
-from penstock.trainer.job import BadJob, check_job  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.trainer.tensor_parallel import CannotSplit, plan_of  # noqa: E402
+from penstock.trainer import (
+    CannotSplit,
+    Ranks,
+    check_job,
+    plan_of,
+)
+from penstock.trainer.job import BadJob
 
 pytestmark = pytest.mark.torch
 CRITIC = {"advantage": "gae", "critic": {"lr": 1e-2}, "entropy_bonus": 0.01, "kl": {"in_loss": 0.01}}

@@ -11,13 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.tiny_model import save_tiny_model  # noqa: E402
-from trainer_support import make_segment  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from tests.tiny_model import save_tiny_model
+from trainer_support import make_segment
+from transformers import AutoModelForCausalLM
 
-from penstock.trainer import attention, logprobs, policy  # noqa: E402
-from penstock.trainer.batch import ModelLimits, Row, _numbered, make_row  # noqa: E402
-from penstock.trainer.packing import join_rows, pack_rows  # noqa: E402
+from penstock.trainer import ModelLimits, _numbered, attention, join_rows, logprobs, make_row, pack_rows, policy
+from penstock.trainer.batch import Row
 
 pytestmark = pytest.mark.torch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.trainer.prometheus import TrainerMetrics
+from penstock.trainer import TrainerMetrics
 
 
 def test_newest_numbers_and_sums_over_steps() -> None:

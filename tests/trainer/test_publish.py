@@ -14,14 +14,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.rollout_server.weights import Downloader, NoSpace, read_verified  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
-from penstock.trainer.job import TrainJob  # noqa: E402
-from penstock.trainer.outlet import Outlet  # noqa: E402
-from penstock.trainer.publish import Publisher  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.trainer.torch_thread import TorchThread  # noqa: E402
-from penstock.transfer_queue.queue import Announcement, Limits, ServerInfo  # noqa: E402
+from penstock.trainer import (
+    Outlet,
+    Publisher,
+    Ranks,
+    TorchThread,
+    TrainerConfig,
+    TrainJob,
+)
+from penstock.transfer_queue import Announcement, Limits, ServerInfo
+from penstock.weight_sync import Downloader, NoSpace, read_verified
 
 pytestmark = pytest.mark.torch
 TOKEN = "the-token-of-this-run"

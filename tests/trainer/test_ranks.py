@@ -14,18 +14,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from safetensors.torch import load_file  # noqa: E402
-from tests.tiny_model import save_poisoned_model as poisoned  # noqa: E402
-from trainer_support import make_job  # noqa: E402
-from two_ranks_bad import job_of  # noqa: E402
+from safetensors.torch import load_file
+from tests.tiny_model import save_poisoned_model as poisoned
+from trainer_support import make_job
+from two_ranks_bad import job_of
 
-from penstock.trainer.checkpoint import CheckpointStore, load  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
-from penstock.trainer.engine import FSDPEngine  # noqa: E402
-from penstock.trainer.job import BadJob  # noqa: E402
-from penstock.trainer.loop import train  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.trainer.replay import replay  # noqa: E402
+from penstock.trainer import (
+    CheckpointStore,
+    FSDPEngine,
+    Ranks,
+    TrainerConfig,
+    load,
+    train,
+)
+from penstock.trainer.job import BadJob
+from penstock.trainer.replay import replay
 
 pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent

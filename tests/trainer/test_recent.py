@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.trainer.recent import RecentBatches
+from penstock.trainer import RecentBatches
 
 
 class Clock:

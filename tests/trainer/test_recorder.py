@@ -12,11 +12,7 @@ pytest.importorskip("torch")
 
 from trainer_support import make_trajectory
 
-from penstock.trainer.config import StopConfig
-from penstock.trainer.jsonl import read_lines
-from penstock.trainer.readable import mask_runs, readable_trajectory
-from penstock.trainer.recorder import Recorder
-from penstock.trainer.stopping import Stopping
+from penstock.trainer import Recorder, StopConfig, Stopping, mask_runs, read_lines, readable_trajectory
 
 pytestmark = pytest.mark.torch
 

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from penstock.trainer import BadOptions, UnknownName, options_of
 from penstock.trainer.advantages import ADVANTAGES
 from penstock.trainer.losses import LOSSES
-from penstock.trainer.registry import BadOptions, UnknownName, options_of
 
 pytestmark = pytest.mark.torch
 

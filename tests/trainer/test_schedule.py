@@ -1,7 +1,6 @@
 import pytest
 
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.schedule import learning_rate
+from penstock.trainer import TrainerConfig, learning_rate
 
 
 def rates(**settings: object) -> list[float]:

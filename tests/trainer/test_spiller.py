@@ -14,9 +14,8 @@ pytest.importorskip("torch")
 
 from trainer_support import make_job, make_trajectory
 
+from penstock.trainer import Spiller, StepBatch
 from penstock.trainer import spiller as module
-from penstock.trainer.batch import StepBatch
-from penstock.trainer.spiller import Spiller
 
 
 class Out:

@@ -15,11 +15,9 @@ pytest.importorskip("torch")
 from test_ranks import metrics, torchrun
 from trainer_support import Crash, ScriptedQueue, make_job, make_trajectory, write_rows
 
-from penstock.trainer.config import StopConfig
-from penstock.trainer.job import BadJob, TrainJob
-from penstock.trainer.loop import train
-from penstock.trainer.stopping import Stopping
-from penstock.transfer_queue.trajectory import Trajectory
+from penstock.trainer import StopConfig, Stopping, TrainJob, train
+from penstock.trainer.job import BadJob
+from penstock.transfer_queue import Trajectory
 
 pytestmark = pytest.mark.torch
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from penstock.trainer.timeline import FILE, PUBLISH, STEPS, Timeline, read_timeline
+from penstock.trainer import FILE, PUBLISH, STEPS, Timeline, read_timeline
 
 
 def test_intervals_are_written_in_the_order_of_their_ends(tmp_path) -> None:

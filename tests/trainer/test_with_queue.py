@@ -16,13 +16,9 @@ pytest.importorskip("torch")
 
 from trainer_support import assert_books_balance, make_job, make_trajectory, write_rows
 
-from penstock.rollout_server.weights import read_verified
-from penstock.trainer import saver
-from penstock.trainer.job import TrainJob
-from penstock.trainer.loop import train
-from penstock.trainer.recent import RecentBatches
-from penstock.transfer_queue import memory
-from penstock.transfer_queue.batch_log import BatchLog
+from penstock.trainer import RecentBatches, TrainJob, saver, train
+from penstock.transfer_queue import BatchLog, memory
+from penstock.weight_sync import read_verified
 
 pytestmark = pytest.mark.torch
 STEPS = 6

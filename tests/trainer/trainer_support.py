@@ -11,11 +11,24 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.job import TrainJob
-from penstock.transfer_queue.codec import encode_trajectory, get_fields
-from penstock.transfer_queue.queue import Announcement, BadPayload, Batch, Limits, Status, StepError, Waiting
-from penstock.transfer_queue.trajectory import COMPLETED, DataCursor, FieldValues, Segment, Task, Trajectory
+from penstock.trainer import TrainerConfig, TrainJob
+from penstock.transfer_queue import (
+    COMPLETED,
+    Announcement,
+    BadPayload,
+    Batch,
+    DataCursor,
+    FieldValues,
+    Limits,
+    Segment,
+    Status,
+    StepError,
+    Task,
+    Trajectory,
+    Waiting,
+    encode_trajectory,
+    get_fields,
+)
 
 VOCAB = 64
 ROWS = 10
@@ -326,8 +339,7 @@ def broken_loss(batch: Any) -> Any:
 
 def one_pack(tokens: int, vocab: int) -> Any:
     """Two rows of together `tokens` tokens, of which all but a few at the rows' starts are sampled."""
-    from penstock.trainer.batch import ModelLimits, make_row
-    from penstock.trainer.packing import join_rows
+    from penstock.trainer import ModelLimits, join_rows, make_row
 
     rng = np.random.default_rng(0)
     limits, half = ModelLimits(context=tokens, vocab=vocab), tokens // 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer_support import make_job
 
-from penstock.trainer.loop import train
+from penstock.trainer import train
 
 
 def main() -> None:

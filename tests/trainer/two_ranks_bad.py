@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from trainer_support import ScriptedQueue, make_job, make_trajectory
 
-from penstock.trainer.loop import train
-from penstock.transfer_queue.queue import Limits
-from penstock.transfer_queue.trajectory import Trajectory
+from penstock.trainer import train
+from penstock.transfer_queue import Limits, Trajectory
 
 BAD_TOKENS = {"nan": 7, "vocabulary": 64, "turn rewards": 0}
 

@@ -17,13 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer_support import one_pack
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer.attention import packed_attention
-from penstock.trainer.context import Context, _Exchange
-from penstock.trainer.layout import Layout
-from penstock.trainer.logprobs import Head, token_logprobs
-from penstock.trainer.mesh import Mesh
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.tensor_parallel import plan_of, split_over
+from penstock.trainer import (
+    Context,
+    Head,
+    Layout,
+    Mesh,
+    Ranks,
+    _Exchange,
+    packed_attention,
+    plan_of,
+    split_over,
+    token_logprobs,
+)
 
 
 class Permuted(torch.autograd.Function):

@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import Limits, TransferQueue
-from penstock.transfer_queue.redis_cluster import RedisCluster
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import (
+    BatchLog,
+    Limits,
+    MemoryTransferQueue,
+    RedisCluster,
+    RedisServer,
+    RedisTransferQueue,
+    TransferQueue,
+    TransferQueueConfig,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples
 

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from queue_samples import task
 
-from penstock.transfer_queue.queue import Lease
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind, Segment, Trajectory
+from penstock.transfer_queue import Lease, Outcome, OutcomeKind, Segment, Trajectory
 
 LEASE = Lease("train/0001#0", task(1), 0, 0, 1, 0)
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.transfer_queue.queue import Announcement, Batch, Lease, Limits, TransferQueue
-from penstock.transfer_queue.trajectory import (
+from penstock.transfer_queue import (
     COMPLETED,
+    Announcement,
+    Batch,
     DataCursor,
     JournalEntry,
     JournalKind,
+    Lease,
+    Limits,
     Outcome,
     OutcomeKind,
     Segment,
     Task,
     Trajectory,
+    TransferQueue,
 )
 
 INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")

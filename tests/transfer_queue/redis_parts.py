@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.transfer_queue import Connection, Script
 from penstock.transfer_queue import connection as module
-from penstock.transfer_queue.connection import Connection
-from penstock.transfer_queue.scripts import Script
 
 PASSWORD = "a-test-password"
 

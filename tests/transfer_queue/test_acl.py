@@ -9,11 +9,16 @@ import pytest
 import pytest_asyncio
 from redis_parts import PASSWORD, small_scripts  # noqa: F401 - a fixture
 
-from penstock.transfer_queue.acl import RIGHTS, ROLES, role_users, setuser_commands
-from penstock.transfer_queue.connection import Connection
-from penstock.transfer_queue.keys import Keys
-from penstock.transfer_queue.queue import TransferQueueError
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import (
+    RIGHTS,
+    ROLES,
+    Connection,
+    Keys,
+    QueueError,
+    RedisServer,
+    role_users,
+    setuser_commands,
+)
 
 pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
 RUN, OTHER = Keys("mine"), Keys("other")
@@ -161,7 +166,7 @@ async def test_the_commands_for_ones_own_redis_work(users: Users) -> None:
     ],
 )
 async def test_what_could_reach_too_far_is_refused(run: str, passwords: dict[str, str], problem: str) -> None:
-    with pytest.raises(TransferQueueError, match=problem):
+    with pytest.raises(QueueError, match=problem):
         role_users(run, passwords)
 
 
@@ -169,7 +174,7 @@ async def allowed(user: Connection, *command: object) -> bool:
     """False where Redis refused it for want of rights; any other refusal is raised."""
     try:
         await user.command(*command)
-    except TransferQueueError as error:
+    except QueueError as error:
         if "Rights per role" not in str(error):
             raise
         return False

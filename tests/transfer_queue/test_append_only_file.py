@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import redis.asyncio as aioredis
 
-from penstock.transfer_queue.append_only_file import mend_append_only_file, newest_append_only_file
-from penstock.transfer_queue.queue import TransferQueueError
-from penstock.transfer_queue.redis_binary import find_redis_server
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import (
+    QueueError,
+    RedisServer,
+    find_redis_server,
+    mend_append_only_file,
+    newest_append_only_file,
+)
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"
@@ -41,7 +44,7 @@ async def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
         await ask(server, lambda client: client.set("one", "1"))
     base = next(tmp_path.glob("appendonlydir/*.base.*"))
     base.write_bytes(b"nothing that Redis wrote")
-    with pytest.raises(TransferQueueError, match="damaged and cannot be mended"):
+    with pytest.raises(QueueError, match="damaged and cannot be mended"):
         mend_append_only_file(find_redis_server().path, tmp_path)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.transfer_queue.arithmetic import enough_members, may_admit, may_ship, places, room_allows
+from penstock.transfer_queue import enough_members, may_admit, may_ship, places, room_allows
 
 
 def test_places_are_those_of_open_steps() -> None:

@@ -14,10 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from penstock.transfer_queue import batch_log
-from penstock.transfer_queue.batch_file import HEAD_BYTES
-from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.queue import BadPayload
+from penstock.transfer_queue import HEAD_BYTES, BadPayload, BatchLog, batch_log
 
 A, B, C = "train/0000/00000001#0", "train/0000/00000001#1", "train/0000/00000002#0"
 FILE = "00000001-00000001-w.batch"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.transfer_queue.batch_log import BatchLog
+from penstock.transfer_queue import BatchLog
 
 pytestmark = pytest.mark.crash
 SOURCE = Path(__file__).parents[2] / "src"
@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 WRITER = """
 import sys
 from pathlib import Path
-from penstock.transfer_queue.batch_log import BatchLog
+from penstock.transfer_queue import BatchLog
 
 log, step = BatchLog(Path(sys.argv[1])), int(sys.argv[2])
 while True:

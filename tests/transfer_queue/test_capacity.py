@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.transfer_queue.capacity import check_quotas, check_step_bytes
-from penstock.transfer_queue.queue import Limits, TransferQueueError
+from penstock.transfer_queue import Limits, QueueError, check_quotas, check_step_bytes
 
 LIMITS = Limits(group_size=8, groups_per_step=6, max_staleness=1)
 
@@ -28,9 +27,7 @@ def test_quotas_that_fill_a_step_pass(quotas: dict[str, int], sources: list[str]
 
 def test_quotas_that_cannot_fill_a_step_are_refused_with_the_sum() -> None:
     limits = replace(LIMITS, quotas={"sums": 2, "code": 3, "absent": 50})
-    with pytest.raises(
-        TransferQueueError, match=r"^quotas: code 3 \+ sums 2 = 5 < groups_per_step = 6: .* Raise them to 6 in"
-    ):
+    with pytest.raises(QueueError, match=r"^quotas: code 3 \+ sums 2 = 5 < groups_per_step = 6: .* Raise them to 6 in"):
         check_quotas(limits, ["sums", "code", "sums"])
 
 
@@ -40,5 +37,5 @@ def test_a_step_fits_to_the_byte() -> None:
     sums = (
         r"max_bytes = 221183 < .* = 6 × 8 × 9 × 512 = 221184: one step may not fit\. Raise max_bytes to at least 221184"
     )
-    with pytest.raises(TransferQueueError, match=sums):
+    with pytest.raises(QueueError, match=sums):
         check_step_bytes(replace(LIMITS, max_bytes=221183), response_tokens=512)

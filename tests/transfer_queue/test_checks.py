@@ -12,11 +12,21 @@ from hypothesis import strategies as st
 from payload_samples import LEASE, same, segments, trajectories
 from queue_samples import segment, task, trajectory
 
-from penstock.transfer_queue.checks import check_tasks, finish
-from penstock.transfer_queue.codec import decode_trajectory, encode_trajectory
-from penstock.transfer_queue.queue import BadPayload, TransferQueueError
-from penstock.transfer_queue.segment_checks import check_segment
-from penstock.transfer_queue.trajectory import COMPLETED, Outcome, OutcomeKind, Segment, Task, Trajectory
+from penstock.transfer_queue import (
+    COMPLETED,
+    BadPayload,
+    Outcome,
+    OutcomeKind,
+    QueueError,
+    Segment,
+    Task,
+    Trajectory,
+    check_segment,
+    check_tasks,
+    decode_trajectory,
+    encode_trajectory,
+    finish,
+)
 
 GOOD = segment([0, 0, 1])  # four positions, three sampled
 
@@ -188,5 +198,5 @@ def test_tokens_below_the_floor_and_payloads_over_the_limit_are_refused() -> Non
 def test_tasks_that_the_queue_cannot_keep_are_refused(change: dict, message: str) -> None:
     good: list[Task] = [task(1), task(2, source="Größe 3/α", priority=-1000), task(3, source="", priority=1000)]
     check_tasks(good)
-    with pytest.raises(TransferQueueError, match=message):
+    with pytest.raises(QueueError, match=message):
         check_tasks([*good, replace(task(1), **change)])

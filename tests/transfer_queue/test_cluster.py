@@ -12,10 +12,7 @@ import pytest_asyncio
 from redis.crc import key_slot
 from redis_parts import PASSWORD, make_certificates, open_to, small_scripts  # noqa: F401 - a fixture
 
-from penstock.transfer_queue.connection import Connection
-from penstock.transfer_queue.queue import TransferQueueError, TransferQueueUnavailable
-from penstock.transfer_queue.redis_cluster import RedisCluster
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import Connection, QueueError, QueueUnavailable, RedisCluster, RedisServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
 
@@ -61,7 +58,7 @@ async def test_a_script_runs_where_its_key_is(connection: Connection, run: str) 
     keys = [f"{{{run}}}:a", f"{{{run}}}:b"]
     answer = await connection.script("echo", keys[0], "x", keys=keys[1:])
     assert answer == [[key.encode() for key in keys], [b"x"]]
-    with pytest.raises(TransferQueueError, match=r"CROSSSLOT|same slot"):
+    with pytest.raises(QueueError, match=r"CROSSSLOT|same slot"):
         await connection.script("echo", f"{run}-1", keys=[f"{run}-2"])
 
 
@@ -107,7 +104,7 @@ async def test_scripts_come_back_after_a_flush(connection: Connection, cluster: 
 async def test_one_node_that_evicts_is_named(cluster: RedisCluster) -> None:
     bad = cluster.servers[2]
     await cluster.ask(bad, "CONFIG", "SET", "maxmemory-policy", "volatile-lru")
-    with pytest.raises(TransferQueueError, match=rf"its node on port {bad.port}\) evicts keys when full"):
+    with pytest.raises(QueueError, match=rf"its node on port {bad.port}\) evicts keys when full"):
         await open_to(cluster.url)
     await cluster.ask(bad, "CONFIG", "SET", "maxmemory-policy", "noeviction")
 
@@ -148,7 +145,7 @@ async def test_a_node_killed_in_the_middle_is_waited_for(
     await connection.many([("SET", key, 0) for key in keys])
     await dead.kill()
     calls = [asyncio.create_task(connection.many([("INCR", key) for key in keys])) for _ in range(10)]
-    with pytest.raises(TransferQueueUnavailable, match=r"GET: no answer from redis://.* for \d+\.\d s"):
+    with pytest.raises(QueueUnavailable, match=r"GET: no answer from redis://.* for \d+\.\d s"):
         await impatient.command("GET", next(iter(theirs)))
     assert not any(call.done() for call in calls)
     await dead.restart()

@@ -16,11 +16,23 @@ from payload_samples import LEASE, plain, same, trajectories
 from queue_samples import segment, task, trajectory, turn
 from xxhash import xxh3_64_intdigest
 
-from penstock.transfer_queue.codec import (
+from penstock.transfer_queue import (
+    FORMAT,
+    HEAD_GUESS,
     KIND_TRAJECTORY,
+    MAGIC,
     PLAIN_FIELDS,
+    PREAMBLE,
     SEGMENT_FIELDS,
     TOKEN_FIELDS,
+    BadPayload,
+    Column,
+    FieldValues,
+    JournalEntry,
+    JournalKind,
+    QueueError,
+    Task,
+    Trajectory,
     decode_journal,
     decode_task,
     decode_trajectory,
@@ -28,14 +40,13 @@ from penstock.transfer_queue.codec import (
     encode_task,
     encode_trajectory,
     get_fields,
+    head_length,
     outcome_from_plain,
+    pack,
+    parse_head,
     values_of,
     wanted_fields,
 )
-from penstock.transfer_queue.fields import Column
-from penstock.transfer_queue.packing import FORMAT, HEAD_GUESS, MAGIC, PREAMBLE, head_length, pack, parse_head
-from penstock.transfer_queue.queue import BadPayload, TransferQueueError
-from penstock.transfer_queue.trajectory import FieldValues, JournalEntry, JournalKind, Task, Trajectory
 
 CODECS = st.sampled_from(["none", "zstd"])
 
@@ -87,9 +98,7 @@ def test_a_slice_moves_only_its_own_blocks() -> None:
 def test_an_unknown_field_is_refused_with_the_valid_ones() -> None:
     blob = encode_trajectory(trajectory(LEASE))
     for name in ("advantages", "segments", ""):
-        with pytest.raises(
-            TransferQueueError, match=f"'{name}' is no field of a trajectory; one of prompt_ids, .*data_source"
-        ):
+        with pytest.raises(QueueError, match=f"'{name}' is no field of a trajectory; one of prompt_ids, .*data_source"):
             get_fields(blob, ["response_mask", name])
 
 

@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 from redis_parts import PASSWORD, Proxy, make_certificates, open_to, small_scripts  # noqa: F401 - a fixture
 
-from penstock.transfer_queue.connection import Connection
-from penstock.transfer_queue.queue import BadPayload, LeaseLost, StepError, TransferQueueError, TransferQueueUnavailable
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import (
+    BadPayload,
+    Connection,
+    LeaseLost,
+    QueueError,
+    QueueUnavailable,
+    RedisServer,
+    StepError,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -110,18 +116,16 @@ async def test_a_script_that_frees_memory_runs_when_there_is_none(connection: Co
 
 async def test_a_payload_that_does_not_come_is_named(server: RedisServer) -> None:
     connection = await open_to(server.url, deadline_s=0.4)
-    with pytest.raises(
-        TransferQueueUnavailable, match=r"weigh: no answer from redis://.* for \d+\.\d s: RETRY no payload"
-    ):
+    with pytest.raises(QueueUnavailable, match=r"weigh: no answer from redis://.* for \d+\.\d s: RETRY no payload"):
         await connection.script("weigh", "h", keys=["nowhere"])
     await connection.close()
 
 
 @pytest.mark.parametrize(
     ("reply", "kind"),
-    [("LEASELOST a", LeaseLost), ("BADPAYLOAD a", BadPayload), ("STEP a", StepError), ("QUEUE a", TransferQueueError)],
+    [("LEASELOST a", LeaseLost), ("BADPAYLOAD a", BadPayload), ("STEP a", StepError), ("QUEUE a", QueueError)],
 )
-async def test_refusals_are_raised_at_once(connection: Connection, reply: str, kind: type[TransferQueueError]) -> None:
+async def test_refusals_are_raised_at_once(connection: Connection, reply: str, kind: type[QueueError]) -> None:
     with pytest.raises(kind, match=r"^a$"):
         await connection.script("refuse", "k", reply)
     with pytest.raises(kind, match=r"^a$"):
@@ -130,7 +134,7 @@ async def test_refusals_are_raised_at_once(connection: Connection, reply: str, k
 
 async def test_a_wrong_command_is_not_repeated(connection: Connection, server: RedisServer) -> None:
     await connection.command("SET", "text", 1)
-    with pytest.raises(TransferQueueError, match="WRONGTYPE"):
+    with pytest.raises(QueueError, match="WRONGTYPE"):
         await connection.many([("INCR", "n"), ("HGET", "text", "x")])
     assert await connection.command("GET", "n") == b"1"
 
@@ -175,20 +179,20 @@ async def test_tls(tmp_path: Path) -> None:
         assert server.url.startswith("rediss://")
         assert await connection.script("echo", "k") == [[b"k"], []]
         await connection.close()
-        with pytest.raises(TransferQueueError, match=r"certificate verify failed.*\?ssl_ca_certs=FILE"):
+        with pytest.raises(QueueError, match=r"certificate verify failed.*\?ssl_ca_certs=FILE"):
             await open_to(server.url.partition("?")[0])
-        with pytest.raises(TransferQueueUnavailable):
+        with pytest.raises(QueueUnavailable):
             await open_to(server.url.replace("rediss", "redis").partition("?")[0], deadline_s=0.3)
 
 
 async def test_a_wrong_login_is_refused(server: RedisServer) -> None:
-    with pytest.raises(TransferQueueError, match="refused the login"):
+    with pytest.raises(QueueError, match="refused the login"):
         await Connection.connect(server.url, deadline_s=5, password="wrong-password")
 
 
 async def test_a_redis_that_evicts_is_refused(server: RedisServer, connection: Connection) -> None:
     await connection.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-    with pytest.raises(TransferQueueError, match=r"evicts keys when full \(maxmemory-policy allkeys-lru\)"):
+    with pytest.raises(QueueError, match=r"evicts keys when full \(maxmemory-policy allkeys-lru\)"):
         await open_to(server.url)
 
 
@@ -204,13 +208,13 @@ async def test_an_old_redis_is_refused() -> None:
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as old:
         port = old.sockets[0].getsockname()[1]
-        with pytest.raises(TransferQueueError, match=r"runs Redis 5\.0\.14; 6\.2 or newer is needed"):
+        with pytest.raises(QueueError, match=r"runs Redis 5\.0\.14; 6\.2 or newer is needed"):
             await open_to(f"redis://127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1", "redis://:secret@host:port"])
 async def test_a_wrong_url_is_named_without_its_password(url: str) -> None:
-    with pytest.raises(TransferQueueError, match="queue URL") as caught:
+    with pytest.raises(QueueError, match="queue URL") as caught:
         await open_to(url)
     assert "secret" not in str(caught.value)
 

@@ -1,7 +1,6 @@
 import pytest
 
-from penstock.transfer_queue.evaluation import evaluation_lane, under_evaluation
-from penstock.transfer_queue.queue import Status
+from penstock.transfer_queue import Status, evaluation_lane, under_evaluation
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 from queue_samples import LIMITS, at, finish_all, tasks, train
 
-from penstock.transfer_queue.gauges import QueueGauges, exposition
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.transfer_queue import MemoryTransferQueue, QueueGauges, ServerInfo, exposition
 
 SERVERS = [ServerInfo("s1", "http://b", 1), ServerInfo("s0", "http://a", 0)]
 

@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 from queue_samples import at, tasks, trajectory, turn
 
-from penstock.transfer_queue.append_only_file import newest_append_only_file
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import Announcement, Batch, LeaseLost, Limits
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import (
+    Announcement,
+    Batch,
+    LeaseLost,
+    Limits,
+    RedisServer,
+    RedisTransferQueue,
+    TransferQueueConfig,
+    newest_append_only_file,
+)
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"

@@ -16,12 +16,17 @@ from hypothesis import strategies as st
 from payload_samples import plain, same
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from penstock.transfer_queue.fields import BLOCK, DTYPES, MAX_RAW_BYTES, Column
-from penstock.transfer_queue.packing import (
+from penstock.transfer_queue import (
+    BLOCK,
+    DTYPES,
     FORMAT,
     HEAD_GUESS,
     MAGIC,
+    MAX_RAW_BYTES,
     PREAMBLE,
+    BadPayload,
+    Column,
+    QueueError,
     blob_length,
     head_length,
     pack,
@@ -30,7 +35,6 @@ from penstock.transfer_queue.packing import (
     unpack_plain,
     whole_head,
 )
-from penstock.transfer_queue.queue import BadPayload, TransferQueueError
 
 KIND = 7
 CODECS = st.sampled_from(["none", "zstd"])
@@ -271,14 +275,14 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     sent = [Column("a", "u1", np.zeros(5_000)), Column("b", "u1", np.ones(5))]
     blob = pack(KIND, sent, {}, "zstd").joined()
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(TransferQueueError, match=r"penstock\[zstd\]"):
+    with pytest.raises(QueueError, match=r"penstock\[zstd\]"):
         pack(KIND, sent, {}, "zstd")
-    with pytest.raises(TransferQueueError, match=r"penstock\[zstd\]"):
+    with pytest.raises(QueueError, match=r"penstock\[zstd\]"):
         whole(blob)
     field = parse_head(blob, KIND).fields["b"]
     assert field.decode(blob[slice(*field.byte_range())]).tolist() == [1] * 5
 
 
 def test_an_unknown_compression_is_refused_by_name() -> None:
-    with pytest.raises(TransferQueueError, match="compression: 'lz4' is unknown; one of none, zstd"):
+    with pytest.raises(QueueError, match="compression: 'lz4' is unknown; one of none, zstd"):
         pack(KIND, [], {}, "lz4")

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 from queue_samples import INFRA, LIMITS, at, finish_all, task, tasks, train, trajectory, turn
 
-from penstock.transfer_queue.queue import (
-    BadPayload,
-    Batch,
-    LeaseLost,
-    TransferQueueError,
-)
+from penstock.transfer_queue import BadPayload, Batch, LeaseLost, QueueError
 
 
 async def test_leases_come_oldest_group_first_and_fill_groups(make_queue) -> None:
@@ -230,7 +225,7 @@ async def test_failures_are_retried_then_given_up(make_queue) -> None:
     assert [entry.context_len for entry in letter.journal] == [0, 1, 2]
     batch = await queue.lease_batch(0)
     assert batch == Batch(0, [["train/0000#1", "train/0000#2"]])
-    with pytest.raises(TransferQueueError, match="went on without it"):
+    with pytest.raises(QueueError, match="went on without it"):
         await queue.requeue("train/0000#0")
     episodes = (await queue.status()).episodes
     assert (episodes["retried"], episodes["failed"], episodes["completed"]) == (2, 1, 2)
@@ -249,7 +244,7 @@ async def test_a_group_with_too_few_rewards_dies_and_can_be_requeued(make_queue)
     assert (letter.episode_id, letter.outcome.reason) == (second.episode_id, "deadline")
     await queue.requeue(second.episode_id)
     assert await queue.dead_letters() == []
-    with pytest.raises(TransferQueueError, match="no such dead letter"):
+    with pytest.raises(QueueError, match="no such dead letter"):
         await queue.requeue(second.episode_id)
     status = await queue.status()
     assert (status.groups["dead"], status.groups["queued"]) == (0, 1)

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from queue_samples import INFRA, LIMITS, at, finish_all, task, tasks, train, trajectory, turn
 
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import Batch, Limits, TooManyFiltered, TransferQueueError, Waiting
+from penstock.transfer_queue import Batch, Limits, MemoryTransferQueue, QueueError, TooManyFiltered, Waiting
 
 FILTERED = replace(LIMITS, filter_groups="zero_variance", max_staleness=0)
 
@@ -86,7 +85,7 @@ async def test_higher_priorities_are_admitted_first(make_queue) -> None:
 @pytest.mark.parametrize("priority", [1001, -1001])
 async def test_priorities_out_of_range_are_refused(make_queue, priority: int) -> None:
     queue = await make_queue(LIMITS)
-    with pytest.raises(TransferQueueError, match="priority"):
+    with pytest.raises(QueueError, match="priority"):
         await queue.submit([task(0, priority=priority)])
 
 
@@ -139,14 +138,14 @@ async def test_max_groups_bounds_what_is_in_the_system(make_queue) -> None:
     ],
 )
 async def test_limits_that_no_run_can_work_with_are_refused(make_queue, change, said: str) -> None:
-    with pytest.raises(TransferQueueError, match=said):
+    with pytest.raises(QueueError, match=said):
         await make_queue(replace(LIMITS, **change))
 
 
 async def test_a_run_keeps_its_quotas(make_queue) -> None:
     queue = await make_queue(replace(LIMITS, quotas={"b": 2, "a": 1}))
     await queue.create_run(replace(LIMITS, quotas={"a": 1, "b": 2}), "config: 2")
-    with pytest.raises(TransferQueueError, match="quotas"):
+    with pytest.raises(QueueError, match="quotas"):
         await queue.create_run(replace(LIMITS, quotas={"a": 2, "b": 2}), "config: 2")
 
 

@@ -29,16 +29,24 @@ from hypothesis.stateful import (
 )
 from queue_samples import INFRA, task, trajectory, turn
 
-from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.memory_state import Group
-from penstock.transfer_queue.queue import Announcement, Batch, Lease, Limits, Status, TransferQueue, TransferQueueError
-from penstock.transfer_queue.redis_cluster import RedisCluster
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.rows import check_limits
-from penstock.transfer_queue.trajectory import DataCursor
+from penstock.transfer_queue import (
+    Announcement,
+    Batch,
+    BatchLog,
+    DataCursor,
+    Group,
+    Lease,
+    Limits,
+    MemoryTransferQueue,
+    QueueError,
+    RedisCluster,
+    RedisServer,
+    RedisTransferQueue,
+    Status,
+    TransferQueue,
+    TransferQueueConfig,
+    check_limits,
+)
 
 WORKERS = ["a", "b", "c"]
 LEASE_TTL_S = 1000.0
@@ -47,7 +55,7 @@ LEASE_TTL_S = 1000.0
 def is_possible(limits: Limits) -> bool:
     try:
         check_limits(limits)
-    except TransferQueueError:
+    except QueueError:
         return False
     return True
 
@@ -116,7 +124,7 @@ class QueueMachine(RuleBasedStateMachine):
     async def _answer(call: Callable[[TransferQueue], Awaitable[Any]], queue: TransferQueue) -> Any:
         try:
             return await call(queue)
-        except TransferQueueError as error:
+        except QueueError as error:
             return type(error)
 
     @initialize(limits=limits_given)

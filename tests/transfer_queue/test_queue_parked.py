@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from queue_samples import at, task, trajectory
 
-from penstock.transfer_queue.queue import Batch, Limits
+from penstock.transfer_queue import Batch, Limits
 
 LIMITS = Limits(group_size=2, groups_per_step=2, max_staleness=2)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from queue_samples import LIMITS, at, finish_all, tasks, train, trajectory
 
-from penstock.transfer_queue.queue import Announcement, BadPayload, Batch, LeaseLost, StepError, TransferQueueError
+from penstock.transfer_queue import Announcement, BadPayload, Batch, LeaseLost, QueueError, StepError
 
 BIG = 400_000
 """Sampled tokens of an episode whose payload is stored in several pieces (3.6 MB)."""
@@ -61,7 +61,7 @@ async def test_big_payloads_come_back_as_they_were_sent(make_queue) -> None:
 async def test_unknown_fields_are_named(make_queue) -> None:
     queue = await make_queue(LIMITS)
     sent = await complete_one(queue, 3)
-    with pytest.raises(TransferQueueError, match=r"response_maks.*response_mask"):
+    with pytest.raises(QueueError, match=r"response_maks.*response_mask"):
         await queue.get([sent.episode_id], ["response_maks"])
     with pytest.raises(BadPayload, match="no payload"):
         await queue.get(["train/0000#1"], ["response_mask"])

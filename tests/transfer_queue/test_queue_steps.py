@@ -7,14 +7,7 @@ from dataclasses import replace
 import pytest
 from queue_samples import LIMITS, at, finish_all, tasks, train, trajectory, turn
 
-from penstock.transfer_queue.queue import (
-    Announcement,
-    BadPayload,
-    Batch,
-    LeaseLost,
-    StepError,
-    Waiting,
-)
+from penstock.transfer_queue import Announcement, BadPayload, Batch, LeaseLost, StepError, Waiting
 
 
 async def test_a_batch_is_fixed_once_and_the_same_for_everybody(make_queue) -> None:

@@ -8,28 +8,23 @@ import numpy as np
 import pytest
 from queue_samples import LIMITS, at, task, tasks
 
-from penstock.transfer_queue.queue import (
-    BadPayload,
-    StepError,
-    TransferQueueError,
-)
-from penstock.transfer_queue.trajectory import DataCursor
+from penstock.transfer_queue import BadPayload, DataCursor, QueueError, StepError
 
 
 async def test_a_run_is_created_once_and_keeps_its_limits(make_queue) -> None:
     queue = await make_queue(LIMITS)
     await queue.create_run(LIMITS, "config: 2")
     assert await queue.config() == "config: 2"
-    with pytest.raises(TransferQueueError, match="max_staleness"):
+    with pytest.raises(QueueError, match="max_staleness"):
         await queue.create_run(replace(LIMITS, max_staleness=5), "config: 2")
 
 
 async def test_nothing_works_without_a_run(make_queue) -> None:
     queue = await make_queue(LIMITS)
     await queue.drop_run()
-    with pytest.raises(TransferQueueError):
+    with pytest.raises(QueueError):
         await queue.config()
-    with pytest.raises(TransferQueueError):
+    with pytest.raises(QueueError):
         await queue.submit(tasks(1))
 
 
@@ -72,7 +67,7 @@ async def test_tasks_arrive_as_they_were_sent(make_queue) -> None:
 @pytest.mark.parametrize("bad", ["", "two words", "new\nline", "x" * 300])
 async def test_task_names_that_the_queue_cannot_keep_are_refused(make_queue, bad: str) -> None:
     queue = await make_queue(LIMITS)
-    with pytest.raises(TransferQueueError, match="task_id"):
+    with pytest.raises(QueueError, match="task_id"):
         await queue.submit([replace(task(1), task_id=bad)])
 
 

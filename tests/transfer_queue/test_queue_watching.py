@@ -1,4 +1,4 @@
-"""What `TransferQueue` promises of servers, other lanes and numbers. One suite for memory, Redis and a Redis Cluster."""
+"""What `TransferQueue` promises of servers, other lanes and numbers: one suite for memory, Redis and a Redis Cluster."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from dataclasses import replace
 import pytest
 from queue_samples import INFRA, LIMITS, at, finish_all, task, tasks, train, trajectory, turn
 
-from penstock.transfer_queue.queue import (
-    KEPT_UPDATES,
-    ServerInfo,
-    TransferQueueError,
-    WeightUpdate,
-)
+from penstock.transfer_queue import KEPT_UPDATES, QueueError, ServerInfo, WeightUpdate
 
 
 async def test_servers_live_as_long_as_they_beat(make_queue) -> None:
@@ -61,7 +56,7 @@ async def test_a_lane_collects_results_and_goes_away(make_queue) -> None:
     status = await queue.status()
     assert (status.other_lanes, status.bytes, await queue.dead_letters()) == ({}, 0, [])
     assert await queue.results("eval/1") == ([], 0)
-    with pytest.raises(TransferQueueError):
+    with pytest.raises(QueueError):
         await queue.drop_lane("train")
 
 

@@ -12,12 +12,18 @@ import numpy as np
 import pytest
 from queue_samples import LIMITS, at, task, tasks, train, trajectory
 
-from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import Announcement, Batch, Limits
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.trajectory import JournalEntry, JournalKind, Task
+from penstock.transfer_queue import (
+    Announcement,
+    Batch,
+    BatchLog,
+    JournalEntry,
+    JournalKind,
+    Limits,
+    RedisServer,
+    RedisTransferQueue,
+    Task,
+    TransferQueueConfig,
+)
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"

@@ -14,16 +14,16 @@ import pytest
 from queue_samples import INFRA, LIMITS, at, tasks, trajectory, turn
 from redis_parts import Proxy
 
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import (
+from penstock.transfer_queue import (
     Announcement,
     LeaseLost,
+    QueueError,
+    QueueUnavailable,
+    RedisServer,
+    RedisTransferQueue,
     TransferQueue,
-    TransferQueueError,
-    TransferQueueUnavailable,
+    TransferQueueConfig,
 )
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"
@@ -138,7 +138,7 @@ async def test_a_redis_that_is_gone_is_named_after_the_deadline(tmp_path: Path) 
         queue = await RedisTransferQueue.connect(server.url, "gone", replace_deadline(0.5), PASSWORD)
         await queue.create_run(LIMITS, "x")
         await server.kill()
-        with pytest.raises(TransferQueueUnavailable, match=rf"submit: no answer from {server.url} for \d+\.\d s"):
+        with pytest.raises(QueueUnavailable, match=rf"submit: no answer from {server.url} for \d+\.\d s"):
             await queue.submit(tasks(1))
         await server.restart()
         assert await queue.submit(tasks(1)) == 1
@@ -146,15 +146,15 @@ async def test_a_redis_that_is_gone_is_named_after_the_deadline(tmp_path: Path) 
 
 
 async def test_an_unfit_redis_is_refused(redis_server: RedisServer, queue: RedisTransferQueue) -> None:
-    with pytest.raises(TransferQueueError, match="refused the login"):
+    with pytest.raises(QueueError, match="refused the login"):
         await RedisTransferQueue.connect(redis_server.url, "x", CONFIG, "wrong-password")
-    with pytest.raises(TransferQueueError, match="queue URL 'http://nowhere'"):
+    with pytest.raises(QueueError, match="queue URL 'http://nowhere'"):
         await RedisTransferQueue.connect("http://user:secret@nowhere", "x", CONFIG)
-    with pytest.raises(TransferQueueError, match="run name"):
+    with pytest.raises(QueueError, match="run name"):
         await RedisTransferQueue.connect(redis_server.url, "x*", CONFIG, PASSWORD)
     await queue._connection.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     try:
-        with pytest.raises(TransferQueueError, match="maxmemory-policy allkeys-lru"):
+        with pytest.raises(QueueError, match="maxmemory-policy allkeys-lru"):
             await RedisTransferQueue.connect(redis_server.url, "x", CONFIG, PASSWORD)
     finally:
         await queue._connection.command("CONFIG", "SET", "maxmemory-policy", "noeviction")

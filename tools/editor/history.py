@@ -7,7 +7,7 @@ from typing import Any
 
 import xxhash
 
-from penstock.sandbox.protocol import Session
+from penstock.sandbox import Session
 
 MAX_STEPS = 20
 MAX_BYTES = 4 << 20

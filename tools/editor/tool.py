@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.sandbox.protocol import SandboxError, Session
+from penstock.sandbox import SandboxError, Session
 from penstock.tools.base import ToolInfraError, ToolResult
 from penstock.tools.editor.history import History, is_unchanged
 from penstock.tools.editor.text import EditError, around, insert_after, line_range, numbered, replace_once

@@ -1,5 +1,5 @@
 """Tools of MCP servers (Model Context Protocol), by the official SDK."""
 
-from penstock.tools.mcp.group import McpTools
+import lazy_loader
 
-__all__ = ["McpTools"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

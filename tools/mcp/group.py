@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox import Sandbox
 from penstock.tools.base import BaseTool, ToolGroup, ToolUnavailable
 from penstock.tools.mcp.connection import CLOSE_DEADLINE_S, CONNECT_DEADLINE_S, McpConnection
 from penstock.tools.mcp.servers import McpServer, read_servers

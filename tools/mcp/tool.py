@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult, ToolUnavailable
 from penstock.tools.mcp.connection import McpConnection
-from penstock.transfer_queue.trajectory import Task
+from penstock.transfer_queue import Task
 
 
 class McpTool(BaseTool):

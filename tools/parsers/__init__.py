@@ -1,5 +1,5 @@
 """How models write tool calls, and how they are read back."""
 
-from penstock.tools.parsers.base import ParsedTurn, ParserName, ToolCall, ToolCallParser, get_parser
+import lazy_loader
 
-__all__ = ["ParsedTurn", "ParserName", "ToolCall", "ToolCallParser", "get_parser"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

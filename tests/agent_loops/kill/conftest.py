@@ -23,17 +23,19 @@ import uvicorn
 from tests.agent_loops.kill.gated_sandbox import GatedSandbox
 from tests.agent_loops.kill.worker_process import PASSWORD, TOKEN
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.server.app import build_app
-from penstock.sandbox.server.callers import callers_of
-from penstock.sandbox.server.parts import Parts
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import Limits
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
-from penstock.transfer_queue.rows import journal_from_values
-from penstock.transfer_queue.trajectory import JournalEntry, JournalKind, Task, Trajectory
+from penstock.sandbox import SandboxConfig, make_sandbox
+from penstock.sandbox.server import Parts, build_app, callers_of
+from penstock.transfer_queue import (
+    JournalEntry,
+    JournalKind,
+    Limits,
+    RedisServer,
+    RedisTransferQueue,
+    Task,
+    Trajectory,
+    TransferQueueConfig,
+    journal_from_values,
+)
 
 ROOT = Path(__file__).parents[3]
 LEASE_TTL_S = 5.0

@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
-from penstock.sandbox.protocol import RunResult, Sandbox, Session
+from penstock.sandbox import RunResult, Sandbox, Session
 
 HELD = "# held"
 """Code that ends so is held behind the gate."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.agent_loops.kill.conftest import stop
 
-from penstock.transfer_queue.trajectory import JournalKind
+from penstock.transfer_queue import JournalKind
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
 EPISODES = 8

@@ -11,7 +11,7 @@ import pytest
 from tests.agent_loops.kill.conftest import stop, until
 from tests.agent_loops.kill.gated_sandbox import HELD
 
-from penstock.transfer_queue.trajectory import JournalKind
+from penstock.transfer_queue import JournalKind
 
 pytestmark = [
     pytest.mark.redis,

@@ -16,16 +16,11 @@ from typing import Any
 
 import uvloop
 
-from penstock.agent_loops.chat import ChatTokens, chat_of
-from penstock.agent_loops.client import FakeClient
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.job import WorkerJob
-from penstock.agent_loops.worker import run_worker
-from penstock.rollout_server.protocol import GenerateRequest, Generation
-from penstock.sandbox.config import SandboxConfig
-from penstock.tools.config import ToolConfig
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
+from penstock.agent_loops import AgentConfig, ChatTokens, FakeClient, WorkerJob, chat_of, run_worker
+from penstock.rollout_server import GenerateRequest, Generation
+from penstock.sandbox import SandboxConfig
+from penstock.tools import ToolConfig
+from penstock.transfer_queue import RedisTransferQueue, TransferQueueConfig
 
 PASSWORD, TOKEN = "a-test-password", "a-token-of-this-run"
 ASKED = "<|im_start|>user\n<tool_response>"

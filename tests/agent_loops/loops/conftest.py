@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.agent_loops.chat import ChatTokens
-from penstock.agent_loops.client import FakeClient
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.episode import Episode
+from penstock.agent_loops import AgentConfig, ChatTokens, Episode, FakeClient
 
 
 @pytest.fixture

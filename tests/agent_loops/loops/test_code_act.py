@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.agent_loops.loops.conftest import check_fed
 
 from penstock.agent_loops.loops.code_act import CodeActLoop, code_blocks
-from penstock.tools.base import BaseTool, ToolResult
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+from penstock.tools import BaseTool, ToolResult
+from penstock.transfer_queue import Outcome, OutcomeKind
 
 BLOCK = "Let me see.\n```python\nx = 46\n```\nand\n```py\nprint(x)\n```"
 

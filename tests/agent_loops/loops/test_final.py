@@ -7,8 +7,8 @@ from tests.agent_loops.loops.test_code_act import BLOCK, Interpreter
 from tests.agent_loops.loops.test_multi_agent import delegate
 
 from penstock.agent_loops.loops import CodeActLoop, MultiAgentLoop, StepwiseLoop, ToolAgentLoop
-from penstock.tools.base import ToolResult
-from penstock.transfer_queue.trajectory import OutcomeKind
+from penstock.tools import ToolResult
+from penstock.transfer_queue import OutcomeKind
 
 
 def ends_at(tool, call: int) -> None:

@@ -10,13 +10,18 @@ import io
 import pytest
 from tests.vision_model import png, save_vision_processor, vision_tokenizer
 
-from penstock.agent_loops.chat import ChatTokens, chat_of, tool_messages
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.errors import TemplateError
-from penstock.agent_loops.llm import Reply
+from penstock.agent_loops import (
+    TRUNCATED_TURNS,
+    AgentConfig,
+    Budget,
+    ChatTokens,
+    Reply,
+    TemplateError,
+    chat_of,
+    tool_messages,
+)
 from penstock.agent_loops.loops import ToolAgentLoop
-from penstock.agent_loops.segment import TRUNCATED_TURNS, Budget
-from penstock.tools.base import ToolResult
+from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall, get_parser
 
 PARAMETERS = {"type": "object", "properties": {"page": {"type": "integer"}}}

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from tests.agent_loops.loops.conftest import check_fed
 
-from penstock.agent_loops.client import FakeClient
+from penstock.agent_loops import FakeClient
 from penstock.agent_loops.loops.multi_agent import MultiAgentLoop
-from penstock.transfer_queue.trajectory import OutcomeKind
+from penstock.transfer_queue import OutcomeKind
 
 
 def delegate(*questions: str) -> str:

@@ -10,8 +10,8 @@ from tests.agent_loops.loops.conftest import check_fed, whole
 from tests.agent_loops.loops.test_code_act import Interpreter
 
 from penstock.agent_loops.loops import CodeActLoop, MultiAgentLoop, ToolAgentLoop
-from penstock.tools.base import ToolResult
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+from penstock.tools import ToolResult
+from penstock.transfer_queue import Outcome, OutcomeKind
 
 THOUGHT = "<think>\nAdd them.\n</think>\n\n"
 CALLS = (

@@ -5,8 +5,8 @@ from tests.agent_loops.loops.conftest import check_fed
 
 from penstock.agent_loops.loops import ToolAgentLoop
 from penstock.agent_loops.loops.react import with_system
-from penstock.tools.base import ToolResult
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+from penstock.tools import ToolResult
+from penstock.transfer_queue import Outcome, OutcomeKind
 
 
 async def test_rewards_of_tools_are_the_turns_rewards(run_loop, saying, calculator):

@@ -4,7 +4,7 @@ from tests.agent_loops.conftest import call_text
 from tests.agent_loops.loops.conftest import check_fed
 
 from penstock.agent_loops.loops.stepwise import StepwiseLoop
-from penstock.transfer_queue.trajectory import Outcome, OutcomeKind
+from penstock.transfer_queue import Outcome, OutcomeKind
 
 
 async def test_each_turn_is_a_segment_rendered_from_task_and_memory(run_loop, saying, calculator, chat_for):

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from penstock.agent_loops.rewards.cases import BadCases, read_cases, same_text, same_value
-from penstock.agent_loops.rewards.programs import program_of
+from penstock.agent_loops.rewards import BadCases, program_of, read_cases, same_text, same_value
 
 
 def test_stdin_cases() -> None:

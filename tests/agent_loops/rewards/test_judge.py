@@ -12,10 +12,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from tests.tools.conftest import serve  # noqa: F401 - the fixture
 
-from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.reward import RewardFunction
-from penstock.agent_loops.rewards.judge import Judge
-from penstock.agent_loops.rewards.service import Pace
+from penstock.agent_loops import InfraFailure, RewardFunction
+from penstock.agent_loops.rewards import Judge, Pace
 
 KEY = "only-for-this-test"
 
@@ -53,7 +51,7 @@ def endpoint() -> Endpoint:
 @pytest.fixture
 async def judge(endpoint: Endpoint, serve, monkeypatch) -> AsyncIterator[Callable[..., RewardFunction]]:  # noqa: F811
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    monkeypatch.setattr("penstock.tools.retry.RetryPolicy.wait_s", lambda *_: 0.01)
+    monkeypatch.setattr("penstock.tools.retries.RetryPolicy.wait_s", lambda *_: 0.01)
     url = await serve(endpoint.app)
     made: list[RewardFunction] = []
 

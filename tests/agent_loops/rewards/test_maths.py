@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
 
-from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.rewards.base import Answer
-from penstock.agent_loops.rewards.maths import Maths
+from penstock.agent_loops import InfraFailure
+from penstock.agent_loops.rewards import Answer, Maths
 
 
 @pytest.fixture

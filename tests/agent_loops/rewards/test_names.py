@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.errors import InfraFailure, LoadError
-from penstock.agent_loops.load import load_object
-from penstock.agent_loops.reward import check_reward, load_reward, may_need_sandbox
-from penstock.agent_loops.rewards.config import RewardChoice
-from penstock.agent_loops.rewards.names import DATA_SOURCES, REWARDS, choice_for, make_reward
+from penstock.agent_loops import (
+    AgentConfig,
+    InfraFailure,
+    LoadError,
+    check_reward,
+    load_object,
+    load_reward,
+    may_need_sandbox,
+)
+from penstock.agent_loops.rewards import DATA_SOURCES, REWARDS, RewardChoice, choice_for, make_reward
 
 SOURCES = {"mine": "search_f1", "mine_*": {"name": "gsm8k", "settings": {"method": "flexible"}}}
 

@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.reward import RewardFunction, load_reward
-from penstock.agent_loops.rewards.base import Answer
-from penstock.agent_loops.rewards.programs import Programs
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import Sandbox, SandboxError, Session
+from penstock.agent_loops import AgentConfig, InfraFailure, RewardFunction, load_reward
+from penstock.agent_loops.rewards import Answer, Programs
+from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, Session, make_sandbox
 
 BACKENDS = [
     "unsafe_subprocess",

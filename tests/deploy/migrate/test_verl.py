@@ -10,12 +10,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from penstock.deploy.cli import app
-from penstock.deploy.config import RunConfig
+from penstock.deploy import RunConfig, app
 from penstock.deploy.load_config import load_config
-from penstock.deploy.migrate.convert import Migrated, migrate
-from penstock.deploy.migrate.given import BadSource, read_given
-from penstock.deploy.migrate.table import ABSENT, load_table
+from penstock.deploy.migrate import ABSENT, BadSource, Migrated, load_table, migrate, read_given
 
 ROOT = Path(__file__).parents[3]
 
@@ -169,7 +166,7 @@ GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
 )
 def test_algorithms(overrides: tuple[str, ...], expected: dict[str, Any]) -> None:
     pytest.importorskip("torch")
-    from penstock.trainer.algorithm import check_algorithm
+    from penstock.trainer import check_algorithm
 
     config = recipe(*overrides)
     check_algorithm(config.trainer, config.group_size)

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.data.rows import write_parquet
+from penstock.datasets import write_parquet
+from penstock.deploy import rehearse_recipe, rows_of
 from penstock.deploy.load_config import load_config
-from penstock.deploy.migrate.convert import migrate
-from penstock.deploy.migrate.given import read_given
-from penstock.deploy.migrate.table import load_table
-from penstock.deploy.rehearsal import rehearse_recipe, rows_of
+from penstock.deploy.migrate import load_table, migrate, read_given
 
 MODEL = Path(__file__).parents[3] / "recipes/calculator/model"
 REWARD = """

@@ -6,8 +6,7 @@ import random
 
 from tests.deploy.run_trace.checked import check
 
-from penstock.deploy.run_trace.chrome import chrome_trace
-from penstock.deploy.run_trace.slices import Process, Slice, lanes
+from penstock.deploy.run_trace import Process, Slice, chrome_trace, lanes
 
 
 def names(lane: list[Slice]) -> list[str]:

@@ -11,10 +11,8 @@ import pytest
 from tests.deploy.run_trace.checked import check
 from typer.testing import CliRunner, Result
 
-from penstock.deploy.cli import app
-from penstock.deploy.link import Link
-from penstock.transfer_queue.queue import Limits, WeightUpdate
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.deploy import Link, app
+from penstock.transfer_queue import Limits, RedisServer, WeightUpdate
 
 PHASES = ["wait", "score", "advantages", "update", "announce", "record"]
 

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import Limits
+from penstock.transfer_queue import Limits, MemoryTransferQueue
 
 
 @pytest.fixture

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from penstock.agent_loops.metrics import WorkerMetrics
-from penstock.deploy.processes import RoleProcess, RoleSpec
-from penstock.deploy.telemetry.head import head_exporter
-from penstock.rollout_server.metrics import Metrics as RolloutMetrics
-from penstock.sandbox.server.metrics import Metrics as SandboxMetrics
-from penstock.trainer.prometheus import TrainerMetrics
-from penstock.transfer_queue.memory import MemoryTransferQueue
-from penstock.transfer_queue.queue import LengthDecile, ServerInfo, Status
+from penstock.agent_loops import WorkerMetrics
+from penstock.deploy import RoleProcess, RoleSpec
+from penstock.deploy.telemetry import head_exporter
+from penstock.rollout_server import Metrics as RolloutMetrics
+from penstock.sandbox.server import Metrics as SandboxMetrics
+from penstock.trainer import TrainerMetrics
+from penstock.transfer_queue import LengthDecile, MemoryTransferQueue, ServerInfo, Status
 
 STATUS = Status(
     3, 4, 2, {"ready": 1}, {"queued": 2}, 100,

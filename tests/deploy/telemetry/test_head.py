@@ -10,13 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.deploy.link import Link
-from penstock.deploy.load_config import parse_config
-from penstock.deploy.processes import RoleProcess, RoleSpec
-from penstock.deploy.run_dir import RunDir
-from penstock.deploy.telemetry import head
-from penstock.deploy.telemetry.addresses import Target, announced, target_list
-from penstock.transfer_queue.queue import ServerInfo
+from penstock.deploy import Link, RoleProcess, RoleSpec, RunDir, parse_config
+from penstock.deploy.telemetry import Target, announced, head, target_list
+from penstock.transfer_queue import ServerInfo
 
 
 @pytest.fixture

@@ -10,10 +10,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from penstock.deploy.telemetry.access import metrics_token
-from penstock.deploy.telemetry.addresses import Target
-from penstock.deploy.telemetry.config import TelemetryConfig
-from penstock.deploy.telemetry.served import metrics_served
+from penstock.deploy.telemetry import Target, TelemetryConfig, metrics_served, metrics_token
 
 TOKEN = "the run's"
 WHO = Target("", "mine", "agent", "agent-0")

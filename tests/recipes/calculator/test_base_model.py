@@ -104,7 +104,7 @@ def test_arguments_may_be_text_and_system_prompts_stay(tokenizer: Any) -> None:
 
 @pytest.mark.usefixtures("recipe_path")
 def test_knows_the_tool_by_its_own_description() -> None:
-    from penstock.tools.python import PythonTool
+    from penstock.tools import PythonTool
 
     described = {"name": PythonTool.name, "description": PythonTool.description, "parameters": PythonTool.parameters}
     assert described == tool()["function"]
@@ -117,7 +117,7 @@ def test_behaves_as_the_quickstart_needs(tokenizer: Any) -> None:
     import torch
     from probe_base_model import play, summary
 
-    from penstock.deploy.data.calculator import problems
+    from penstock.datasets import problems
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

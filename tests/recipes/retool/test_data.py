@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from tests.recipes.conftest import script
 
-from penstock.trainer.data import load_rows
+from penstock.trainer import load_rows
 
 pytestmark = pytest.mark.recipes
 data = script("retool/data.py")

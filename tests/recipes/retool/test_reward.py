@@ -10,7 +10,7 @@ from tests.recipes.conftest import script
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
 
-from penstock.agent_loops.rewards.base import Answer
+from penstock.agent_loops.rewards import Answer
 
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(72)"}}\n</tool_call>'
 pytestmark = pytest.mark.recipes

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from tests.recipes.conftest import script
 
-from penstock.agent_loops.rewards.search_qa import normalised
-from penstock.tools.retrieval.corpus import read_passages
-from penstock.trainer.data import load_rows
+from penstock.agent_loops.rewards import normalised
+from penstock.tools.retrieval import read_passages
+from penstock.trainer import load_rows
 
 pytestmark = pytest.mark.recipes
 data = script("search_r1/data.py")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from tests.recipes.swe.conftest import RECIPE
 
-from penstock.agent_loops.trial import try_loop
-from penstock.tools.config import ToolConfig
-from penstock.transfer_queue.trajectory import Task
+from penstock.agent_loops import try_loop
+from penstock.tools import ToolConfig
+from penstock.transfer_queue import Task
 
 pytestmark = pytest.mark.recipes
 MODEL = str(RECIPE.parent / "calculator" / "model")
 CALL = '<tool_call>\n{"name": "shell", "arguments": {"command": "ls"}}\n</tool_call>'
 SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {}}\n</tool_call>'
 TOOLS = """
-from penstock.tools.base import BaseTool, ToolResult
+from penstock.tools import BaseTool, ToolResult
 
 class Shell(BaseTool):
     name, description = "shell", "Runs a command."
@@ -53,7 +53,7 @@ def play(tmp_path):
 
 
 def prompt_and_answers(trajectory) -> str:
-    from penstock.agent_loops.loading import load_tokenizer
+    from penstock.agent_loops import load_tokenizer
 
     tokenizer = load_tokenizer(MODEL)
     (segment,) = trajectory.segments

@@ -8,9 +8,8 @@ import subprocess
 import pytest
 from tests.recipes.swe.conftest import PER_PACKAGE, RECIPE, penstock
 
-from penstock.sandbox.swe import load_tasks
-from penstock.sandbox.swe.snapshot import snapshot_of
-from penstock.trainer.data import load_rows
+from penstock.sandbox.swe import load_tasks, snapshot_of
+from penstock.trainer import load_rows
 
 pytestmark = [pytest.mark.recipes, pytest.mark.bwrap]
 

@@ -9,9 +9,9 @@ import pytest
 from tests.recipes.swe.conftest import PER_PACKAGE, RECIPE, python
 from tests.sandbox.containers import IMAGE
 
-from penstock.agent_loops.load import load_object
-from penstock.sandbox.config import SandboxConfig
-from penstock.trainer.data import load_rows
+from penstock.agent_loops import load_object
+from penstock.sandbox import SandboxConfig
+from penstock.trainer import load_rows
 
 pytestmark = [pytest.mark.recipes]
 LIMITS = {"memory_mb": 1024, "tmp_mb": 256, "cpu_s": 600, "pids": 256, "run_timeout_s": 60.0, "max_boxes": 1}

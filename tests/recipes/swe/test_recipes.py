@@ -6,8 +6,9 @@ import pytest
 import yaml
 from tests.recipes.swe.conftest import RECIPE, penstock
 
-from penstock.deploy.load_config import load_config, load_sandbox
-from penstock.tools.swe import SweSettings
+from penstock.deploy import load_sandbox
+from penstock.deploy.load_config import load_config
+from penstock.tools import SweSettings
 
 pytestmark = pytest.mark.recipes
 NAMES = ("cpu", "gpu1", "gpu8", "gpu64")

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.registry import make_engine
-from penstock.rollout_server.protocol import GenerateRequest, Sampling
+from penstock.rollout_server import GenerateRequest, RolloutConfig, Sampling
+from penstock.rollout_server.engines import make_engine
 
 
 async def main() -> None:

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from tests.rollout_server.conftest import VOCAB, Reference, ask, members, small_config, whole
 
-from penstock.rollout_server.engines.registry import make_engine
-from penstock.rollout_server.engines.stock_engine import StockEngine
-from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, GenerateRequest, Generation, LoadReport
+from penstock.rollout_server import Chunk, EngineError, EngineInfo, GenerateRequest, Generation, LoadReport
+from penstock.rollout_server.engines import StockEngine, make_engine
 
 ENGINES = [
     pytest.param("hf", marks=pytest.mark.torch),

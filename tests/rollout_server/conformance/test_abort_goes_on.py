@@ -18,9 +18,9 @@ from tests.rollout_server.conftest import (
     small_config,
 )
 
-from penstock.rollout_server.client import RolloutClient
-from penstock.rollout_server.engines.hf import HFEngine
-from penstock.transfer_queue.queue import Announcement
+from penstock.rollout_server import RolloutClient
+from penstock.rollout_server.engines import HFEngine
+from penstock.transfer_queue import Announcement
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(900)]
 

@@ -11,8 +11,7 @@ import pytest_asyncio
 from tests.rollout_server.conformance.subject import PROMPT, SEEDS, Subject
 from tests.rollout_server.conftest import VOCAB, Reference, ask, whole
 
-from penstock.rollout_server.limits import BadRequest
-from penstock.rollout_server.protocol import GenerateRequest
+from penstock.rollout_server import BadRequest, GenerateRequest
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 

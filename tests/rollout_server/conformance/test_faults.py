@@ -18,7 +18,7 @@ import pytest
 from tests.rollout_server.conformance.subject import ENGINES, PROMPT, SETTINGS, Subject, broken_off, gone, prompt
 from tests.rollout_server.conftest import Reference, ask, members, skip_without, small_config, whole
 
-from penstock.rollout_server.protocol import EngineError
+from penstock.rollout_server import EngineError
 
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(900)]
 

@@ -8,7 +8,7 @@ import pytest
 from tests.rollout_server.conformance.subject import PROMPT, Subject, prompt
 from tests.rollout_server.conftest import Reference, ask, whole
 
-from penstock.rollout_server.protocol import Generation
+from penstock.rollout_server import Generation
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 REQUESTS = 6

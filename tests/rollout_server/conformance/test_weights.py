@@ -12,7 +12,7 @@ import pytest
 from tests.rollout_server.conformance.subject import PROMPT, Subject
 from tests.rollout_server.conftest import VOCAB, Reference, ask, whole
 
-from penstock.rollout_server.protocol import WeightsRefused
+from penstock.weight_sync import WeightsRefused
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 LONG_PROMPT = [(5 * i + 1) % VOCAB for i in range(300)]
@@ -55,7 +55,7 @@ async def test_prefixes_are_reused_and_never_over_a_swap(subject: Subject, refer
 async def test_changes_of_the_version_before_lead_to_exactly_the_new_weights(
     subject: Subject, reference: Reference, tmp_path: Path
 ) -> None:
-    from penstock.rollout_server.weights import WeightPublisher
+    from penstock.weight_sync import WeightPublisher
 
     reference.publisher = WeightPublisher(tmp_path / "deltas", "shm", keep=9, full_every=5)
     tensors = {name: tensor.bfloat16() for name, tensor in reference.first.items()}

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.rollout_server.engines.checkpoint import check_complete, tensor_shapes, vocab_size
-from penstock.rollout_server.protocol import EngineError, WeightsRefused
+from penstock.rollout_server import EngineError
+from penstock.rollout_server.engines import check_complete, tensor_shapes, vocab_size
+from penstock.weight_sync import WeightsRefused
 
 SHAPES = {"embed.weight": (8, 4), "layer.weight": (4, 4)}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.rollout_server.engines.child import Child, describe_exit
+from penstock.rollout_server.engines import Child, describe_exit
 
 
 async def ended(folder: Path, script: str) -> Child:

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.rollout_server.engines.held_check import Comparison, compare_held  # noqa: E402
+from penstock.rollout_server.engines import Comparison, compare_held
 
 pytestmark = pytest.mark.torch
 

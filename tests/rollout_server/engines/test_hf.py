@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from tests.rollout_server.conftest import VOCAB, Reference, ask, small_config, whole
 
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.hf import HFEngine
-from penstock.rollout_server.protocol import Chunk, EngineError, Generation
+from penstock.rollout_server import Chunk, EngineError, Generation, RolloutConfig
+from penstock.rollout_server.engines import HFEngine
 
 pytestmark = [pytest.mark.torch]
 PROMPT = [(7 * i + 3) % VOCAB for i in range(100)]

@@ -10,12 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.rollout_server.conftest import Reference, small_config  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from tests.rollout_server.conftest import Reference, small_config
+from transformers import AutoModelForCausalLM
 
-from penstock.rollout_server.engines import hf_attention  # noqa: E402
-from penstock.rollout_server.engines.hf_batch import PAGE_TOKENS, Batcher  # noqa: E402
-from penstock.rollout_server.protocol import Sampling  # noqa: E402
+from penstock.rollout_server import Sampling
+from penstock.rollout_server.engines import (
+    PAGE_TOKENS,
+    Batcher,
+    hf_attention,
+)
 
 pytestmark = [pytest.mark.torch]
 

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.rollout_server.engines.hf_sampling import Record, Sampler  # noqa: E402
-from penstock.rollout_server.protocol import Sampling  # noqa: E402
+from penstock.rollout_server import Sampling
+from penstock.rollout_server.engines import Record, Sampler
 
 pytestmark = pytest.mark.torch
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -6.0])

@@ -14,11 +14,17 @@ from tests.rollout_server.conftest import whole
 from tests.rollout_server.engines.test_hf import hf_engine
 from tests.vision_model import png, save_vision_model, vision_tokenizer
 
-from penstock.agent_loops.chat import chat_of
-from penstock.agent_loops.config import AgentConfig
-from penstock.rollout_server.engines.hf import HFEngine
-from penstock.rollout_server.limits import BadRequest, fit_request
-from penstock.rollout_server.protocol import EngineError, EngineInfo, GenerateRequest, ImageRef, Sampling
+from penstock.agent_loops import AgentConfig, chat_of
+from penstock.rollout_server import (
+    BadRequest,
+    EngineError,
+    EngineInfo,
+    GenerateRequest,
+    ImageRef,
+    Sampling,
+    fit_request,
+)
+from penstock.rollout_server.engines import HFEngine
 
 pytestmark = [pytest.mark.torch]
 RED, BLUE = png((200, 30, 30)), png((20, 20, 220), (300, 120))
@@ -128,7 +134,7 @@ async def test_weights_are_swapped_between_two_tokens(folder: str, tmp_path: Pat
     import torch
     from transformers import AutoModelForImageTextToText
 
-    from penstock.rollout_server.weights import WeightPublisher
+    from penstock.weight_sync import WeightPublisher
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     tensors = [(name, tensor.detach() * 0.9) for name, tensor in model.named_parameters()]

@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.rollout_server.conformance.subject import PROMPT, Subject, broken_off, prompt
 from tests.rollout_server.conftest import Reference, ask, members, skip_without, whole
 
-from penstock.rollout_server.protocol import EngineError
+from penstock.rollout_server import EngineError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 

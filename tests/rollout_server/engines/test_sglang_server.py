@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.installation import Installation
-from penstock.rollout_server.engines.sglang_model import show_model
-from penstock.rollout_server.engines.sglang_server import (
+from penstock.rollout_server import EngineError, RolloutConfig
+from penstock.rollout_server.engines import (
     SGLANG,
+    Installation,
     SGLangServer,
     cores_by_rank,
-    environment,
-    find_installation,
     flags,
     ranks_of,
+    show_model,
 )
-from penstock.rollout_server.protocol import EngineError
+from penstock.rollout_server.engines.sglang_server import environment, find_installation
 
 
 def fake_python(folder: Path, versions: dict[str, str], gpu: bool = False) -> str:

@@ -11,9 +11,8 @@ import pytest
 from aiohttp import web
 from tests.rollout_server.engines.event_server import serving, stream_events
 
-from penstock.rollout_server.engines.answer_stream import refusal
-from penstock.rollout_server.engines.sglang_stream import SGLangStream, logprobs_of
-from penstock.rollout_server.protocol import Chunk, EngineError
+from penstock.rollout_server import Chunk, EngineError
+from penstock.rollout_server.engines import SGLangStream, logprobs_of, refusal
 
 Event = dict[str, Any]
 

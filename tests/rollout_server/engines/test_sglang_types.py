@@ -13,10 +13,8 @@ from tests.rollout_server.conftest import small_config
 from tests.rollout_server.engines.event_server import serving, stream_events
 from tests.rollout_server.engines.sglang_types import read_types
 
-from penstock.rollout_server.engines.sglang import PAUSES, SGLangEngine, SGLangWeights
-from penstock.rollout_server.engines.sglang_server import SGLANG
-from penstock.rollout_server.engines.sglang_stream import SGLangStream
-from penstock.rollout_server.protocol import GenerateRequest, Sampling
+from penstock.rollout_server import GenerateRequest, Sampling
+from penstock.rollout_server.engines import PAUSES, SGLANG, SGLangEngine, SGLangStream, SGLangWeights
 
 TYPES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("sglang_types.json").read_text())
 TYPE_OF = {

@@ -10,21 +10,22 @@ from typing import Any
 import pytest
 from tests.rollout_server.conftest import small_config
 
-from penstock.rollout_server.protocol import EngineError, WeightsRefused
+from penstock.rollout_server import EngineError
+from penstock.weight_sync import WeightsRefused
 
 torch = pytest.importorskip("torch")
-from safetensors.torch import load_file, save_file  # noqa: E402 it needs torch
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.torch
 
-from penstock.rollout_server.engines.sglang import SGLangWeights  # noqa: E402
-from penstock.rollout_server.engines.sglang_weights import (  # noqa: E402 it needs torch
+from penstock.rollout_server.engines import (
+    SGLangWeights,
     VersionReader,
     expected_checksums,
     first_difference,
     shown_as_folder,
 )
-from penstock.rollout_server.weights import WeightPublisher  # noqa: E402
+from penstock.weight_sync import WeightPublisher
 
 
 def sha(*rows: list[float]) -> str:

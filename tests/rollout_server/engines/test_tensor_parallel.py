@@ -16,8 +16,7 @@ from tests.rollout_server.conftest import Reference, ask, members, skip_without,
 
 pytest.importorskip("torch")
 
-from penstock.rollout_server.protocol import WeightsRefused
-from penstock.rollout_server.weights import Merger, WeightPublisher
+from penstock.weight_sync import Merger, WeightPublisher, WeightsRefused
 
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "vllm": {"vllm_args": {"tensor_parallel_size": 2}},

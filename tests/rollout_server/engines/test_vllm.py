@@ -15,10 +15,10 @@ import pytest_asyncio
 from tests.rollout_server.conformance.subject import PROMPT, Subject, broken_off, prompt
 from tests.rollout_server.conftest import Reference, ask, skip_without, whole
 
-from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server import EngineError, RolloutConfig
 from penstock.rollout_server.engines import vllm as vllm_engine
 from penstock.rollout_server.engines.vllm_server import environment, find_installation
-from penstock.rollout_server.protocol import EngineError, WeightsRefused
+from penstock.weight_sync import WeightsRefused
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
@@ -79,7 +79,7 @@ async def test_what_the_worker_holds_is_compared_after_the_swap(subject: Subject
 
 WRONG = """
 import torch
-from penstock.rollout_server.engines.vllm_weights import end_where_different
+from penstock.rollout_server.engines import end_where_different
 model = torch.nn.Module()
 model.norm = torch.nn.Linear(3, 2)
 end_where_different(model, 7, {"norm.weight": model.norm.weight.detach().clone(), "norm.bias": torch.ones(2)})

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.installation import Installation, flag_words
-from penstock.rollout_server.engines.vllm_server import VLLM, environment, find_installation
-from penstock.rollout_server.protocol import EngineError
+from penstock.rollout_server import EngineError, RolloutConfig
+from penstock.rollout_server.engines import VLLM, Installation, flag_words
+from penstock.rollout_server.engines.vllm_server import environment, find_installation
 
 
 def fake_python(folder: Path, versions: dict[str, str], plugin: bool = True) -> str:

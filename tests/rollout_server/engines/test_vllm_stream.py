@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from tests.rollout_server.engines.event_server import serving, stream_events
 
-from penstock.rollout_server.engines.vllm_stream import TokenStream
-from penstock.rollout_server.protocol import Chunk, EngineError
+from penstock.rollout_server import Chunk, EngineError
+from penstock.rollout_server.engines import TokenStream
 
 
 def event(

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server import EngineError, RolloutConfig
 from penstock.rollout_server.engines import vllm
-from penstock.rollout_server.protocol import EngineError, WeightsRefused
+from penstock.weight_sync import WeightsRefused
 
 MANIFEST = {"version": 3, "path": "/dev/null", "tensors": []}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.rollout_server.reward_model.batcher import Batcher, Busy, Late
+from penstock.rollout_server.reward_model import Batcher, Busy, Late
 
 
 class Recorded:

@@ -12,16 +12,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.tiny_model import SHAPE, save_tokenizer  # noqa: E402
-from tests.tools.conftest import serve  # noqa: E402, F401 - the fixture
+from tests.tiny_model import SHAPE, save_tokenizer
+from tests.tools.conftest import serve  # noqa: F401 - the fixture
 
-from penstock.agent_loops.errors import InfraFailure  # noqa: E402
-from penstock.agent_loops.reward import RewardFunction  # noqa: E402
-from penstock.agent_loops.rewards.reward_server import TOKEN_VARIABLE, RewardServer  # noqa: E402
-from penstock.rollout_server.reward_model.batcher import Batcher  # noqa: E402
-from penstock.rollout_server.reward_model.classifier import BadModel, HuggingFaceClassifier  # noqa: E402
-from penstock.rollout_server.reward_model.server import build_app  # noqa: E402
-from penstock.transfer_queue.trajectory import Task  # noqa: E402
+from penstock.agent_loops import (
+    InfraFailure,
+    RewardFunction,
+)
+from penstock.agent_loops.rewards import TOKEN_VARIABLE, RewardServer
+from penstock.rollout_server.reward_model import (
+    BadModel,
+    Batcher,
+    HuggingFaceClassifier,
+    build_app,
+)
+from penstock.transfer_queue import Task
 
 pytestmark = pytest.mark.torch
 TOKEN = "only-for-this-test"
@@ -112,7 +117,7 @@ async def test_every_route_asks_for_the_token_and_bad_bodies_are_named(url: str)
 async def test_a_server_that_is_gone_refuses_or_has_no_number_is_a_failure(
     reward: RewardFunction, classifier: HuggingFaceClassifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.tools.retry.RetryPolicy.wait_s", lambda *_: 0.01)
+    monkeypatch.setattr("penstock.tools.retries.RetryPolicy.wait_s", lambda *_: 0.01)
     monkeypatch.setattr(classifier, "score", lambda rows: [math.nan] * len(rows))
     with pytest.raises(InfraFailure, match="the model's score is nan") as failure:
         await reward.score(task(), "t1 t2", {})

@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.sandbox.attacks.plants import Host, planted_host
 from tests.sandbox.attacks.targets import Target, attacked_backend
 
-from penstock.sandbox.protocol import Session
+from penstock.sandbox import Session
 
 
 @pytest.fixture(scope="package")

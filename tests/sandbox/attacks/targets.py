@@ -15,9 +15,7 @@ from tests.sandbox.containers import IMAGE
 from tests.sandbox.leftovers import MAKERS, Maker
 
 from benchmarks.support.sandbox_server import sandbox_server
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import RunResult, Sandbox, Session
+from penstock.sandbox import RunResult, Sandbox, SandboxConfig, Session, make_sandbox
 
 CONFIG = SandboxConfig(
     max_boxes=5, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, image=IMAGE, output_bytes=65536, run_timeout_s=30.0

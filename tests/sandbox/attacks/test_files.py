@@ -6,7 +6,7 @@ import pytest
 from tests.sandbox.attacks.plants import SECRET, Host
 from tests.sandbox.attacks.targets import attack
 
-from penstock.sandbox.protocol import Session
+from penstock.sandbox import Session
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -10,7 +10,7 @@ from tests.sandbox.attacks.plants import NOBODY, SECRET, Host
 from tests.sandbox.attacks.targets import Target, attack
 from tests.sandbox.leftovers import MARK
 
-from penstock.sandbox.protocol import Session
+from penstock.sandbox import Session
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.sandbox.attacks.targets import attack
 
-from penstock.sandbox.protocol import Session
+from penstock.sandbox import Session
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

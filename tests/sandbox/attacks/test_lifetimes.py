@@ -9,7 +9,7 @@ import pytest
 from tests.sandbox.attacks.targets import CONFIG, Target, attack, ended_by
 from tests.sandbox.leftovers import MARK, marked_processes
 
-from penstock.sandbox.protocol import SandboxError, SandboxLost, Session
+from penstock.sandbox import SandboxError, SandboxLost, Session
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -12,8 +12,7 @@ from tests.sandbox.attacks.targets import CONFIG
 from tests.sandbox.containers import PLAIN_IMAGE, make_plain_image
 from tests.sandbox.leftovers import MAKERS, MARK, Maker
 
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import RunResult, Sandbox, Session
+from penstock.sandbox import RunResult, Sandbox, Session, make_sandbox
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.docker]
 OWNER = f"attacks-plain-{os.getpid()}"

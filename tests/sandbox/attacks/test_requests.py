@@ -8,7 +8,7 @@ import httpx
 import pytest
 from tests.sandbox.attacks.targets import TOKEN, Target
 
-from penstock.sandbox.protocol import SandboxLost
+from penstock.sandbox import SandboxLost
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from tests.sandbox.attacks.targets import CONFIG, SHM_MB, Target, attack, ended_by
 
-from penstock.sandbox.protocol import Session
+from penstock.sandbox import Session
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

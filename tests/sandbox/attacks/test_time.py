@@ -7,7 +7,7 @@ import shlex
 import pytest
 from tests.sandbox.attacks.targets import attack, ended_by
 
-from penstock.sandbox.protocol import Session
+from penstock.sandbox import Session
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

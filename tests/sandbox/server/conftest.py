@@ -11,9 +11,8 @@ from typing import Any
 import httpx
 import pytest_asyncio
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.remote import RemoteSandbox
-from penstock.sandbox.server.serving import serve
+from penstock.sandbox import RemoteSandbox, SandboxConfig
+from penstock.sandbox.server import serve
 
 TOKEN = "correct horse"
 OTHER = "battery staple"

@@ -11,9 +11,7 @@ import pytest
 import pytest_asyncio
 from tests.sandbox.server.conftest import TOKEN
 
-from penstock.sandbox.folders import get_folder, put_folder
-from penstock.sandbox.remote import RemoteSandbox, RemoteSession
-from penstock.sandbox.session import MAX_FILE_BYTES
+from penstock.sandbox import MAX_FILE_BYTES, RemoteSandbox, RemoteSession, get_folder, put_folder
 
 pytestmark = pytest.mark.bwrap
 

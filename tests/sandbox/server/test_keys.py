@@ -8,8 +8,7 @@ import httpx
 import pytest
 from tests.sandbox.server.conftest import remote_of
 
-from penstock.sandbox.call_key import as_call
-from penstock.sandbox.remote import RemoteSandbox
+from penstock.sandbox import RemoteSandbox, as_call
 
 pytestmark = pytest.mark.bwrap
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import httpx
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.fake import FakeSandbox
-from penstock.sandbox.server.app import build_app
-from penstock.sandbox.server.callers import callers_of
-from penstock.sandbox.server.metrics import Metrics
+from penstock.sandbox import FakeSandbox, SandboxConfig
+from penstock.sandbox.server import Metrics, build_app, callers_of
 
 CONFIG = SandboxConfig(max_boxes=4)
 

@@ -10,10 +10,8 @@ import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.sandbox.bwrap import BwrapSandbox
-from penstock.sandbox.fake import FakeSandbox, FakeSession
-from penstock.sandbox.protocol import SandboxBusy, SandboxError
-from penstock.sandbox.server.pool import BoxPool
+from penstock.sandbox import BwrapSandbox, FakeSandbox, FakeSession, SandboxBusy, SandboxError
+from penstock.sandbox.server import BoxPool
 
 
 @pytest.fixture

@@ -9,9 +9,7 @@ import httpx
 import pytest
 from tests.sandbox.server.conftest import OTHER, Start, headers, remote_of
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import SandboxBusy
-from penstock.sandbox.server_config import CallerConfig, SandboxServerConfig
+from penstock.sandbox import CallerConfig, SandboxBusy, SandboxConfig, SandboxServerConfig
 
 pytestmark = pytest.mark.bwrap
 

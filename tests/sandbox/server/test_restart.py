@@ -17,9 +17,8 @@ from tests.sandbox.conftest import box_cgroups, box_processes
 from tests.sandbox.containers import IMAGE, containers_of
 from tests.sandbox.server.conftest import TOKEN, answers, free_port, headers, remote_of
 
-from penstock.deploy.load_config import ConfigError, load_sandbox
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import SandboxError, SandboxLost
+from penstock.deploy import ConfigError, load_sandbox
+from penstock.sandbox import SandboxConfig, SandboxError, SandboxLost
 
 pytestmark = [pytest.mark.bwrap, pytest.mark.crash]
 

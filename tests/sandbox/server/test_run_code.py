@@ -9,13 +9,8 @@ import httpx
 import pytest
 from tests.sandbox.server.conftest import Start, headers
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.fake import FakeSandbox
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.server import run_code
-from penstock.sandbox.server.app import build_app
-from penstock.sandbox.server.callers import callers_of
-from penstock.sandbox.server_config import SandboxServerConfig
+from penstock.sandbox import FakeSandbox, SandboxConfig, SandboxServerConfig, make_sandbox
+from penstock.sandbox.server import build_app, callers_of, run_code
 
 pytestmark = pytest.mark.bwrap
 

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from tests.sandbox.server.conftest import answers, free_port, headers
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.server.serving import serve
+from penstock.sandbox import SandboxConfig
+from penstock.sandbox.server import serve
 
 schemathesis = pytest.importorskip("schemathesis")
-from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance  # noqa: E402
+from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance
 
 pytestmark = pytest.mark.bwrap
 TOKEN = "correct horse"

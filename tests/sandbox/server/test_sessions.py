@@ -14,21 +14,25 @@ import httpx
 import pytest
 from tests.sandbox.server.conftest import OTHER, TOKEN, Start, headers, remote_of, serving
 
-from penstock.sandbox.call_key import as_call
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import SandboxError, SandboxLost
-from penstock.sandbox.remote import TTL_HEADROOM_S, RemoteSandbox
-from penstock.sandbox.server.callers import callers_of
-from penstock.sandbox.server.serving import serve
-from penstock.sandbox.server_config import CallerConfig, SandboxServerConfig
+from penstock.sandbox import (
+    TTL_HEADROOM_S,
+    CallerConfig,
+    RemoteSandbox,
+    SandboxConfig,
+    SandboxError,
+    SandboxLost,
+    SandboxServerConfig,
+    as_call,
+    make_sandbox,
+)
+from penstock.sandbox.server import callers_of, serve
 
 pytestmark = pytest.mark.bwrap
 
 OPENER = """
 import asyncio, sys
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.remote import RemoteSandbox
+from penstock.sandbox import SandboxConfig
+from penstock.sandbox import RemoteSandbox
 
 async def main(url, token):
     sandbox = RemoteSandbox(SandboxConfig(backend="remote", url=url), url, token)

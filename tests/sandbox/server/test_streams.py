@@ -8,10 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import Output, RunResult, SandboxLost, Session
-from penstock.sandbox.remote import RemoteSandbox
+from penstock.sandbox import Output, RemoteSandbox, RunResult, SandboxConfig, SandboxLost, Session, make_sandbox
 
 pytestmark = pytest.mark.bwrap
 SLOWLY = "echo one; sleep 0.7; echo two > done"

@@ -13,12 +13,9 @@ from tests.sandbox.conftest import MAKERS, Maker
 from tests.sandbox.containers import IMAGE
 from tests.sandbox.swe.wordkit import make_repository, rows_of
 
-from penstock.deploy.data.swe.box_packages import write_box_packages
-from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import Sandbox
-from penstock.sandbox.swe.limits import SweLimits
-from penstock.sandbox.swe.task import SweTask
+from penstock.datasets.swe import write_box_packages
+from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
+from penstock.sandbox.swe import SweLimits, SweTask
 
 OWNER = f"tests-swe-{os.getpid()}"
 CONFIG = SandboxConfig(max_boxes=4, memory_mb=512, tmp_mb=128, run_timeout_s=20.0, pids=128)

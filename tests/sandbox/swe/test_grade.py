@@ -9,10 +9,9 @@ from tests.sandbox.server.conftest import TOKEN, serving
 from tests.sandbox.swe.conftest import CONFIG, LIMITS
 from tests.sandbox.swe.wordkit import TESTS, patch_by
 
-from penstock.sandbox.make import make_sandbox
-from penstock.sandbox.protocol import SandboxError
-from penstock.sandbox.remote import RemoteSandbox
-from penstock.sandbox.swe import SweEnvironment, SweTaskError, check_task, grade
+from penstock.sandbox import RemoteSandbox, SandboxError, make_sandbox
+from penstock.sandbox.swe import SweEnvironment, SweTaskError, check_task
+from penstock.sandbox.swe import grading as grade
 
 pytestmark = pytest.mark.bwrap
 

@@ -12,8 +12,7 @@ import pytest
 from tests.sandbox.containers import IMAGE, docker
 from tests.sandbox.swe.conftest import LIMITS
 
-from penstock.sandbox.swe import SweEnvironment, SweTaskError, check_task
-from penstock.sandbox.swe.snapshot import snapshot_of
+from penstock.sandbox.swe import SweEnvironment, SweTaskError, check_task, snapshot_of
 
 pytestmark = pytest.mark.docker
 CLEAN, WITH_HISTORY = "penstock-box:wordkit", "penstock-box:wordkit-history"

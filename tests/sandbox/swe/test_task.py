@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from penstock.sandbox.swe import SweTask, SweTaskError, load_tasks
-from penstock.sandbox.swe.check import TaskCheck
-from penstock.sandbox.swe.command import PytestCommand
-from penstock.sandbox.swe.grade import is_protected
-from penstock.sandbox.swe.report import Grade, read_lines
-from penstock.sandbox.swe.task import PROTECTED
+from penstock.sandbox.swe import (
+    PROTECTED,
+    Grade,
+    PytestCommand,
+    SweTask,
+    SweTaskError,
+    TaskCheck,
+    is_protected,
+    load_tasks,
+    read_lines,
+)
 
 ROW = {"instance_id": "a__b-1", "repository": "repo", "base_commit": "abc", "FAIL_TO_PASS": '["t.py::x"]'}
 

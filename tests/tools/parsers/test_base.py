@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 from tests.tools.parsers.families import CODE_FAMILY, FAMILIES, render
 
-from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops import AgentConfig
 from penstock.tools.parsers import ParserName, get_parser
 
 CALL = ("python", {"code": "1"})

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.tools.parsers.plain_text import typed
+from penstock.tools.parsers import typed
 
 OPTIONAL_MODEL = {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.tools.retrieval.corpus import Passage
-from penstock.tools.retrieval.dense import DenseIndex, open_or_build_dense
+from penstock.tools.retrieval import DenseIndex, Passage, open_or_build_dense
 from penstock.tools.retrieval.folder import IndexFailed
 
 DENSE = Path(__file__).parents[3] / ".venv-dense"

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from penstock.tools.retrieval.folder import ensure_built
+from penstock.tools.retrieval import ensure_built
 
 
 def test_two_that_build_at_once_build_once_and_the_second_uses_what_the_first_made(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("tantivy")
 
-from penstock.tools.retrieval.corpus import BadCorpus
-from penstock.tools.retrieval.index import IndexFailed, RetrievalIndex, open_or_build
+from penstock.tools.retrieval import BadCorpus, RetrievalIndex, open_or_build
+from penstock.tools.retrieval.index import IndexFailed
 
 ROWS = [
     {"id": "fr", "title": "Paris", "text": "Paris is the capital of France."},

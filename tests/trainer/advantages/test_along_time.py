@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import episodes  # noqa: E402
+from trainer_support import episodes
 
-from penstock.trainer.advantages import ADVANTAGES  # noqa: E402
-from penstock.trainer.returns import discounted, gae_of  # noqa: E402
+from penstock.trainer import discounted, gae_of
+from penstock.trainer.advantages import ADVANTAGES
 
 pytestmark = pytest.mark.torch
 

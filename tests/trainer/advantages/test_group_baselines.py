@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import episodes  # noqa: E402
+from trainer_support import episodes
 
-from penstock.trainer.advantages import ADVANTAGES  # noqa: E402
+from penstock.trainer.advantages import ADVANTAGES
 
 pytestmark = pytest.mark.torch
 GROUPED = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "gigpo", "hgpo", "grpo_process")

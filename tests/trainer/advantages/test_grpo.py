@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import episodes  # noqa: E402
+from trainer_support import episodes
 
-from penstock.trainer.advantages import ADVANTAGES  # noqa: E402
+from penstock.trainer.advantages import ADVANTAGES
 
 pytestmark = pytest.mark.torch
 

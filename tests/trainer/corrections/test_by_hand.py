@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer.corrections import CORRECTIONS, Corrected, CorrectionInput  # noqa: E402
+from penstock.trainer.corrections import CORRECTIONS, Corrected, CorrectionInput
 
 pytestmark = pytest.mark.torch
 RATIOS, SEGMENT = [1.5, 0.8, 4.0, 1.0], [0, 0, 1, 1]

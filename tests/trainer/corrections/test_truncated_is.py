@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer.corrections import CORRECTIONS, CorrectionInput  # noqa: E402
+from penstock.trainer.corrections import CORRECTIONS, CorrectionInput
 
 pytestmark = pytest.mark.torch
 

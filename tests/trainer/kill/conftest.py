@@ -14,9 +14,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "tra
 
 torch = pytest.importorskip("torch")
 
-from kill_stage import PASSWORD, KilledRun, Nursery  # noqa: E402
+from kill_stage import PASSWORD, KilledRun, Nursery
 
-from penstock.transfer_queue.redis_server import RedisServer  # noqa: E402
+from penstock.transfer_queue import RedisServer
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

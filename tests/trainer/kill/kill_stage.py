@@ -24,12 +24,9 @@ from safetensors.torch import load_file
 from trainer_support import assert_books_balance, make_job, make_trajectory
 
 import penstock
-from penstock.rollout_server.weights import read_verified
-from penstock.trainer.checkpoint import CheckpointStore
-from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.trainer import CheckpointStore
+from penstock.transfer_queue import BatchLog, RedisServer, RedisTransferQueue, TransferQueueConfig
+from penstock.weight_sync import read_verified
 
 HERE = Path(__file__).resolve().parent
 PATHS = (Path(penstock.__file__).resolve().parents[1], HERE, HERE.parent, HERE.parents[1] / "transfer_queue")

@@ -22,11 +22,9 @@ from faults.gaps import ANYWHERE, Gaps
 from planted import die_anywhere, plant
 from trainer_support import make_job
 
-from penstock.deploy.processes import die_with_parent
-from penstock.trainer.loop import train
-from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
+from penstock.deploy import die_with_parent
+from penstock.trainer import train
+from penstock.transfer_queue import BatchLog, RedisTransferQueue, TransferQueueConfig
 
 
 @dataclass(frozen=True)

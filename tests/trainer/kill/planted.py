@@ -17,15 +17,9 @@ from typing import Any
 from faults.gaps import Gaps
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from penstock.rollout_server.weights import WeightPublisher
-from penstock.trainer import parts, recorder
-from penstock.trainer.checkpoint import CheckpointStore
-from penstock.trainer.engine import FSDPEngine
-from penstock.trainer.learner import Learner
-from penstock.trainer.recorder import Recorder
-from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.queue import Batch
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
+from penstock.trainer import CheckpointStore, FSDPEngine, Learner, Recorder, parts, recorder
+from penstock.transfer_queue import Batch, BatchLog, RedisTransferQueue
+from penstock.weight_sync import WeightPublisher
 
 STEP = ("before_lease", "after_lease", "before_update", "after_update")
 PUBLISH = ("before_weights", "after_weights", "before_publish", "in_publish", "after_publish")

@@ -17,14 +17,20 @@ import pytest
 from kill_stage import PASSWORD, SETTINGS, STEPS, KilledRun
 from trainer_support import write_rows
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.link import Link, limits_of
-from penstock.deploy.load_config import dump_config, parse_config
-from penstock.deploy.plan import roles_of
-from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
-from penstock.deploy.run_dir import RunDir
-from penstock.deploy.weights_dir import remove_weights
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
+from penstock.deploy import (
+    Link,
+    RoleFailed,
+    RoleProcess,
+    RoleSpec,
+    RunConfig,
+    RunDir,
+    dump_config,
+    limits_of,
+    parse_config,
+    remove_weights,
+    roles_of,
+)
+from penstock.transfer_queue import RedisTransferQueue
 
 pytestmark = [
     pytest.mark.redis,

@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import loss_by_hand  # noqa: E402
+from trainer_support import loss_by_hand
 
-from penstock.trainer.losses import LOSSES  # noqa: E402
-from penstock.trainer.losses.clip_cov import drawn  # noqa: E402
-from penstock.trainer.losses.kl_cov import largest  # noqa: E402
+from penstock.trainer.losses import LOSSES
+from penstock.trainer.losses.clip_cov import drawn
+from penstock.trainer.losses.kl_cov import largest
 
 pytestmark = pytest.mark.torch
 

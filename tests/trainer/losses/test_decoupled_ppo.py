@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainer_support import loss_by_hand  # noqa: E402
+from trainer_support import loss_by_hand
 
 pytestmark = pytest.mark.torch
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from penstock.trainer.registry import UnknownName
+from penstock.trainer import UnknownName
 from penstock.trainer.sinks import SINKS, SinkJob, beside, numbers
 from penstock.trainer.sinks.beside import Beside
 

@@ -11,12 +11,7 @@ pytest.importorskip("torch")
 
 from trainer_support import make_job, write_rows
 
-from penstock.trainer.job import check_job
-from penstock.trainer.jsonl import read_lines
-from penstock.trainer.loop import train
-from penstock.trainer.prometheus import TrainerMetrics
-from penstock.trainer.registry import UnknownName
-from penstock.trainer.timeline import read_timeline
+from penstock.trainer import TrainerMetrics, UnknownName, check_job, read_lines, read_timeline, train
 
 pytestmark = pytest.mark.torch
 BREAKING = "tests.trainer.sinks.breaking:breaking"

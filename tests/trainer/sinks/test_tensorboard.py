@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
-from penstock.trainer.sinks import SINKS, SinkJob, numbers  # noqa: E402
+from penstock.trainer.sinks import SINKS, SinkJob, numbers
 
 pytestmark = pytest.mark.torch
 

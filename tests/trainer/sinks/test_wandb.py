@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer import TrainerConfig
 from penstock.trainer.sinks import SINKS, SinkJob
 from penstock.trainer.sinks.beside import Beside
 from penstock.trainer.sinks.wandb import resume_id, without_secrets

@@ -15,7 +15,7 @@ from faults.checkpoints import Checkpoints, Trained
 from faults.episodes import position_of, task_id_at, task_of, trajectory_print
 from faults.plan import Plan
 from faults.records import read_folder, read_records
-from penstock.transfer_queue.queue import Status, TransferQueue
+from penstock.transfer_queue import Status, TransferQueue
 
 REASONS = {"filtered": "filtered", "dropped_over_age": "dropped", "dead": "dead"}
 """State of a group that will not be trained → name in the account."""

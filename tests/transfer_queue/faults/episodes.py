@@ -10,12 +10,12 @@ from zlib import crc32
 
 import numpy as np
 
-from penstock.transfer_queue.queue import Lease
-from penstock.transfer_queue.trajectory import (
+from penstock.transfer_queue import (
     COMPLETED,
     DataCursor,
     JournalEntry,
     JournalKind,
+    Lease,
     Outcome,
     OutcomeKind,
     Segment,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from faults.episodes import cursor_at, position_of, task_at
-from penstock.transfer_queue.queue import Limits, Status, StepError, TransferQueue
-from penstock.transfer_queue.trajectory import DataCursor, Task
+from penstock.transfer_queue import DataCursor, Limits, Status, StepError, Task, TransferQueue
 
 
 class Feeder:

@@ -9,8 +9,7 @@ import signal
 
 import redis.asyncio as aioredis
 
-from penstock.transfer_queue.append_only_file import newest_append_only_file
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import RedisServer, newest_append_only_file
 
 
 async def kill_redis(server: RedisServer, chance: random.Random) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from faults.episodes import entry_print
 from faults.records import Records, read_records
-from penstock.transfer_queue.queue import Lease
-from penstock.transfer_queue.trajectory import JournalEntry
+from penstock.transfer_queue import JournalEntry, Lease
 
 
 class JournalBroken(AssertionError):

@@ -8,8 +8,7 @@ import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.queue import Limits
+from penstock.transfer_queue import Limits, TransferQueueConfig
 
 DEADLINE_S = 60.0
 """How long a client waits for Redis: longer than any fault of ours lasts."""

@@ -24,9 +24,7 @@ from faults.account import Account, draw_up
 from faults.plan import Plan, random_limits
 from faults.proxy import CuttingProxy
 from faults.troupe import Troupe
-from penstock.transfer_queue.queue import Limits
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.redis_server import RedisServer
+from penstock.transfer_queue import Limits, RedisServer, RedisTransferQueue
 
 PASSWORD = "a-test-password"
 DRAIN_TIMEOUT_S = 120.0

@@ -12,8 +12,7 @@ from faults.gaps import ANYWHERE
 from faults.havoc import fill_redis, kill_redis, lose_tail, pause_redis
 from faults.rounds import seeds
 from faults.stage import Stage
-from penstock.transfer_queue.queue import Announcement, Batch, Lease, Limits
-from penstock.transfer_queue.trajectory import JournalEntry
+from penstock.transfer_queue import Announcement, Batch, JournalEntry, Lease, Limits
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
 WAIT = Limits(group_size=3, groups_per_step=2, max_staleness=1, lease_ttl_s=0.6, max_attempts=2)

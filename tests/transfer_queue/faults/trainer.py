@@ -20,9 +20,7 @@ from faults.feeder import Feeder, drained
 from faults.gaps import Gaps
 from faults.plan import Plan, check_parent, load_plan
 from faults.records import Records
-from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.queue import Announcement, BadPayload, Batch, StepError
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
+from penstock.transfer_queue import Announcement, BadPayload, Batch, BatchLog, RedisTransferQueue, StepError
 
 START_AGAIN = 75
 BATCH_TIMEOUT_S = 60.0

@@ -17,9 +17,16 @@ from faults.episodes import next_entry, trajectory_of, trajectory_print
 from faults.journals import JournalBook, JournalBroken
 from faults.plan import Plan, check_parent, load_plan
 from faults.records import Records
-from penstock.transfer_queue.queue import BadPayload, Lease, LeaseLost, TransferQueueUnavailable
-from penstock.transfer_queue.redis_queue import RedisTransferQueue
-from penstock.transfer_queue.trajectory import JournalEntry, Outcome, OutcomeKind
+from penstock.transfer_queue import (
+    BadPayload,
+    JournalEntry,
+    Lease,
+    LeaseLost,
+    Outcome,
+    OutcomeKind,
+    QueueUnavailable,
+    RedisTransferQueue,
+)
 
 COROUTINES = 4
 LEASES = 2
@@ -51,7 +58,7 @@ class Worker:
             check_parent(self._parent)
             try:
                 await self._round(owner)
-            except TransferQueueUnavailable as error:
+            except QueueUnavailable as error:
                 self._told.write("unavailable", cause=str(error))
 
     async def _round(self, owner: str) -> None:

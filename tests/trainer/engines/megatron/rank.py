@@ -19,26 +19,31 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-import torch  # noqa: E402
+import torch
 
 if not torch.cuda.is_available():
     import cpu_shim  # before anything of megatron
 
-import torch.distributed as dist  # noqa: E402
-from parallel_ranks import become_ranks  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from trainer_support import make_job, make_trajectory  # noqa: E402
+import torch.distributed as dist
+from parallel_ranks import become_ranks
+from safetensors.torch import save_file
+from trainer_support import make_job, make_trajectory
 
-from penstock.deploy.processes import die_with_parent  # noqa: E402
-from penstock.trainer.batch import make_step_batch, share_of  # noqa: E402
-from penstock.trainer.checkpoint import CheckpointStore  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
-from penstock.trainer.engines.megatron.engine import MegatronEngine  # noqa: E402
-from penstock.trainer.learner import Learner  # noqa: E402
-from penstock.trainer.loop import train  # noqa: E402
-from penstock.trainer.ranks import Ranks  # noqa: E402
-from penstock.transfer_queue.queue import Batch  # noqa: E402
-from penstock.transfer_queue.trajectory import DataCursor  # noqa: E402
+from penstock.deploy import die_with_parent
+from penstock.trainer import (
+    CheckpointStore,
+    Learner,
+    Ranks,
+    TrainerConfig,
+    make_step_batch,
+    share_of,
+    train,
+)
+from penstock.trainer.engines.megatron.engine import MegatronEngine
+from penstock.transfer_queue import (
+    Batch,
+    DataCursor,
+)
 
 FIRST_STEPS = 2
 

@@ -10,10 +10,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.tiny_model import SHAPE, save_tiny_model  # noqa: E402
+from tests.tiny_model import SHAPE, save_tiny_model
 
-from penstock.trainer.engines.megatron.arithmetic import flops_of  # noqa: E402
-from penstock.trainer.flops import Flops  # noqa: E402
+from penstock.trainer import Flops
+from penstock.trainer.engines.megatron.arithmetic import flops_of
 
 pytestmark = pytest.mark.torch
 

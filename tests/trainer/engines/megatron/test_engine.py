@@ -14,12 +14,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_runs import INSTALLED, PYTHON, Case, metrics, on_ranks, with_distinct_norms  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from trainer_support import make_job  # noqa: E402
+from megatron_runs import INSTALLED, PYTHON, Case, metrics, on_ranks, with_distinct_norms
+from safetensors.torch import load_file
+from trainer_support import make_job
 
-from penstock.trainer.engines.megatron.settings import MEND  # noqa: E402
-from penstock.trainer.loop import train  # noqa: E402
+from penstock.trainer import train
+from penstock.trainer.engines.megatron.settings import MEND
 
 pytestmark = [
     pytest.mark.megatron,

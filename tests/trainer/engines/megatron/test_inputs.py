@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer.batch import Row  # noqa: E402
-from penstock.trainer.engines.megatron.inputs import cut_rows, rectangle  # noqa: E402
-from penstock.trainer.packing import Pack, empty_pack, join_rows  # noqa: E402
+from penstock.trainer import Pack, empty_pack, join_rows
+from penstock.trainer.batch import Row
+from penstock.trainer.engines.megatron.inputs import cut_rows, rectangle
 
 pytestmark = pytest.mark.torch
 

@@ -15,10 +15,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_runs import LAYOUTS, Case, metrics, on_ranks, with_distinct_norms  # noqa: E402
-from trainer_support import make_job  # noqa: E402
+from megatron_runs import LAYOUTS, Case, metrics, on_ranks, with_distinct_norms
+from trainer_support import make_job
 
-from penstock.trainer.loop import train  # noqa: E402
+from penstock.trainer import train
 
 
 def gpus() -> int:

@@ -9,11 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer.algorithm import BadJob  # noqa: E402
-from penstock.trainer.config import TrainerConfig  # noqa: E402
-from penstock.trainer.engines import check_engine  # noqa: E402
-from penstock.trainer.engines.megatron import settings  # noqa: E402
-from penstock.trainer.registry import UnknownName  # noqa: E402
+from penstock.trainer import (
+    TrainerConfig,
+    UnknownName,
+)
+from penstock.trainer.algorithm import BadJob
+from penstock.trainer.engines import check_engine
+from penstock.trainer.engines.megatron import settings
 
 pytestmark = pytest.mark.torch
 

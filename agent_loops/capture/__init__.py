@@ -1,1 +1,0 @@
-"""Any OpenAI client, recorded token for token."""

@@ -1,0 +1,16 @@
+from .access import Tokens as Tokens
+from .advice import Devices as Devices
+from .advice import advise as advise
+from .app import STATIC as STATIC
+from .app import make_app as make_app
+from .config import DashboardConfig as DashboardConfig
+from .index import TrajectoryIndex as TrajectoryIndex
+from .live import Pulse as Pulse
+from .metrics import MetricsFile as MetricsFile
+from .metrics import columns as columns
+from .metrics import newest_row as newest_row
+from .metrics import staleness as staleness
+from .query import Query as Query
+from .runs import RunFiles as RunFiles
+from .runs import flat as flat
+from .serve import CannotListen as CannotListen

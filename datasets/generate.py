@@ -1,0 +1,52 @@
+"""`generate:SPEC` in a recipe's data section: problems made at the run's start, so that it needs no files.
+
+generate:calculator/train?train=4096&eval=128&seed=0
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from penstock.datasets import calculator
+
+PREFIX = "generate:"
+DEFAULTS = {"train": 4096, "eval": 128, "seed": 0}
+
+
+class BadSpec(ValueError):
+    """The text after `generate:` names no generator, split or option that exists."""
+
+
+def materialise(source: str, directory: Path) -> str:
+    """The path to read for `source`: itself, or for `generate:SPEC` a Parquet file made under `directory`.
+
+    Train and eval are disjoint when their specs carry the same options. Raises `BadSpec`.
+    """
+    if not source.startswith(PREFIX):
+        return source
+    name, options = _parsed(source)
+    folder = directory / "calculator-{train}-{eval}-{seed}".format(**options)
+    calculator.write(folder, options["train"], options["eval"], options["seed"])
+    return str(folder / f"{name.partition('/')[2]}.parquet")
+
+
+def check_spec(source: str) -> None:
+    """Raises `BadSpec` where `materialise` would."""
+    _parsed(source)
+
+
+def _parsed(source: str) -> tuple[str, dict[str, int]]:
+    name, _, query = source.removeprefix(PREFIX).partition("?")
+    if name not in ("calculator/train", "calculator/eval"):
+        raise BadSpec(f"{source!r}: generators are calculator/train and calculator/eval")
+    return name, _options(source, query)
+
+
+def _options(source: str, query: str) -> dict[str, int]:
+    options = dict(DEFAULTS)
+    for key, value in parse_qsl(query, keep_blank_values=True):
+        if key not in DEFAULTS or not value.isdecimal():
+            raise BadSpec(f"{source!r}: {key}={value} is no option; write numbers for {', '.join(DEFAULTS)}")
+        options[key] = int(value)
+    return options

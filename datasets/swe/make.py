@@ -1,0 +1,92 @@
+"""Packages in, a folder of tasks out: repositories, the boxes' pytest, the rows to train on and to evaluate with."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.datasets.swe.box_packages import write_box_packages
+from penstock.datasets.swe.factory import Factory, FactorySettings
+from penstock.datasets.swe.package import PackageError, read_package
+from penstock.datasets.swe.task_rows import Fields, write_split
+from penstock.sandbox import Sandbox, SandboxConfig
+from penstock.sandbox.swe import check_task, load_tasks
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    packages: tuple[str, ...]
+    tests: tuple[Path, ...] = ()
+    """Of the packages at the same places."""
+    evaluation: int = 0
+
+
+def box_config(backend: str, image: str, concurrency: int) -> SandboxConfig:
+    """Boxes large enough for a small package's tests. Raises `ValidationError` for a backend that there is not."""
+    limits = {"memory_mb": 1024, "tmp_mb": 256, "cpu_s": 600, "pids": 256, "run_timeout_s": 60.0}
+    return SandboxConfig.model_validate({"backend": backend, "image": image, "max_boxes": concurrency, **limits})
+
+
+async def make_tasks(
+    wanted: Wanted, out: Path, sandbox: Sandbox, settings: FactorySettings, report: Report = lambda text: None
+) -> list[str]:
+    """Returns what was written, a line per file and package. Closes the sandbox.
+
+    Raises:
+        PackageError: a package cannot be read, its tests do not run, or nothing came of any.
+        SandboxError, SweTaskError: as `grade` does.
+    """
+    try:
+        write_box_packages(out / "packages")
+        made, lines = await _of_packages(wanted, out, sandbox, settings, report)
+    finally:
+        await sandbox.close()
+    if not made:
+        raise PackageError("no task came of these packages: their tests notice none of the mistakes")
+    random.Random(settings.seed).shuffle(made)  # one after the other, packages would be learnt one after the other
+    splits = {"test": made[: wanted.evaluation], "train": made[wanted.evaluation :]}
+    for split, tasks in splits.items():
+        if tasks:
+            lines.append(f"{write_split(tasks, out, split)}: {len(tasks)} tasks")
+    return lines
+
+
+async def _of_packages(
+    wanted: Wanted, out: Path, sandbox: Sandbox, settings: FactorySettings, report: Report
+) -> tuple[list[Fields], list[str]]:
+    made, lines = [], []
+    for index, given in enumerate(wanted.packages):
+        package = read_package(given, wanted.tests[index] if index < len(wanted.tests) else None)
+        found = await Factory(package, sandbox, out, settings).make(report)
+        made += found.tasks
+        lines.append(
+            f"{package.name} {package.version} ({package.licence or 'licence not stated'}): {_told(found.counts)}"
+        )
+    return made, lines
+
+
+def _told(counts: Counter[str]) -> str:
+    """What became of the mutants."""
+    return ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in ("tried", *sorted(set(counts) - {"tried"})))
+
+
+async def check_tasks(
+    path: Path, sandbox: Sandbox, times: int, limit: int, report: Report = lambda text: None
+) -> list[str]:
+    """A line per unsound task. Closes the sandbox. Raises `SweTaskError`, `SandboxError`."""
+    problems: list[str] = []
+    try:
+        tasks = load_tasks(path)
+        tasks = tasks[:limit] if limit else tasks
+        for number, task in enumerate(tasks, start=1):
+            found = await check_task(sandbox, task, times=times)
+            problems += [f"{task.instance_id}: {problem}" for problem in found.problems]
+            report(f"{number} of {len(tasks)}: {task.instance_id} {'; '.join(found.problems) or 'sound'}")
+    finally:
+        await sandbox.close()
+    return problems

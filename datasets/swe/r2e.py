@@ -1,0 +1,114 @@
+"""R2E-Gym's rows as tasks of ours: hidden tests from the row itself, never from its image.
+
+`execution_result_content` has the tests' files and pytest's logs before and after the fix; `parsed_commit_content` has
+the fix. FAIL_TO_PASS is what the logs say, held against `expected_output_json`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from penstock.datasets.swe.raw_rows import BadRow, Raw, mapping, text, texts
+from penstock.datasets.swe.store import TreeStore
+from penstock.datasets.swe.task_rows import Fields
+
+TESTS_FOLDER = "r2e_tests"
+PYTHON = "/opt/venv/bin/python"
+"""recipes/swe/Dockerfile moves it there: in the repository it would be copied into every box."""
+_ISSUE = re.compile(r"\[ISSUE\](.*)\[/ISSUE\]", re.DOTALL)
+_ANSI = re.compile(r"\x1b\[[0-9;]*m|\r")
+_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR) (\S+\.py::.+?)(?: - .*)?$", re.MULTILINE)
+_SUMMARY = "short test summary info"
+
+
+def r2e_task(row: Raw, scratch: TreeStore) -> Fields:
+    """Without a place for its repository: `places` adds that. Raises `BadRow` naming the field."""
+    ran = mapping(row, "execution_result_content")
+    commit = mapping(row, "parsed_commit_content")
+    before, after = _outcomes(ran, "old_commit_res_stdout"), _outcomes(ran, "new_commit_res_stdout")
+    _check_expected(mapping(row, "expected_output_json"), after)
+    passed = [test for test, outcome in after.items() if outcome == "PASSED"]
+    fail_to_pass = [test for test in passed if before.get(test) != "PASSED"]
+    if not fail_to_pass:
+        raise BadRow("field 'execution_result_content': no test fails before the fix and passes after it")
+    instance_id = f"{text(row, 'repo_name')}-{text(row, 'commit_hash')}"
+    return {
+        "instance_id": instance_id,
+        "repo": text(row, "repo_name"),
+        "docker_image": text(row, "docker_image"),
+        "problem_statement": _issue(text(row, "problem_statement")),
+        "FAIL_TO_PASS": fail_to_pass,
+        "PASS_TO_PASS": [test for test in passed if test not in fail_to_pass],
+        "test_patch": _test_patch(ran, scratch),
+        "patch": _fix(commit, scratch),
+        "test_command": f"PYTHONWARNINGS=ignore {PYTHON} -m pytest",
+    }
+
+
+def _issue(statement: str) -> str:
+    match = _ISSUE.search(statement)
+    return (match[1] if match else statement).strip()
+
+
+def _outcomes(ran: Mapping[str, Any], field: str) -> dict[str, str]:
+    """test id → how it ended, from the summary of ``pytest -rA``."""
+    log = _ANSI.sub("", str(ran.get(field) or ""))
+    if _SUMMARY not in log:
+        raise BadRow(f"field 'execution_result_content': {field} holds no summary of pytest -rA")
+    return {test: outcome for outcome, test in _OUTCOME.findall(log.rpartition(_SUMMARY)[2])}
+
+
+def _check_expected(expected: Mapping[str, Any], after: Mapping[str, str]) -> None:
+    """Both name the same tests as passed: `expected_output_json` without their files."""
+    wanted = {_ANSI.sub("", name).split(" - ")[0] for name, outcome in expected.items() if outcome == "PASSED"}
+    found = {".".join(test.split("::")[1:]) for test, outcome in after.items() if outcome == "PASSED"}
+    if wanted != found:
+        only = sorted(wanted ^ found)[0]
+        raise BadRow(f"field 'expected_output_json' and the log of the fixed commit disagree, first about {only!r}")
+
+
+def _test_patch(ran: Mapping[str, Any], scratch: TreeStore) -> str:
+    names = texts(ran, "test_file_names")
+    codes = texts(ran, "test_file_codes")
+    if len(names) != len(codes):
+        raise BadRow(f"field 'execution_result_content': {len(names)} test_file_names, {len(codes)} test_file_codes")
+    files = {
+        f"{TESTS_FOLDER}/{PurePosixPath(name).name}": code.encode() for name, code in zip(names, codes, strict=True)
+    }
+    return _diff(scratch, {}, files)
+
+
+def _fix(commit: Mapping[str, Any], scratch: TreeStore) -> str:
+    """The changes of the commit that are no tests."""
+    before: dict[str, bytes] = {}
+    after: dict[str, bytes] = {}
+    for one in commit.get("file_diffs") or ():
+        path = str(((one.get("header") or {}).get("file") or {}).get("path") or "")
+        if not path:
+            raise BadRow("field 'parsed_commit_content': a file_diff has no header.file.path")
+        if _is_test(path):
+            continue
+        for side, key in ((before, "old_file_content"), (after, "new_file_content")):
+            if one.get(key):
+                side[path] = str(one[key]).encode()
+    patch = _diff(scratch, before, after)
+    if not patch:
+        raise BadRow("field 'parsed_commit_content' changes nothing besides tests")
+    return patch
+
+
+def _is_test(path: str) -> bool:
+    parts = PurePosixPath(path).parts
+    return "tests" in parts or "test" in parts or parts[-1].startswith("test_") or parts[-1].endswith("_test.py")
+
+
+def _diff(scratch: TreeStore, before: Mapping[str, bytes], after: Mapping[str, bytes]) -> str:
+    return scratch.diff(scratch.commit("before", before), scratch.commit("after", after)).decode()
+
+
+def scratch_store(folder: Path) -> TreeStore:
+    """Where patches are made; throw the folder away afterwards."""
+    return TreeStore(folder / "scratch.git")

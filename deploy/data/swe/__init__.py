@@ -1,1 +1,0 @@
-"""Rows of repositories to repair: converted from SWE-bench, SWE-Gym and R2E, or made by breaking small packages."""

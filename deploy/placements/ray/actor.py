@@ -1,0 +1,106 @@
+"""What runs on a node of the cluster: an actor that owns one role's process.
+
+    driver ──run(order)──► RoleActor ──► penstock rollout | agent | train   (restarted by `RoleProcess`, with back-off)
+       │ hello, state         │ dies with its worker or node: Ray makes the actor again, empty; the process is told
+       └──────────────────────┘ by the kernel to stop, and the driver gives the order to the actor's next life
+
+Secrets are in the order, an argument of a method call. Ray hands it from the driver's memory to the actor's and keeps
+it nowhere else: creation arguments and `runtime_env` stay in the cluster's tables, and its state API shows the latter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.deploy.placements.ray.marker import Marker
+from penstock.deploy.plan import Role
+from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
+
+RAYS_OWN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+"""A role has no business with the cluster."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an actor is told to run."""
+
+    role: Role
+    logs: Path
+    cwd: Path
+    max_restarts: int
+    """Of the process, in this life of the actor."""
+    marker: Marker | None
+    """Where it must see the run's folder, the proof that it does."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """One incarnation of an actor."""
+
+    id: str
+    node_id: str
+    machine: str
+
+
+@dataclass(frozen=True)
+class State:
+    """Of the role's process, in one life of its actor."""
+
+    pid: int | None
+    restarts: int
+    life_id: str
+
+
+class RoleActor:
+    """One per role. All methods run on one event loop."""
+
+    def __init__(self) -> None:
+        self._id = uuid.uuid4().hex
+        self._process: RoleProcess | None = None
+        self._ending: asyncio.Task[str | None] | None = None
+
+    async def hello(self) -> Life:
+        import ray
+
+        context = ray.get_runtime_context()
+        return Life(self._id, context.get_node_id(), ray.util.get_node_ip_address())
+
+    async def run(self, order: Order) -> str | None:
+        """Start the role and wait: None when it finished or was stopped, else why it failed for good.
+
+        A second call in one life (the connection broke, not the actor) waits for the same process.
+        """
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._until_ended(order))
+        return await asyncio.shield(self._ending)
+
+    async def state(self) -> State:
+        process = self._process
+        return State(process.pid, process.restarts, self._id) if process else State(None, 0, self._id)
+
+    async def stop(self) -> None:
+        """SIGTERM, the role's grace, SIGKILL; returns when its process is gone."""
+        if self._process is not None and self._ending is not None:
+            await self._process.stop()
+            await asyncio.wait({self._ending})
+
+    async def _until_ended(self, order: Order) -> str | None:
+        if order.marker is not None and (unseen := await order.marker.look_for()):
+            return unseen
+        order.logs.mkdir(parents=True, exist_ok=True)
+        self._process = RoleProcess(_spec_here(order))
+        try:
+            await self._process.run()
+        except RoleFailed as error:
+            return str(error)
+        return None
+
+
+def _spec_here(order: Order) -> RoleSpec:
+    spec = order.role.spec(order.logs, order.cwd if order.cwd.is_dir() else None)
+    env = {name: value for name, value in spec.env.items() if name not in RAYS_OWN}
+    return dataclasses.replace(spec, env=env, max_restarts=order.max_restarts)

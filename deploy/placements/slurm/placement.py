@@ -1,0 +1,100 @@
+"""Which role runs on which node of a job.
+
+node 0                queue · head, which supervises the trainer
+nodes 1 … T - 1       the trainer's further ranks
+nodes T …             rollout servers and agent workers in turn, a sandbox server; with N = T they share the nodes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.gpus import gpus_of_server
+from penstock.deploy.load_config import ConfigError
+from penstock.rollout_server import RolloutConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Counts and indices; node i is the i-th of the job."""
+
+    nodes: int
+    trainer_nodes: int
+    ranks_per_node: int
+    servers: int
+    evaluation_server: bool
+    workers: int
+    gpus_per_node: int
+    gpus_per_server: int
+    """0 without GPUs."""
+
+    @property
+    def first_other(self) -> int:
+        """The first node with rollout servers and agent workers."""
+        return self.trainer_nodes if self.nodes > self.trainer_nodes else 0
+
+    @property
+    def others(self) -> int:
+        return self.nodes - self.first_other
+
+    @property
+    def trainer_gpus(self) -> int:
+        return self.ranks_per_node if self.gpus_per_node else 0
+
+
+def place(
+    config: RunConfig,
+    nodes: int,
+    *,
+    trainer_nodes: int | None = None,
+    gpus_per_node: int = 0,
+    gpus_per_server: int | None = None,
+) -> Placement:
+    """As many servers and workers as the recipe says, spread evenly. Raises `ConfigError` where they do not fit."""
+    found = Placement(
+        nodes=nodes,
+        trainer_nodes=trainer_nodes or _nodes_needed(config.trainer.ranks, gpus_per_node),
+        ranks_per_node=0,
+        servers=config.rollout.servers,
+        evaluation_server=config.rollout.evaluation_server,
+        workers=config.agent.workers,
+        gpus_per_node=gpus_per_node,
+        gpus_per_server=(gpus_per_server or server_gpus(config.rollout)) if gpus_per_node else 0,
+    )
+    if found.trainer_nodes > nodes:
+        raise ConfigError(f"--nodes {nodes}: the trainer alone takes {found.trainer_nodes}; see --trainer-nodes")
+    ranks, rest = divmod(config.trainer.ranks, found.trainer_nodes)
+    if rest or not ranks:
+        raise ConfigError(
+            f"trainer.ranks={config.trainer.ranks} cannot be shared out evenly over {found.trainer_nodes} nodes"
+        )
+    found = replace(found, ranks_per_node=ranks)
+    _check_gpus(found)
+    return found
+
+
+def server_gpus(rollout: RolloutConfig) -> int:
+    """GPUs of one rollout server on nodes that have some; at least one, as a node's CPUs are shared out by its GPUs."""
+    return max(gpus_of_server(rollout), 1)
+
+
+def _nodes_needed(ranks: int, gpus_per_node: int) -> int:
+    return -(-ranks // gpus_per_node) if gpus_per_node else 1
+
+
+def _check_gpus(found: Placement) -> None:
+    """Every node has the GPUs for what is on it."""
+    if not found.gpus_per_node:
+        return
+    if found.trainer_gpus > found.gpus_per_node:
+        raise ConfigError(f"{found.trainer_gpus} trainer ranks on a node with --gpus-per-node {found.gpus_per_node}")
+    servers = found.servers + found.evaluation_server
+    fullest = -(-servers // found.others)
+    free = found.gpus_per_node - (found.trainer_gpus if found.first_other == 0 else 0)
+    if fullest * found.gpus_per_server > free:
+        fit = free // found.gpus_per_server * found.others
+        raise ConfigError(
+            f"{servers} rollout servers of {found.gpus_per_server} GPU(s) do not fit on {found.others} node(s) with "
+            f"{free} free GPUs each: set rollout.servers to at most {fit - found.evaluation_server}, or raise --nodes"
+        )

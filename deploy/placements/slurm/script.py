@@ -1,0 +1,214 @@
+"""The batch scripts' text, from what was asked. Pure: nothing is written, nothing is submitted."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import jinja2
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.load_config import ConfigError
+from penstock.deploy.placements.slurm.placement import Placement
+from penstock.deploy.placements.slurm.request import Job
+from penstock.deploy.run_dir import RunDir
+from penstock.deploy.weights_dir import local_weights_dir
+
+WARNING_S = 60
+"""Before the time limit Slurm tells the script: the last checkpoint and the ordered end fit into it."""
+JOIN_WARNING_S = 30
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What is run, as it was given."""
+
+    path: Path
+    overrides: Sequence[str]
+    config: RunConfig
+
+    def sandbox_overrides(self) -> list[str]:
+        return [override for override in self.overrides if override.startswith("sandbox.")]
+
+
+def run_script(recipe: Recipe, job: Job, at: Placement, *, sandbox: bool, max_requeues: int) -> str:
+    """The job of a whole run. Raises `ConfigError`."""
+    config, run = recipe.config, RunDir.of(recipe.config)
+    url = _outside_queue(config)
+    values = {
+        "name": config.name,
+        "run": str(run.root),
+        "local_weights": str(local_weights_dir(config)),
+        "picture": list(_picture(at, url, sandbox=sandbox)),
+        "directives": _directives(config, job, nodes=at.nodes),
+        "url": url,
+        "own_redis": url is None,
+        "appendfsync": config.transfer_queue.appendfsync,
+        "at": at,
+        "recipe": str(recipe.path.resolve()),
+        "overrides": shlex.join([*recipe.overrides, *head_overrides(config)]),
+        "sandbox": sandbox,
+        "sandbox_overrides": "".join(f" {shlex.quote(one)}" for one in recipe.sandbox_overrides()),
+        "max_requeues": max_requeues,
+        "signal_s": WARNING_S,
+        **_common(config, job, recipe.path),
+    }
+    return _render("run.sbatch.j2", values)
+
+
+def join_script(
+    run: RunDir,
+    config: RunConfig,
+    job: Job,
+    *,
+    array: str,
+    servers: int,
+    workers: int,
+    gpus_per_server: int,
+    wait_s: int,
+) -> str:
+    """The array job that joins the living run of that folder. Raises `ConfigError`."""
+    if not servers + workers:
+        raise ConfigError("--servers 0 --workers 0: nothing would join")
+    if gpus_per_server * servers > job.gpus_per_node:
+        raise ConfigError(
+            f"{servers} server(s) of {gpus_per_server} GPU(s) need --gpus-per-node {gpus_per_server * servers}"
+        )
+    if servers and config.rollout.weight_transport == "shm":
+        raise ConfigError(
+            f"run {config.name} has rollout.weight_transport=shm, which reaches no other machine: go on with it under "
+            "rollout.weight_transport=http (`penstock slurm` chooses that by itself)"
+        )
+    directives = [
+        f"job-name=penstock-{config.name}-join",
+        f"array={array}",
+        "nodes=1",
+        f"chdir={Path.cwd()}",
+        f"output={run.logs}/join-%A_%a.log",
+        "open-mode=append",
+        "requeue",
+        f"signal=B:TERM@{JOIN_WARNING_S}",
+        *job.directives(),
+    ]
+    values = {
+        "name": config.name,
+        "run": str(run.root),
+        "directives": directives,
+        "servers": servers,
+        "workers": workers,
+        "gpus_per_server": gpus_per_server,
+        "gpus_per_node": job.gpus_per_node,
+        "wait_s": wait_s,
+        **_common(config, job, None),
+    }
+    return _render("join.sbatch.j2", values)
+
+
+def head_overrides(config: RunConfig) -> list[str]:
+    """What the head is told beside the recipe: its servers and workers are elsewhere, and reach it over the network."""
+    rollout = config.rollout
+    told = [f"runs_dir={Path(config.runs_dir).resolve()}", "rollout.servers=0", "agent.workers=0"]
+    told += ["rollout.evaluation_server=false"] if rollout.evaluation_server else []
+    told += ["rollout.host=0.0.0.0"] if rollout.host in LOOPBACK else []
+    told += ["rollout.weights_host=0.0.0.0"] if rollout.weights_host in LOOPBACK else []
+    return [*told, *(["rollout.weight_transport=http"] if rollout.weight_transport == "shm" else [])]
+
+
+def _outside_queue(config: RunConfig) -> str | None:
+    """The recipe's own Redis; None where the job brings one."""
+    url = config.transfer_queue.url
+    if url and urlsplit(url).password:
+        raise ConfigError(
+            "transfer_queue.url holds a password, and command lines are for everybody to read: "
+            "take it out and set PENSTOCK_REDIS_PASSWORD"
+        )
+    return url
+
+
+def _directives(config: RunConfig, job: Job, nodes: int) -> list[str]:
+    """Singleton: a second job of this run waits until the first is over, and goes on with it."""
+    return [
+        f"job-name=penstock-{config.name}",
+        f"nodes={nodes}",
+        f"chdir={Path.cwd()}",
+        f"output={RunDir.of(config).logs}/slurm.log",
+        "open-mode=append",
+        "requeue",
+        f"signal=B:TERM@{WARNING_S}",
+        "dependency=singleton",
+        *job.directives(),
+    ]
+
+
+def _common(config: RunConfig, job: Job, recipe: Path | None) -> dict[str, Any]:
+    return {
+        "setup": list(job.setup),
+        "penstock": _command(config, job, recipe),
+        "container": _srun_options(config, job, recipe),
+        "rollout_restarts": config.rollout.max_restarts,
+        "agent_restarts": config.agent.max_restarts,
+    }
+
+
+def _command(config: RunConfig, job: Job, recipe: Path | None) -> str:
+    if not job.container:
+        return shlex.join([sys.executable, "-m", "penstock.deploy.cli"])
+    if job.runtime == "pyxis":
+        return "penstock"
+    binds = [word for folder in _mounts(config, job, recipe) for word in ("--bind", str(folder))]
+    gpus = ["--nv"] if job.gpus_per_node else []
+    return shlex.join(["apptainer", "exec", *gpus, *binds, "--pwd", str(Path.cwd()), job.container, "penstock"])
+
+
+def _srun_options(config: RunConfig, job: Job, recipe: Path | None) -> str:
+    if not job.container or job.runtime != "pyxis":
+        return ""
+    mounts = ",".join(f"{folder}:{folder}" for folder in _mounts(config, job, recipe))
+    options = [
+        f"--container-image={job.container}",
+        f"--container-mounts={mounts}",
+        f"--container-workdir={Path.cwd()}",
+    ]
+    # Quoted whatever they hold: a comma in an array looks like a mistake to people and to shellcheck.
+    return "".join(" '" + option.replace("'", "'\\''") + "'" for option in options)
+
+
+def _mounts(config: RunConfig, job: Job, recipe: Path | None) -> list[Path]:
+    """Folders that the roles read and write, none inside another."""
+    named = [config.model, config.data.train, config.data.eval, config.agent.loop, config.agent.reward]
+    files = [Path(str(name).partition(".py:")[0]) for name in named if str(name).startswith("/")]
+    folders = [file if file.is_dir() else file.parent for file in files]
+    folders += [Path(config.runs_dir).resolve(), Path.cwd(), *job.mounts]
+    folders += [recipe.resolve().parent] if recipe is not None else []
+    return sorted({one for one in folders if not any(other in one.parents for other in folders)})
+
+
+def _picture(at: Placement, url: str | None, *, sandbox: bool) -> Iterator[str]:
+    """The job's nodes in a few lines."""
+    queue = "queue (redis-server)" if url is None else f"(the queue is {url})"
+    yield f"node 0        {queue}, head (penstock run) with {at.ranks_per_node} trainer rank(s)"
+    for node in range(1, at.trainer_nodes):
+        yield f"node {node}        {at.ranks_per_node} trainer rank(s)"
+    last = at.nodes - 1
+    nodes = f"node {last}   " if at.first_other == last else f"nodes {at.first_other} - {last}"
+    boxes = ", a sandbox server on the last" if sandbox else ""
+    yield f"{nodes}     {at.servers} rollout server(s), {at.workers} agent worker(s) in turn{boxes}"
+
+
+def _render(template: str, values: dict[str, Any]) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("penstock.deploy.placements.slurm"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - shell, not HTML: values are quoted by the filter q
+    )
+    environment.filters["q"] = shlex.quote
+    return environment.get_template(template).render(values)

@@ -1,0 +1,116 @@
+"""Whether the run's folder has room for what the run keeps there, and writes it fast enough."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.preflight.check import Check, warning
+from penstock.deploy.preflight.memory import model_shape, needs_critic
+from penstock.deploy.preflight.memory_sums import MASTER, Shape, published_bytes
+from penstock.deploy.preflight.resources import human
+from penstock.deploy.run_dir import RunDir
+from penstock.transfer_queue import BYTES_PER_TOKEN
+
+PROBE_BYTES = 32 << 20
+CHUNK_BYTES = 4 << 20
+SMALL_WRITES = 9
+SLOW_SYNC_S, SLOW_CHECKPOINT_S, HOPELESS_CHECKPOINT_S = 1.0, 60.0, 900.0
+"""Redis stops writing where an fsync takes over two seconds; a checkpoint under way holds the next one up."""
+ELSEWHERE = "set runs_dir to a folder on a local disk or SSD"
+
+
+def check_room(config: RunConfig) -> Check | None:
+    shape = model_shape(config)
+    if shape is None:
+        return None
+    checkpoint = checkpoint_bytes(config, shape)
+    kept = config.trainer.keep_checkpoints + 1  # the one that is written beside those that stay
+    parts = {
+        f"{kept} checkpoints of {human(checkpoint)}": kept * checkpoint,
+        "final model": MASTER * shape.parameters,
+        "steps between two checkpoints": config.trainer.checkpoint_every * step_bytes(config),
+        "published weights": published_bytes(shape, config) if config.rollout.weight_transport == "disk" else 0,
+    }
+    folder = existing_folder(config)
+    needed, free = sum(parts.values()), shutil.disk_usage(folder).free
+    told = ", ".join(name for name, size in parts.items() if size)
+    return Check(
+        "disk room",
+        free > needed,
+        f"{human(needed)} needed ({told}), {human(free)} free in {folder}",
+        "free some, set runs_dir to a larger disk, or lower trainer.keep_checkpoints or trainer.checkpoint_every",
+    )
+
+
+def checkpoint_bytes(config: RunConfig, shape: Shape) -> float:
+    """Weights and two moments in float32, of the matrices that learn, and of the critic where there is one."""
+    learning = shape.lora * config.trainer.lora.rank or shape.parameters
+    return (1 + needs_critic(config)) * 3 * MASTER * learning
+
+
+def step_bytes(config: RunConfig) -> float:
+    """Payloads of one step, which wait on the trainer's disk until their commit."""
+    if not config.transfer_queue.spill:
+        return 0
+    return config.groups_per_step * config.group_size * config.agent.max_response_tokens * BYTES_PER_TOKEN
+
+
+def existing_folder(config: RunConfig) -> Path:
+    """The run's folder, or the nearest one above it that is there already: nothing is made before a run."""
+    root = RunDir.of(config).root
+    return next(folder for folder in (root, *root.parents) if folder.is_dir())
+
+
+def check_disk(config: RunConfig) -> Check:
+    folder = existing_folder(config)
+    try:
+        rate, sync_s = measure(folder)
+    except OSError as error:
+        mend = f"free some room, lift the limit (`ulimit -f`, quotas), or {ELSEWHERE} that you may write to"
+        return Check("disk", False, f"{human(PROBE_BYTES)} cannot be written in {folder}: {error.strerror}", mend)
+    shape = model_shape(config)
+    checkpoint_s = checkpoint_bytes(config, shape) / rate if shape else 0.0
+    speed = f"{human(rate)}/s and {1000 * sync_s:.0f} ms per small fsync"
+    found = f"{speed} in {folder}; a checkpoint takes {checkpoint_s:.0f} s"
+    if sync_s > SLOW_SYNC_S or checkpoint_s > HOPELESS_CHECKPOINT_S:
+        return Check("disk", False, found, ELSEWHERE)
+    if checkpoint_s > SLOW_CHECKPOINT_S:
+        return warning("disk", found, f"{ELSEWHERE}, or raise trainer.checkpoint_every")
+    return Check("disk", True, found)
+
+
+def measure(folder: Path) -> tuple[float, float]:
+    """Bytes per second of a long write with its fsync, and seconds of a small one. Raises `OSError`; leaves nothing."""
+    descriptor, name = tempfile.mkstemp(prefix=".penstock-doctor-", dir=folder)
+    try:
+        began = time.monotonic()
+        chunk = os.urandom(CHUNK_BYTES)  # a disk that compresses must not look fast
+        for _ in range(PROBE_BYTES // CHUNK_BYTES):
+            _write(descriptor, chunk)
+        os.fsync(descriptor)
+        rate = PROBE_BYTES / (time.monotonic() - began)
+        return rate, statistics.median(_small_write_s(descriptor) for _ in range(SMALL_WRITES))
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _small_write_s(descriptor: int) -> float:
+    began = time.monotonic()
+    os.write(descriptor, b"penstock doctor\n")
+    os.fsync(descriptor)
+    return time.monotonic() - began

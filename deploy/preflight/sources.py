@@ -1,0 +1,48 @@
+"""The rows of a run's data, their sources, and what each of them needs."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.datasets import PREFIX, materialise
+from penstock.deploy.config import RunConfig
+
+if TYPE_CHECKING:
+    from penstock.trainer.data import Row
+
+
+def data_sources(config: RunConfig) -> set[str]:
+    """Every data_source of the training data; none where it is generated for the run, or is no dataset."""
+    from penstock.trainer import DataError, load_rows
+
+    if config.data.train.startswith(PREFIX):
+        return set()
+    try:
+        return {row.data_source for row in load_rows(config.data.train)}
+    except DataError:
+        return set()  # `check_data` says so
+
+
+def first_rows(config: RunConfig, limit: int) -> list[Row]:
+    """Of the training data, generated where the recipe says so. Raises `DataError`, `BadSpec`."""
+    from penstock.trainer import load_rows
+
+    with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as folder:
+        return load_rows(materialise(config.data.train, Path(folder)), limit)
+
+
+def rewards_of(config: RunConfig) -> set[str]:
+    """Names of the rewards that its rows need. A source that has none is left out: `check_reward` says so."""
+    from penstock.agent_loops import BY_SOURCE, LoadError
+    from penstock.agent_loops.rewards import choice_for
+
+    if config.agent.reward != BY_SOURCE:
+        return {config.agent.reward}
+    names = set()
+    for source in data_sources(config):
+        with contextlib.suppress(LoadError):
+            names.add(choice_for(source, config.agent.rewards.sources).name)
+    return names

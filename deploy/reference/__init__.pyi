@@ -1,0 +1,6 @@
+from .__main__ import main as main
+from .pages import PAGES as PAGES
+from .pages import stale as stale
+from .public import PUBLIC as PUBLIC
+from .schema_text import describe as describe
+from .schema_text import type_text as type_text

@@ -1,0 +1,5 @@
+"""Any OpenAI client, recorded token for token."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

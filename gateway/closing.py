@@ -1,0 +1,215 @@
+"""How a recorded episode ends: what is in the journal becomes a trajectory, checked against what the engine was fed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from penstock.agent_loops import (
+    TRUNCATED_LENGTH,
+    AgentLoopOutput,
+    InfraFailure,
+    TokenMismatch,
+    check_output,
+    continuity,
+    to_trajectory,
+)
+from penstock.gateway.episode import CapturedEpisode
+from penstock.gateway.errors import Conflict, Gone, NotNow
+from penstock.gateway.history import Turn
+from penstock.transfer_queue import (
+    COMPLETED,
+    BadPayload,
+    LeaseLost,
+    Outcome,
+    OutcomeKind,
+    QueueError,
+    Trajectory,
+)
+
+RECORDED = "recorded_as"
+"""Key of a trajectory's `extra`: the handle under which it was recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What /finish answers, every time it is asked."""
+
+    episode_id: str
+    outcome: str
+    reason: str
+    reward: float | None
+    segments: int
+    turns: int
+    tried_again: bool = False
+    """It failed, and the queue will give it to somebody else."""
+
+    def body(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+async def finish(episode: CapturedEpisode, wanted: Outcome | None) -> Ending:
+    """Complete or fail the episode in the queue. `wanted` None or completed: as its last answer says.
+
+    Calls under way are given up. Raises `Conflict` where something has to be done first and `NotNow`, which leave the
+    episode open; `Gone`.
+    """
+    episode.check_open()
+    episode.end("the episode is being finished")
+    await episode.in_flight.ended()
+    try:
+        await episode.refresh()
+        outcome = outcome_of(episode, wanted)
+        return await (_complete(episode, outcome) if outcome.may_carry_reward else fail(episode, outcome))
+    except (Conflict, NotNow):
+        episode.reopen()
+        raise
+
+
+async def _complete(episode: CapturedEpisode, outcome: Outcome) -> Ending:
+    if not episode.history.turns:
+        raise Conflict("nothing was sampled yet; finish with outcome infra_error or cancelled to give the task back")
+    try:
+        trajectory = await _trajectory(episode, outcome)
+        await episode.parts.queue.complete(episode.lease, trajectory)
+    except (InfraFailure, BadPayload) as error:
+        return await fail(episode, _failure(episode, error))
+    except QueueError as error:
+        raise _told(episode, error) from error
+    episode.end(f"the episode is finished: {outcome.kind}")
+    return ending_of(trajectory)
+
+
+async def fail(episode: CapturedEpisode, outcome: Outcome) -> Ending:
+    """Hand the episode back as a failure; the queue decides whether it is tried again. Raises `Gone`, `NotNow`."""
+    try:
+        again = await episode.parts.queue.fail(episode.lease, outcome)
+    except QueueError as error:
+        raise _told(episode, error) from error
+    episode.end(f"the episode has failed: {outcome.component}: {outcome.reason}")
+    turns, segments = len(episode.history.turns), len(episode.history.segments)
+    return Ending(episode.lease.episode_id, str(outcome.kind), outcome.reason, None, segments, turns, again)
+
+
+async def finished_before(episode_id: str, handle: str, queue: Any) -> Ending | None:
+    """The ending of an episode that was completed under this handle and is not trained yet."""
+    try:
+        (trajectory,) = await queue.read([episode_id])
+    except (BadPayload, LeaseLost):
+        return None
+    return ending_of(trajectory) if trajectory.extra.get(RECORDED) == handle else None
+
+
+def ending_of(trajectory: Trajectory) -> Ending:
+    outcome = trajectory.outcome
+    return Ending(
+        trajectory.episode_id,
+        str(outcome.kind),
+        outcome.reason,
+        trajectory.reward,
+        len(trajectory.segments),
+        trajectory.num_turns,
+    )
+
+
+def _told(episode: CapturedEpisode, error: QueueError) -> Exception:
+    if isinstance(error, LeaseLost):
+        episode.end(f"the lease is lost: {error}")
+        return Gone(str(episode.gone))
+    return NotNow(f"the queue: {error}")
+
+
+def _failure(episode: CapturedEpisode, error: InfraFailure | BadPayload) -> Outcome:
+    if isinstance(error, BadPayload):
+        return Outcome(OutcomeKind.INFRA_ERROR, f"refused the trajectory: {error}", "queue")
+    episode.parts.mismatches.seen += isinstance(error, TokenMismatch)
+    return Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component)
+
+
+def outcome_of(episode: CapturedEpisode, wanted: Outcome | None) -> Outcome:
+    """The client's, but it cannot call completed what ran out of turns or tokens, or was cut in its last words."""
+    if wanted is not None and wanted.kind is not OutcomeKind.COMPLETED:
+        return wanted
+    if reason := episode.facts.get("truncated"):
+        return Outcome(OutcomeKind.TRUNCATED, reason)
+    last = last_turn(episode)
+    return TRUNCATED_LENGTH if last is not None and last.choice.finish_reason == "length" else COMPLETED
+
+
+def last_turn(episode: CapturedEpisode) -> Turn | None:
+    return next(reversed(episode.history.turns.values()), None)
+
+
+# the trajectory ----------------------------------------------------------------------------------------------------
+async def _trajectory(episode: CapturedEpisode, outcome: Outcome) -> Trajectory:
+    outputs = [segment.output(outcome=outcome) for segment in episode.history.segments]
+    for output in outputs:
+        check_output(output, episode.llm.seen)
+    reward, further = await _reward(episode, outputs)
+    made = to_trajectory(episode.lease, outputs, reward, {**_numbers(episode, outputs), **further}, _notes(episode))
+    return replace(made, turn_rewards=_turn_rewards(episode))
+
+
+def _turn_rewards(episode: CapturedEpisode) -> tuple[float, ...]:
+    """Posted in the order of answers; a trajectory has them in the order of its segments' turns."""
+    posted, turns = episode.facts.get("turn_rewards") or (), list(episode.history.turns.values())
+    if posted and len(posted) != len(turns):
+        raise Conflict(f"{len(posted)} turn_rewards for {len(turns)} turns; POST /reward with one for each, in order")
+    pairs = list(zip(turns, posted, strict=False))
+    return tuple(value for segment in episode.history.segments for turn, value in pairs if turn.segment is segment)
+
+
+async def _reward(episode: CapturedEpisode, outputs: Sequence[AgentLoopOutput]) -> tuple[float, Mapping[str, float]]:
+    """The client's; else the reward function's on the segment that was answered last."""
+    posted = episode.facts.get("reward")
+    if posted is not None:
+        return float(posted), {}
+    if episode.parts.reward is None:
+        raise Conflict(
+            f"no reward: POST /episodes/{episode.handle}/reward before /finish, or name a function in agent.reward"
+        )
+    last = last_turn(episode)
+    assert last is not None
+    decode, task = episode.parts.chat.decode, episode.lease.task
+    output = outputs[episode.history.segments.index(last.segment)]
+    further = {
+        "final_text": decode(last.choice.token_ids, special=False),
+        "num_turns": len(episode.history.turns),
+        "tool_calls": tool_calls_of(episode),
+        "tool_rewards": {},
+    }
+    score = await episode.parts.reward.score(task, decode(output.response_ids.tolist(), special=False), further)
+    return score.reward, score.metrics
+
+
+def tool_calls_of(episode: CapturedEpisode) -> int:
+    return sum(len(turn.choice.calls) for turn in episode.history.turns.values())
+
+
+def _numbers(episode: CapturedEpisode, outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
+    counts = episode.llm.counts
+    return {
+        "calls": counts.calls,
+        "calls_continued_over_update": counts.continued_over_update,
+        "calls_resumed": counts.resumed,
+        "calls_wasted": episode.wasted_calls,
+        "llm_latency_s": counts.latency_s,
+        "tool_calls": tool_calls_of(episode),
+        "num_turns": sum(output.num_turns for output in outputs),
+        "response_tokens": sum(len(output.response_ids) for output in outputs),
+        "segments": len(outputs),
+        **continuity(outputs, episode.parts.chat.decode, episode.parts.chat.opening_tokens),
+        "token_mismatches": episode.parts.mismatches.take(),
+        "latency_s": time.monotonic() - episode.opened_at,
+    }
+
+
+def _notes(episode: CapturedEpisode) -> dict[str, Any]:
+    return {
+        "agent": "openai client",
+        "worker": episode.parts.worker,
+        "attempt": episode.lease.attempt,
+        RECORDED: episode.handle,
+    }

@@ -1,0 +1,242 @@
+"""HTTP of recorded episodes. The run's token opens everything, an episode's key what lies under its handle."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from penstock.gateway.desk import Desk
+from penstock.gateway.episode import CapturedEpisode
+from penstock.gateway.errors import CaptureError
+from penstock.gateway.keys import episode_key
+from penstock.gateway.refusal import refusal_of
+from penstock.gateway.streaming import respond
+from penstock.gateway.wire import (
+    Ask,
+    BadAsk,
+    ChatBody,
+    CompletionBody,
+    ResponseBody,
+    model_body,
+    model_list_body,
+    parse_chat,
+    parse_completion,
+    parse_response,
+)
+from penstock.gateway.wire.errors import ErrorDetail
+from penstock.transfer_queue import Outcome, OutcomeKind
+
+MAX_WAIT_S = 600.0
+REFUSALS = (400, 404, 409, 410, 501, 503)
+WHOLE_OR_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"description": "OpenAI's answer, whole or as events", "content": {"text/event-stream": {}}}
+}
+RETRY_HEADER = "x-stainless-retry-count"
+"""The `openai` packages count their retries in it."""
+
+
+class OpenAIError(ErrorDetail):
+    """Under a name of its own: the server's other routes refuse in another shape."""
+
+
+class OpenAIErrorBody(BaseModel):
+    """Of every refusal here, besides 401 and 413, which are the server's own."""
+
+    error: OpenAIError
+
+
+class OpenBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    wait_s: float = Field(0.0, ge=0, le=MAX_WAIT_S, description="How long to wait for the queue to give an episode.")
+
+
+class RewardBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    reward: FiniteFloat
+    turn_rewards: list[FiniteFloat] | None = Field(None, description="One per answer, in the order of answers.")
+
+
+class FinishBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    outcome: Literal["completed", "truncated", "policy_error", "infra_error", "cancelled"] | None = None
+    reason: str = Field("", max_length=2000)
+
+
+Route = Callable[..., Awaitable[Response]]
+Find = Callable[[], Awaitable[Desk]]
+"""The desk, once the tokenizer is there."""
+
+
+def make_router(desk: Find, url: str, token: str, version: Callable[[], int]) -> APIRouter:
+    """`url`: of this sidecar, as agents reach it. `version`: the policy version it holds."""
+    router = APIRouter(responses={status: {"model": OpenAIErrorBody} for status in REFUSALS})
+    _add_episode_routes(router, desk, url, token)
+    _add_openai_routes(router, desk, version)
+    return router
+
+
+def _add_episode_routes(router: APIRouter, desk: Find, url: str, token: str) -> None:
+    @router.post("/episodes", openapi_extra=_takes(OpenBody))
+    @_told
+    async def open_episode(request: Request) -> Response:
+        """Lease the next episode of the run."""
+        wanted = await _read(request, OpenBody)
+        episode = await (await desk()).open(wanted.wait_s, request.is_disconnected)
+        return JSONResponse(_plain(_opened(episode, url, token)))
+
+    @router.get("/episodes/{handle}")
+    @_told
+    async def look(request: Request, handle: str) -> Response:
+        """What was recorded so far, and what is left."""
+        return JSONResponse((await (await desk()).find(handle)).state())
+
+    @router.post("/episodes/{handle}/reward", openapi_extra=_takes(RewardBody))
+    @_told
+    async def reward(request: Request, handle: str) -> Response:
+        """The episode's reward; durable at once. The last one counts."""
+        given = await _read(request, RewardBody)
+        episode = await (await desk()).find(handle)
+        episode.check_open()
+        await episode.note(reward=given.reward, turn_rewards=given.turn_rewards)
+        return JSONResponse(episode.state())
+
+    @router.post("/episodes/{handle}/finish", openapi_extra=_takes(FinishBody))
+    @_told
+    async def finish(request: Request, handle: str) -> Response:
+        """Complete the episode; twice is once."""
+        given = await _read(request, FinishBody)
+        return JSONResponse((await (await desk()).finish(handle, _outcome(given))).body())
+
+
+def _add_openai_routes(router: APIRouter, desk: Find, version: Callable[[], int]) -> None:
+    routes: list[tuple[str, type[BaseModel], Callable[[Any], Ask]]] = [
+        ("chat/completions", ChatBody, parse_chat),
+        ("completions", CompletionBody, parse_completion),
+        ("responses", ResponseBody, parse_response),
+    ]
+    for path, body, parse in routes:
+        route = router.post(f"/episodes/{{handle}}/v1/{path}", openapi_extra=_takes(body), responses=WHOLE_OR_STREAM)
+        route(_told(_asking(desk, parse)))
+
+    @router.get("/episodes/{handle}/v1/models")
+    @_told
+    async def models(request: Request, handle: str) -> Response:
+        episode = await (await desk()).find(handle)
+        return JSONResponse(model_list_body([_model(episode, version())]))
+
+    @router.get("/episodes/{handle}/v1/models/{model:path}")
+    @_told
+    async def model(request: Request, handle: str, model: str) -> Response:
+        return JSONResponse(_model(await (await desk()).find(handle), version()))
+
+
+def _asking(desk: Find, parse: Callable[[Any], Ask]) -> Route:
+    async def ask(request: Request, handle: str) -> Response:
+        """As OpenAI's; the answer is recorded before it ends."""
+        asked = parse(await _json(request))
+        episode = await (await desk()).find(handle)
+        retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
+        return await respond(request, asked, await episode.answer(asked, retried=retried))
+
+    return ask
+
+
+# answers -----------------------------------------------------------------------------------------------------------
+def _opened(episode: CapturedEpisode, url: str, token: str) -> dict[str, Any]:
+    task, config, lease = episode.lease.task, episode.parts.config, episode.lease
+    return {
+        "episode_id": lease.episode_id,
+        "handle": episode.handle,
+        "base_url": f"{url}/episodes/{episode.handle}/v1",
+        "api_key": episode_key(token, episode.handle),
+        "model": episode.parts.model,
+        "task": {
+            "task_id": task.task_id,
+            "lane": task.lane,
+            "messages": list(task.messages),
+            "data_source": task.data_source,
+            "agent_name": task.agent_name,
+            "extra_info": dict(task.extra_info),
+        },
+        "deadline_s": config.episode_deadline_s,
+        "idle_s": config.capture.idle_s,
+        "max_turns": config.max_turns,
+        "max_response_tokens": config.max_response_tokens,
+        "member": lease.member,
+        "attempt": lease.attempt,
+        "min_version": lease.min_version,
+    }
+
+
+def _model(episode: CapturedEpisode, version: int) -> dict[str, Any]:
+    return model_body(episode.parts.model, 0, max_model_len=episode.parts.context_limit(), policy_version=version)
+
+
+def _outcome(given: FinishBody) -> Outcome | None:
+    if given.outcome is None:
+        return None
+    kind = OutcomeKind(given.outcome)
+    return Outcome(kind, given.reason, "agent" if kind is OutcomeKind.INFRA_ERROR else "")
+
+
+def _plain(value: dict[str, Any]) -> Any:
+    """Rows of datasets may hold what JSON does not know."""
+    return json.loads(json.dumps(value, default=str))
+
+
+# requests ----------------------------------------------------------------------------------------------------------
+async def _read(request: Request, kind: type[Any]) -> Any:
+    """The body as `kind`; an empty one is all defaults. Raises `BadAsk`."""
+    try:
+        return kind.model_validate(await _json(request))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadAsk(".".join(map(str, first["loc"])), first["msg"], "invalid_value") from error
+
+
+async def _json(request: Request) -> Any:
+    body = await request.body()
+    try:
+        return json.loads(body or b"{}", parse_constant=lambda name: math.nan)
+    except (ValueError, RecursionError) as error:
+        raise BadAsk("", f"the body is no JSON: {error}", "invalid_value") from error
+
+
+def _told(route: Route) -> Route:
+    """Refusals as statuses, in the words and the shape that OpenAI clients read."""
+
+    @functools.wraps(route)
+    async def answered(*args: Any, **named: Any) -> Response:
+        try:
+            return await route(*args, **named)
+        except (BadAsk, CaptureError) as error:
+            refusal = refusal_of(error)
+            return JSONResponse(refusal.body, refusal.status, refusal.headers)
+
+    return answered
+
+
+def _takes(body: type[BaseModel]) -> dict[str, Any]:
+    """For OpenAPI: bodies are read by hand, so that errors name fields as OpenAI's do."""
+    schema = body.model_json_schema()
+    whole = _inlined(schema, schema.pop("$defs", {}))
+    required = bool(schema.get("required"))
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": whole}}}}
+
+
+def _inlined(schema: Any, known: dict[str, Any]) -> Any:
+    """`schema` with what it refers to written in its place."""
+    if isinstance(schema, list):
+        return [_inlined(one, known) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(known[schema["$ref"].rpartition("/")[2]], known)
+    return {name: _inlined(one, known) for name, one in schema.items() if name != "discriminator"}

@@ -1,0 +1,13 @@
+from .container import Container as Container
+from .engine import IMAGE_NAME as IMAGE_NAME
+from .engine import Engine as Engine
+from .engine import Image as Image
+from .engine import find_image as find_image
+from .leftovers import is_abandoned as is_abandoned
+from .leftovers import labels_of as labels_of
+from .program import Program as Program
+from .sandbox import DockerSandbox as DockerSandbox
+from .sandbox import describe as describe
+from .spec import UID_BASE as UID_BASE
+from .spec import container_spec as container_spec
+from .spec import uid_of as uid_of

@@ -1,0 +1,179 @@
+"""`penstock compose init`: who is told what, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from penstock.deploy import ConfigError, app
+from penstock.deploy.placements.compose import Stack, make_stack
+from penstock.transfer_queue import find_redis_server, free_port
+
+REPOSITORY = Path(__file__).parents[3]
+RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
+LOGINS = {"owner_login", "agent_login", "rollout_login", "watch_login", "page_login", "sandbox_login"}
+
+
+def made(folder: Path, *overrides: str, **gpus: object) -> Path:
+    make_stack(Stack(folder, RECIPE, overrides, **gpus))  # type: ignore[arg-type]
+    return folder
+
+
+def login(stack: Path, name: str) -> dict[str, str]:
+    lines = (stack / "secrets" / name).read_text().splitlines()
+    return dict(shlex.split(line)[1].split("=", 1) for line in lines)
+
+
+def settings(stack: Path) -> dict[str, str]:
+    return {key: "".join(shlex.split(value)) if '"' in value else value for key, value in _lines(stack / ".env")}
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    for line in file.read_text().splitlines():
+        key, _, value = line.partition("=")
+        yield key, value
+
+
+def test_secrets_are_for_the_containers_user_alone(tmp_path: Path) -> None:
+    stack = made(tmp_path / "stack")
+    uid = int(settings(stack)["PENSTOCK_UID"])
+    assert uid != 0
+    assert stat.S_IMODE((stack / "secrets").stat().st_mode) == 0o700
+    files = list((stack / "secrets").iterdir())
+    assert {file.name for file in files} == LOGINS | {"token", "redis_users"}
+    for file in files:
+        assert (stat.S_IMODE(file.stat().st_mode), file.stat().st_uid) == (0o600, uid)
+    for folder in ("models", "runs", "logs", "redis", "prometheus"):
+        assert (stack / folder).stat().st_uid == uid
+
+
+def test_each_service_gets_its_own_login_and_the_rest_of_the_folder_none(tmp_path: Path) -> None:
+    stack = made(tmp_path / "stack", "name=mine")
+    users = {name: login(stack, name).get("PENSTOCK_REDIS_USER") for name in LOGINS}
+    assert users == {
+        **{f"{role}_login": f"mine-{role}" for role in ("owner", "agent", "rollout", "watch")},
+        "page_login": "mine-agent",
+        "sandbox_login": None,
+    }
+    passwords = [
+        login(stack, f"{role}_login")["PENSTOCK_REDIS_PASSWORD"] for role in ("owner", "agent", "rollout", "watch")
+    ]
+    assert len(set(passwords)) == 4
+    token = (stack / "secrets" / "token").read_text()
+    assert {login(stack, name)["PENSTOCK_TOKEN"] for name in LOGINS} == {token}
+    view = login(stack, "page_login")["PENSTOCK_VIEW_TOKEN"]
+    assert view != token
+    outside = [stack / "secrets" / "redis_users", *(file for file in stack.iterdir() if file.is_file())]
+    for file in outside:
+        assert not [secret for secret in (*passwords, token, view) if secret in file.read_text()], file
+
+
+def test_two_stacks_share_no_secret(tmp_path: Path) -> None:
+    one, other = made(tmp_path / "one"), made(tmp_path / "other")
+    for name in (*LOGINS, "token", "redis_users"):
+        assert (one / "secrets" / name).read_text() != (other / "secrets" / name).read_text()
+
+
+@pytest.mark.redis
+def test_the_queue_knows_the_users_and_nobody_else(tmp_path: Path) -> None:
+    """A redis-server started as the compose file says."""
+    stack = made(tmp_path / "stack", "name=mine")
+    service = yaml.safe_load((stack / "compose.yaml").read_text())["services"]["redis"]
+    port = free_port()
+    command = service["command"].replace("0.0.0.0", "127.0.0.1").replace("6379", str(port))
+    command = command.replace("/run/secrets", str(stack / "secrets")).replace("/data", str(tmp_path))
+    with subprocess.Popen([find_redis_server().path, *shlex.split(command)], stdout=subprocess.DEVNULL) as server:
+        try:
+            assert _ask(port, login(stack, "watch_login"), "PING") == "PONG"
+            assert "NOAUTH" in _ask(port, {}, "PING")
+            assert "NOPERM" in _ask(port, login(stack, "agent_login"), "SET", "another", "run")
+            assert "NOPERM" in _ask(port, login(stack, "owner_login"), "CONFIG", "GET", "*")
+        finally:
+            server.terminate()
+
+
+def _ask(port: int, who: dict[str, str], *command: str) -> str:
+    user = ["--user", who["PENSTOCK_REDIS_USER"]] if who else []
+    environment = {**os.environ, **({"REDISCLI_AUTH": who["PENSTOCK_REDIS_PASSWORD"]} if who else {})}
+    argv = ["redis-cli", "-p", str(port), *user, *command]
+    deadline = time.monotonic() + 60
+    while True:
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        answer = (done.stdout + done.stderr).strip()
+        if "Could not connect" not in answer or time.monotonic() > deadline:
+            return answer
+        time.sleep(0.05)
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    stack = made(tmp_path / "stack")
+    before = (stack / "secrets" / "token").read_text()
+    with pytest.raises(ConfigError, match="not empty: a stack's secrets and queue belong to one run"):
+        made(stack)
+    assert (stack / "secrets" / "token").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["stack"]
+
+
+def test_what_containers_would_not_see_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "elsewhere"
+    model.mkdir()
+    with pytest.raises(ConfigError, match=r"model: .*elsewhere lies outside of .*/recipes.*model=/work/models/NAME"):
+        made(tmp_path / "stack", f"model={model}")
+    assert not (tmp_path / "stack").exists()
+    made(tmp_path / "stack", "model=/work/models/mine")
+
+
+@pytest.mark.parametrize("value", ["$HOME", "a`b", "a\nb"])
+def test_overrides_that_the_env_file_cannot_hold_are_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match="PENSTOCK_OVERRIDES"):
+        made(tmp_path / "stack", "agent.parser=hermes", f"data.train={value}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_of_its_own_image_is_told_where_its_python_is(tmp_path: Path) -> None:
+    found = settings(made(tmp_path / "stack", "rollout.engine=vllm"))
+    assert found["PENSTOCK_ENGINE"] == "vllm"
+    assert "rollout.vllm_python=/usr/local/bin/engine-python" in found["PENSTOCK_OVERRIDES"]
+
+
+def test_each_rollout_server_has_its_own_gpus(tmp_path: Path) -> None:
+    stack = made(tmp_path / "stack", trainer_gpus="0,1", rollout_gpus=["2", "3,4"])
+    services = yaml.safe_load((stack / "gpu.yaml").read_text())["services"]
+    devices = {
+        name: service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name, service in services.items()
+    }
+    assert devices == {"head": ["0", "1"], "rollout": ["2"], "rollout-1": ["3", "4"]}
+    base = yaml.safe_load((stack / "compose.yaml").read_text())["services"]["rollout"]
+    assert {key for key in base if services["rollout-1"].get(key) != base[key]} == {"networks"}
+    assert services["rollout-1"]["networks"]["metrics"] == {"aliases": ["rollout"]}
+    assert settings(stack)["COMPOSE_FILE"] == "compose.yaml:gpu.yaml"
+
+
+def test_a_gpu_has_one_owner(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="GPU 1 is given twice"):
+        made(tmp_path / "stack", trainer_gpus="0,1", rollout_gpus=["1"])
+    with pytest.raises(ConfigError, match="write their numbers"):
+        made(tmp_path / "stack", trainer_gpus="all", rollout_gpus=["1"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_says_what_comes_next(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["compose", "init", str(tmp_path / "stack"), str(RECIPE), "name=mine"])
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert f"run mine: cd {tmp_path / 'stack'} && docker compose up -d" in done.stderr
+    refused = CliRunner().invoke(app, ["compose", "init", str(tmp_path / "stack"), str(RECIPE)])
+    assert refused.exit_code == 2
+    assert "is not empty" in refused.stderr
+    half = CliRunner().invoke(app, ["compose", "init", str(tmp_path / "other"), str(RECIPE), "--trainer-gpus", "0"])
+    assert half.exit_code == 2
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,61 @@
+"""What a role reserves, and which recipes cannot work on several machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.deploy import ConfigError, RunConfig
+from penstock.deploy.placements.ray import bundle_of, check_machines, parse_counts
+
+
+def recipe(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"model": "m", "data": {"train": "t"}, **sections})
+
+
+def test_gpus_are_taken_where_there_are_any() -> None:
+    config = recipe(trainer={"ranks": 4, "threads": 2})
+    assert bundle_of("rollout", config, gpus=True) == {"CPU": 1, "GPU": 1}
+    assert bundle_of("rollout", config, gpus=False) == {"CPU": 1}
+    assert bundle_of("agent", config, gpus=True) == {"CPU": 1}
+    assert bundle_of("trainer", config, gpus=True) == {"CPU": 8, "GPU": 4}
+
+
+def test_a_recipe_says_more_or_less() -> None:
+    config = recipe(ray={"rollout": {"GPU": 8, "CPU": 16, "h100": 0.01}, "agent": {"CPU": 0.5}, "trainer": {"GPU": 0}})
+    assert bundle_of("rollout", config, gpus=True) == {"CPU": 16, "GPU": 8, "h100": 0.01}
+    assert bundle_of("agent", config, gpus=True) == {"CPU": 0.5}
+    assert bundle_of("trainer", config, gpus=True) == {"CPU": 1}
+
+
+def test_several_machines_need_ways_to_each_other_and_all_that_lack_are_named() -> None:
+    config = recipe(sandbox={"backend": "remote", "url": "http://localhost:8700"})
+    check_machines(config, 1)
+    with pytest.raises(ConfigError) as refused:
+        check_machines(config, 2)
+    named = [line.split("=")[0].strip() for line in str(refused.value).splitlines()[1:]]
+    assert named == [
+        "transfer_queue.url", "rollout.host", "rollout.weight_transport", "rollout.weights_host", "sandbox.url",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("transport", ["http", "disk"])
+def test_a_recipe_for_several_machines_passes(transport: str) -> None:
+    rollout = {"host": "0.0.0.0", "weight_transport": transport}
+    if transport == "http":
+        rollout["weights_host"] = "0.0.0.0"
+    check_machines(recipe(rollout=rollout, transfer_queue={"url": "redis://queue:6379"}), 8)
+
+
+def test_loopback_by_any_name_is_refused() -> None:
+    for host in ("127.0.0.2", "localhost", "[::1]"):
+        with pytest.raises(ConfigError, match=r"transfer_queue\.url"):
+            check_machines(recipe(transfer_queue={"url": f"redis://{host}:6379"}), 2)
+
+
+def test_counts_are_read_and_mistakes_are_named() -> None:
+    assert parse_counts(["rollout=4", "agent=0"]) == {"rollout": 4, "agent": 0}
+    for word in ("trainer=2", "rollout", "agent=-1", "agent=many"):
+        with pytest.raises(ConfigError, match=word):
+            parse_counts([word])

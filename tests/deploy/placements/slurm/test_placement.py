@@ -1,0 +1,47 @@
+"""Which role runs where, and what is refused before it costs anything."""
+
+import pytest
+from tests.deploy.conftest import RECIPE
+
+from penstock.deploy import ConfigError
+from penstock.deploy.load_config import load_config
+from penstock.deploy.placements.slurm import place, server_gpus
+
+
+def test_the_trainer_has_the_first_node_to_itself() -> None:
+    at = place(load_config(RECIPE, ["rollout.servers=3"]), 3)
+    assert (at.trainer_nodes, at.first_other, at.others) == (1, 1, 2)
+    assert (at.servers, at.workers, at.ranks_per_node) == (3, 2, 1)
+
+
+def test_on_one_node_all_share_it() -> None:
+    at = place(load_config(RECIPE), 1)
+    assert (at.first_other, at.others) == (0, 1)
+
+
+def test_a_trainer_takes_as_many_nodes_as_its_ranks_need_gpus() -> None:
+    at = place(load_config(RECIPE, ["trainer.ranks=16"]), 4, gpus_per_node=8)
+    assert (at.trainer_nodes, at.ranks_per_node, at.trainer_gpus, at.first_other) == (2, 8, 8, 2)
+
+
+def test_a_server_has_the_gpus_that_its_engine_is_split_over() -> None:
+    vllm = load_config(RECIPE, ["rollout.engine=vllm", "rollout.vllm_args={tensor-parallel-size: 4}"])
+    assert server_gpus(vllm.rollout) == 4
+    sglang = load_config(RECIPE, ["rollout.engine=sglang", "rollout.sglang_args={tp_size: 2}"])
+    assert server_gpus(sglang.rollout) == 2
+    assert server_gpus(load_config(RECIPE).rollout) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "options", "message"),
+    [
+        (["trainer.ranks=3"], 2, {"trainer_nodes": 2}, "trainer.ranks=3 cannot be shared out evenly over 2 nodes"),
+        ([], 1, {"trainer_nodes": 2}, "--nodes 1: the trainer alone takes 2"),
+        (["rollout.servers=9"], 3, {"gpus_per_node": 4}, "set rollout.servers to at most 8"),
+        (["rollout.servers=4"], 1, {"gpus_per_node": 4}, "set rollout.servers to at most 3"),
+        (["trainer.ranks=4"], 1, {"gpus_per_node": 2, "trainer_nodes": 1}, "4 trainer ranks on a node"),
+    ],
+)
+def test_what_does_not_fit_is_refused(overrides, nodes, options, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        place(load_config(RECIPE, overrides), nodes, **options)

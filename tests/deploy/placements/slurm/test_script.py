@@ -1,0 +1,211 @@
+"""The batch scripts: sound shell, no secret in them, each role where it belongs, and what they do when told to stop."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.deploy.conftest import RECIPE
+from tests.deploy.placements.slurm.desk import Desk
+
+from penstock.deploy import ConfigError, RunDir
+from penstock.deploy.load_config import load_config
+from penstock.deploy.placements.slurm import Job, join_script
+
+GPUS = Job("gpu", "team", "12:00:00", gpus_per_node=4, sbatch=("qos=high",), setup=("module load cuda",))
+HTTP = "rollout.weight_transport=http"
+VARIANTS = {
+    "cpu": {},
+    "one node": {"nodes": 1},
+    "gpus": {"nodes": 3, "job": GPUS, "words": ["trainer.ranks=8", "rollout.evaluation_server=true"]},
+    "sandbox": {"sandbox": True, "words": ["sandbox.max_boxes=3"]},
+    "own redis": {"words": ["transfer_queue.url=redis://there:6379"]},
+    "pyxis": {"job": Job(container="registry.example/team/penstock:1", mounts=(Path("/scratch"),))},
+    "apptainer": {"job": Job(gpus_per_node=2, container="/images/penstock.sif", runtime="apptainer")},
+    "nothing but the trainer": {"words": ["rollout.servers=0", "agent.workers=0"]},
+}
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request, script_of) -> str:
+    settings = dict(VARIANTS[request.param])
+    return script_of(*settings.pop("words", []), **settings)
+
+
+def test_the_script_is_sound_shell(variant: str, tmp_path: Path) -> None:
+    _check_shell(variant, tmp_path / "run.sbatch")
+
+
+def test_the_join_is_sound_shell(tmp_path: Path) -> None:
+    config = load_config(RECIPE, [HTTP])
+    for servers, workers, gpus in ((1, 0, 0), (0, 2, 0), (2, 1, 2)):
+        text = join_script(RunDir(tmp_path), config, Job(gpus_per_node=2 * gpus), array="0-3", servers=servers,
+                           workers=workers, gpus_per_server=gpus, wait_s=60)  # fmt: skip
+        _check_shell(text, tmp_path / "join.sbatch")
+
+
+def _check_shell(text: str, path: Path) -> None:
+    path.write_text(text)
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{Path('/usr/bin')}")
+    assert shellcheck, "pip install 'penstock[dev]' brings shellcheck"
+    found = subprocess.run([shellcheck, str(path)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+    assert max(map(len, text.splitlines())) < 400
+
+
+def test_what_was_asked_of_slurm_is_in_the_head(script_of, tmp_path: Path) -> None:
+    lines = script_of(job=GPUS, nodes=3).splitlines()
+    asked = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")}
+    assert asked >= {
+        *("job-name=penstock-sums", "nodes=3", "partition=gpu", "account=team", "time=12:00:00", "gpus-per-node=4"),
+        *("qos=high", "exclusive", "ntasks-per-node=1", "requeue", "open-mode=append", "signal=B:TERM@60"),
+        *("dependency=singleton", f"output={tmp_path}/runs/sums/logs/slurm.log"),
+    }
+    assert "module load cuda" in lines
+
+
+def test_every_role_is_a_step_on_its_node_with_its_own_secrets_and_log(script_of, tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "desk", "n1 n2 n3")
+    job = desk.start(script_of("rollout.servers=3", nodes=3))
+    names = {"queue", "head", "rollout-0", "rollout-1", "rollout-2", "agent-0", "agent-1"}
+    desk.wait_for(lambda: set(desk.asked()) == names)
+    desk.end_head(0)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, output
+    asked = {name: " ".join(calls[0]) for name, calls in desk.asked().items() if name != "cleaning"}
+    where = {name: words.partition("--nodelist=")[2].split()[0] for name, words in asked.items()}
+    first = {"queue": "n1", "head": "n1"}
+    assert where == {**first, "rollout-0": "n2", "rollout-1": "n3", "rollout-2": "n2", "agent-0": "n2", "agent-1": "n3"}
+    run = tmp_path / "runs" / "sums"
+    for name, words in asked.items():
+        role = {"queue": "owner", "head": "owner"}.get(name, name.partition("-")[0])
+        assert f"{run}/slurm/{role}.env" in words
+        assert f"--output={run}/logs/{name}.log" in words
+        assert "--nodes=1 --ntasks=1" in words
+        assert "--overlap" in words
+    port = 10000 + 77 % 5000 * 4
+    assert f"queue {run}/redis --host 127.0.0.1 --port {port}" in asked["queue"]
+    assert f"run {RECIPE} --resume" in asked["head"]
+    servers_elsewhere = ("rollout.servers=0", "agent.workers=0", "rollout.host=0.0.0.0", "rollout.weights_host=0.0.0.0")
+    for told in (*servers_elsewhere, HTTP, f"transfer_queue.url=redis://127.0.0.1:{port}"):
+        assert told in asked["head"].split()
+    assert "rollout --name rollout-2 --wait-s 600" in asked["rollout-2"]
+
+
+def test_gpus_go_to_the_trainer_and_the_servers_alone(script_of, tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "desk", "n1 n2 n3")
+    job = desk.start(script_of("trainer.ranks=8", "rollout.servers=2", "agent.workers=1", nodes=3, job=GPUS))
+    desk.wait_for(lambda: set(desk.asked()) == {"queue", "head", "trainer-1", "rollout-0", "rollout-1", "agent-0"})
+    desk.end_head(0)
+    job.communicate(timeout=60)
+    asked = {name: " ".join(calls[0]) for name, calls in desk.asked().items()}
+    for name in ("head", "trainer-1"):
+        assert "--exact --mem=0 --gpus-per-node=4 --cpus-per-task=16" in asked[name]
+    assert "--exact --mem=0 --gpus-per-node=1 --cpus-per-task=4" in asked["rollout-1"]
+    for name in ("queue", "agent-0"):
+        assert "--overlap --cpu-bind=none --gres=none" in asked[name]
+    meeting = f"127.0.0.1:{10000 + 77 * 4 + 1}"
+    assert f"train --wait-s 600 --nnodes 2 --node-rank 1 --rdzv-endpoint {meeting}" in asked["trainer-1"]
+    assert f"env PENSTOCK_TRAIN_NODES=2 PENSTOCK_TRAIN_RENDEZVOUS={meeting}" in asked["head"]
+    assert "--nodelist=n3" in asked["rollout-0"]
+    assert "--nodelist=n3" in asked["rollout-1"]
+
+
+def test_a_role_that_dies_is_started_again_and_a_killed_head_too(script_of, tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "desk")
+    desk.kill_next("rollout-0", 3)
+    desk.kill_next("head", 137)
+    job = desk.start(script_of("agent.workers=0"))
+    desk.wait_for(lambda: [len(desk.asked().get(name, ())) for name in ("head", "rollout-0", "queue")] == [2, 2, 1])
+    desk.end_head(0)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0
+    assert "rollout-0 ended with status 3 (1 of 5 times in a row)" in output
+    assert "head ended with status 137 (try 1 of 3)" in output
+
+
+def test_a_head_that_failed_by_itself_is_final(script_of, tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "desk")
+    desk.kill_next("head", 1)
+    job = desk.start(script_of())
+    job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert len(desk.asked()["head"]) == 1
+    assert desk.orders() == ["scancel --signal=TERM 77"]
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "requeued"),
+    [("RUNNING", "0", True), ("RUNNING", "5", False), ("CANCELLED", "0", False), ("COMPLETING", "0", False)],
+)
+def test_before_its_time_limit_the_job_saves_and_goes_back_into_the_queue(
+    script_of, tmp_path: Path, state: str, restarts: str, requeued: bool
+) -> None:
+    """Cancelled and requeued by others, Slurm has told every process already: nothing may bring the job back."""
+    desk = Desk(tmp_path / "desk")
+    job = desk.start(script_of("agent.workers=0"), SLURM_RESTART_COUNT=restarts)
+    desk.wait_for(lambda: set(desk.asked()) == {"queue", "head", "rollout-0"})
+    desk.says(state)
+    job.send_signal(signal.SIGTERM)
+    if state == "RUNNING":
+        desk.wait_for(lambda: desk.orders()[:1] == ["scancel --ctld --signal=TERM 77.3"])
+    else:
+        desk.end_head(130)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert ("scontrol requeue 77" in desk.orders()) == requeued, output
+    told = desk.orders()
+    assert told[-1 - requeued] == "scancel --signal=TERM 77"
+    assert "in a row" not in output, "nothing is started again while the job stops"
+
+
+def test_a_port_that_is_taken_is_passed_over(script_of, tmp_path: Path) -> None:
+    import socket
+
+    base = 10000 + 77 * 4
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", base + 1))
+        taken.listen()
+        desk = Desk(tmp_path / "desk")
+        job = desk.start(script_of("rollout.servers=0", "agent.workers=0"))
+        desk.wait_for(lambda: "head" in desk.asked() and "queue" in desk.asked())
+        desk.end_head(0)
+        job.communicate(timeout=60)
+    assert f"--port {base + 4}" in " ".join(desk.asked()["queue"][0])
+
+
+def test_containers_hold_every_role_and_see_its_folders(script_of, tmp_path: Path) -> None:
+    image = "registry.example/team/penstock:1"
+    text = script_of(job=Job(container=image, mounts=(Path("/scratch"),)))
+    step = next(line for line in text.splitlines() if line.startswith("step="))
+    for word in (f"--container-image={image}", "/scratch:/scratch", f"{tmp_path}/runs:{tmp_path}/runs"):
+        assert word in step
+    assert "penstock=(penstock)" in text
+    text = script_of(job=Job(gpus_per_node=2, container="/images/penstock.sif", runtime="apptainer"))
+    assert "penstock=(apptainer exec --nv --bind" in text
+    assert "--container-image" not in text
+
+
+def test_a_password_in_the_queues_address_is_refused(script_of) -> None:
+    with pytest.raises(ConfigError, match="set PENSTOCK_REDIS_PASSWORD"):
+        script_of("transfer_queue.url=redis://me:secret@there:6379")
+    assert "--job-name=queue" not in script_of("transfer_queue.url=redis://there:6379")
+
+
+def test_options_with_dashes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="without dashes"):
+        Job(sbatch=("--qos=high",))
+    with pytest.raises(ConfigError, match="--mount"):
+        Job(mounts=(Path("relative"),))
+
+
+def test_nobody_joins_where_weights_do_not_reach(tmp_path: Path) -> None:
+    config = load_config(RECIPE)
+    with pytest.raises(ConfigError, match=HTTP):
+        join_script(RunDir(tmp_path), config, Job(), array="0", servers=1, workers=0, gpus_per_server=0, wait_s=1)

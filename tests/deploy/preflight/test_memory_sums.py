@@ -1,0 +1,84 @@
+"""The memory arithmetic, against sums done by hand and against what is in the files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.deploy.preflight.planting import MODEL, RECIPE, write_huge_model
+
+from penstock.deploy.load_config import load_config
+from penstock.deploy.preflight.memory_sums import (
+    Shape,
+    in_flight_bytes,
+    published_bytes,
+    server_bytes,
+    shape_of,
+    trainer_bytes,
+)
+from penstock.deploy.preflight.model import read_config
+from penstock.deploy.preflight.model_files import read_weights
+from penstock.trainer import TrainerConfig
+
+GIGA = 10**9
+BIG = Shape(8 * GIGA, layers=32, hidden=4096, query=4096, key_value=1024, mlp=14336, lora=2_000_000)
+LAYER = 6 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336
+"""What a layer of BIG keeps for its backward, per token, in elements."""
+
+
+def test_a_model_is_counted_without_being_loaded() -> None:
+    numpy = pytest.importorskip("safetensors.numpy")
+    weights = read_weights(MODEL)
+    assert weights is not None
+    assert weights.parameters == sum(array.size for array in numpy.load_file(MODEL / "model.safetensors").values())
+    shape = shape_of(read_config(MODEL), weights)
+    assert shape is not None
+    assert (shape.layers, shape.hidden, shape.query, shape.key_value, shape.mlp) == (3, 192, 256, 128, 384)
+    per_layer = (192 + 256) * 2 + (192 + 128) * 2 + (192 + 384) * 3  # q and o, k and v, gate, up and down
+    assert shape.lora == 3 * per_layer
+
+
+def test_a_rank_of_eight_holds_an_eighth_of_the_states() -> None:
+    config = TrainerConfig(ranks=8, dtype="bfloat16", micro_batch_tokens=8192)
+    found = trainer_bytes(BIG, config, 4096, critic=False)
+    assert found["weights"] == found["gradients"] == found["moments"] / 2 == 4 * GIGA
+    assert found["gathered layers"] == 2 * 2 * 8 * GIGA / 32
+    assert found["activations"] == 2 * 8192 * 32 * LAYER
+    assert trainer_bytes(BIG, config, 16384, critic=False)["activations"] == 2 * 16384 * 32 * LAYER, "one long row"
+
+
+def test_what_is_recomputed_is_not_kept() -> None:
+    config = TrainerConfig(dtype="bfloat16", micro_batch_tokens=8192, recompute=True)
+    assert trainer_bytes(BIG, config, 1, critic=False)["activations"] == 2 * 8192 * (32 * 4096 + LAYER)
+
+
+def test_lora_learns_its_own_matrices_alone_and_a_critic_doubles() -> None:
+    lora = TrainerConfig.model_validate({"lora": {"rank": 16}})
+    found = trainer_bytes(BIG, lora, 1, critic=False)
+    assert found["gradients"] == 4 * 16 * 2_000_000
+    assert found["weights"] == 4 * 8 * GIGA
+    plain = trainer_bytes(BIG, TrainerConfig(), 1, critic=False)
+    both = trainer_bytes(BIG, TrainerConfig(), 1, critic=True)
+    assert [both[name] / plain[name] for name in ("weights", "gradients", "moments")] == [2, 2, 2]
+    reference = TrainerConfig.model_validate({"kl": {"in_loss": 0.1}})
+    assert trainer_bytes(BIG, reference, 1, critic=False)["weights"] == 2 * plain["weights"]
+
+
+def test_servers_the_queue_and_shared_memory() -> None:
+    config = load_config(RECIPE, ["rollout.dtype=bfloat16"])
+    assert server_bytes(BIG, config, 1000) == {"weights": 16 * GIGA, "KV cache": 2 * 32 * 1024 * 2 * 1000}
+    assert published_bytes(BIG, config) == 3 * 16 * GIGA
+    assert in_flight_bytes(config) == 3 * 8 * 8 * 120 * 9
+
+
+def test_a_mixture_counts_the_experts_of_a_token_and_an_unknown_config_nothing(tmp_path: Path) -> None:
+    weights = read_weights(write_huge_model(tmp_path / "model", 4 * GIGA))
+    assert weights is not None
+    assert weights.parameters == 4 * GIGA // 4096 * 4096
+    told = {**read_config(MODEL), "moe_intermediate_size": 96, "num_experts_per_tok": 8}
+    shape = shape_of(told, weights)
+    assert shape is not None
+    assert shape.mlp == 8 * 96
+    assert replace(shape, mlp=0).hidden == 192
+    assert shape_of({"model_type": "something new"}, weights) is None

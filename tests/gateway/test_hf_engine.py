@@ -1,0 +1,110 @@
+"""A real model behind the `openai` package: the recorded logprobs are those of a forward pass over the recorded ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tests.gateway.conftest import TOOLS, USER, whole
+
+from penstock.agent_loops import AgentConfig
+from penstock.gateway import CaptureJob
+from penstock.gateway.mount import mount
+from penstock.rollout_server import RolloutConfig, ServerJob, serve
+from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task
+
+pytestmark = [pytest.mark.torch]
+TOKEN = "a-token-of-this-run"
+
+
+@pytest.fixture
+def model(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> str:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    tokenizer = tokenizer_for("qwen2_5")
+    config = transformers.Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=0, bos_token_id=None, dtype="float32",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    folder = tmp_path / "model"
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+async def queue(model: str, tmp_path: Path) -> AsyncIterator[MemoryTransferQueue]:
+    """Of a run with one server that records."""
+    held = MemoryTransferQueue(registry_ttl_s=60.0)
+    await held.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=8, lease_ttl_s=30.0), "config: 1")
+    await held.submit([Task("train/0", "train", [USER], "sums", "46")], cursor=DataCursor(0, 1))
+    config = AgentConfig(max_turns=50, max_response_tokens=1500, max_new_tokens=40)
+    recorded = CaptureJob(config, held, model, TOKEN, lease_ttl_s=30.0, request_timeout_s=60.0)
+    rollout = RolloutConfig(max_model_len=1800, kv_cache_tokens=8192, max_concurrent=8)
+    job = ServerJob("s0", rollout, held, model, TOKEN, tmp_path, mount=mount(recorded), drain_s=2.0)
+    serving = asyncio.create_task(serve(job))
+    async with asyncio.timeout(120):
+        while not await held.servers():
+            await asyncio.sleep(0.05)
+    yield held
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_what_a_real_model_said_is_what_is_recorded(queue: MemoryTransferQueue, model: str) -> None:
+    url = (await queue.servers())[0].url
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as http:
+        episode = (await http.post(f"{url}/episodes", json={})).json()
+        async with openai.AsyncOpenAI(base_url=episode["base_url"], api_key=episode["api_key"]) as client:
+            await converse(client)
+        path = f"{url}/episodes/{episode['handle']}"
+        await http.post(f"{path}/reward", json={"reward": 1.0})
+        assert (await http.post(f"{path}/finish", json={})).status_code == 200
+    (trajectory,) = await queue.read([episode["episode_id"]])
+    assert [segment.num_turns for segment in trajectory.segments] == [3, 1, 1]
+    for segment in trajectory.segments:
+        check_logprobs(segment, model)
+
+
+async def converse(client: openai.AsyncOpenAI) -> None:
+    """Three turns, of which the first has three choices and the second is streamed."""
+    messages: list[Any] = [USER]
+    for turn in range(3):
+        if turn == 1:
+            said = {"role": "assistant", "content": await streamed(client, messages)}
+        else:
+            answer = await client.chat.completions.create(
+                model="m", messages=messages, tools=TOOLS, n=3 if turn == 0 else 1, logprobs=True, seed=turn
+            )
+            choice = answer.choices[0]
+            spelled = b"".join(bytes(one.bytes) for one in choice.logprobs.content)
+            assert spelled.decode(errors="replace").startswith(choice.message.content or "")
+            said = choice.message.to_dict()
+        messages += [said, {"role": "user", "content": f"And {turn}?"}]
+
+
+async def streamed(client: openai.AsyncOpenAI, messages: list[Any]) -> str:
+    chunks = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS, stream=True)
+    return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+
+def check_logprobs(segment: Any, folder: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.tensor([whole(segment)])
+    with torch.no_grad():
+        scores = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits[0].log_softmax(-1)
+    first = len(segment.prompt_ids)
+    for position, (mask, recorded) in enumerate(zip(segment.response_mask, segment.response_logprobs, strict=True)):
+        at = first + position
+        if mask:
+            assert abs(float(scores[at - 1, ids[0, at]]) - float(recorded)) < 1e-3

@@ -1,0 +1,300 @@
+"""The `openai` package, unmodified, against a real rollout server: it knows a base_url and an api_key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tests.gateway.conftest import TOOLS, USER, sampled, whole
+from tests.gateway.talking_engine import TalkingEngine, tool_result
+
+from penstock.agent_loops import AgentConfig
+from penstock.gateway import CaptureJob
+from penstock.gateway.mount import mount
+from penstock.rollout_server import RolloutConfig, ServerJob, serve
+from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task, Trajectory
+
+TOKEN = "a-token-of-this-run"
+RUN = {"Authorization": f"Bearer {TOKEN}"}
+CALL = {"role": "user", "content": "Call 1+2 and 30+4"}
+
+
+@dataclass
+class Server:
+    """A rollout server in this process."""
+
+    queue: MemoryTransferQueue
+    task: asyncio.Task[None]
+    engines: list[TalkingEngine]
+    url: str = ""
+    clients: list[Any] = field(default_factory=list)
+
+    @property
+    def engine(self) -> TalkingEngine:
+        return self.engines[-1]
+
+    async def open(self) -> dict[str, Any]:
+        response = await self.post("/episodes", {})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def client(self, episode: dict[str, Any], **fields: Any) -> openai.AsyncOpenAI:
+        client = openai.AsyncOpenAI(
+            base_url=episode["base_url"], api_key=episode["api_key"], timeout=20, **{"max_retries": 0, **fields}
+        )
+        self.clients.append(client)
+        return client
+
+    async def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+        async with httpx.AsyncClient(timeout=60, headers=RUN if headers is None else headers) as http:
+            return await http.post(self.url + path, json=body)
+
+    async def finish(self, episode: dict[str, Any], reward: float = 1.0) -> Trajectory:
+        key = {"Authorization": f"Bearer {episode['api_key']}"}
+        path = f"/episodes/{episode['handle']}"
+        assert (await self.post(f"{path}/reward", {"reward": reward}, key)).status_code == 200
+        ended = await self.post(f"{path}/finish", {}, key)
+        assert ended.status_code == 200, ended.text
+        (trajectory,) = await self.queue.read([episode["episode_id"]])
+        return trajectory
+
+
+@pytest.fixture
+async def server(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIterator[Server]:
+    tokenizer_for("qwen2_5").save_pretrained(tmp_path / "model")
+    queue = MemoryTransferQueue(registry_ttl_s=60.0)
+    await queue.create_run(Limits(group_size=4, groups_per_step=2, max_staleness=8, lease_ttl_s=30.0), "config: 1")
+    rows = [Task(f"train/{i}", "train", [USER], "sums", "46", extra_info={"level": 3}) for i in range(2)]
+    await queue.submit(rows, cursor=DataCursor(0, 2))
+    config = AgentConfig(max_turns=50, max_response_tokens=20_000, max_new_tokens=400)
+    recorded = CaptureJob(config, queue, str(tmp_path / "model"), TOKEN, lease_ttl_s=30.0, request_timeout_s=20.0)
+    engines: list[TalkingEngine] = []
+
+    def new_engine(*given: Any) -> TalkingEngine:
+        engines.append(TalkingEngine(*given, token_s=0.001))
+        return engines[-1]
+
+    job = ServerJob(
+        "s0", RolloutConfig(), queue, str(tmp_path / "model"), TOKEN, tmp_path, mount=mount(recorded), drain_s=2.0
+    )
+    running = Server(queue, asyncio.create_task(serve(job, new_engine)), engines)
+    async with asyncio.timeout(60):
+        while not (registered := await queue.servers()):
+            await asyncio.sleep(0.01)
+    running.url = registered[0].url
+    yield running
+    for client in running.clients:
+        await client.close()
+    running.task.cancel()
+    await asyncio.gather(running.task, return_exceptions=True)
+
+
+def results_of(message: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "content": tool_result(json.loads(call.function.arguments)["expression"]),
+        }
+        for call in message.tool_calls or []
+    ]
+
+
+async def test_an_agent_with_tools_is_recorded_token_for_token(server: Server) -> None:
+    episode = await server.open()
+    client, model = server.client(episode), episode["model"]
+    messages: list[Any] = [CALL]
+    first = (await client.chat.completions.create(model=model, messages=messages, tools=TOOLS)).choices[0]
+    assert first.finish_reason == "tool_calls"
+    assert first.message.content == "Let me see."
+    assert len({call.id for call in first.message.tool_calls}) == 2
+    messages += [first.message, *results_of(first.message)]
+    second = (await client.chat.completions.create(model=model, messages=messages, tools=TOOLS)).choices[0]
+    assert second.message.content == "The answer is 3 and 34."
+    messages += [second.message.model_dump(), USER]
+    third = await client.chat.completions.create(model=model, messages=messages, tools=TOOLS)
+    assert third.choices[0].message.content.startswith("You said: What is 12+34?")
+    trajectory = await server.finish(episode, 0.5)
+    (segment,) = trajectory.segments
+    assert (trajectory.reward, trajectory.num_turns, trajectory.metrics["tool_calls"]) == (0.5, 3, 2)
+    assert sampled(segment) == [token for ids in server.engine.said for token in ids]
+    assert whole(segment) == [*server.engine.asked[-1].token_ids, *server.engine.said[-1]]
+
+
+async def test_streams_are_the_same_answers_and_end_after_the_journal(server: Server) -> None:
+    episode = await server.open()
+    client, model = server.client(episode), episode["model"]
+    stream = await client.chat.completions.create(
+        model=model, messages=[CALL], tools=TOOLS, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    calls = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
+    assert [json.loads(call.function.arguments) for call in calls] == [{"expression": "1+2"}, {"expression": "30+4"}]
+    assert chunks[-1].usage.completion_tokens == len(server.engine.said[0])
+    said = {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [call.model_dump(exclude={"index"}) for call in calls],
+    }
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in calls]
+    messages = [CALL, said, *results]
+    server.engine.token_s = 0.03
+    async with client.chat.completions.stream(model=model, messages=messages, tools=TOOLS) as events:
+        pieces = [event.delta async for event in events if event.type == "content.delta"]
+    assert "".join(pieces) == "The answer is 3 and 3."
+    assert len(pieces) > 3
+    assert [segment.num_turns for segment in (await server.finish(episode)).segments] == [2]
+
+
+async def test_n_stop_logprobs_and_what_is_refused(server: Server) -> None:
+    episode = await server.open()
+    client, model = server.client(episode), episode["model"]
+    create = partial(client.chat.completions.create, model=model, messages=[USER])
+    three = await create(n=3, seed=1)
+    assert [choice.message.content[-3:] for choice in three.choices] == ["(1)", "(2)", "(3)"]
+    stopped = await create(stop="12+")
+    assert stopped.choices[0].message.content == "You said: What is "
+    assert "12+" in server.engine.chat.decode(server.engine.said[3])
+    spelled = await create(logprobs=True, seed=9)
+    tokens = spelled.choices[0].logprobs.content
+    assert b"".join(bytes(one.bytes) for one in tokens).decode() == spelled.choices[0].message.content + "<|im_end|>"
+    assert {one.logprob for one in tokens} == {-0.25}
+    for wrong, field_name in (
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(**wrong)
+        assert refused.value.param == field_name
+    with pytest.raises(openai.BadRequestError, match="truncates the policy"):
+        await create(top_p=0.9)
+    with pytest.raises(openai.BadRequestError) as too_long:
+        await create(messages=[{"role": "user", "content": "long " * 3000}])
+    assert too_long.value.code == "context_length_exceeded"
+    assert len((await server.finish(episode)).segments) == 5
+
+
+async def test_sub_agents_in_parallel(server: Server) -> None:
+    episode = await server.open()
+    client, model = server.client(episode), episode["model"]
+
+    async def sub_agent(number: int) -> None:
+        messages: list[Any] = [{"role": "system", "content": f"You are agent {number}."}, CALL]
+        for _ in range(2):
+            answer = (await client.chat.completions.create(model=model, messages=messages, tools=TOOLS)).choices[0]
+            messages += [answer.message.to_dict(), *results_of(answer.message)]
+
+    await asyncio.gather(*(sub_agent(number) for number in range(4)))
+    assert [segment.num_turns for segment in (await server.finish(episode)).segments] == [2] * 4
+
+
+async def test_responses_and_completions(server: Server) -> None:
+    episode = await server.open()
+    client, model = server.client(episode), episode["model"]
+    one = await client.responses.create(model=model, input="Hello", instructions="Be brief.")
+    assert one.output_text == "You said: Hello 数🙂"
+    two = await client.responses.create(
+        model=model, input="Bye", instructions="Be brief.", previous_response_id=one.id, stream=True
+    )
+    events = [event async for event in two]
+    assert events[-1].type == "response.completed"
+    assert events[-1].response.output_text == "You said: Bye 数🙂"
+    whole_text = await client.completions.create(
+        model=model, prompt="<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert whole_text.choices[0].text == "You said: Hi 数🙂"
+    assert [entry.id async for entry in client.models.list()] == [model]
+    assert [segment.num_turns for segment in (await server.finish(episode)).segments] == [2, 1]
+
+
+async def test_a_client_that_runs_out_of_patience_retries_into_the_same_answer(server: Server) -> None:
+    episode = await server.open()
+    await server.client(episode).models.list()
+    server.engine.token_s = 0.03
+    hasty = server.client(episode, max_retries=10).with_options(timeout=0.2)
+    answer = await hasty.chat.completions.create(model=episode["model"], messages=[USER])
+    assert answer.choices[0].message.content.startswith("You said: What is 12+34?")
+    assert len(server.engine.asked) == 1
+
+
+async def test_keys_open_their_own_episode_only(server: Server) -> None:
+    one, two = await server.open(), await server.open()
+    stranger = server.client({**two, "api_key": one["api_key"]})
+    with pytest.raises(openai.AuthenticationError):
+        await stranger.chat.completions.create(model="x", messages=[USER])
+    key = {"Authorization": f"Bearer {one['api_key']}"}
+    for path in ("/episodes", "/generate", "/drain", f"/episodes/{two['handle']}/finish", "/episodes/", "/weights"):
+        assert (await server.post(path, {}, key)).status_code == 401, path
+    for path in ("", "/reward", "/finish", "/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        for headers in ({}, {"Authorization": "Bearer é".encode("latin-1")}):
+            assert (await server.post(f"/episodes/{one['handle']}{path}", {}, headers)).status_code == 401
+    async with httpx.AsyncClient(headers=key) as http:
+        state = (await http.get(f"{server.url}/episodes/{one['handle']}")).json()
+    assert (state["turns"], state["tokens_left"]) == (0, 20_000)
+
+
+async def test_what_an_episode_is_told_and_what_it_is_not(server: Server) -> None:
+    episode = await server.open()
+    assert episode["task"]["messages"] == [USER]
+    assert episode["task"]["extra_info"] == {"level": 3}
+    assert "46" not in json.dumps(episode["task"])  # the ground truth
+    assert (episode["deadline_s"], episode["idle_s"], episode["member"]) == (120.0, 300.0, 0)
+
+
+async def test_refusals_have_a_status_and_a_cause(server: Server) -> None:
+    episode = await server.open()
+    path = f"/episodes/{episode['handle']}"
+    cases = [
+        (f"{path}/finish", {}, 409, "nothing was sampled"),
+        (f"{path}/finish", {"outcome": "great"}, 400, "outcome"),
+        (f"{path}/reward", {"reward": "high"}, 400, "reward"),
+        (f"{path}/reward", {"reward": float("1e999")}, 400, "reward"),
+        (f"{path}/v1/chat/completions", {"model": "x"}, 400, "messages"),
+        (f"{path}/v1/chat/completions", [], 400, "JSON object"),
+        ("/episodes", {"wait_s": -1}, 400, "wait_s"),
+        ("/episodes/nonsense/finish", {}, 404, "no handle"),
+    ]
+    for where, body, status, words in cases:
+        content = json.dumps(body)
+        async with httpx.AsyncClient(headers={**RUN, "Content-Type": "application/json"}) as http:
+            response = await http.post(server.url + where, content=content)
+        assert (response.status_code, words in response.json()["error"]["message"]) == (status, True), response.text
+    await server.client(episode).chat.completions.create(model="x", messages=[USER])
+    await server.finish(episode)
+    with pytest.raises(openai.APIStatusError) as gone:
+        await server.client(episode).chat.completions.create(model="x", messages=[USER])
+    assert (gone.value.status_code, "is finished" in str(gone.value)) == (410, True)
+
+
+async def test_no_episode_left_is_503_with_the_cause(server: Server) -> None:
+    for _ in range(8):
+        await server.open()
+    response = await server.post("/episodes", {"wait_s": 0.1})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert "no episode is queued; 8 are being run" in response.text
+
+
+async def test_a_client_that_went_away_in_mid_stream_leaves_a_record(server: Server) -> None:
+    episode = await server.open()
+    server.client(episode)
+    server.engine.token_s = 0.01
+    client = server.clients[-1]
+    stream = await client.chat.completions.create(model="x", messages=[USER], stream=True)
+    async for _ in stream:
+        break
+    await stream.close()
+    again = await client.chat.completions.create(model="x", messages=[USER])
+    assert again.choices[0].message.content.startswith("You said")
+    assert len(server.engine.asked) == 1

@@ -1,0 +1,119 @@
+"""Whatever an agent does, ids are appended: random conversations over sidecars that die, held to the record."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.gateway.conftest import TOOLS, USER, Bench, asked, back, call_text, sampled, whole
+
+from penstock.agent_loops import AgentConfig, ChatTokens
+
+words = st.text(alphabet="ab c.\n🙂<|>é", max_size=8)
+texts = st.one_of(words, st.just(call_text("1+2")), st.just("<think>\nhm\n</think>\n\nSo."), st.just("<tool_call>{"))
+systems = st.sampled_from(["", "Sub-agent one.", "Sub-agent two."])
+steps = st.one_of(
+    st.tuples(st.just("begin"), systems, st.booleans(), st.integers(1, 3)),
+    st.tuples(st.just("extend"), st.integers(0, 50), words, st.integers(1, 3)),
+    st.tuples(st.just("rewrite"), st.integers(0, 50), words, st.just(1)),
+    st.tuples(st.just("retry"), st.integers(0, 50), st.booleans(), st.just(1)),
+    st.tuples(st.just("side by side"), st.integers(0, 50), words, st.just(2)),
+    st.tuples(st.just("kill"), st.none(), st.none(), st.just(0)),
+)
+
+
+class Agent:
+    """Knows what it was told; does what a step says."""
+
+    def __init__(self, bench: Bench, episode: Any) -> None:
+        self.bench, self.episode = bench, episode
+        self.asked: list[tuple[list[Any], dict[str, Any]]] = []
+        self.told: list[tuple[list[Any], dict[str, Any], Any]] = []
+        """(messages before, fields, choice)"""
+        self.answers: Counter[tuple[int, ...]] = Counter()
+
+    async def ask(self, messages: list[Any], fields: dict[str, Any], retried: bool = False) -> None:
+        call = await self.episode.answer(asked(messages, **fields), retried=retried)
+        choices = await call.whole()
+        if (messages, fields) not in self.asked:
+            self.asked.append((messages, fields))
+        self.told += [(messages, fields, choice) for choice in choices if choice.token_ids]
+
+    async def do(self, step: tuple[Any, ...]) -> None:
+        kind, which, what, n = step
+        if kind == "kill":
+            self.episode = await self.bench.restart().find(self.episode.handle)
+        elif kind == "begin" or not self.told:
+            system = [{"role": "system", "content": which}] if which and isinstance(which, str) else []
+            await self.ask([*system, USER], {"n": n, **({"tools": TOOLS} if what is True else {})})
+        elif kind == "retry":
+            messages, fields = self.asked[which % len(self.asked)]
+            await self.ask(messages, fields, retried=what)
+        else:
+            await self._go_on(kind, which, what, n)
+
+    async def _go_on(self, kind: str, which: int, what: str, n: int) -> None:
+        messages, fields, choice = self.told[which % len(self.told)]
+        said = [*messages, back(choice), *_reply(choice, what)]
+        if kind == "rewrite":
+            said[-2 if len(said) > 2 else -1] = {"role": "user", "content": f"summary {what}"}
+        rest = {name: value for name, value in fields.items() if name != "n"}
+        if kind == "side by side":
+            other = [*said[:-1], {**said[-1], "content": what + "!"}]
+            await asyncio.gather(self.ask(said, rest), self.ask(other, rest))
+        else:
+            await self.ask(said, {**rest, "n": n})
+
+
+def _reply(choice: Any, what: str) -> list[Any]:
+    results = [{"role": "tool", "tool_call_id": call.call_id, "content": what} for call in choice.calls]
+    return results or [{"role": "user", "content": what}]
+
+
+def record(bench: Bench) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(context fed, ids sampled) of every call of the model."""
+    fed: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
+    for request, answer in zip(bench.client.requests, bench.client.answers, strict=True):
+        fed[tuple(request.token_ids), tuple(answer)] += 1
+    return fed
+
+
+def turns_of(segment: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    ids, at = whole(segment), len(segment.prompt_ids)
+    bounds = [*segment.turn_starts.tolist(), len(segment.response_ids)]
+    found = []
+    for start, limit in itertools.pairwise(bounds):
+        mask = segment.response_mask[start:limit].tolist()
+        end = start + (mask.index(0) if 0 in mask else len(mask))
+        found.append((tuple(ids[: at + start]), tuple(ids[at + start : at + end])))
+    return found
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plan=st.lists(steps, min_size=1, max_size=12), says=st.lists(texts, max_size=40))
+async def test_every_sampled_id_is_in_one_place_after_exactly_what_was_fed(
+    chat_for: Callable[..., ChatTokens], plan: list[Any], says: list[str]
+) -> None:
+    bench = Bench(chat_for("qwen2_5"), AgentConfig(max_turns=100, max_response_tokens=100_000))
+    bench.says.texts += says
+    await bench.start()
+    agent = Agent(bench, await bench.open())
+    for step in plan:
+        await agent.do(step)
+    if not agent.told:
+        return
+    trajectory = await bench.trajectory(agent.episode)
+    for segment in trajectory.segments:
+        for (fed, answer), (then, _) in itertools.pairwise(turns_of(segment)):
+            assert then[: len(fed) + len(answer)] == fed + answer
+    placed = Counter(turn for segment in trajectory.segments for turn in turns_of(segment))
+    assert placed == record(bench)
+    assert sum(len(sampled(segment)) for segment in trajectory.segments) == sum(map(len, bench.client.answers))
+    for messages, _, choice in agent.told:
+        assert any(answer == choice.token_ids for _, answer in placed), messages
+    await bench.desk.close()

@@ -1,0 +1,96 @@
+"""Scripted answers over the real wire: real tokenizer, real parser, the real `openai` client in front."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+import pytest
+from openai import AsyncOpenAI
+
+from penstock.agent_loops import ChatTokens
+from penstock.gateway import wire
+
+PARSERS: dict[str, Any] = {
+    "/v1/chat/completions": ("chat", wire.parse_chat, wire.chat_body, wire.ChatStream),
+    "/v1/completions": ("completions", wire.parse_completion, wire.completion_body, wire.CompletionStream),
+    "/v1/responses": ("responses", wire.parse_response, wire.response_body, wire.ResponseStream),
+}
+
+
+def text_of_chat(chat: ChatTokens) -> wire.TextOf:
+    return wire.TextOf(
+        decode=chat.decode,
+        token_bytes=wire.token_bytes_of(chat.tokenizer),
+        end_ids=frozenset(chat.stop_token_ids),
+        syntax=wire.call_syntax("hermes"),
+    )
+
+
+@pytest.fixture(scope="session")
+def text_of(chat_for: Callable[..., ChatTokens]) -> wire.TextOf:
+    return text_of_chat(chat_for())
+
+
+@dataclass
+class Scripted:
+    """Serves a request with the next scripted answers, one per choice; `asks` and `choices` keep what went on."""
+
+    chat: ChatTokens
+    answers: Iterator[str]
+    chunk_ids: int = 1
+    limit_ids: int = 10_000
+    asks: list[wire.Ask] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    choices: list[list[wire.Choice]] = field(default_factory=list)
+
+    def __call__(self, request: httpx2.Request) -> httpx2.Response:
+        self.bodies.append(json.loads(request.content))
+        try:
+            return self.answered(request.url.path, self.bodies[-1])
+        except wire.BadAsk as error:
+            return httpx2.Response(400, json=wire.bad_ask_body(error))
+
+    def answered(self, path: str, body: dict[str, Any]) -> httpx2.Response:
+        api, parse, build, stream = PARSERS[path]
+        ask = parse(body)
+        self.asks.append(ask)
+        head = wire.Head(wire.answer_id(api, str(len(self.asks))), 1_700_000_000, "tiny", 11)
+        content = b"".join(self.events(ask, head, stream(ask, head)))
+        if ask.stream:
+            return httpx2.Response(200, content=content, headers={"content-type": "text/event-stream"})
+        return httpx2.Response(200, json=build(ask, head, self.choices[-1]))
+
+    def events(self, ask: wire.Ask, head: wire.Head, stream: Any) -> Iterator[bytes]:
+        """The choices take turns, a few ids each."""
+        text_of = text_of_chat(self.chat)
+        readers = [wire.AnswerReader(ask, head, index, text_of) for index in range(ask.n)]
+        left = [self.chat.encode(next(self.answers)) for _ in readers]
+        reasons = ["length" if len(ids) > self.limit_ids else "stop" for ids in left]
+        left = [ids[: self.limit_ids] for ids in left]
+        yield stream.start()
+        while any(left):
+            for index, reader in enumerate(readers):
+                ids, left[index] = left[index][: self.chunk_ids], left[index][self.chunk_ids :]
+                yield stream.feed(index, reader.feed(ids, [-0.25 - i for i in range(len(ids))]))
+        self.choices.append([reader.finish(reason) for reader, reason in zip(readers, reasons, strict=True)])
+        for choice in reversed(self.choices[-1]):
+            yield stream.finish(choice)
+        yield stream.end()
+
+    def client(self) -> AsyncOpenAI:
+        transport = httpx2.MockTransport(self)
+        http = httpx2.AsyncClient(transport=transport)
+        return AsyncOpenAI(base_url="http://episode/v1", api_key="key", http_client=http, max_retries=0)
+
+
+@pytest.fixture
+def scripted(chat_for: Callable[..., ChatTokens]) -> Callable[..., Scripted]:
+    def make(*answers: str, repeat: int = 2, **settings: Any) -> Scripted:
+        """`repeat` 2: the same answers for a request that streams and one that does not."""
+        return Scripted(chat_for(), iter(answers * repeat), **settings)
+
+    return make

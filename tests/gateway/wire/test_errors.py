@@ -1,0 +1,67 @@
+"""Errors and models as the `openai` package reads them."""
+
+from __future__ import annotations
+
+import httpx2
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types import Model
+
+from penstock.gateway.wire import BadAsk, ErrorBody, bad_ask_body, error_body, model_body, model_list_body, sse
+
+
+def client_for(answer: httpx2.Response) -> AsyncOpenAI:
+    http = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda request: answer))
+    return AsyncOpenAI(base_url="http://episode/v1", api_key="key", http_client=http, max_retries=0)
+
+
+@pytest.mark.parametrize(
+    ("status", "raised", "code"),
+    [
+        (400, openai.BadRequestError, None),
+        (401, openai.AuthenticationError, "invalid_api_key"),
+        (404, openai.NotFoundError, "not_found"),
+        (409, openai.ConflictError, "conflict"),
+        (410, openai.APIStatusError, "gone"),
+        (429, openai.RateLimitError, "rate_limit_exceeded"),
+        (503, openai.InternalServerError, "overloaded"),
+        (418, openai.APIStatusError, None),
+    ],
+)
+async def test_errors_by_status(status: int, raised: type[openai.APIStatusError], code: str | None) -> None:
+    body = error_body(status, "what happened", "messages")
+    ErrorBody.model_validate(body)
+    with pytest.raises(raised, match="what happened") as error:
+        await client_for(httpx2.Response(status, json=body)).models.list()
+    assert (error.value.status_code, error.value.code, error.value.param) == (status, code, "messages")
+
+
+def test_a_bad_ask_names_the_field() -> None:
+    assert bad_ask_body(BadAsk("n", "must be small", "invalid_value"))["error"] == {
+        "message": "n: must be small",
+        "type": "invalid_request_error",
+        "param": "n",
+        "code": "invalid_value",
+    }
+
+
+async def test_models() -> None:
+    body = model_body("tiny", 1_700_000_000, max_model_len=512)
+    found = await client_for(httpx2.Response(200, json=model_list_body([body]))).models.list()
+    assert [model.model_dump(exclude_unset=True) for model in found.data] == [body]
+    one = await client_for(httpx2.Response(200, json=body)).models.retrieve("tiny")
+    assert Model.model_validate(one.model_dump()) == one
+
+
+async def test_signs_of_life_are_skipped_by_the_client() -> None:
+    chunk = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": []}
+    content = sse.KEEP_ALIVE + sse.data(chunk) + sse.KEEP_ALIVE + sse.DONE
+    answer = httpx2.Response(200, content=content, headers={"content-type": "text/event-stream"})
+    stream = await client_for(answer).completions.create(model="m", prompt="x", stream=True)
+    assert len([one async for one in stream]) == 1
+
+
+def test_a_line_separator_in_a_text_does_not_end_an_event() -> None:
+    assert sse.data({"text": "a\u2028b\n\u0085"}).count(b"\n") == 2
+    assert sse.data({"text": "a\u2028b\n\u0085"}).isascii()

@@ -1,0 +1,104 @@
+"""Any JSON gives an `Ask` or a `BadAsk` that names a field; never another exception."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.gateway.wire import Ask, BadAsk, bad_ask_body, parse_chat, parse_completion, parse_response
+from penstock.gateway.wire import chat as chat_module
+from penstock.gateway.wire import completions as completions_module
+from penstock.gateway.wire import responses as responses_module
+
+Parse = Callable[[Any], Ask]
+MESSAGES = [
+    {"role": "user", "content": [{"type": "text", "text": "a"}]},
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+    },
+    {"role": "tool", "content": "x", "tool_call_id": "c"},
+]
+ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "x"},
+]
+ROUTES = [
+    (parse_chat, chat_module.FIELDS, {"model": "m", "messages": MESSAGES}),
+    (parse_completion, completions_module.FIELDS, {"model": "m", "prompt": [[1, 2]]}),
+    (parse_response, responses_module.FIELDS, {"model": "m", "input": ITEMS}),
+]
+
+
+def words_in(value: Any) -> set[str]:
+    """Keys and texts, so that what is drawn at random is nearly right."""
+    if isinstance(value, dict):
+        return set().union(*({key} | words_in(one) for key, one in value.items()))
+    if isinstance(value, list):
+        return set().union(*map(words_in, value))
+    return {value} if isinstance(value, str) else set()
+
+
+WORDS = sorted(words_in([good for _, _, good in ROUTES]) | {"image_url", "input_image", "url", "system", "auto"})
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from([*WORDS, "{}", "", "\ud800"])
+    | st.text(max_size=5)
+)
+ANY_JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=4), inner, max_size=5)
+    ),
+    max_leaves=25,
+)
+
+
+@pytest.mark.parametrize(("parse", "fields", "good"), ROUTES, ids=["chat", "completions", "responses"])
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_body(parse: Parse, fields: Any, good: dict[str, Any], data: st.DataObject) -> None:
+    known = sorted({*fields.body.model_fields, *fields.harmless, *fields.refused})
+    more = data.draw(st.dictionaries(st.sampled_from(known) | st.text(max_size=6), ANY_JSON, max_size=4))
+    check(parse, data.draw(st.sampled_from([{**good, **more}, more, *more.values(), None])))
+
+
+@pytest.mark.parametrize(("parse", "fields", "good"), ROUTES, ids=["chat", "completions", "responses"])
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_a_good_body_with_one_place_changed(
+    parse: Parse, fields: Any, good: dict[str, Any], data: st.DataObject
+) -> None:
+    body = json.loads(json.dumps(good))
+    place: Any = body
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.booleans()):
+            break
+        place = place[key]
+    place[key] = data.draw(ANY_JSON)
+    check(parse, body)
+
+
+def check(parse: Parse, body: Any) -> None:
+    ask = refusal = None
+    try:
+        ask = parse(body)
+    except BadAsk as error:
+        refusal = error
+    if ask:
+        json.dumps([ask.messages, ask.tools, ask.prompt, ask.sampling], ensure_ascii=False, allow_nan=False).encode()
+    if refusal:
+        assert refusal.message
+        assert refusal.field or not isinstance(body, dict)
+        json.dumps(bad_ask_body(refusal), ensure_ascii=False).encode()

@@ -1,0 +1,114 @@
+"""Streams of any answers, summed by hand, against the whole answer; every event is JSON of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.agent_loops import ChatTokens
+from penstock.gateway import wire
+
+HEAD = wire.Head("id_1", 1_700_000_000, "tiny", 5, cached_tokens=3)
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "日"}}\n</tool_call>'
+TEXT = st.lists(
+    st.sampled_from([CALL, "<tool_", "STOP", "STO", " ", "\n", "👩", "a\u2028"]) | st.text(max_size=3), max_size=6
+)
+ANSWERS = st.lists(TEXT.map("".join), min_size=1, max_size=3)
+any_answers = given(answers=ANSWERS, size=st.integers(1, 7), told=st.booleans(), cut=st.integers(1, 60))
+
+
+def events_of(
+    stream: Any, readers: list[wire.AnswerReader], left: list[list[int]], size: int, cut: int
+) -> tuple[list[Any], list[wire.Choice]]:
+    """All events of a stream whose choices take turns; answers of `cut` ids and more end by length."""
+    sent, total = [stream.start()], list(map(len, left))
+    left = [ids[:cut] for ids in left]
+    while any(left):
+        for index, reader in enumerate(readers):
+            sent.append(stream.feed(index, reader.feed(left[index][:size], [-0.5] * len(left[index][:size]))))
+        left = [ids[size:] for ids in left]
+    choices = [reader.finish("stop" if count < cut else "length") for reader, count in zip(readers, total, strict=True)]
+    sent += [*map(stream.finish, choices), stream.end()]
+    return list(parsed(b"".join(sent))), choices
+
+
+def parsed(sent: bytes) -> Iterator[Any]:
+    for block in sent.decode().split("\n\n")[:-1]:
+        data = [line.removeprefix("data: ") for line in block.split("\n") if line.startswith("data: ")]
+        assert len(data) == 1
+        if data != ["[DONE]"]:
+            yield json.loads(data[0])
+
+
+def made(
+    text_of: wire.TextOf, chat: ChatTokens, api: Any, answers: list[str], **fields: Any
+) -> tuple[wire.Ask, list[wire.AnswerReader], list[list[int]]]:
+    ask = wire.Ask(api=api, model="tiny", n=len(answers), stream=True, stop=("STOP",), include_usage=True, **fields)
+    readers = [wire.AnswerReader(ask, HEAD, index, text_of) for index in range(ask.n)]
+    return ask, readers, [chat.encode(text + "<|im_end|>") for text in answers]
+
+
+@settings(max_examples=60, deadline=None)
+@any_answers
+def test_chat(
+    text_of: wire.TextOf, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
+) -> None:
+    ask, readers, ids = made(text_of, chat_for(), "chat", answers, tools=TOOLS, logprobs=told)
+    events, choices = events_of(wire.ChatStream(ask, HEAD), readers, ids, size, cut)
+    whole = wire.chat_body(ask, HEAD, choices)
+    assert events[-1]["usage"] == whole["usage"]
+    for expected in whole["choices"]:
+        parts = [choice for event in events for choice in event["choices"] if choice["index"] == expected["index"]]
+        assert [part["delta"].get("role") for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert "".join(part["delta"].get("content") or "" for part in parts) == (expected["message"]["content"] or "")
+        calls = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+        assert [call.pop("index") for call in calls] == list(range(len(calls)))
+        assert calls == expected["message"].get("tool_calls", [])
+        tokens = [one for part in parts if part["logprobs"] for one in part["logprobs"]["content"]]
+        assert tokens == (expected["logprobs"] or {"content": []})["content"]
+        reasons = [part["finish_reason"] for part in parts]
+        assert reasons == [None] * (len(parts) - 1) + [expected["finish_reason"]]
+
+
+@settings(max_examples=60, deadline=None)
+@any_answers
+def test_responses(
+    text_of: wire.TextOf, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
+) -> None:
+    """Items are opened, filled and closed one after the other, and are then those of the whole answer."""
+    ask, readers, ids = made(text_of, chat_for(), "responses", answers[:1], tools=TOOLS, logprobs=told)
+    events, choices = events_of(wire.ResponseStream(ask, HEAD), readers, ids, size, cut)
+    whole = wire.response_body(ask, HEAD, choices)
+    assert events[-1]["response"] == whole
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == whole["output"]
+    lifecycle = [event["type"].split(".")[-1] for event in events if "output_item" in event["type"]]
+    assert lifecycle == ["added", "done"] * len(done)
+    text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    assert text == "".join(item["content"][0]["text"] for item in done if item["type"] == "message")
+    told_tokens = [
+        one for event in events if event["type"] == "response.output_text.delta" for one in event["logprobs"]
+    ]
+    assert told_tokens == [one for item in done if item["type"] == "message" for one in item["content"][0]["logprobs"]]
+
+
+@settings(max_examples=60, deadline=None)
+@any_answers
+def test_completions(
+    text_of: wire.TextOf, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
+) -> None:
+    ask, readers, ids = made(text_of, chat_for(), "completions", answers, logprobs=told)
+    events, choices = events_of(wire.CompletionStream(ask, HEAD), readers, ids, size, cut)
+    whole = wire.completion_body(ask, HEAD, choices)
+    for expected in whole["choices"]:
+        parts = [choice for event in events for choice in event["choices"] if choice["index"] == expected["index"]]
+        assert "".join(part["text"] for part in parts) == expected["text"]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            told_values = [one for part in parts if part["logprobs"] for one in part["logprobs"][name]]
+            assert told_values == (expected["logprobs"] or {name: []})[name]
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + [expected["finish_reason"]]

@@ -1,0 +1,163 @@
+"""A version is written whole or not at all, in little memory, whatever happens to the trainer or to its disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from safetensors import safe_open
+
+from penstock.weight_sync import NoSpace, WeightPublisher, checksum, read_verified
+
+pytestmark = pytest.mark.torch
+MODEL_BYTES = 12 * 40 << 20
+
+WRITE_FOR_EVER = """
+import sys, torch
+from pathlib import Path
+from penstock.weight_sync import WeightPublisher
+publisher = WeightPublisher(Path(sys.argv[1]), "shm", keep=2)
+print("ready", flush=True)
+for version in range(1, 10**6):
+    publisher.write(version, {f"t{n}": torch.full((1 << 20,), float(version)) for n in range(8)}.items())
+"""
+
+MEASURE = """
+import os, sys, threading, time, torch
+from pathlib import Path
+from penstock.weight_sync import WeightPublisher
+from penstock.trainer import _taken
+
+folder = Path(sys.argv[1])
+page = os.sysconf("SC_PAGE_SIZE")
+model = [torch.rand(10 << 20) for _ in range(12)]
+
+def used():
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
+    files = 0
+    for path in folder.glob("*"):
+        try:
+            files += path.stat().st_size
+        except FileNotFoundError:
+            pass
+    return resident + files
+
+def watch():
+    global peak
+    while watching:
+        peak = max(peak, used())
+        time.sleep(0.002)
+
+publisher = WeightPublisher(folder, "shm", keep=1)
+publisher.write(1, {"warm": torch.ones(9)}.items())
+before = peak = used()
+watching = True
+thread = threading.Thread(target=watch)
+thread.start()
+copies = [(f"t{n}", tensor.to(torch.float32, copy=True)) for n, tensor in enumerate(model)]
+publisher.write(2, _taken(copies))
+watching = False
+thread.join()
+print(peak - before)
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 56 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=56m", "none", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("full_every", [1, 4])
+def test_a_disk_that_fills_up_in_mid_write_costs_that_version_only(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, full_every: int
+) -> None:
+    publisher = WeightPublisher(small_disk, "shm", keep=1, full_every=full_every)
+    tensors = {"w": torch.rand(2 << 20), "v": torch.rand(2 << 20)}
+    announced = publisher.write(1, tensors.items())
+    others = small_disk / "of-others"
+    others.write_bytes(b"x" * (34 << 20))
+    usage = namedtuple("usage", "total used free")(1 << 30, 0, 1 << 30)  # what there was a moment ago
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _path: usage)
+        after = {name: torch.rand_like(tensor) for name, tensor in tensors.items()}
+        with pytest.raises(NoSpace, match=r"free some, or take another place with rollout\.weight_transport"):
+            publisher.write(2, after.items())
+    assert sorted(path.name for path in small_disk.iterdir()) == ["of-others", "weights-00000001.safetensors"]
+    assert torch.equal(read_verified(announced)["w"], tensors["w"])
+    others.unlink()
+    assert torch.equal(read_verified(publisher.write(2, after.items()))["v"], after["v"])
+
+
+@pytest.mark.slow
+async def test_a_trainer_killed_while_it_writes_leaves_whole_versions_only(tmp_path: Path) -> None:
+    for _ in range(4):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path), stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"ready\n"
+        await asyncio.to_thread(_until_writing, tmp_path)
+        process.kill()
+        await process.wait()
+        for path in tmp_path.glob("weights-*.safetensors"):
+            _check_whole(path)
+    left = list(tmp_path.glob("*.tmp"))
+    assert left, "none of the kills was in mid-write"
+    WeightPublisher(tmp_path, "shm")
+    assert not any(path.exists() for path in left)
+
+
+@pytest.mark.slow
+def test_publishing_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
+    folder = Path("/dev/shm") / f"penstock-test-{tmp_path.name}"
+    folder.mkdir()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(folder)], capture_output=True, text=True, check=True, timeout=120
+        )
+    finally:
+        shutil.rmtree(folder)
+    extra = int(done.stdout)
+    print(f"{extra / MODEL_BYTES:.2f} of the model's bytes")
+    assert MODEL_BYTES <= extra < 1.25 * MODEL_BYTES, "the file, and what of the copy is not in it yet"
+
+
+def _until_writing(folder: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not any(size > 1 << 20 for size in _sizes(folder)):
+        assert time.monotonic() < deadline
+
+
+def _sizes(folder: Path) -> list[int]:
+    sizes = []
+    for path in folder.glob("*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # it has its name now
+            sizes.append(path.stat().st_size)
+    return sizes
+
+
+def _check_whole(path: Path) -> None:
+    import json
+
+    with safe_open(path, framework="pt") as file:
+        wanted: dict[str, Any] = json.loads(file.metadata()["xxh3"])
+        assert {name: checksum(file.get_tensor(name)) for name in wanted} == wanted

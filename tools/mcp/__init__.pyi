@@ -1,0 +1,1 @@
+from .group import McpTools as McpTools

@@ -1,0 +1,162 @@
+"""Published files over HTTP, read-only: ranges, the run's token, nothing else. The trainer's, or a server's for others.
+
+    GET  /weights-00000007.delta.safetensors   Range: bytes=1048576-     206, or 200 without a range
+         … from a server that serves others, too                         303 to a peer, 503 while it must wait
+    PUT  /weights-00000007.delta.safetensors                             204: that server has it now
+    POST /rounds/NAME                                                    200 with a seat, 409 without (`rounds`)
+
+Several servers are served at once. A file that is deleted while it is sent is sent to its end.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from aiohttp import web
+
+from penstock.weight_sync.publisher import FILE_NAME
+from penstock.weight_sync.rounds import RoundClosed, Rounds
+from penstock.weight_sync.turns import AVOID, SERVES, TRAINER, Turns
+
+STOP_S = 2.0
+"""What is being sent gets this long; a server that was cut goes on elsewhere, or later."""
+PIECE_BYTES = 1 << 20
+"""Read at a time, in a thread, where the event loop cannot leave the copying to the kernel (uvloop cannot)."""
+SHARE_FROM_BYTES = 1 << 20
+"""Smaller files go to whoever asks: waiting for a turn would take longer than they do."""
+PEER = re.compile(r"https?://[^/\s,]{1,255}")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class FileServer:
+    """Serves one folder's files of the names in `pattern`, from the event loop that calls `start`, until `stop`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        rounds: Rounds | None = None,
+        pattern: re.Pattern[str] = FILE_NAME,
+        share_from_bytes: int = SHARE_FROM_BYTES,
+    ) -> None:
+        self._directory = Path(directory)
+        self._token = token
+        self._host, self._port = host, port
+        self._rounds, self._pattern = rounds, pattern
+        self._share_from_bytes = share_from_bytes
+        self._turns = Turns()
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+        """What others connect to, without a slash at its end; known after `start`."""
+        self.bytes_sent = 0
+        """In answers that were not cut."""
+
+    async def start(self) -> None:
+        """Raises `OSError` where the address cannot be had."""
+        app = web.Application(middlewares=[self._authorised])
+        app.router.add_get("/{name}", self._send)
+        app.router.add_put("/{name}", self._note_holder)
+        if self._rounds is not None:
+            app.router.add_post("/rounds/{name}", self._give_seat)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, self._port).start()
+        port = self._runner.addresses[0][1]
+        self.url = f"http://{_url_host(self._host)}:{port}"
+
+    async def stop(self) -> None:
+        if self._rounds is not None:
+            await self._rounds.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    @web.middleware
+    async def _authorised(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """401 before anything is looked up: without the token nobody learns which files there are."""
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            raise web.HTTPUnauthorized(text="the run's token is needed: Authorization: Bearer TOKEN")
+        return await handler(request)
+
+    async def _send(self, request: web.Request) -> web.StreamResponse:
+        path = self._path(request)
+        asking = _peer(request)
+        shared = bool(asking) and path.stat().st_size >= self._share_from_bytes
+        if shared and self._turn(path, asking, request) != TRAINER:
+            raise web.HTTPServiceUnavailable(text="another server is fetching it", headers={"Retry-After": "1"})
+        return _Counted(self, path, asking)
+
+    def _turn(self, path: Path, asking: str, request: web.Request) -> str | None:
+        avoid = set(request.headers.get(AVOID, "").split(","))
+        source = self._turns.ask(path.name, path.stat().st_size, asking, avoid)
+        if source:
+            raise web.HTTPSeeOther(source, text="another server has it, under its checksum's name")
+        return source
+
+    async def _note_holder(self, request: web.Request) -> web.Response:
+        path = self._path(request)
+        if not (holder := _peer(request)):
+            raise web.HTTPBadRequest(text=f"{SERVES}: the URL of the server that has it")
+        self._turns.has(path.name, holder)
+        return web.Response(status=204)
+
+    async def _give_seat(self, request: web.Request) -> web.Response:
+        assert self._rounds is not None
+        transport = request.transport
+        try:
+            seat = await self._rounds.join(
+                request.match_info["name"], lambda: transport is not None and not transport.is_closing()
+            )
+        except RoundClosed as error:
+            raise web.HTTPConflict(text=str(error)) from error
+        return web.json_response(asdict(seat))
+
+    def _path(self, request: web.Request) -> Path:
+        name = request.match_info["name"]
+        path = self._directory / name
+        if not self._pattern.fullmatch(name) or not path.is_file():
+            raise web.HTTPNotFound(text=f"{name} is not, or not any more, among the published files")
+        return path
+
+    def cut_off(self, name: str, asking: str) -> None:
+        """An answer broke off: the next server may have the turn. After a whole one, once this one has verified it."""
+        if asking:
+            self._turns.gave_up(name, asking)
+
+
+class _Counted(web.FileResponse):
+    """A file; whatever ends it, its server hears."""
+
+    def __init__(self, server: FileServer, path: Path, asking: str) -> None:
+        super().__init__(path, chunk_size=PIECE_BYTES)
+        self._server, self._name, self._asking = server, path.name, asking
+
+    async def prepare(self, request: web.BaseRequest) -> object:  # type: ignore[override]
+        try:
+            writer = await super().prepare(request)
+        except BaseException:
+            self._server.cut_off(self._name, self._asking)
+            raise
+        self._server.bytes_sent += self.content_length or 0
+        return writer
+
+
+def _peer(request: web.Request) -> str:
+    """The URL that the asking server serves under; empty where it does not, or where it is none."""
+    given = request.headers.get(SERVES, "")
+    return given if PEER.fullmatch(given) else ""
+
+
+def _url_host(host: str) -> str:
+    """An address that means "all interfaces" is reached by this machine's name."""
+    host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (not a binding)
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,191 @@
+"""The trainer's side: versions as files in one folder, whole (*full*) or as changes of the version before (*delta*).
+
+write(7)   compare with what was written last ──► delta file, or full where that is due, needed or not larger
+           remember it ──► delete what no late joiner can need ──► manifest
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.weight_sync.adapter import AdapterConfig, changes_of, check_base
+from penstock.weight_sync.chain import SERVED, Link, state_of
+from penstock.weight_sync.delta import Change, find_change, words_of
+from penstock.weight_sync.delta_file import write_delta
+from penstock.weight_sync.manifest import NamedTensors, Transport, build_manifest, describe
+from penstock.weight_sync.model_folder import ModelFolder
+from penstock.weight_sync.tensor_file import ADAPTER, FULL, Section, Written, write_file
+
+FILE_NAME = re.compile(r"weights-(\d{8})(\.delta)?\.safetensors")
+Tensors = dict[str, torch.Tensor]
+
+
+class WeightPublisher:
+    """Writes versions into a folder that it owns. One thread at a time calls it.
+
+    `full_every`: of so many versions one is full (1: all are); with more, a copy of the newest version stays in memory.
+    The files of the newest `keep` versions stay, each with all of its chain. `base_url` is where servers find
+    the folder's files (`file_server`). `model`, the folder of version 0, is needed for adapters only.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        transport: Transport,
+        keep: int = 2,
+        *,
+        full_every: int = 1,
+        base_url: str | None = None,
+        model: Path | None = None,
+    ) -> None:
+        if transport in SERVED and not base_url:
+            raise ValueError(f"the {transport} transport needs the URL under which the files are served")
+        self.directory = Path(directory)
+        self.transport: Transport = transport
+        self.keep = max(1, keep)
+        self.full_every = max(1, full_every)
+        self._base_url = base_url
+        self._model = model
+        self._base: ModelFolder | None = None
+        self._chain: list[Link] = []
+        """The files of the version written last."""
+        self._last: Tensors = {}
+        """Its tensors: our own copies, because the caller may go on changing those that it gave."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for leftover in self.directory.glob("*.tmp"):
+            leftover.unlink(missing_ok=True)
+
+    def write(self, version: int, tensors: NamedTensors) -> dict[str, Any]:
+        """Write `version` and return its manifest. Raises `NoSpace`; the versions before are as they were then.
+
+        Where all versions are full and nobody else holds `tensors`, each is freed once it is in the file: model and
+        file together never take the memory of two.
+        """
+        named = _on_host(tensors)
+        described = [describe(*item) for item in named.items()]
+        state = state_of(described)
+        changes = self._changes(version, named)
+        if changes is None:
+            link = self._link(version, None, self._write_whole(version, named, described, {"penstock": FULL}), state)
+            self._chain = [link]
+        else:
+            base = self._chain[-1]
+            written = write_delta(self._path(version, ".delta"), changes, base.state, durable=self._durable)
+            self._chain = [*self._chain, self._link(version, base.version, written, state)]
+        self._remember(named)
+        self._delete_others(version)
+        return build_manifest(self.transport, self._chain, described, deltas_follow=self.full_every > 1)
+
+    def write_adapter(self, version: int, tensors: NamedTensors, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a LoRA adapter as `version`: servers add it to the model folder's weights (`merge`).
+
+        `tensors` in peft's names (``get_peft_model_state_dict``), `config` as ``LoraConfig.to_dict()`` has it. Raises
+        `BadAdapter` naming what cannot be merged, `NoSpace`; nothing is written then. The next `write` is full.
+        """
+        named, settings = _on_host(tensors), AdapterConfig.from_peft(config)
+        base = self._base_folder()
+        check_base(changes_of(settings, named), base.entries())
+        described = [describe(*item) for item in named.items()]
+        adapter = {"config": settings.as_dict(), "base": base.state()}
+        metadata = {"penstock": ADAPTER, "adapter": json.dumps(adapter)}
+        link = self._link(version, None, self._write_whole(version, named, described, metadata), state_of(described))
+        self._chain, self._last = [], {}
+        self._delete_others(version)
+        return build_manifest(self.transport, [link], described, adapter=adapter)
+
+    def close(self) -> None:
+        """Delete every version: the run is over."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _base_folder(self) -> ModelFolder:
+        if self._model is None:
+            raise ValueError("adapters need the model folder of version 0: give it as `model`")
+        if self._base is None:
+            self._base = ModelFolder(self._model)
+        return self._base
+
+    def _changes(self, version: int, named: Tensors) -> dict[str, Change] | None:
+        """By tensor, those that changed. None where `version` is to be full."""
+        due = len(self._chain) >= self.full_every or not self._chain
+        if due or version <= self._chain[-1].version or _layout(named) != _layout(self._last):
+            return None
+        found = {name: find_change(words_of(self._last[name]), words_of(tensor)) for name, tensor in named.items()}
+        changes = {name: change for name, change in found.items() if change is not None}
+        size = sum(change.index.nbytes + change.values.nbytes for change in changes.values())
+        return changes if size < sum(tensor.nbytes for tensor in named.values()) else None
+
+    def _write_whole(
+        self, version: int, named: Tensors, described: Iterable[Mapping[str, Any]], metadata: Mapping[str, str]
+    ) -> Written:
+        checksums = json.dumps({entry["name"]: entry["xxh3"] for entry in described}, separators=(",", ":"))
+        sections = [Section.of_tensor(name, tensor) for name, tensor in named.items()]
+        if self.full_every == 1:
+            named.clear()
+        written = write_file(self._path(version), sections, {**metadata, "xxh3": checksums}, durable=self._durable)
+        # A delta of this number is of a life that was taken back.
+        self._path(version, ".delta").unlink(missing_ok=True)
+        return written
+
+    def _link(self, version: int, base_version: int | None, written: Written, state: str) -> Link:
+        place = f"{self._base_url}/{written.path.name}" if self.transport in SERVED else str(written.path)
+        return Link(version, base_version, place, written.bytes, written.xxh3, state)
+
+    def _remember(self, named: Tensors) -> None:
+        if self.full_every == 1:
+            return
+        if _layout(named) != _layout(self._last):
+            self._last = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}
+            return
+        for name, tensor in named.items():
+            self._last[name].copy_(tensor)
+
+    def _path(self, version: int, kind: str = "") -> Path:
+        return self.directory / f"weights-{version:08d}{kind}.safetensors"
+
+    @property
+    def _durable(self) -> bool:
+        return self.transport == "disk"
+
+    def _delete_others(self, version: int) -> None:
+        """All but the newest `keep` up to `version` and what they build on.
+
+        Later ones are of a life that the queue has forgotten: were they counted, the present version would go.
+        """
+        needed = needed_files([path.name for path in self.directory.iterdir()], version, self.keep)
+        for path in self.directory.glob("weights-*.safetensors"):
+            if path.name not in needed:
+                path.unlink(missing_ok=True)
+
+
+def needed_files(names: Iterable[str], version: int, keep: int) -> set[str]:
+    """Of a folder's files, those of the newest `keep` versions up to `version`, with their chains."""
+    files = {
+        int(found[1]): found for name in names if (found := FILE_NAME.fullmatch(name)) and int(found[1]) <= version
+    }
+    needed: set[str] = set()
+    for newest in sorted(files)[-keep:]:
+        for number in sorted((n for n in files if n <= newest), reverse=True):
+            needed.add(files[number][0])
+            if not files[number][2]:
+                break
+    return needed
+
+
+def _on_host(tensors: NamedTensors) -> Tensors:
+    named: Tensors = {}
+    for name, tensor in tensors:
+        if name in named:
+            raise ValueError(f"tensor {name!r} is given twice")
+        named[name] = tensor.detach().cpu()
+    return named
+
+
+def _layout(tensors: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

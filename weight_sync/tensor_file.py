@@ -1,0 +1,164 @@
+"""Ordinary safetensors, written whole or not at all, with what is needed to check the file by itself.
+
+The file appears under its name by an atomic rename and is never written again: a reader sees a whole version or none;
+a writer that dies in the middle leaves only a ``.tmp`` that the next one removes. ``__metadata__`` says what it is:
+
+    full    {"penstock": "full/1", "xxh3": "{name: hex}"}
+    delta   {"penstock": "delta/1", …}                       see `delta_file`
+    adapter {"penstock": "adapter/1", "xxh3": "{name: hex}", "adapter": "{config, base}"}   see `adapter`
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+import xxhash
+
+from penstock.weight_sync.manifest import raw_bytes
+
+HEADROOM_BYTES = 16 << 20
+FULL = "full/1"
+DELTA = "delta/1"
+ADAPTER = "adapter/1"
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class NoSpace(OSError):
+    """The folder's file system cannot hold another version; the message says where, how much is needed and free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a reader must find under `path`."""
+
+    path: Path
+    bytes: int
+    xxh3: str
+    """Of the whole file, as 16 hex digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One named array of a file, in the pieces that it is written from."""
+
+    name: str
+    code: str
+    """safetensors' name of the dtype."""
+    shape: tuple[int, ...]
+    nbytes: int
+    pieces: Iterable[memoryview]
+    """Gone through once, when their turn to be written comes."""
+
+    @classmethod
+    def of_tensor(cls, name: str, tensor: torch.Tensor) -> Section:
+        return cls(name, _CODES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, [raw_bytes(tensor)])
+
+    @classmethod
+    def of_bytes(cls, name: str, pieces: Sequence[memoryview]) -> Section:
+        size = sum(len(piece) for piece in pieces)
+        return cls(name, "U8", (size,), size, pieces)
+
+    @classmethod
+    def computed(cls, name: str, dtype: torch.dtype, shape: Sequence[int], make: Callable[[], torch.Tensor]) -> Section:
+        """A tensor that `make` gives once its turn comes, of that dtype and shape."""
+        return cls(name, _CODES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, _made(make))
+
+
+def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str], *, durable: bool) -> Written:
+    """All of `sections` under `path`, at once. Raises `NoSpace`; whatever it raises, there is no such file then.
+
+    `sections` is emptied on the way: a tensor that nobody else holds is freed once it is written.
+    """
+    header = _header(sections, metadata)
+    size = len(header) + sum(section.nbytes for section in sections)
+    _check_space(path.parent, size)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            digest = _write_all(file, header, sections)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise _no_space(path.parent, size) from error  # others took the room meanwhile
+    finally:
+        temporary.unlink(missing_ok=True)
+    return Written(path, size, digest)
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A whole version into an open file that nobody else reads yet; nothing is said of its checksums."""
+    sections = [Section.of_tensor(name, tensor) for name, tensor in tensors.items()]
+    _write_all(file, _header(sections, {}), sections)
+
+
+def _made(make: Callable[[], torch.Tensor]) -> Iterator[memoryview]:
+    yield raw_bytes(make())
+
+
+def _write_all(file: BinaryIO, header: bytes, sections: list[Section]) -> str:
+    digest = xxhash.xxh3_64()
+    for piece in _pieces(header, sections):
+        file.write(piece)
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(header: bytes, sections: list[Section]) -> Iterator[memoryview]:
+    yield memoryview(header)
+    sections.reverse()
+    while sections:
+        yield from sections.pop().pieces
+
+
+def _header(sections: Sequence[Section], metadata: Mapping[str, str]) -> bytes:
+    """safetensors: length (u64 LE), then JSON padded with spaces so that the data starts 8-aligned."""
+    described: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for section in sections:
+        if section.name in described:
+            raise ValueError(f"tensor {section.name!r} is given twice")
+        span = [offset, offset + section.nbytes]
+        described[section.name] = {"dtype": section.code, "shape": list(section.shape), "data_offsets": span}
+        offset += section.nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _check_space(directory: Path, size: int) -> None:
+    if shutil.disk_usage(directory).free < size + HEADROOM_BYTES:
+        raise _no_space(directory, size)
+
+
+def _no_space(directory: Path, size: int) -> NoSpace:
+    free = shutil.disk_usage(directory).free
+    return NoSpace(
+        errno.ENOSPC,
+        f"{directory} has {free >> 20} MiB free, one version of the weights needs {(size + HEADROOM_BYTES) >> 20}"
+        " MiB; free some, or take another place with rollout.weight_transport",
+    )
