@@ -15,8 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from penstock.sandbox import Sandbox, Session
-from penstock.sandbox.swe import PatchError, SweEnvironment, SweLimits, SweTask, SweTaskError
-from penstock.sandbox.swe import grading as grade
+from penstock.sandbox.swe import PatchError, SweEnvironment, SweLimits, SweTask, SweTaskError, grade
 from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult
 from penstock.tools.editor.tool import EditorTool
 from penstock.tools.episode_box import BoxTool, EpisodeBox

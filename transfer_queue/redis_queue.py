@@ -1,4 +1,4 @@
-"""The queue in Redis. Each method is one script in ``lua/`` (its contract is in `queue.TransferQueue`), besides payloads.
+"""The queue in Redis. Each method is one script in ``lua/`` (contract: `queue.TransferQueue`), besides payloads.
 
 A payload is stored before the script that acknowledges it, in the same round trip where one server holds both, and is
 deleted after the script that forgets it: a client that dies in between leaves a payload that nobody names, never a name
@@ -57,7 +57,7 @@ SUBMIT_CHUNK = 1000
 
 
 class RedisTransferQueue:
-    """`TransferQueue` in Redis 6.2 or newer. Safe for many tasks of one event loop; made by `connect`, ended by `close`."""
+    """`TransferQueue` in Redis 6.2 or newer. Safe for tasks of one event loop; `connect` makes it, `close` ends it."""
 
     def __init__(
         self, connection: Connection, run: str, config: TransferQueueConfig, batch_log: BatchLog | None

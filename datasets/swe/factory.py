@@ -23,8 +23,7 @@ from penstock.datasets.swe.statement import problem_statement
 from penstock.datasets.swe.store import TreeStore
 from penstock.datasets.swe.task_rows import Fields
 from penstock.sandbox import Sandbox
-from penstock.sandbox.swe import Grade, SweEnvironment, SweLimits, SweTask, check_task
-from penstock.sandbox.swe import grading as grade
+from penstock.sandbox.swe import Grade, SweEnvironment, SweLimits, SweTask, check_task, grade
 from penstock.sandbox.swe.decoys import function_of
 
 TEST_COMMAND = "python3 -m pytest"

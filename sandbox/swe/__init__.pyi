@@ -4,8 +4,8 @@ from .command import PytestCommand as PytestCommand
 from .environment import SweEnvironment as SweEnvironment
 from .errors import PatchError as PatchError
 from .errors import SweTaskError as SweTaskError
-from .grade import is_protected as is_protected
 from .grading import grade as grade
+from .grading import is_protected as is_protected
 from .limits import SweLimits as SweLimits
 from .report import Grade as Grade
 from .report import read_lines as read_lines

@@ -1,4 +1,4 @@
-"""What `TransferQueue` promises of servers, other lanes and numbers: one suite for memory, Redis and a Redis Cluster."""
+"""Servers, lanes and numbers in a `TransferQueue`: one suite for memory, Redis and a Redis Cluster."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ import pytest
 from tests.sandbox.swe.conftest import LIMITS
 from tests.sandbox.swe.wordkit import patch_by
 
-from penstock.sandbox.swe import check_task
-from penstock.sandbox.swe import grading as grade
+from penstock.sandbox.swe import check_task, grade
 
 pytestmark = pytest.mark.bwrap
 IN_CODE = "cat >> wordkit/slug.py <<'END'\n{}\nEND"

@@ -10,8 +10,7 @@ from tests.sandbox.swe.conftest import CONFIG, LIMITS
 from tests.sandbox.swe.wordkit import TESTS, patch_by
 
 from penstock.sandbox import RemoteSandbox, SandboxError, make_sandbox
-from penstock.sandbox.swe import SweEnvironment, SweTaskError, check_task
-from penstock.sandbox.swe import grading as grade
+from penstock.sandbox.swe import SweEnvironment, SweTaskError, check_task, grade
 
 pytestmark = pytest.mark.bwrap
 
