@@ -49,7 +49,7 @@ def endpoint() -> Endpoint:
 
 
 @pytest.fixture
-async def judge(endpoint: Endpoint, serve, monkeypatch) -> AsyncIterator[Callable[..., RewardFunction]]:  # noqa: F811
+async def judge(endpoint: Endpoint, serve, monkeypatch) -> AsyncIterator[Callable[..., RewardFunction]]:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     monkeypatch.setattr("penstock.tools.retries.RetryPolicy.wait_s", lambda *_: 0.01)
     url = await serve(endpoint.app)

@@ -54,7 +54,7 @@ def classifier(model: str) -> HuggingFaceClassifier:
 
 
 @pytest.fixture
-async def url(classifier: HuggingFaceClassifier, serve: Callable[[Any], Any]) -> str:  # noqa: F811
+async def url(classifier: HuggingFaceClassifier, serve: Callable[[Any], Any]) -> str:
     def score(rows: Sequence[Sequence[int]]) -> list[float]:
         return classifier.score(rows)  # looked up at each batch: a test replaces it
 
