@@ -1,7 +1,8 @@
-"""Which tests stay together when `scripts/test` runs two processes of them: those that share something costly."""
+"""Which tests stay together when `scripts/test` runs several processes of them, and what is printed at the end."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ TOGETHER = (
     ROOT / "recipes" / "swe",  # tasks that are made once
     ROOT / "sandbox" / "attacks",  # one planted host, and the process's descriptors are counted around every attack
 )
+OUTCOMES = ("passed", "failed", "error", "skipped")
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
@@ -27,3 +29,32 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """xdist says nothing where it has not read the groups: all tests pass, and every engine is started twice."""
     if node.config.getvalue("dist") == "loadgroup" and not all("@" in one for one in ids):
         pytest.exit("xdist has not read the groups of tests: see pytest's range in pyproject.toml", returncode=4)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """One line per area: seconds of a process, tests passed, failed and skipped, and why they were skipped."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    seconds: Counter[str] = Counter()
+    reasons: dict[str, set[str]] = defaultdict(set)
+    for outcome in OUTCOMES:
+        for report in terminalreporter.stats.get(outcome, []):
+            area = _area(report.nodeid)
+            counts[area][outcome] += 1
+            if outcome == "skipped" and isinstance(report.longrepr, tuple):
+                reasons[area].add(report.longrepr[2].removeprefix("Skipped: "))
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                seconds[_area(report.nodeid)] += report.duration
+    if not counts:
+        return
+    terminalreporter.section("areas")
+    for area in sorted(counts):
+        numbers = ", ".join(f"{counts[area][outcome]} {outcome}" for outcome in OUTCOMES if counts[area][outcome])
+        why = "".join(f"; skipped: {reason}" for reason in sorted(reasons[area]))
+        terminalreporter.write_line(f"{area:16} {seconds[area]:6.0f} s  {numbers}{why}")
+
+
+def _area(nodeid: str) -> str:
+    parts = nodeid.split("::", maxsplit=1)[0].split("/")
+    return parts[1] if len(parts) > 2 else "tests"
