@@ -44,7 +44,7 @@ class EpisodeSpans:
     """Made for one run of an episode, in its task. `end` is its last call."""
 
     def __init__(self, lease: Lease, worker: str) -> None:
-        facts = {"episode": lease.episode_id, "task": lease.task.task_id, "lane": lease.task.lane}
+        facts = {"episode": lease.episode_id, "task": lease.task.task_id, "split": lease.task.split}
         self.root = begin("episode", None, {**facts, "worker": worker, "attempt": lease.attempt})
         self._facts = facts
         self._turns: list[_Turn] = []

@@ -174,7 +174,7 @@ class EpisodeLLM:
             request_id=f"{self._lease.episode_id}:{self._lease.fence}:{self.counts.calls}",
             episode_id=self._lease.episode_id,
             min_version=self._lease.min_version,
-            lane=self._lease.task.lane,
+            split=self._lease.task.split,
         )
 
     def _append(self, segment: SegmentBuilder, asked: tuple[int, int], generation: Generation) -> None:

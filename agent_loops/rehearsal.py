@@ -27,7 +27,7 @@ from penstock.tools import ToolConfig
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import DeadLetter, Limits, MemoryTransferQueue, Task, Trajectory
 
-LANE = "rehearsal"
+SPLIT = "rehearsal"
 LEASE_TTL_S = 60.0
 POLL_S = 0.05
 SLACK_S = 60.0
@@ -130,7 +130,7 @@ async def rehearse(
     `on_ended` is told how many have ended. Raises `AgentError` and `SandboxError` as a worker does at its start,
     `WorkerStopped` where the infrastructure fails again and again, or nothing ends any more.
     """
-    staged = [replace(task, lane=LANE, task_id=f"{LANE}/{number:08d}") for number, task in enumerate(tasks)]
+    staged = [replace(task, split=SPLIT, task_id=f"{SPLIT}/{number:08d}") for number, task in enumerate(tasks)]
     queue = MemoryTransferQueue()
     await queue.create_run(
         Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1, lease_ttl_s=LEASE_TTL_S), "{}"
@@ -151,7 +151,7 @@ async def rehearse(
     )
     patience_s = config.episode_deadline_s + config.rewards.timeout_s + SLACK_S
     await _play(job, queue, len(staged), patience_s, on_ended)
-    trajectories, _ = await queue.results(LANE)
+    trajectories, _ = await queue.results(SPLIT)
     return Rehearsal(sorted(trajectories, key=lambda one: one.task_id), await queue.dead_letters(max(1, len(staged))))
 
 
@@ -165,12 +165,12 @@ async def _play(
             await asyncio.wait({worker}, timeout=POLL_S)
             if worker.done():
                 worker.result()  # a worker runs until it is cancelled: it can only have failed
-            lane = (await queue.status()).other_lanes[LANE]
-            if lane["done"] > ended:
-                ended, since = lane["done"], time.monotonic()
+            split = (await queue.status()).other_splits[SPLIT]
+            if split["done"] > ended:
+                ended, since = split["done"], time.monotonic()
                 on_ended(ended)
             elif time.monotonic() - since > patience_s:
-                raise WorkerStopped(f"{ended} of {count} episodes ended, and none for {patience_s:.0f} s: {lane}")
+                raise WorkerStopped(f"{ended} of {count} episodes ended, and none for {patience_s:.0f} s: {split}")
     finally:
         worker.cancel()
         await asyncio.gather(worker, return_exceptions=True)

@@ -36,7 +36,7 @@ async def try_loop(
 ) -> Trajectory:
     """One episode of `loop`, as a worker runs it. `agent`: fields of `AgentConfig`; without `reward`, the loop's own.
 
-    `model` is the folder or hub name of a tokenizer; no weights are loaded. `task.lane` is an evaluation's. `sandbox`:
+    `model` is the folder or hub name of a tokenizer; no weights are loaded. `task.split` is an evaluation's. `sandbox`:
     for tools that need one. Raises `AgentError` and `SandboxError` as a worker does at its start, and `InfraFailure`
     where the episode fails.
     """

@@ -162,15 +162,15 @@ RULES: Sequence[Rule] = (
 
 
 def _has_work(status: Status) -> bool:
-    return bool(status.groups.get("queued", 0) or _leased(status) or _lanes(status, "queued"))
+    return bool(status.groups.get("queued", 0) or _leased(status) or _splits(status, "queued"))
 
 
 def _leased(status: Status) -> int:
-    return status.episodes.get("leased", 0) + _lanes(status, "leased")
+    return status.episodes.get("leased", 0) + _splits(status, "leased")
 
 
-def _lanes(status: Status, state: str) -> int:
-    return sum(lane.get(state, 0) for lane in status.other_lanes.values())
+def _splits(status: Status, state: str) -> int:
+    return sum(split.get(state, 0) for split in status.other_splits.values())
 
 
 def _named(roles: Sequence[LocalRole], kind: str) -> str:

@@ -2,7 +2,7 @@
 
     every second: progress? ──no, for stall_timeout_s──► find_stuck ─► stacks into logs/NAME.log ─► warn | stop
 
-Progress is any of: a step told in metrics.jsonl, a version, a commit, a finished episode, a submitted task, a lane's
+Progress is any of: a step told in metrics.jsonl, a version, a commit, a finished episode, a submitted task, a split's
 counts, and a server or worker that comes for the first time.
 """
 
@@ -79,9 +79,9 @@ class Watchdog:
 
     def _moved(self, steps_done: int, status: Status, servers: Sequence[ServerInfo]) -> bool:
         self._seen.update(status.workers, (server.server_id for server in servers))
-        lanes = (count for lane in status.other_lanes.values() for count in lane.values())
+        splits = (count for split in status.other_splits.values() for count in split.values())
         done = (steps_done, status.version, status.episodes.get("completed", 0), status.committed_step)
-        counts = (*done, status.groups.get("submitted", 0), len(self._seen), *lanes)
+        counts = (*done, status.groups.get("submitted", 0), len(self._seen), *splits)
         before, self._fingerprint = self._fingerprint, counts
         return counts != before
 

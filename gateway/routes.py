@@ -159,7 +159,7 @@ def _opened(episode: CapturedEpisode, url: str, token: str) -> dict[str, Any]:
         "model": episode.parts.model,
         "task": {
             "task_id": task.task_id,
-            "lane": task.lane,
+            "split": task.split,
             "messages": list(task.messages),
             "data_source": task.data_source,
             "agent_name": task.agent_name,

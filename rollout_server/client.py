@@ -117,7 +117,7 @@ class RolloutClient:
         """What one server, or the faster of two, gives of the answer. Raises `_Broken`, `QueueError`."""
         left_s = max(deadline - time.monotonic(), 0.001)
         request = answer.begin_stream().model_copy(update={"deadline_s": left_s})
-        server = await self._router.pick(request.episode_id, request.min_version, (avoid,), request.lane)
+        server = await self._router.pick(request.episode_id, request.min_version, (avoid,), request.split)
         if server is None:
             raise _Broken(self._nobody(request.min_version), "nobody")
         chunks = self._ask(server, request)
@@ -132,7 +132,7 @@ class RolloutClient:
 
     async def _second(self, first: ServerInfo, request: GenerateRequest) -> AsyncGenerator[Chunk] | None:
         """The same request to another server, where there is one."""
-        server = await self._router.pick(request.episode_id, request.min_version, (first.url,), request.lane)
+        server = await self._router.pick(request.episode_id, request.min_version, (first.url,), request.split)
         # The first one may win yet; who speaks first is stuck to then.
         self._router.stick(request.episode_id, first.url)
         return None if server is None or server.url == first.url else self._ask(server, request)

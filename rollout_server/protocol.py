@@ -56,7 +56,7 @@ class GenerateRequest(BaseModel):
     episode_id: Label = ""
     min_version: Count = 0
     """409 where the server's weights are older."""
-    lane: Label = Field("train", exclude=True)
+    split: Label = Field("train", exclude=True)
     """Of the episode's task: where there is a server for evaluations, they go there. Does not travel."""
     deadline_s: Number | None = Field(None, gt=0, le=86_400)
     """Seconds from now; the server gives up then, frees the engine, and says 504 or ends with an error line."""

@@ -97,14 +97,14 @@ class Router:
             del self._known[url]
 
     async def pick(
-        self, episode_id: str, min_version: int, avoid: Collection[str] = (), lane: str = TRAIN
+        self, episode_id: str, min_version: int, avoid: Collection[str] = (), split: str = TRAIN
     ) -> ServerInfo | None:
         """The server for this episode; None where none accepts requests at `min_version` or newer.
 
         URLs in `avoid` are picked only where there is no other. A server for evaluations, where there is one, gets all
-        that is not of lane ``train`` and nothing else, also while it does not accept.
+        that is not of split ``train`` and nothing else, also while it does not accept.
         """
-        servers, now = _of_lane(await self.servers(), lane), time.monotonic()
+        servers, now = _of_split(await self.servers(), split), time.monotonic()
         able = {s.url: s for s in servers if s.accepting and s.version >= min_version and self._lets_in(s.url, now)}
         able = {url: server for url, server in able.items() if url not in avoid} or able
         if not able:
@@ -179,6 +179,6 @@ class Router:
         return "accepts" if server.accepting else "does not accept"
 
 
-def _of_lane(servers: Sequence[ServerInfo], lane: str) -> list[ServerInfo]:
-    evaluates = lane != TRAIN and any(server.evaluates for server in servers)
+def _of_split(servers: Sequence[ServerInfo], split: str) -> list[ServerInfo]:
+    evaluates = split != TRAIN and any(server.evaluates for server in servers)
     return [server for server in servers if server.evaluates == evaluates]

@@ -22,7 +22,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One checked dataset row, ready to become a task of any lane."""
+    """One checked dataset row, ready to become a task of any split."""
 
     messages: Sequence[Mapping[str, Any]]
     data_source: str
@@ -30,10 +30,10 @@ class Row:
     agent_name: str | None
     extra_info: Mapping[str, Any]
 
-    def task(self, task_id: str, lane: str, sampling: Mapping[str, Any] | None = None, min_version: int = 0) -> Task:
+    def task(self, task_id: str, split: str, sampling: Mapping[str, Any] | None = None, min_version: int = 0) -> Task:
         return Task(
             task_id=task_id,
-            lane=lane,
+            split=split,
             messages=self.messages,
             data_source=self.data_source,
             ground_truth=self.ground_truth,

@@ -1,6 +1,6 @@
-"""Evaluation beside training: greedy episodes in a lane of their own, on a policy version or newer.
+"""Evaluation beside training: greedy episodes in a split of their own, on a policy version or newer.
 
-    start(v) ──► task: submit lane eval/v ─► poll until all are done ─► mean reward ─► eval.jsonl, metrics.jsonl
+    start(v) ──► task: submit split eval/v ─► poll until all are done ─► mean reward ─► eval.jsonl, metrics.jsonl
 
 Neither training nor rollout waits for it. One at a time: one that falls due while another runs is left out. A server
 for evaluations (`rollout.evaluation_server`) keeps its version until it is over. Other servers go on to newer versions
@@ -19,7 +19,7 @@ import numpy as np
 from penstock.trainer.data import Row
 from penstock.trainer.recorder import Recorder
 from penstock.trainer.timeline import EVALUATION, Timeline
-from penstock.transfer_queue import Trajectory, TransferQueue, evaluation_lane
+from penstock.transfer_queue import Trajectory, TransferQueue, evaluation_split
 
 POLL_S = 0.25
 
@@ -58,8 +58,8 @@ class Evaluator:
                     await self.settle()
         except TimeoutError:
             await self.close()
-            lanes = (await self._queue.status()).other_lanes
-            logger.error("the evaluation of version %d was not done within %.0f s: %s", version, timeout_s, lanes)
+            splits = (await self._queue.status()).other_splits
+            logger.error("the evaluation of version %d was not done within %.0f s: %s", version, timeout_s, splits)
 
     async def settle(self) -> None:
         if self._task is not None:
@@ -82,22 +82,22 @@ class Evaluator:
 
     async def _run(self, version: int) -> None:
         began = time.monotonic()
-        lane = evaluation_lane(version)
+        split = evaluation_split(version)
         tasks = [
-            row.task(f"{lane}/{number:08d}", lane, sampling={"temperature": 0.0}, min_version=version)
+            row.task(f"{split}/{number:08d}", split, sampling={"temperature": 0.0}, min_version=version)
             for number, row in enumerate(self._rows)
         ]
         await self._queue.submit(tasks)
         # Bounded by `finish`, and by the end of the run.
-        while await self._still_out(lane):  # noqa: ASYNC110 - the event is in another process
+        while await self._still_out(split):  # noqa: ASYNC110 - the event is in another process
             await asyncio.sleep(POLL_S)
-        trajectories, _ = await self._queue.results(lane)
+        trajectories, _ = await self._queue.results(split)
         result = summarise(trajectories, len(tasks)) | by_version(trajectories, version)
         await asyncio.to_thread(self._recorder.evaluation, version, result, time.monotonic() - began)
-        await self._queue.drop_lane(lane)
+        await self._queue.drop_split(split)
 
-    async def _still_out(self, lane: str) -> int:
-        counts = (await self._queue.status()).other_lanes.get(lane, {})
+    async def _still_out(self, split: str) -> int:
+        counts = (await self._queue.status()).other_splits.get(split, {})
         return counts.get("queued", 0) + counts.get("leased", 0)
 
 

@@ -60,7 +60,7 @@ class Feeder:
 
     def _task(self, place: DataCursor) -> Task:
         row = self._rows[self._stream.row_index(place)]
-        return row.task(task_id=f"train/{place.epoch:04d}/{place.index:08d}", lane="train", sampling=self._sampling)
+        return row.task(task_id=f"train/{place.epoch:04d}/{place.index:08d}", split="train", sampling=self._sampling)
 
 
 def missing_groups(status: Status, limits: Limits, steps: int) -> int:

@@ -33,7 +33,7 @@ from .codec import values_of as values_of
 from .codec import wanted_fields as wanted_fields
 from .config import TransferQueueConfig as TransferQueueConfig
 from .connection import Connection as Connection
-from .evaluation import evaluation_lane as evaluation_lane
+from .evaluation import evaluation_split as evaluation_split
 from .evaluation import under_evaluation as under_evaluation
 from .fields import BLOCK as BLOCK
 from .fields import DTYPES as DTYPES

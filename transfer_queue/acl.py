@@ -8,7 +8,7 @@ run's empty prefix ``penstock:{RUN}:``, a key that never exists, and scripts get
 |---|---|---|---|---|---|
 | `run`: limits and configuration | write | read | read | read | read |
 | `steps`, `trained_ahead`: versions, batches, commits | write | write | read | read | read |
-| groups, episodes, leases, journals, letters, lanes, counts; payloads | write | write | write | write | read |
+| groups, episodes, leases, journals, letters, splits, counts; payloads | write | write | write | write | read |
 | `servers`, `updates` | write | write | read | write | read |
 | `once:*`, `waits`, `nothing` | write | write | write | write | read |
 
@@ -29,7 +29,7 @@ _RUN = ("run",)
 _STEPS = ("steps", "steps:*", "trained_ahead")
 _EPISODES = (
     *("counters", "counts", "queue*", "admitted", "ready", "open:*", "leases", "workers", "asked", "group:*", "task:*"),
-    *("journal:*", "letter*", "lane*", "lengths", "in_system", "garbage"),
+    *("journal:*", "letter*", "split*", "lengths", "in_system", "garbage"),
 )
 _SERVERS = ("servers", "servers_until", "updates")
 _CALLS = ("once:*", "waits", "nothing")

@@ -79,7 +79,7 @@ def check_trajectory(lease: Lease, trajectory: Trajectory) -> None:
 def check_tasks(tasks: Sequence[Task]) -> None:
     """Raise `QueueError` naming the task and the field that the queue cannot keep."""
     for task in tasks:
-        for field, value in (("task_id", task.task_id), ("lane", task.lane)):
+        for field, value in (("task_id", task.task_id), ("split", task.split)):
             if not (isinstance(value, str) and _NAME.fullmatch(value) and len(value) <= MAX_TASK_ID_CHARS):
                 raise QueueError(
                     f"task {task.task_id!r}: {field} must be 1 to {MAX_TASK_ID_CHARS} printable ASCII characters"

@@ -35,7 +35,7 @@ class MemoryEpisodes(MemoryRun):
         for blob in new.values():
             task = decode_task(blob)
             state.add_group(task, task_cost(len(blob)), MEMBER_COST)
-            state.counts["submitted"] += task.lane == TRAIN
+            state.counts["submitted"] += task.split == TRAIN
         state.cursor = state.cursor if cursor is None else cursor
         return len(new)
 

@@ -54,7 +54,7 @@ class Member:
 
 @dataclass(slots=True)
 class Group:
-    """All episodes of one task. `state`: queued, admitted, ready, shipped, dead; done for other lanes."""
+    """All episodes of one task. `state`: queued, admitted, ready, shipped, dead; done for other splits."""
 
     task: Task
     seq: int
@@ -72,7 +72,7 @@ class Group:
 
     @property
     def is_train(self) -> bool:
-        return self.task.lane == TRAIN
+        return self.task.split == TRAIN
 
     @property
     def ended(self) -> bool:
@@ -129,7 +129,7 @@ class MemoryState:
 
     # reading -------------------------------------------------------------------------------------------------------
     def in_state(self, *states: str) -> list[Group]:
-        """Groups of lane train in one of `states`, oldest first."""
+        """Groups of split train in one of `states`, oldest first."""
         found = [group for group in self.groups.values() if group.is_train and group.state in states]
         return sorted(found, key=lambda group: group.seq)
 
@@ -144,7 +144,7 @@ class MemoryState:
         found = [
             (group.floor, group.seq, group.episode(index), group, index)
             for group in self.groups.values()
-            if group.is_train == train and group.state in ("admitted", "lane") and group.floor <= version
+            if group.is_train == train and group.state in ("admitted", "split") and group.floor <= version
             for index, member in enumerate(group.members)
             if member.state == "queued"
         ]
@@ -174,11 +174,11 @@ class MemoryState:
 
     # episodes ------------------------------------------------------------------------------------------------------
     def add_group(self, task: Task, cost: int, member_cost: int) -> None:
-        size = self.limits.group_size if task.lane == TRAIN else 1
+        size = self.limits.group_size if task.split == TRAIN else 1
         members = [Member() for _ in range(size)]
         group = Group(task, self._seq, members, cost, size * member_cost, self.clock())
         if not group.is_train:
-            group.state, group.floor = "lane", task.min_version
+            group.state, group.floor = "split", task.min_version
         self._seq += 1
         self.groups[task.task_id] = group
 
@@ -211,7 +211,7 @@ class MemoryState:
                 self.counts["expired"] += group.is_train
 
     def end_group(self, group: Group) -> None:
-        """All members have ended: the group is ready for the trainer, filtered, dead, or done (other lanes)."""
+        """All members have ended: the group is ready for the trainer, filtered, dead, or done (other splits)."""
         if not group.is_train:
             self.change(group, "done")
             return
@@ -243,7 +243,7 @@ class MemoryState:
         for index, member in enumerate(group.members):
             if member.payload is not None:
                 member.payload = None
-                self.counts["buried"] += 1
+                self.counts["group_failed"] += 1
                 if not member.rewarded and member.outcome is not None:
                     self.put_letter(DeadLetter(group.episode(index), member.outcome, member.attempts, []), [])
 
@@ -262,7 +262,7 @@ class MemoryState:
     def revive(self, group: Group) -> None:
         """Queue a dead group again as it was submitted, at its old place in the order."""
         group.members = [Member() for _ in group.members]
-        self.change(group, "queued" if group.is_train else "lane")
+        self.change(group, "queued" if group.is_train else "split")
 
     def drop_over_age(self, step: int) -> None:
         for group in self.in_state("admitted", "ready"):

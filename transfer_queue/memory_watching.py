@@ -1,4 +1,4 @@
-"""The in-memory queue's servers, other lanes, dead letters and numbers."""
+"""The in-memory queue's servers, other splits, dead letters and numbers."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class MemoryWatching(MemoryRun):
     async def updates(self) -> list[WeightUpdate]:
         return list(self._updates)
 
-    async def results(self, lane: str) -> tuple[list[Trajectory], int]:
-        groups = [group for group in self._state.groups.values() if group.task.lane == lane]
+    async def results(self, split: str) -> tuple[list[Trajectory], int]:
+        groups = [group for group in self._state.groups.values() if group.task.split == split]
         done = [member.payload for group in groups for member in group.members if member.payload is not None]
         return [decode_trajectory(blob) for blob in done], sum(not group.ended for group in groups)
 
-    async def drop_lane(self, lane: str) -> None:
-        _refuse_train(lane)
-        for name in [name for name, group in self._state.groups.items() if group.task.lane == lane]:
+    async def drop_split(self, split: str) -> None:
+        _refuse_train(split)
+        for name in [name for name, group in self._state.groups.items() if group.task.split == split]:
             del self._state.groups[name]
             self._state.drop_letter(f"{name}#0")
 
@@ -67,7 +67,7 @@ class MemoryWatching(MemoryRun):
             unconsumed_bytes=state.waiting_bytes(),
             waits_s=dict(self._waits),
             workers=dict(workers),
-            other_lanes=self._count_lanes(),
+            other_splits=self._count_splits(),
             ages_s={name: age for name, age in ages.items() if age is not None},
             over_age=deciles(state.lengths, state.over_age_lengths),
         )
@@ -92,13 +92,13 @@ class MemoryWatching(MemoryRun):
         leased = sum(group.is_train for group, _, _ in state.leased())
         return {"queued": queued, "leased": leased} | {name: state.counts[name] for name in EVER}
 
-    def _count_lanes(self) -> dict[str, dict[str, int]]:
-        lanes: dict[str, Counter[str]] = {}
+    def _count_splits(self) -> dict[str, dict[str, int]]:
+        splits: dict[str, Counter[str]] = {}
         for group in self._state.groups.values():
             if not group.is_train:
                 name = {"failed": "done"}.get(group.members[0].state, group.members[0].state)
-                lanes.setdefault(group.task.lane, Counter(queued=0, leased=0, done=0))[name] += 1
-        return {lane: dict(counts) for lane, counts in lanes.items()}
+                splits.setdefault(group.task.split, Counter(queued=0, leased=0, done=0))[name] += 1
+        return {split: dict(counts) for split, counts in splits.items()}
 
     async def dead_letters(self, limit: int = 100, start: int = 0) -> list[DeadLetter]:
         return list(self._state.letters.values())[start : start + limit]
@@ -118,6 +118,6 @@ class MemoryWatching(MemoryRun):
         self._state.revive(group)
 
 
-def _refuse_train(lane: str) -> None:
-    if lane == TRAIN:
-        raise QueueError("lane train cannot be dropped by itself; drop the run")
+def _refuse_train(split: str) -> None:
+    if split == TRAIN:
+        raise QueueError("split train cannot be dropped by itself; drop the run")

@@ -1,6 +1,6 @@
 """The queue's protocol. Redis implements it for runs, memory for unit tests; one conformance suite holds both to it.
 
-States of a group (all episodes of one task) in lane ``train``:
+States of a group (all episodes of one task) in split ``train``:
 
     queued ──first lease──► admitted ──all members ended──► ready ──lease_batch(s)──► shipped(s)
        ▲                        │                             │                          │ publish_version(s+1)
@@ -193,7 +193,7 @@ class LengthDecile:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Everything a person or a watchdog asks, in one round trip. Counts are of lane ``train``."""
+    """Everything a person or a watchdog asks, in one round trip. Counts are of split ``train``."""
 
     version: int
     step: int
@@ -206,15 +206,15 @@ class Status:
     """queued, leased; and ever: completed (acknowledged), failed (given up), retried, expired (leases lost), trained
     (in published steps), committed, masked (trained although over-age, with their old tokens masked), spilled; and
     finished ones that will not be trained, by reason: dropped (over-age), filtered (rewards all equal), unrewarded (its
-    group went on without it), buried (its group died). completed = committed + held + these four."""
+    group went on without it), group_failed (its group died). completed = committed + held + these four."""
     bytes: int
     """What the run holds in the store: tasks, journals, payloads and their bookkeeping; Redis agrees within 10 %."""
     waits_s: Mapping[str, float]
     """``role:cause`` → seconds."""
     workers: Mapping[str, int]
     """worker → episodes it holds."""
-    other_lanes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """lane → {queued, leased, done}"""
+    other_splits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """split → {queued, leased, done}"""
     ages_s: Mapping[str, float] = field(default_factory=dict)
     """queued, admitted, ready → how long the group that is first there has been in that state; absent where none is."""
     over_age: Sequence[LengthDecile] = ()
@@ -242,7 +242,7 @@ class TransferQueue(Protocol):
     ) -> int:
         """Queue tasks (a group each in ``train``; one episode each elsewhere). Returns how many were new.
 
-        With `cursor` (place in the data stream after these tasks) the call is exactly-once for lane ``train``: it
+        With `cursor` (place in the data stream after these tasks) the call is exactly-once for split ``train``: it
         is a no-op unless the stored cursor is smaller. With `after` (place before these tasks) it raises `StepError`
         where the stored cursor is smaller than that: the queue has lost tasks with its machine, go on at `cursor()`.
         """
@@ -254,7 +254,7 @@ class TransferQueue(Protocol):
     async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
         """Up to `count` episodes for a worker whose best server holds `version`; fewer where admission says no.
 
-        Order: other lanes first (evaluations are short and somebody waits), then members of groups already admitted,
+        Order: other splits first (evaluations are short and somebody waits), then members of groups already admitted,
         then new groups: highest priority first, then oldest task, passing over sources whose quota is used up.
         Expired leases are taken back here.
         """
@@ -350,11 +350,11 @@ class TransferQueue(Protocol):
         For audits; linear in what is held.
         """
 
-    # other lanes ---------------------------------------------------------------------------------------------------
-    async def results(self, lane: str) -> tuple[list[Trajectory], int]:
-        """Finished trajectories of a lane and how many episodes are still out."""
+    # other splits ---------------------------------------------------------------------------------------------------
+    async def results(self, split: str) -> tuple[list[Trajectory], int]:
+        """Finished trajectories of a split and how many episodes are still out."""
 
-    async def drop_lane(self, lane: str) -> None: ...
+    async def drop_split(self, split: str) -> None: ...
 
     # watching ------------------------------------------------------------------------------------------------------
     async def add_wait(self, role: str, cause: str, seconds: float) -> None: ...

@@ -267,15 +267,15 @@ class RedisTransferQueue:
     async def held(self) -> set[str]:
         return {name.decode() for name in await self._script("held")}
 
-    # other lanes ---------------------------------------------------------------------------------------------------
-    async def results(self, lane: str) -> tuple[list[Trajectory], int]:
-        names, out = await self._script("results", lane)
+    # other splits ---------------------------------------------------------------------------------------------------
+    async def results(self, split: str) -> tuple[list[Trajectory], int]:
+        names, out = await self._script("results", split)
         return await self.read([name.decode() for name in names]), int(out)
 
-    async def drop_lane(self, lane: str) -> None:
-        if lane == "train":
-            raise QueueError("lane train cannot be dropped by itself; drop the run")
-        await self._script("drop_lane", lane)
+    async def drop_split(self, split: str) -> None:
+        if split == "train":
+            raise QueueError("split train cannot be dropped by itself; drop the run")
+        await self._script("drop_split", split)
         await self._sweep()
 
     # watching ------------------------------------------------------------------------------------------------------
@@ -316,6 +316,6 @@ def _submitted(task: Task) -> tuple[Any, ...]:
     packed = encode_task(task)
     cost = task_cost(len(packed))
     return (
-        *(task.task_id, task.lane, task.min_version, task.priority, task.data_source),
+        *(task.task_id, task.split, task.min_version, task.priority, task.data_source),
         *(cost, MEMBER_COST, packed),
     )

@@ -19,7 +19,7 @@ OVERAGE = ("wait", "mask", "drop")
 FILTERS = ("none", "zero_variance")
 EVER = (
     *("completed", "failed", "retried", "expired", "trained", "committed", "masked", "spilled"),
-    *("dropped", "filtered", "unrewarded", "buried"),
+    *("dropped", "filtered", "unrewarded", "group_failed"),
 )
 
 
@@ -116,18 +116,18 @@ def status_from_map(found: dict[str, Any]) -> Status:
         unconsumed_bytes=counters.get("unconsumed", 0),
         waits_s={name: float(value) for name, value in _pairs(found["waits"])},
         workers=_ints(found["workers"]),
-        other_lanes=_lanes(found["lanes"]),
+        other_splits=_splits(found["splits"]),
         ages_s={name: ms / 1000 for name, ms in found["ages"].items() if ms >= 0},
         over_age=deciles(_buckets(found["lengths"], "all"), _buckets(found["lengths"], "over")),
     )
 
 
-def _lanes(flat: Sequence[str]) -> dict[str, dict[str, int]]:
-    lanes: dict[str, dict[str, int]] = {}
+def _splits(flat: Sequence[str]) -> dict[str, dict[str, int]]:
+    splits: dict[str, dict[str, int]] = {}
     for name, value in _pairs(flat):
-        lane, _, state = name.rpartition(" ")
-        lanes.setdefault(lane, {"queued": 0, "leased": 0, "done": 0})[state] = int(value)
-    return lanes
+        split, _, state = name.rpartition(" ")
+        splits.setdefault(split, {"queued": 0, "leased": 0, "done": 0})[state] = int(value)
+    return splits
 
 
 def _buckets(flat: Sequence[str], kind: str) -> dict[int, int]:

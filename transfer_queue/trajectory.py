@@ -25,8 +25,8 @@ class Task:
     """One row of a dataset, as an agent loop receives it. All fields are plain data (msgpack can hold them)."""
 
     task_id: str
-    """Unique in the run, for example ``train/00000012``: lane, then position in the lane's stream."""
-    lane: str
+    """Unique in the run, for example ``train/00000012``: split, then position in the split's stream."""
+    split: str
     """``train``, or an evaluation's name such as ``eval/40``. Only ``train`` counts for admission and steps."""
     messages: Sequence[Mapping[str, Any]]
     """The prompt as chat messages (verl's column ``prompt``)."""

@@ -125,8 +125,8 @@ function counts({ status }) {
     Object.entries(values)
       .sort()
       .map(([name, value]) => h("span", { class: "pair" }, `${visible(name)} `, h("b", {}, number(value))));
-  const lanes = Object.entries(status.other_lanes).map(([name, lane]) =>
-    h("p", {}, h("i", {}, `${visible(name)}: `), pairs(lane)),
+  const splits = Object.entries(status.other_splits).map(([name, split]) =>
+    h("p", {}, h("i", {}, `${visible(name)}: `), pairs(split)),
   );
   return h(
     "div",
@@ -134,7 +134,7 @@ function counts({ status }) {
     h("p", {}, h("i", {}, "episodes: "), pairs(status.episodes)),
     h("p", {}, h("i", {}, "groups: "), pairs(status.groups)),
     h("p", {}, h("i", {}, "workers hold: "), pairs(status.workers)),
-    lanes,
+    splits,
     h("p", {}, h("i", {}, "queue: "), bytes(status.bytes)),
   );
 }

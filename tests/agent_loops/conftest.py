@@ -171,7 +171,7 @@ class TinyQueue:
 @pytest.fixture
 def tasks_of() -> Callable[..., list[Task]]:
     def make(count: int = 1, **fields: Any) -> list[Task]:
-        plain = {"lane": "train", "data_source": "sums", "ground_truth": "46"}
+        plain = {"split": "train", "data_source": "sums", "ground_truth": "46"}
         messages = [{"role": "user", "content": "What is 12+34?"}]
         return [Task(f"train/{i:08d}", messages=messages, **{**plain, **fields}) for i in range(count)]
 

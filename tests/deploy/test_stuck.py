@@ -24,7 +24,7 @@ def groups(**counts: int) -> Status:
 
 LEASED = replace(groups(admitted=2), episodes={"leased": 12}, workers={"agent-0": 0, "agent-1": 12})
 EVALUATION = replace(
-    IDLE, version=10, groups={"queued": 5, "shipped": 0}, other_lanes={"eval": {"leased": 3, "queued": 0}}
+    IDLE, version=10, groups={"queued": 5, "shipped": 0}, other_splits={"eval": {"leased": 3, "queued": 0}}
 )
 
 CASES = {

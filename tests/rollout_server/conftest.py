@@ -182,8 +182,8 @@ class StubQueue:
         self.registered: dict[str, ServerInfo] = {}
         self.heartbeats: list[ServerInfo] = []
         self.reported: list[WeightUpdate] = []
-        self.lanes: dict[str, dict[str, int]] = {}
-        """Of evaluations, as `Status.other_lanes`."""
+        self.splits: dict[str, dict[str, int]] = {}
+        """Of evaluations, as `Status.other_splits`."""
         self.down = False
 
     def _check(self) -> None:
@@ -212,7 +212,7 @@ class StubQueue:
 
     async def status(self) -> Status:
         self._check()
-        return Status(0, 0, 0, {}, {}, 0, {}, {}, other_lanes=self.lanes)
+        return Status(0, 0, 0, {}, {}, 0, {}, {}, other_splits=self.splits)
 
     async def report_update(self, update: WeightUpdate) -> None:
         self._check()

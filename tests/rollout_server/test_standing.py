@@ -38,7 +38,7 @@ async def client(queue: StubQueue) -> AsyncIterator[RolloutClient]:
 
 
 def evaluating(tokens: int, min_version: int = 0) -> GenerateRequest:
-    return ask([1, 2, 3], tokens).model_copy(update={"lane": "eval/0", "min_version": min_version})
+    return ask([1, 2, 3], tokens).model_copy(update={"split": "eval/0", "min_version": min_version})
 
 
 def versions(answer: Generation) -> set[int]:
@@ -48,7 +48,7 @@ def versions(answer: Generation) -> set[int]:
 async def test_it_stays_while_an_evaluation_is_on_and_goes_on_after_it(
     queue: StubQueue, server: RunningServer, client: RolloutClient
 ) -> None:
-    queue.lanes["eval/0"] = BUSY
+    queue.splits["eval/0"] = BUSY
     answering = asyncio.create_task(client.generate(evaluating(60)))
     for version in (1, 2):
         queue.announce(version)
@@ -56,7 +56,7 @@ async def test_it_stays_while_an_evaluation_is_on_and_goes_on_after_it(
     assert server.engine.version == 0
     assert versions(await answering) == {0}
     assert versions(await client.generate(evaluating(9))) == {0}, "the episode's next turn, too"
-    queue.lanes["eval/0"] = OVER
+    queue.splits["eval/0"] = OVER
     await server.until(lambda: server.engine.version == 2)
     assert versions(await client.generate(evaluating(9))) == {2}
 
@@ -65,7 +65,7 @@ async def test_an_evaluation_of_newer_weights_does_not_hold_it_back(
     queue: StubQueue, server: RunningServer, client: RolloutClient
 ) -> None:
     """Else that evaluation and the server would wait for each other."""
-    queue.lanes["eval/1"] = BUSY
+    queue.splits["eval/1"] = BUSY
     answering = asyncio.create_task(client.generate(evaluating(30, min_version=1)))
     await asyncio.sleep(0.1)
     queue.announce(1)
@@ -90,7 +90,7 @@ async def test_without_the_queues_word_it_stays(
 
 
 async def test_a_server_for_training_waits_for_nobody(queue: StubQueue, tmp_path: Path) -> None:
-    queue.lanes["eval/0"] = BUSY
+    queue.splits["eval/0"] = BUSY
     async with rollout_server(queue, tmp_path) as server:
         queue.announce(1)
         await server.until(lambda: server.engine.version == 1)
@@ -100,11 +100,11 @@ async def test_each_goes_to_its_own_server(queue: StubQueue, server: RunningServ
     client = RolloutClient(queue, TOKEN)
     async with rollout_server(queue, tmp_path / "other", name="s1") as other:
         assert await client.best_version() == 0
-        for lane in ("eval/0", "train", "eval/0", "train"):
-            await client.generate(ask([1], 2).model_copy(update={"lane": lane}))
+        for split in ("eval/0", "train", "eval/0", "train"):
+            await client.generate(ask([1], 2).model_copy(update={"split": split}))
         assert (server.engine.asked, other.engine.asked) == (2, 2)
         queue.announce(5)
-        queue.lanes["eval/0"] = BUSY
+        queue.splits["eval/0"] = BUSY
         await other.until(lambda: queue.registered["s1"].version == 5)
         await asyncio.sleep(0.4)
         assert await client.best_version() == 5, "training is admitted by its own servers' version"
@@ -141,13 +141,13 @@ async def test_whatever_happens_when_an_evaluation_has_one_version(
             await asyncio.sleep(chance.uniform(0.0, 0.15))
 
     async def evaluate(number: int) -> set[int]:
-        lane = f"eval/{server.engine.version}"
-        queue.lanes[lane] = BUSY
+        split = f"eval/{server.engine.version}"
+        queue.splits[split] = BUSY
         seen: set[int] = set()
         for _ in range(3):
             await asyncio.sleep(chance.uniform(0.0, 0.1))
             seen |= versions(await client.generate(evaluating(chance.randint(1, 40))))
-        queue.lanes[lane] = OVER
+        queue.splits[split] = OVER
         return seen
 
     publishing = asyncio.create_task(publish())

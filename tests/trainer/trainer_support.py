@@ -84,7 +84,7 @@ class ScriptedQueue:
         self.announced: list[Announcement] = []
         self.renewed: list[int] = []
         self.committed = 0
-        self.lanes: dict[str, list[Task]] = {}
+        self.splits: dict[str, list[Task]] = {}
         self.waits: dict[str, float] = {}
         self.crash_at: str | None = None
         self.starved = False
@@ -106,7 +106,7 @@ class ScriptedQueue:
         self, tasks: Sequence[Task], cursor: DataCursor | None = None, after: DataCursor | None = None
     ) -> int:
         if cursor is None:
-            self.lanes[tasks[0].lane] = list(tasks)
+            self.splits[tasks[0].split] = list(tasks)
             return len(tasks)
         if cursor <= self.place:
             return 0
@@ -201,11 +201,11 @@ class ScriptedQueue:
         assert step >= self.committed
         return sum(1 for recorded in self.steps if recorded >= step)
 
-    async def results(self, lane: str) -> tuple[list[Trajectory], int]:
-        return [make_trajectory(t.task_id, 0, t.min_version) for t in self.lanes[lane]], 0
+    async def results(self, split: str) -> tuple[list[Trajectory], int]:
+        return [make_trajectory(t.task_id, 0, t.min_version) for t in self.splits[split]], 0
 
-    async def drop_lane(self, lane: str) -> None:
-        self.lanes[lane] = []
+    async def drop_split(self, split: str) -> None:
+        self.splits[split] = []
 
     async def add_wait(self, role: str, cause: str, seconds: float) -> None:
         key = f"{role}:{cause}"
@@ -222,7 +222,7 @@ class ScriptedQueue:
             bytes=0,
             waits_s=self.waits,
             workers={},
-            other_lanes={lane: {"queued": 0, "leased": 0, "done": len(t)} for lane, t in self.lanes.items()},
+            other_splits={split: {"queued": 0, "leased": 0, "done": len(t)} for split, t in self.splits.items()},
         )
 
 

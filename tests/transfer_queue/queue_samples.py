@@ -25,10 +25,10 @@ INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")
 LIMITS = Limits(group_size=2, groups_per_step=2, max_staleness=1, lease_ttl_s=30.0)
 
 
-def task(number: int, lane: str = "train", min_version: int = 0, *, source: str = "sums", priority: int = 0) -> Task:
+def task(number: int, split: str = "train", min_version: int = 0, *, source: str = "sums", priority: int = 0) -> Task:
     messages = [{"role": "user", "content": f"{number} + 1"}]
-    name = f"{lane}/{number:04d}"
-    return Task(name, lane, messages, source, number + 1, min_version=min_version, priority=priority)
+    name = f"{split}/{number:04d}"
+    return Task(name, split, messages, source, number + 1, min_version=min_version, priority=priority)
 
 
 def tasks(count: int, start: int = 0) -> list[Task]:

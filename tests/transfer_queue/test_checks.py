@@ -185,7 +185,7 @@ def test_tokens_below_the_floor_and_payloads_over_the_limit_are_refused() -> Non
         ({"task_id": "a b"}, "task_id must be 1 to 200"),
         ({"task_id": "a\n"}, "task_id must be 1 to 200"),
         ({"task_id": "a" * 201}, "task_id must be 1 to 200"),
-        ({"lane": "eval 4"}, "lane must be 1 to 200"),
+        ({"split": "eval 4"}, "split must be 1 to 200"),
         ({"data_source": "x" * 201}, "task train/0001: data_source must be at most 200 printable"),
         ({"data_source": "two\nlines"}, "data_source must be"),
         ({"data_source": None}, "data_source must be"),

@@ -1,10 +1,10 @@
 import pytest
 
-from penstock.transfer_queue import Status, evaluation_lane, under_evaluation
+from penstock.transfer_queue import Status, evaluation_split, under_evaluation
 
 
 @pytest.mark.parametrize(
-    ("lanes", "busy"),
+    ("splits", "busy"),
     [
         ({}, False),
         ({"eval/4": {"queued": 1, "leased": 0, "done": 0}}, True),
@@ -17,9 +17,9 @@ from penstock.transfer_queue import Status, evaluation_lane, under_evaluation
         ({"eval/best": {"queued": 1}}, True),
     ],
 )
-def test_which_lanes_a_server_at_version_4_is_needed_by(lanes: dict[str, dict[str, int]], busy: bool) -> None:
-    assert under_evaluation(Status(9, 9, 9, {}, {}, 0, {}, {}, other_lanes=lanes), 4) == busy
+def test_which_splits_a_server_at_version_4_is_needed_by(splits: dict[str, dict[str, int]], busy: bool) -> None:
+    assert under_evaluation(Status(9, 9, 9, {}, {}, 0, {}, {}, other_splits=splits), 4) == busy
 
 
-def test_a_lane_is_named_after_its_version() -> None:
-    assert evaluation_lane(12) == "eval/12"
+def test_a_split_is_named_after_its_version() -> None:
+    assert evaluation_split(12) == "eval/12"

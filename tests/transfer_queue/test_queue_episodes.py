@@ -28,7 +28,7 @@ async def test_leases_come_oldest_group_first_and_fill_groups(make_queue) -> Non
     assert (await queue.status()).workers == {"a": 3, "b": 2}
 
 
-async def test_other_lanes_come_first(make_queue) -> None:
+async def test_other_splits_come_first(make_queue) -> None:
     queue = await make_queue(LIMITS)
     await queue.submit(tasks(1), cursor=at(1))
     await queue.submit([task(0, "eval/1"), task(1, "eval/1", min_version=1)])
@@ -239,7 +239,7 @@ async def test_a_group_with_too_few_rewards_dies_and_can_be_requeued(make_queue)
     await queue.complete(second, trajectory(second, reward=None))
     status = await queue.status()
     assert (status.groups["dead"], status.groups["admitted"], status.unconsumed_bytes) == (1, 0, 0)
-    assert status.episodes["buried"] == 2
+    assert status.episodes["group_failed"] == 2
     (letter,) = await queue.dead_letters()
     assert (letter.episode_id, letter.outcome.reason) == (second.episode_id, "deadline")
     await queue.requeue(second.episode_id)

@@ -327,7 +327,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert all(count >= 0 for count in [*groups.values(), *status.episodes.values(), status.unconsumed_bytes])
         held = self.ask(lambda queue: queue.held())
         episodes = status.episodes
-        reasons = sum(episodes[name] for name in ("dropped", "filtered", "unrewarded", "buried"))
+        reasons = sum(episodes[name] for name in ("dropped", "filtered", "unrewarded", "group_failed"))
         fixed = {name for step, batch in self.batches.items() for group in batch.groups for name in group}
         assert episodes["completed"] == episodes["committed"] + len(held) + reasons
         assert fixed <= set(self.step_of)

@@ -1,4 +1,4 @@
-"""Servers, lanes and numbers in a `TransferQueue`: one suite for memory, Redis and a Redis Cluster."""
+"""Servers, splits and numbers in a `TransferQueue`: one suite for memory, Redis and a Redis Cluster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_only_the_newest_updates_are_kept(make_queue) -> None:
     assert [update.version for update in await queue.updates()] == list(range(3, KEPT_UPDATES + 3))
 
 
-async def test_a_lane_collects_results_and_goes_away(make_queue) -> None:
+async def test_a_split_collects_results_and_goes_away(make_queue) -> None:
     queue = await make_queue(replace(LIMITS, max_attempts=1))
     await queue.submit([task(number, "eval/1") for number in range(3)])
     leases = await queue.lease_episodes("worker", 3, 0)
@@ -50,14 +50,14 @@ async def test_a_lane_collects_results_and_goes_away(make_queue) -> None:
     await queue.release(leases[2])
     assert (await queue.results("eval/1"))[1] == 1
     status = await queue.status()
-    assert status.other_lanes == {"eval/1": {"queued": 1, "leased": 0, "done": 2}}
+    assert status.other_splits == {"eval/1": {"queued": 1, "leased": 0, "done": 2}}
     assert status.episodes["completed"] == 0
-    await queue.drop_lane("eval/1")
+    await queue.drop_split("eval/1")
     status = await queue.status()
-    assert (status.other_lanes, status.bytes, await queue.dead_letters()) == ({}, 0, [])
+    assert (status.other_splits, status.bytes, await queue.dead_letters()) == ({}, 0, [])
     assert await queue.results("eval/1") == ([], 0)
     with pytest.raises(QueueError):
-        await queue.drop_lane("train")
+        await queue.drop_split("train")
 
 
 async def test_a_dead_evaluation_episode_can_be_requeued(make_queue) -> None:

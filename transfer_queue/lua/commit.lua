@@ -11,7 +11,7 @@ for lost = run.next_step, step - 1 do
 end
 
 local function forget_fixed(groups)
-  for _, group in ipairs(groups) do forget_group((split(group[1])), true) end
+  for _, group in ipairs(groups) do forget_group((split_episode(group[1])), true) end
 end
 
 -- What had finished here and is not in the checkpoint finished without being trained; what is in it had finished.
@@ -21,7 +21,7 @@ local function settle_members(v, group)
     if v['b' .. m] then finished = finished + 1 end
   end
   for _, episode in ipairs(group) do
-    local _, m = split(episode)
+    local _, m = split_episode(episode)
     if v['b' .. m] then finished = finished - 1 else count('completed', 1) end
   end
   count('unrewarded', finished)
@@ -30,7 +30,7 @@ end
 -- A step that this queue lost and a checkpoint holds: its groups are forgotten wherever they are. One that is not even
 -- submitted here is remembered until it is.
 local function forget_trained(group)
-  local task_id = split(group[1])
+  local task_id = split_episode(group[1])
   local v = fields_of(group_key(task_id))
   count('trained', #group)
   if not v.state then

@@ -3,7 +3,7 @@
 -- version, response tokens, outcome. KEYS[2…]: the payload's keys, where this server holds them.
 local episode, fence, bytes, held, reward = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 local lowest, highest, tokens = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local task_id, m = split(episode)
+local task_id, m = split_episode(episode)
 local before = call('HMGET', group_key(task_id), 's' .. m, 'f' .. m)
 if before[1] == 'd' and before[2] == fence then return 0 end
 
@@ -17,10 +17,10 @@ for i = 2, #KEYS do stored = stored + call('STRLEN', KEYS[i]) end
 if #KEYS > 1 and stored < bytes then
   return refuse('RETRY', episode .. ': ' .. stored .. ' of ' .. bytes .. ' payload bytes are stored')
 end
-unhold(episode, member.lane, member.worker)
+unhold(episode, member.split, member.worker)
 call('DEL', key('journal:' .. episode))
 call('HDEL', member.group, 'n' .. m)
-add_lane_bytes(member.lane, held - member.journal_bytes)
+add_split_bytes(member.split, held - member.journal_bytes)
 call('HSET', member.group, 's' .. m, 'd', 'b' .. m, bytes, 'h' .. m, held, 't' .. m, tokens)
 if lowest then call('HSET', member.group, 'v' .. m, lowest) end
 if reward ~= '' then
@@ -33,10 +33,10 @@ if reward ~= '' then
 else
   call('HSET', member.group, 'o' .. m, ARGV[9])
 end
-if member.lane == 'train' then
+if member.split == 'train' then
   count('completed', 1)
   count_length(tokens, false)
 end
-count_lane(member.lane, 'done', 1)
+count_split(member.split, 'done', 1)
 member_ended(member)
 return 1

@@ -9,6 +9,6 @@ if call('HEXISTS', journal, nonce) == 0 then
   call('HSET', journal, nonce, struct.pack('>I4', call('HLEN', journal)) .. entry)
   call('HINCRBY', member.group, 'n' .. member.m, held)
   call('HINCRBY', member.group, 't' .. member.m, ARGV[6])
-  add_lane_bytes(member.lane, held)
+  add_split_bytes(member.split, held)
 end
 return 1

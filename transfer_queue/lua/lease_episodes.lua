@@ -5,9 +5,9 @@ local now = now_ms()
 
 local function take_back_expired()
   for _, episode in ipairs(call('ZRANGEBYSCORE', key('leases'), '-inf', now, 'LIMIT', 0, 256)) do
-    local task_id, m = split(episode)
+    local task_id, m = split_episode(episode)
     local group = group_key(task_id)
-    local v = call('HMGET', group, 'lane', 'w' .. m, 'floor', 'seq')
+    local v = call('HMGET', group, 'split', 'w' .. m, 'floor', 'seq')
     unhold(episode, v[1], v[2])
     call('HSET', group, 's' .. m, 'q')
     open_episode(episode, v[1], tonumber(v[3]), tonumber(v[4]))
@@ -16,9 +16,9 @@ local function take_back_expired()
 end
 
 local function give(episode)
-  local task_id, m = split(episode)
+  local task_id, m = split_episode(episode)
   local group = group_key(task_id)
-  local v = call('HMGET', group, 'lane', 'f' .. m, 'z' .. m)
+  local v = call('HMGET', group, 'split', 'f' .. m, 'z' .. m)
   local fence = new_fence()
   call('HSET', group, 's' .. m, 'l', 'f' .. m, fence, 'w' .. m, worker)
   if v[2] then call('HSET', group, 'z' .. m, (v[3] or '') .. v[2] .. ' ') end
@@ -42,10 +42,10 @@ if before then return before end
 
 take_back_expired()
 local rows, given = {}, {nonce}
-local function give_open(lane_key)
+local function give_open(split_key)
   local room = wanted - #rows
   if room <= 0 then return end
-  for _, episode in ipairs(call('ZRANGEBYSCORE', key(lane_key), '-inf', up_to(version), 'LIMIT', 0, room)) do
+  for _, episode in ipairs(call('ZRANGEBYSCORE', key(split_key), '-inf', up_to(version), 'LIMIT', 0, room)) do
     give(episode)
     rows[#rows + 1] = describe(episode)
     given[#given + 1] = episode .. ' ' .. rows[#rows][4]

@@ -2,7 +2,7 @@
 -- ARGV: episodes. Returns for each {name of its payload, bytes}; bytes −1: in the batch log; 0: nowhere.
 local rows = {}
 for i, episode in ipairs(ARGV) do
-  local task_id, m = split(episode)
+  local task_id, m = split_episode(episode)
   rows[i] = {'', 0}
   if task_id then
     local v = call('HMGET', group_key(task_id), 'f' .. m, 'b' .. m, 'p' .. m)

@@ -6,7 +6,7 @@ if step >= run.version then
   return refuse('STEP', 'spill of step ' .. step .. ': version ' .. (step + 1) .. ' is not published')
 end
 for i = 2, #ARGV do
-  local task_id, m = split(ARGV[i])
+  local task_id, m = split_episode(ARGV[i])
   local group = group_key(task_id)
   local v = fields_of(group)
   if v.state == 'shipped' and tonumber(v.step) == step and v['b' .. m] then

@@ -25,5 +25,5 @@ return cmsgpack.pack({
   lengths = call('HGETALL', key('lengths')),
   waits = call('HGETALL', key('waits')),
   workers = call('HGETALL', key('workers')),
-  lanes = call('HGETALL', key('lanes')),
+  splits = call('HGETALL', key('splits')),
 })

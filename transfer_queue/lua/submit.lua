@@ -1,6 +1,6 @@
 -- needs: run, server, episode, queue
 -- ARGV: epoch and index of the cursor ('' for none), epoch and index of the place before the tasks ('' for any), then
--- task id, lane, min_version, priority, source, bytes that the task, and each of its episodes once it may run, count
+-- task id, split, min_version, priority, source, bytes that the task, and each of its episodes once it may run, count
 -- for, packed task, … Returns how many tasks were new.
 local epoch, index = tonumber(ARGV[1]), tonumber(ARGV[2])
 if epoch then
@@ -15,20 +15,20 @@ if epoch then
 end
 local quotas, now, new, train_tasks = quota_of(), now_ms(), 0, 0
 
-local function add(task_id, lane, min_version, priority, source, cost, member_cost, task)
-  local group, train = group_key(task_id), lane == 'train'
+local function add(task_id, split, min_version, priority, source, cost, member_cost, task)
+  local group, train = group_key(task_id), split == 'train'
   local size, seq = train and run.group_size or 1, call('HINCRBY', key('counters'), 'seq', 1)
   call('SET', key('task:' .. task_id), task)
-  call('HSET', group, 'seq', seq, 'lane', lane, 'source', source, 'priority', priority, 'min_version', min_version,
-    'size', size, 'cost', cost, 'members_cost', size * member_cost, 'at', now, 'state', train and 'queued' or 'lane')
+  call('HSET', group, 'seq', seq, 'split', split, 'source', source, 'priority', priority, 'min_version', min_version,
+    'size', size, 'cost', cost, 'members_cost', size * member_cost, 'at', now, 'state', train and 'queued' or 'split')
   add_bytes(train and cost or cost + member_cost, 0)
   if train then
     call('ZADD', queue_key(source, quotas), queue_score(priority, seq), task_id)
     train_tasks = train_tasks + 1
   else
     call('HSET', group, 'floor', min_version, 's0', 'q')
-    call('ZADD', key('lane:' .. lane), seq, task_id)
-    open_episode(task_id .. '#0', lane, tonumber(min_version), seq)
+    call('ZADD', key('split:' .. split), seq, task_id)
+    open_episode(task_id .. '#0', split, tonumber(min_version), seq)
   end
 end
 

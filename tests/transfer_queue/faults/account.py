@@ -183,7 +183,7 @@ def wrong_counters(plan: Plan, books: Books, status: Status, held: set[str], tas
 
 
 def placed(episodes: Mapping[str, int], held: set[str]) -> int:
-    return len(held) + sum(episodes[name] for name in ("trained", "dropped", "filtered", "unrewarded", "buried"))
+    return len(held) + sum(episodes[name] for name in ("trained", "dropped", "filtered", "unrewarded", "group_failed"))
 
 
 async def wrong_payloads(books: Books, queue: TransferQueue, held: set[str]) -> list[str]:

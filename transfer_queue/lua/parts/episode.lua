@@ -1,10 +1,10 @@
 -- Episodes. A group is one hash, group:TASK_ID, small enough for Redis's compact encoding; its task is task:TASK_ID.
--- Of the group: seq, lane, source, priority, size, min_version, cost, members_cost, state, at (ms, of the last change of
+-- Of the group: seq, split, source, priority, size, min_version, cost, members_cost, state, at (ms, of the last change of
 -- state), floor, due, ended, rewarded, lowest, rmin, rmax (rewards), step. Of member m: sM state (q, l, d, x), fM fence,
 -- wM worker, aM attempts, kM fence of the last counted failure, nM journal bytes, tM response tokens, bM payload bytes,
 -- hM what they count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without
 -- reward, zM earlier fences.
-local function split(episode)
+local function split_episode(episode)
   return string.match(episode, '^(.*)#(%d+)$')
 end
 
@@ -22,59 +22,59 @@ local function add_bytes(held, waiting)
   if waiting ~= 0 then call('HINCRBY', key('counters'), 'unconsumed', waiting) end
 end
 
-local function add_lane_bytes(lane, by)
-  add_bytes(by, lane == 'train' and by or 0)
+local function add_split_bytes(split, by)
+  add_bytes(by, split == 'train' and by or 0)
 end
 
-local function count_lane(lane, field, by)
-  if lane ~= 'train' then
-    call('HINCRBY', key('lanes'), lane .. ' ' .. field, by)
+local function count_split(split, field, by)
+  if split ~= 'train' then
+    call('HINCRBY', key('splits'), split .. ' ' .. field, by)
   end
 end
 
 -- Put an episode where workers find it: lowest floor first, then oldest group.
-local function open_episode(episode, lane, floor, seq)
-  call('ZADD', key(lane == 'train' and 'open:train' or 'open:other'), score(floor, seq), episode)
-  count_lane(lane, 'queued', 1)
+local function open_episode(episode, split, floor, seq)
+  call('ZADD', key(split == 'train' and 'open:train' or 'open:other'), score(floor, seq), episode)
+  count_split(split, 'queued', 1)
 end
 
-local function close_episode(episode, lane)
-  call('ZREM', key(lane == 'train' and 'open:train' or 'open:other'), episode)
-  count_lane(lane, 'queued', -1)
+local function close_episode(episode, split)
+  call('ZREM', key(split == 'train' and 'open:train' or 'open:other'), episode)
+  count_split(split, 'queued', -1)
 end
 
-local function hold(episode, lane, worker, now)
+local function hold(episode, split, worker, now)
   call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
   call('HINCRBY', key('workers'), worker, 1)
-  count_lane(lane, 'leased', 1)
-  if lane == 'train' then count('leased', 1) end
+  count_split(split, 'leased', 1)
+  if split == 'train' then count('leased', 1) end
 end
 
-local function unhold(episode, lane, worker)
+local function unhold(episode, split, worker)
   call('ZREM', key('leases'), episode)
   if call('HINCRBY', key('workers'), worker, -1) <= 0 then
     call('HDEL', key('workers'), worker)
   end
-  count_lane(lane, 'leased', -1)
-  if lane == 'train' then count('leased', -1) end
+  count_split(split, 'leased', -1)
+  if split == 'train' then count('leased', -1) end
 end
 
 -- The member that `fence` still owns, or nil. A lease that ran out and was not given on is taken up again: after a
 -- pause of Redis itself every worker goes on.
 local function owned(episode, fence, now)
-  local task_id, m = split(episode)
+  local task_id, m = split_episode(episode)
   if not task_id then return nil end
   local group = group_key(task_id)
-  local v = call('HMGET', group, 'f' .. m, 's' .. m, 'lane', 'w' .. m, 'floor', 'seq', 'size', 'n' .. m, 'a' .. m)
+  local v = call('HMGET', group, 'f' .. m, 's' .. m, 'split', 'w' .. m, 'floor', 'seq', 'size', 'n' .. m, 'a' .. m)
   if v[1] ~= fence or (v[2] ~= 'l' and v[2] ~= 'q') then return nil end
   local member = {
-    task_id = task_id, m = m, group = group, lane = v[3], worker = v[4], floor = tonumber(v[5]), seq = tonumber(v[6]),
+    task_id = task_id, m = m, group = group, split = v[3], worker = v[4], floor = tonumber(v[5]), seq = tonumber(v[6]),
     size = tonumber(v[7]), journal_bytes = tonumber(v[8] or 0), attempts = tonumber(v[9] or 0),
   }
   if v[2] == 'q' then
-    close_episode(episode, member.lane)
+    close_episode(episode, member.split)
     call('HSET', group, 's' .. m, 'l')
-    hold(episode, member.lane, member.worker, now)
+    hold(episode, member.split, member.worker, now)
   else
     call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
   end
@@ -100,9 +100,9 @@ end
 
 -- Back to the queue under a new fence: the old owner is refused from now on.
 local function hand_back(episode, member)
-  unhold(episode, member.lane, member.worker)
+  unhold(episode, member.split, member.worker)
   call('HSET', member.group, 's' .. member.m, 'q', 'f' .. member.m, new_fence())
-  open_episode(episode, member.lane, member.floor, member.seq)
+  open_episode(episode, member.split, member.floor, member.seq)
 end
 
 local function lease_lost(episode, fence)
@@ -111,7 +111,7 @@ end
 
 -- A lease as `lease_from_row` reads it: {episode, member, attempts, fence, floor, task, journal}.
 local function describe(episode)
-  local task_id, m = split(episode)
+  local task_id, m = split_episode(episode)
   local v = call('HMGET', group_key(task_id), 'a' .. m, 'f' .. m, 'floor')
   return {episode, tonumber(m), tonumber(v[1] or 0), tonumber(v[2]), tonumber(v[3]),
     call('GET', key('task:' .. task_id)), call('HVALS', key('journal:' .. episode))}

@@ -17,7 +17,7 @@ end
 local function free_payload(v, group, episode, m, consumed)
   discard_payload(episode, v['f' .. m], v['b' .. m])
   local held = tonumber(v['h' .. m])
-  add_bytes(-held, (v.lane == 'train' and not consumed) and -held or 0)
+  add_bytes(-held, (v.split == 'train' and not consumed) and -held or 0)
   call('HDEL', group, 'b' .. m, 'h' .. m)
 end
 
@@ -42,14 +42,14 @@ local function drop_letter(episode)
   call('DEL', key('letter:' .. episode))
 end
 
-local function bury(v, group, task_id)
+local function fail_group(v, group, task_id)
   call('HSET', group, 'state', 'dead')
   count('dead_groups', 1)
   for m = 0, tonumber(v.size) - 1 do
     local episode = task_id .. '#' .. m
     if v['b' .. m] then
       free_payload(v, group, episode, m)
-      count('buried', 1)
+      count('group_failed', 1)
       if not v['r' .. m] then put_letter(episode, v['o' .. m], v['a' .. m] or 0) end
     end
   end
@@ -62,11 +62,11 @@ local function forget_group(task_id, consumed)
   local v = fields_of(group)
   for m = 0, tonumber(v.size) - 1 do
     local episode, state = task_id .. '#' .. m, v['s' .. m]
-    if state == 'l' then unhold(episode, v.lane, v['w' .. m]) end
-    if state == 'q' then close_episode(episode, v.lane) end
+    if state == 'l' then unhold(episode, v.split, v['w' .. m]) end
+    if state == 'q' then close_episode(episode, v.split) end
     if v['b' .. m] then free_payload(v, group, episode, m, consumed) end
     if v['n' .. m] then
-      add_lane_bytes(v.lane, -tonumber(v['n' .. m]))
+      add_split_bytes(v.split, -tonumber(v['n' .. m]))
       call('DEL', key('journal:' .. episode))
     end
     for fence in string.gmatch(v['z' .. m] or '', '%d+') do discard_payload(episode, fence, 0) end
@@ -105,7 +105,7 @@ end
 
 local function end_group(group, task_id)
   local v = fields_of(group)
-  if v.lane ~= 'train' then
+  if v.split ~= 'train' then
     call('HSET', group, 'state', 'done')
     return
   end
@@ -121,7 +121,7 @@ local function end_group(group, task_id)
     make_ready(v, group, task_id)
   else
     count_source(v.source, -1)
-    bury(v, group, task_id)
+    fail_group(v, group, task_id)
   end
 end
 

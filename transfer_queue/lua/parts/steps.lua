@@ -8,7 +8,7 @@ local function weigh(groups)
   local episodes, bytes = 0, 0
   for _, group in ipairs(groups) do
     for _, episode in ipairs(group) do
-      local task_id, m = split(episode)
+      local task_id, m = split_episode(episode)
       episodes = episodes + 1
       bytes = bytes + tonumber(call('HGET', group_key(task_id), 'h' .. m) or 0)
     end
