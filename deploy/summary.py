@@ -66,7 +66,9 @@ def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> di
     """
     trained = Counter(episode for row in steps for episode in row["episodes"])
     episodes = status.episodes
-    reasons = {f"episodes_{name}": episodes.get(name, 0) for name in ("dropped", "filtered", "unrewarded", "group_failed")}
+    reasons = {
+        f"episodes_{name}": episodes.get(name, 0) for name in ("dropped", "filtered", "unrewarded", "group_failed")
+    }
     still_held = len(held - set(trained))
     return {
         "episodes": episodes.get("completed", 0),
