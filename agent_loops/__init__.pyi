@@ -48,7 +48,7 @@ from .parts import EpisodeParts as EpisodeParts
 from .parts import Mismatches as Mismatches
 from .registry import find_loop as find_loop
 from .registry import register as register
-from .rehearsal import LANE as LANE
+from .rehearsal import SPLIT as SPLIT
 from .rehearsal import Policy as Policy
 from .rehearsal import Rehearsal as Rehearsal
 from .rehearsal import Scene as Scene

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.agent_loops import LANE, Policy, Rehearsal, rehearse
+from penstock.agent_loops import SPLIT, Policy, Rehearsal, rehearse
 from penstock.datasets import materialise
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import TOKEN_VARIABLE
@@ -30,7 +30,7 @@ async def rehearse_recipe(
 ) -> Rehearsal:
     """With the recipe's loop, tools, sandbox and reward. Raises as `rehearse` does."""
     return await rehearse(
-        [row.task(str(number), LANE) for number, row in enumerate(rows)],
+        [row.task(str(number), SPLIT) for number, row in enumerate(rows)],
         policy,
         model=config.model,
         config=config.agent,

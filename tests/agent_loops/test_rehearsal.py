@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.agent_loops import LANE, AgentConfig, LoadError, Scene, WorkerStopped, rehearsal, rehearse
+from penstock.agent_loops import SPLIT, AgentConfig, LoadError, Scene, WorkerStopped, rehearsal, rehearse
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Task
 
@@ -39,7 +39,7 @@ def recipe_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tasks(*numbers: int) -> list[Task]:
     asked = [[{"role": "user", "content": f"Twice {number}?"}] for number in numbers]
-    return [Task(f"t{n}", LANE, asked[n], "doubling", 2 * number) for n, number in enumerate(numbers)]
+    return [Task(f"t{n}", SPLIT, asked[n], "doubling", 2 * number) for n, number in enumerate(numbers)]
 
 
 async def play(recipe_dir: Path, policy, *numbers: int, **fields):
@@ -88,7 +88,7 @@ async def test_a_broken_tool_is_a_failure_with_its_cause_and_no_zero(recipe_dir:
     found = await play(recipe_dir, honest, 1, 13, 2)
     assert found.rewards == [1.0, 1.0]
     (letter,) = found.failures
-    assert letter.episode_id == f"{LANE}/00000001#0"
+    assert letter.episode_id == f"{SPLIT}/00000001#0"
     assert "the machine is broken" in letter.outcome.reason
 
 
