@@ -100,7 +100,7 @@ async def rollout(
     link: Link, name: str, host: str | None, port: int | None, *, evaluates: bool = False, wait_s: float = 0.0
 ) -> None:
     from penstock.gateway import CaptureJob
-    from penstock.gateway.mount import mount
+    from penstock.gateway.app import mount
     from penstock.rollout_server import EngineError, ServerJob, serve
 
     queue, config = await link.join(wait_s=wait_s)

@@ -26,11 +26,10 @@ from penstock.agent_loops import (
     InfraFailure,
     LoadError,
 )
-from penstock.gateway.closing import last_turn, outcome_of, tool_calls_of
-from penstock.gateway.episode import CapturedEpisode
-from penstock.gateway.note import ANSWER
-from penstock.gateway.parts import CaptureParts, text_of
-from penstock.gateway.record import NOTED
+from penstock.gateway.context import CaptureParts, text_of
+from penstock.gateway.finish import last_turn, outcome_of, tool_calls_of
+from penstock.gateway.journal import ANSWER, NOTED
+from penstock.gateway.session import CapturedEpisode
 from penstock.gateway.wire import TextOf
 from penstock.transfer_queue import Lease, Task
 

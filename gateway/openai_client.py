@@ -16,10 +16,9 @@ import httpx2
 import openai
 
 from penstock.agent_loops import InfraFailure
-from penstock.gateway.call import Call
-from penstock.gateway.episode import CapturedEpisode
-from penstock.gateway.errors import CaptureError, Gone, NoEpisode, NotNow
-from penstock.gateway.refusal import refusal_of
+from penstock.gateway.errors import CaptureError, Gone, NoEpisode, NotNow, refusal_of
+from penstock.gateway.requests import Call
+from penstock.gateway.session import CapturedEpisode
 from penstock.gateway.streaming import BODIES, stream
 from penstock.gateway.wire import (
     Ask,

@@ -12,11 +12,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from penstock.gateway.desk import Desk
-from penstock.gateway.episode import CapturedEpisode
-from penstock.gateway.errors import CaptureError
-from penstock.gateway.keys import episode_key
-from penstock.gateway.refusal import refusal_of
+from penstock.gateway.errors import CaptureError, refusal_of
+from penstock.gateway.session import CapturedEpisode
+from penstock.gateway.sessions import Desk, episode_key
 from penstock.gateway.streaming import respond
 from penstock.gateway.wire import (
     Ask,
@@ -30,7 +28,7 @@ from penstock.gateway.wire import (
     parse_completion,
     parse_response,
 )
-from penstock.gateway.wire.errors import ErrorDetail
+from penstock.gateway.wire.answers import ErrorDetail
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 MAX_WAIT_S = 600.0

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from penstock.gateway.call import Call, Update
 from penstock.gateway.errors import CaptureError
+from penstock.gateway.requests import Call, Update
 from penstock.gateway.wire import (
     KEEP_ALIVE,
     Ask,

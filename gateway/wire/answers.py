@@ -1,10 +1,21 @@
-"""Bodies of answers as pydantic models, for routes to declare in OpenAPI; answers are built as dicts without them."""
+"""Bodies of answers as pydantic models, for routes to declare in OpenAPI; answers are built as dicts without them.
+
+/v1/models: the list with the one model that is served, and that model.
+
+Errors in the shape that OpenAI clients read: ``{"error": {"message", "type", "param", "code"}}``.
+
+Server-sent events as bytes.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.gateway.wire.types import BadAsk
 
 
 class Shape(BaseModel):
@@ -189,3 +200,75 @@ class ModelListAnswer(Shape):
 
     object: Literal["list"]
     data: list[ModelAnswer]
+
+
+OWNER = "penstock"
+
+
+def model_body(model: str, created_s: int, **more: Any) -> dict[str, Any]:
+    """One model. `more` are further fields, such as ``max_model_len`` and ``version``; clients keep and ignore them."""
+    return {"id": model, "object": "model", "created": created_s, "owned_by": OWNER, **more}
+
+
+def model_list_body(models: list[dict[str, Any]]) -> dict[str, Any]:
+    """The list of `model_body`s."""
+    return {"object": "list", "data": models}
+
+
+_TYPES = {
+    400: ("invalid_request_error", None),
+    401: ("authentication_error", "invalid_api_key"),
+    404: ("invalid_request_error", "not_found"),
+    409: ("conflict_error", "conflict"),
+    410: ("invalid_request_error", "gone"),
+    413: ("invalid_request_error", "too_large"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+    500: ("server_error", "internal_error"),
+    503: ("server_error", "overloaded"),
+}
+"""HTTP status → (type, code). The `openai` package raises its exceptions by status and retries 409, 429 and 5xx."""
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    """The field that is wrong, as the client wrote it: ``messages.0.content``."""
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """For routes to declare in OpenAPI."""
+
+    error: ErrorDetail
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Body of an answer with this status; statuses that are not in the table read as 400 or 500."""
+    kind, usual = _TYPES.get(status) or _TYPES[400 if status < 500 else 500]
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or usual}}
+
+
+def bad_ask_body(error: BadAsk) -> dict[str, Any]:
+    """Body of the 400 for a request that cannot be served."""
+    return error_body(400, str(error), error.field or None, error.code)
+
+
+SSE_DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it, proxies see life."""
+
+
+def sse_data(body: Mapping[str, Any]) -> bytes:
+    """One unnamed event, as chat and completions send them."""
+    return b"data: " + _ascii_json(body) + b"\n\n"
+
+
+def sse_event(body: Mapping[str, Any]) -> bytes:
+    """One event named by its ``type``, as the Responses API sends them."""
+    return f"event: {body['type']}\n".encode() + sse_data(body)
+
+
+def _ascii_json(body: Mapping[str, Any]) -> bytes:
+    """ASCII only: a line separator inside a text must not end the event."""
+    return json.dumps(body, separators=(",", ":")).encode()

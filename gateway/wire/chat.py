@@ -1,26 +1,171 @@
-"""The body of POST /v1/chat/completions → `Ask`."""
+"""Messages of /v1/chat/completions, and the plain dicts that a chat template takes.
+
+The body of POST /v1/chat/completions → `Ask`.
+
+`Choice`s → the answer of /v1/chat/completions, whole or as a stream.
+
+A stream, per choice and in any order among choices: role, text and token log-probabilities as they come, the rest of
+the text, calls (whole, one chunk each), finish_reason; then usage where asked for, then ``[DONE]``. Text that may turn
+out to be a stop string or a call was held back by `AnswerReader`, so a client's sum of a stream is the whole answer.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from penstock.gateway.wire.check import Fields, Wire
-from penstock.gateway.wire.common import (
+from penstock.gateway.wire.answers import SSE_DONE, error_body, sse_data
+from penstock.gateway.wire.reader import Delta
+from penstock.gateway.wire.schema import (
     HARMLESS,
     PENALTIES,
     ChoicesBody,
+    ContentPart,
     Count,
+    Fields,
     Function,
     ToolChoice,
+    Wire,
     check_names,
     check_tool_choice,
+    image_part,
+    is_text,
+    plain_content,
     sampling_of,
+    text_part,
     tool_schema,
 )
-from penstock.gateway.wire.messages import MessageIn, plain_message
-from penstock.gateway.wire.types import Ask, BadAsk
+from penstock.gateway.wire.types import Ask, BadAsk, Choice, Head, Token
+from penstock.tools.parsers import ToolCall
+
+
+class TextPart(ContentPart):
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: Any = None
+    """Taken and dropped."""
+
+    @property
+    def plain(self) -> dict[str, str]:
+        return text_part(self.text)
+
+
+class ImageUrl(Wire):
+    url: str
+    detail: str | None = None
+    """Taken and dropped."""
+
+
+class ImagePart(ContentPart):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    @property
+    def plain(self) -> dict[str, str]:
+        return image_part(self.image_url.url)
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class FunctionCall(Wire):
+    name: str
+    arguments: str
+
+
+class CallIn(Wire):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+    """Taken and dropped: left over from streams."""
+
+
+class SystemMessage(Wire):
+    role: Literal["system", "developer"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+
+class UserMessage(Wire):
+    role: Literal["user"]
+    content: str | list[Part]
+    name: str | None = None
+
+
+class AssistantMessage(Wire):
+    role: Literal["assistant"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[CallIn] | None = None
+    reasoning_content: str | None = None
+    """Templates that know it render it; answers never have it."""
+    name: str | None = None
+    annotations: Any = None
+    """Taken and dropped."""
+
+
+class ToolMessage(Wire):
+    role: Literal["tool"]
+    content: str | list[TextPart]
+    tool_call_id: str
+    name: str | None = None
+
+
+MessageIn = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+def plain_message(message: MessageIn, where: str, *, images: bool = False) -> dict[str, Any]:
+    """As a chat template takes it. Raises `BadAsk` at `where` for an image that is not allowed."""
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": plain_content(message.content, f"{where}.content", images)}
+    if message.name is not None:
+        plain["name"] = message.name
+    if isinstance(message, AssistantMessage):
+        return _plain_assistant(plain, message)
+    if isinstance(message, ToolMessage):
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def plain_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of an earlier answer; arguments that are no JSON object stay the text that they are."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_of(arguments)}}
+
+
+def arguments_of(text: str) -> dict[str, Any] | str:
+    """The object that `text` holds, if a template can write it down again; else `text`."""
+    try:
+        value = json.loads(text)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) and is_text(written) else text
+
+
+def arguments_text(call: ToolCall) -> str:
+    """A call's arguments as clients get them; `arguments_of` gives back the same object."""
+    return json.dumps(call.arguments, ensure_ascii=False)
+
+
+def message_of(choice: Choice) -> dict[str, Any]:
+    """The message that comes back when a client sends this answer as a part of its next request, as it was given."""
+    plain: dict[str, Any] = {"role": "assistant", "content": choice.content}
+    if choice.calls:
+        plain["tool_calls"] = [plain_call(one.call_id, one.name, arguments_text(one)) for one in choice.calls]
+    return plain
+
+
+def _plain_assistant(plain: dict[str, Any], message: AssistantMessage) -> dict[str, Any]:
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            plain_call(one.id, one.function.name, one.function.arguments) for one in message.tool_calls
+        ]
+    return plain
 
 
 class Tool(Wire):
@@ -86,3 +231,108 @@ def _max_new_tokens(chat: ChatBody) -> int | None:
     if None not in (chat.max_tokens, chat.max_completion_tokens) and chat.max_tokens != chat.max_completion_tokens:
         raise BadAsk("max_tokens", "differs from max_completion_tokens; it is its old name", "invalid_value")
     return chat.max_completion_tokens or chat.max_tokens
+
+
+def chat_body(ask: Ask, head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
+    """A ``chat.completion``."""
+    whole = [
+        {
+            "index": choice.index,
+            "message": _message(choice),
+            "logprobs": _logprobs(choice.tokens) if ask.logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        for choice in choices
+    ]
+    return {**_frame(head, "chat.completion"), "choices": whole, "usage": usage(head, choices)}
+
+
+class ChatStream:
+    """`start` once, `feed` and one `finish` per choice, `end` once; each gives bytes for the client, maybe none."""
+
+    def __init__(self, ask: Ask, head: Head) -> None:
+        self._ask = ask
+        self._frame = _frame(head, "chat.completion.chunk")
+        self._head = head
+        self._shown = [0] * ask.n
+        """Characters of content sent, by choice."""
+        self._tokens = [0] * ask.n
+        self._done: list[Choice] = []
+
+    def start(self) -> bytes:
+        """The role of each choice, so that clients see life before the first token."""
+        opening = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(index, opening) for index in range(self._ask.n))
+
+    def feed(self, index: int, delta: Delta) -> bytes:
+        """Text that can be shown and tokens that were sampled meanwhile."""
+        if not delta.text and not delta.tokens:
+            return b""
+        self._shown[index] += len(delta.text)
+        self._tokens[index] += len(delta.tokens)
+        return self._chunk(index, {"content": delta.text}, delta.tokens)
+
+    def finish(self, choice: Choice) -> bytes:
+        """The rest of a choice, its calls, and why it ended."""
+        rest = Delta(choice.content[self._shown[choice.index] :], choice.tokens[self._tokens[choice.index] :])
+        events = [self.feed(choice.index, rest)]
+        events += [self._chunk(choice.index, {"tool_calls": [_call(one, i)]}) for i, one in enumerate(choice.calls)]
+        events.append(self._chunk(choice.index, {}, finish_reason=choice.finish_reason))
+        self._done.append(choice)
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        """Usage where asked for, and the end of the stream."""
+        if not self._ask.include_usage:
+            return SSE_DONE
+        return sse_data({**self._frame, "choices": [], "usage": usage(self._head, self._done)}) + SSE_DONE
+
+    def fail(self, status: int, message: str) -> bytes:
+        """Instead of `end` where the answer broke off: clients raise it. There is no ``[DONE]`` behind it."""
+        return sse_data(error_body(status, message))
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], tokens: Sequence[Token] = (), finish_reason: str | None = None
+    ) -> bytes:
+        logprobs = _logprobs(tokens) if tokens else None
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        more = {"usage": None} if self._ask.include_usage else {}
+        return sse_data({**self._frame, "choices": [choice], **more})
+
+
+def usage(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Counts of ids: of the context, once, and of all answers, closing ids included."""
+    sampled = sum(len(choice.token_ids) for choice in choices)
+    return {
+        "prompt_tokens": head.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": head.prompt_tokens + sampled,
+        "prompt_tokens_details": {"cached_tokens": head.cached_tokens},
+    }
+
+
+def _frame(head: Head, kind: str) -> dict[str, Any]:
+    return {"id": head.answer_id, "object": kind, "created": head.created_s, "model": head.model}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.content, "refusal": None}
+    if choice.calls:
+        message["content"] = choice.content or None
+        message["tool_calls"] = [_call(call) for call in choice.calls]
+    return message
+
+
+def _call(call: ToolCall, position: int | None = None) -> dict[str, Any]:
+    """`position` is written in streams only."""
+    where = {} if position is None else {"index": position}
+    function = {"name": call.name, "arguments": arguments_text(call)}
+    return {**where, "id": call.call_id, "type": "function", "function": function}
+
+
+def _logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+    """`top_logprobs` is empty: only the sampled token's is known."""
+    content = [
+        {"token": one.text, "bytes": list(one.raw), "logprob": one.logprob, "top_logprobs": []} for one in tokens
+    ]
+    return {"content": content, "refusal": None}

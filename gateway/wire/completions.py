@@ -1,14 +1,20 @@
-"""The body of POST /v1/completions → `Ask`."""
+"""The body of POST /v1/completions → `Ask`.
+
+`Choice`s → the answer of /v1/completions, whole or as a stream.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from penstock.gateway.wire.check import Fields
-from penstock.gateway.wire.common import HARMLESS, INT32, PENALTIES, ChoicesBody, Count, sampling_of
-from penstock.gateway.wire.types import Ask, BadAsk
+from penstock.gateway.wire.answers import SSE_DONE, error_body, sse_data
+from penstock.gateway.wire.chat import usage
+from penstock.gateway.wire.reader import Delta
+from penstock.gateway.wire.schema import HARMLESS, INT32, PENALTIES, ChoicesBody, Count, Fields, sampling_of
+from penstock.gateway.wire.types import Ask, BadAsk, Choice, Head, Token
 
 Id = Annotated[int, Field(ge=0, le=INT32)]
 Text = Annotated[str, Field(min_length=1)]
@@ -59,3 +65,79 @@ def _one_prompt(prompt: Any) -> str | tuple[int, ...]:
         raise BadAsk("prompt", "one prompt per request: each is an answer of its own", "unsupported_parameter")
     one = prompt[0] if several else prompt
     return one if isinstance(one, str) else tuple(one)
+
+
+def completion_body(ask: Ask, head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
+    """A ``text_completion``."""
+    whole = [
+        _choice(one.index, one.content, _logprobs(one.tokens, 0) if ask.logprobs else None, one.finish_reason)
+        for one in choices
+    ]
+    return {**_frame(head), "choices": whole, "usage": usage(head, choices)}
+
+
+class CompletionStream:
+    """The same calls as `ChatStream`."""
+
+    def __init__(self, ask: Ask, head: Head) -> None:
+        self._ask = ask
+        self._head = head
+        self._shown = [0] * ask.n
+        self._tokens: list[list[Token]] = [[] for _ in range(ask.n)]
+        self._done: list[Choice] = []
+
+    def start(self) -> bytes:
+        """Nothing: the first chunk of a choice has its first text."""
+        return b""
+
+    def feed(self, index: int, delta: Delta) -> bytes:
+        """Text that can be shown and tokens that were sampled meanwhile."""
+        return self._chunk(index, delta, None) if delta.text or delta.tokens else b""
+
+    def finish(self, choice: Choice) -> bytes:
+        """The rest of a choice, and why it ended."""
+        shown, told = self._shown[choice.index], len(self._tokens[choice.index])
+        self._done.append(choice)
+        return self._chunk(choice.index, Delta(choice.content[shown:], choice.tokens[told:]), choice.finish_reason)
+
+    def end(self) -> bytes:
+        """Usage where asked for, and the end of the stream."""
+        if not self._ask.include_usage:
+            return SSE_DONE
+        return sse_data({**_frame(self._head), "choices": [], "usage": usage(self._head, self._done)}) + SSE_DONE
+
+    def fail(self, status: int, message: str) -> bytes:
+        """Instead of `end` where the answer broke off."""
+        return sse_data(error_body(status, message))
+
+    def _chunk(self, index: int, delta: Delta, finish_reason: str | None) -> bytes:
+        offset = _characters(self._tokens[index])
+        logprobs = _logprobs(delta.tokens, offset) if delta.tokens else None
+        self._tokens[index].extend(delta.tokens)
+        self._shown[index] += len(delta.text)
+        choice = _choice(index, delta.text, logprobs, finish_reason)
+        more = {"usage": None} if self._ask.include_usage else {}
+        return sse_data({**_frame(self._head), "choices": [choice], **more})
+
+
+def _frame(head: Head) -> dict[str, Any]:
+    return {"id": head.answer_id, "object": "text_completion", "created": head.created_s, "model": head.model}
+
+
+def _choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _logprobs(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
+    """`top_logprobs` is null: only the sampled token's is known. `offset`: characters before these tokens."""
+    return {
+        "tokens": [one.text for one in tokens],
+        "token_logprobs": [one.logprob for one in tokens],
+        "top_logprobs": None,
+        "text_offset": [offset + _characters(tokens[:i]) for i in range(len(tokens))],
+    }
+
+
+def _characters(tokens: Sequence[Token]) -> int:
+    """Characters that have begun in these tokens; a byte that only goes on with one does not count."""
+    return sum(byte & 0xC0 != 0x80 for one in tokens for byte in one.raw)

@@ -5,18 +5,32 @@ ids ──TextStream──► text ──stop strings, calls──► Delta (saf
 An answer ends at the id that closes the turn, at the id that completes a stop string, or, where one call at a time was
 asked for, at the id that completes the first. This is decided id by id, so it does not depend on how an engine
 cuts its chunks: read again from a record, an answer is the same.
+
+Tool calls in an answer: where the first may begin, and how an answer is divided into content and calls.
+
+Content is what the model wrote, character for character, thinking included; nothing is moved to `reasoning_content`.
+Only where an answer has calls, the space between content and the first call is left out. A call that cannot be read
+stays text, and with it the whole answer: half of what a model asked for must not run as if it were everything.
+
+Ids to text, some at a time, so that the pieces joined are the text of all ids.
+
+A character can be spread over several tokens: decoded too early it reads ``\ufffd``. So what is decoded is held back
+from the first ``\ufffd`` at its end on, until later tokens settle it. Exact for every sequence of ids of a byte-level
+BPE; for other vocabularies (SentencePiece that spells unknown characters byte by byte) where the ids spell characters.
+
+What single tokens spell: the bytes of each, where the vocabulary says them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
-from penstock.gateway.wire.calls import CallSyntax, with_ids
-from penstock.gateway.wire.text import Decode, TextStream
-from penstock.gateway.wire.tokens import TokenBytes, token_of
-from penstock.gateway.wire.types import Ask, Choice, EngineFinish, Finish, Head, Token
-from penstock.tools.parsers import ToolCall
+from penstock.gateway.wire.types import Ask, Choice, EngineFinish, Finish, Head, Token, call_id
+from penstock.tools.parsers import ToolCall, ToolCallParser, get_parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +180,153 @@ def _longest_beginning(words: Sequence[str], text: str) -> int:
                 longest = length
                 break
     return longest
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How one model writes calls, by its parser's own marks."""
+
+    parser: ToolCallParser
+
+    @property
+    def opening(self) -> str:
+        """What every call begins with; empty: nothing is streamed of answers that may hold calls."""
+        return self.parser.opening
+
+    @property
+    def closing(self) -> str:
+        """What every call ends with; empty: an answer is not cut behind its first call."""
+        return self.parser.closing
+
+    def start(self, text: str) -> int:
+        """Where the first call begins, or the end of `text`."""
+        at = text.find(self.opening)
+        return at if at >= 0 else len(text)
+
+    def one_is_whole(self, text: str) -> bool:
+        """A well-formed call is complete in `text`."""
+        if not self.closing or self.closing not in text:
+            return False
+        calls = self.parser.parse(text[self.start(text) :]).calls
+        return bool(calls) and calls[0].error is None
+
+    def divide(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ToolCall, ...]]:
+        """(content, calls). Content begins with ``text[: start].rstrip()`` in any case, which may be shown early."""
+        start = self.start(text)
+        turn = self.parser.parse(text[start:], tools)
+        if not turn.calls or any(call.error for call in turn.calls):
+            return text, ()
+        before = text[:start]
+        return (before + turn.content if turn.content else before.rstrip()), turn.calls
+
+
+def call_syntax(parser: str) -> CallSyntax:
+    """By the name in `agent.parser`. Raises `ValueError` naming the nearest."""
+    return CallSyntax(get_parser(parser))
+
+
+def with_ids(calls: tuple[ToolCall, ...], answer_id: str, index: int) -> tuple[ToolCall, ...]:
+    """The same calls with ids that are the same whenever this answer is told again."""
+    return tuple(replace(call, call_id=call_id(answer_id, index, i)) for i, call in enumerate(calls))
+
+
+Decode = Callable[[Sequence[int]], str]
+UNSETTLED = "\ufffd"
+WINDOW_IDS = 16
+"""Ids that are kept to decode the next ones with. What is unsettled for twice as long is broken for good."""
+CONTEXT_IDS = 4
+"""Kept in front of new ids: some decoders drop a space at the beginning of a text."""
+
+
+class TextStream:
+    """`feed` ids as they come, `flush` once at the end. Pieces joined equal ``decode(all ids)``."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        """The newest ids: those whose text may change, and some before them."""
+        self._shown = 0
+        """Characters of the window's text that were given out."""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that is settled by now and was not given out yet."""
+        if not ids:
+            return ""
+        text = self._decode([*self._window, *ids])
+        if len(ids) > 1 and text.endswith(UNSETTLED):
+            return "".join([self.feed([one]) for one in ids])
+        self._window.extend(ids)
+        end = self._settled(text)
+        piece, self._shown = text[self._shown : end], max(self._shown, end)
+        if len(self._window) > WINDOW_IDS:
+            self._shrink(text)
+        return piece
+
+    def flush(self) -> str:
+        """What was held back; nothing may be fed after this."""
+        text = self._decode(self._window) if self._window else ""
+        piece, self._shown = text[self._shown :], len(text)
+        return piece
+
+    def _settled(self, text: str) -> int:
+        """How much of the window's text no later id changes. Of many broken characters, only the last may."""
+        if len(self._window) > 2 * WINDOW_IDS:
+            return len(text) - text.endswith(UNSETTLED)
+        return len(text.rstrip(UNSETTLED))
+
+    def _shrink(self, text: str) -> None:
+        """Forget old ids. A cut inside a character would make what comes behind it read differently."""
+        broken = text.endswith(UNSETTLED)
+        if broken and len(self._window) <= 2 * WINDOW_IDS:
+            return
+        for kept in range(1 if broken else CONTEXT_IDS, WINDOW_IDS):
+            after = self._decode(self._window[-kept:])
+            fits = self._decode(self._window[:-kept]) + after == text if broken else text.endswith(after)
+            if after and fits:
+                self._window = self._window[-kept:]
+                self._shown -= len(text) - len(after)
+                return
+
+
+TokenBytes = Callable[[int], bytes]
+
+
+def token_of(raw: bytes, logprob: float) -> Token:
+    """OpenAI writes a token that is a part of a character as ``bytes:\\xf0\\x9f``."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+    return Token(text, raw, logprob)
+
+
+def token_bytes_of(tokenizer: Any) -> TokenBytes:
+    """The bytes of each id of a Hugging Face fast tokenizer: exact for byte-level BPE, decoded text for others."""
+    added = {index: str(token.content).encode() for index, token in tokenizer.added_tokens_decoder.items()}
+    if b"ByteLevel" not in _decoder_state(tokenizer):
+        return lambda index: added.get(index) or tokenizer.decode([index]).encode()
+
+    def token_bytes(index: int) -> bytes:
+        return added[index] if index in added else spelled(tokenizer.convert_ids_to_tokens(index) or "")
+
+    return token_bytes
+
+
+def spelled(token: str) -> bytes:
+    """A token of a byte-level vocabulary as bytes: ``Ġthe`` is ``b" the"``."""
+    table = byte_of_character()
+    return b"".join(bytes([table[one]]) if one in table else one.encode() for one in token)
+
+
+@lru_cache
+def byte_of_character() -> dict[str, int]:
+    """The byte-level alphabet: printable bytes stand for themselves, the others for characters from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _decoder_state(tokenizer: Any) -> bytes:
+    decoder = tokenizer.backend_tokenizer.decoder
+    state = decoder.__getstate__() if decoder is not None else b""
+    return state if isinstance(state, bytes) else json.dumps(state).encode()

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.gateway.wire import sse
-from penstock.gateway.wire.messages import arguments_text
+from penstock.gateway.wire.answers import sse_event
+from penstock.gateway.wire.chat import arguments_text
 from penstock.gateway.wire.reader import Delta
-from penstock.gateway.wire.responses_answer import (
+from penstock.gateway.wire.responses import (
     call_item,
     message_item,
     opening_body,
     output_items,
+    output_text,
     response_body,
-    text_part,
     token_logprobs,
 )
 from penstock.gateway.wire.types import Ask, Choice, Head, Token
@@ -90,7 +90,7 @@ class ResponseStream:
         self._open = True
         item = message_item(self._head, [], "in_progress")
         return self._event("output_item.added", output_index=0, item=item) + self._event(
-            "content_part.added", **self._place(), part=text_part("")
+            "content_part.added", **self._place(), part=output_text("")
         )
 
     def _text(self, text: str) -> bytes:
@@ -125,4 +125,4 @@ class ResponseStream:
 
     def _event(self, kind: str, **body: Any) -> bytes:
         number, self._number = self._number, self._number + 1
-        return sse.event({"type": f"response.{kind}", "sequence_number": number, **body})
+        return sse_event({"type": f"response.{kind}", "sequence_number": number, **body})

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.agent_loops.conftest import chat_for, parts_of, tokenizer_for  # noqa: F401
+from tests.agent_loops.conftest import calling_policy, chat_for, parts_of, queue_of, tasks_of, tokenizer_for  # noqa: F401
 
 from penstock.agent_loops import AgentConfig, ChatTokens, FakeClient
 from penstock.gateway import CapturedEpisode, CaptureParts, Desk, text_of

@@ -14,7 +14,7 @@ from tests.gateway.conftest import TOOLS, USER, whole
 
 from penstock.agent_loops import AgentConfig
 from penstock.gateway import CaptureJob
-from penstock.gateway.mount import mount
+from penstock.gateway.app import mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
 from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task
 

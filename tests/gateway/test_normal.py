@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.gateway import first_key, next_key
-from penstock.gateway.normal import normal
+from penstock.gateway.prefix_tree import normal
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": [2.5, "ü"]}}}
 SAID = {"role": "assistant", "content": "", "tool_calls": [CALL]}

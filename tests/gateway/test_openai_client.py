@@ -18,7 +18,7 @@ from tests.gateway.talking_engine import TalkingEngine, tool_result
 
 from penstock.agent_loops import AgentConfig
 from penstock.gateway import CaptureJob
-from penstock.gateway.mount import mount
+from penstock.gateway.app import mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
 from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task, Trajectory
 

@@ -8,7 +8,17 @@ import pytest
 from openai import AsyncOpenAI
 from openai.types import Model
 
-from penstock.gateway.wire import BadAsk, ErrorBody, bad_ask_body, error_body, model_body, model_list_body, sse
+from penstock.gateway.wire import (
+    KEEP_ALIVE,
+    SSE_DONE,
+    BadAsk,
+    ErrorBody,
+    bad_ask_body,
+    error_body,
+    model_body,
+    model_list_body,
+    sse_data,
+)
 
 
 def client_for(answer: httpx2.Response) -> AsyncOpenAI:
@@ -56,12 +66,12 @@ async def test_models() -> None:
 
 async def test_signs_of_life_are_skipped_by_the_client() -> None:
     chunk = {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": []}
-    content = sse.KEEP_ALIVE + sse.data(chunk) + sse.KEEP_ALIVE + sse.DONE
+    content = KEEP_ALIVE + sse_data(chunk) + KEEP_ALIVE + SSE_DONE
     answer = httpx2.Response(200, content=content, headers={"content-type": "text/event-stream"})
     stream = await client_for(answer).completions.create(model="m", prompt="x", stream=True)
     assert len([one async for one in stream]) == 1
 
 
 def test_a_line_separator_in_a_text_does_not_end_an_event() -> None:
-    assert sse.data({"text": "a\u2028b\n\u0085"}).count(b"\n") == 2
-    assert sse.data({"text": "a\u2028b\n\u0085"}).isascii()
+    assert sse_data({"text": "a\u2028b\n\u0085"}).count(b"\n") == 2
+    assert sse_data({"text": "a\u2028b\n\u0085"}).isascii()

@@ -6,6 +6,10 @@ request ──place──► context ─┬─ asked before, in the journal ─�
                             └─ sampled, shown as it comes ──► journal ──► history ──► the reply's last words
 
 Requests may come side by side (sub-agents); journal and history are `record.py`'s.
+
+What further answers may use of an episode's budget, with what is being sampled now taken off.
+
+One choice of a call: sampled, shown as it comes, written down, closed.
 """
 
 from __future__ import annotations
@@ -14,24 +18,27 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.agent_loops import InfraFailure, TokenMismatch, all_or_none
-from penstock.gateway.call import Call
-from penstock.gateway.errors import Gone, TooLong
-from penstock.gateway.history import NotRenderable, Place, Turn
-from penstock.gateway.in_flight import InFlight
-from penstock.gateway.note import head_of, how_asked, told_again
-from penstock.gateway.parts import CaptureParts
-from penstock.gateway.record import Record
-from penstock.gateway.replay import Replay
-from penstock.gateway.room import Room, Share
-from penstock.gateway.said import said_by
-from penstock.gateway.sampler import sample
-from penstock.gateway.told import told_of, unforeseen
-from penstock.gateway.wire import Ask, BadAsk, Choice, answer_id
+from penstock.agent_loops import (
+    TRUNCATED_LENGTH,
+    TRUNCATED_TURNS,
+    Budget,
+    InfraFailure,
+    TokenMismatch,
+    Watch,
+    all_or_none,
+)
+from penstock.gateway.context import CaptureParts
+from penstock.gateway.errors import Gone, TooLong, told_of, unforeseen
+from penstock.gateway.journal import Record, head_of, how_asked, told_again
+from penstock.gateway.prefix_tree import NotRenderable, Place, Turn
+from penstock.gateway.requests import Call, InFlight, Replay, said_by
+from penstock.gateway.wire import AnswerReader, Ask, BadAsk, Choice, answer_id
+from penstock.rollout_server import Chunk
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError
 
 
@@ -216,3 +223,81 @@ class CapturedEpisode:
 
 def _nothing(index: int) -> Choice:
     return Choice(index=index, token_ids=(), logprobs=(), text="", content="", finish_reason="length")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Taken by one call until it has ended."""
+
+    rooms: tuple[int, ...]
+    """Most tokens of each answer."""
+    tokens: int
+    """These together, and the ids that are fed before them."""
+
+
+class Room:
+    """Shares of calls that run side by side; together they never take more than is left."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._turns = 0
+        self._tokens = 0
+
+    def take(self, answers: int, wanted: int, fed: int) -> Share | Outcome:
+        """Room for so many answers of `wanted` tokens at most, behind `fed` new ids; or how the episode is over."""
+        if self._budget.turns_left - self._turns < answers:
+            return TRUNCATED_TURNS
+        left = self._budget.tokens_left - self._tokens - fed
+        rooms = []
+        for _ in range(answers):
+            rooms.append(min(wanted, left))
+            left -= rooms[-1]
+        if rooms[-1] < 1:
+            return TRUNCATED_LENGTH
+        self._turns += answers
+        self._tokens += fed + sum(rooms)
+        return Share(tuple(rooms), fed + sum(rooms))
+
+    def give_back(self, share: Share) -> None:
+        """The call has ended; what it really used is in the budget by now."""
+        self._turns -= len(share.rooms)
+        self._tokens -= share.tokens
+
+
+SEEDS = 2**63
+"""OpenAI's seeds may be negative, an engine's are not."""
+
+
+async def sample(record: Record, call: Call, place: Place, index: int, room: int) -> None:
+    """Choice `index`, of `room` tokens at most. Raises `InfraFailure`, `QueueError`, `ValidationError`."""
+    reader = AnswerReader(call.ask, call.head, index, record.text_of)
+    watch = _watch(call, reader, index) if _must_watch(call.ask) else None
+    generation = await record.llm.draw(list(place.context), room, _overrides(call.ask, index), watch)
+    if watch is None:
+        reader.feed(generation.token_ids, generation.logprobs)
+    choice = reader.finish("length" if generation.finish_reason == "length" else "stop")
+    await record.write(call, place, choice, generation)
+    call.close(choice)
+
+
+def _overrides(ask: Ask, index: int) -> Mapping[str, Any]:
+    """Fields of `Sampling`; each choice has a seed of its own."""
+    if "seed" not in ask.sampling:
+        return ask.sampling
+    return {**ask.sampling, "seed": (ask.sampling["seed"] + index) % SEEDS}
+
+
+def _must_watch(ask: Ask) -> bool:
+    """Whether somebody reads along, or the answer may end before the engine ends it."""
+    return ask.stream or bool(ask.stop) or (ask.reads_calls and not ask.parallel_tool_calls)
+
+
+def _watch(call: Call, reader: AnswerReader, index: int) -> Watch:
+    def watch(chunk: Chunk) -> int | None:
+        taken = len(reader.token_ids)
+        call.show(index, reader.feed(chunk.token_ids, chunk.logprobs))
+        kept = len(reader.token_ids) - taken
+        ends_here = reader.stopped and (kept < len(chunk.token_ids) or chunk.finish_reason != "stop")
+        return kept if ends_here else None
+
+    return watch

@@ -7,25 +7,33 @@ calls    a request           see `episode.py`; they go on when their client goes
 
 Stopped (drain or kill -9), nothing is given back: leases stay until their TTL, and whichever sidecar is asked for a
 handle first takes the episode over from the journal.
+
+The next episode for an agent, or why there is none.
+
+Who may open an episode's paths: the run's token, and for this episode alone a key made from it.
+
+handle = URL-safe base64 of ``FENCE EPISODE_ID``: names one lease, so it stops working when another one is given.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from penstock.agent_loops import TokenMismatch
-from penstock.gateway.closing import Ending, fail, finish, finished_before
-from penstock.gateway.episode import CapturedEpisode
+from penstock.agent_loops import EpisodeJournal, TokenMismatch
+from penstock.gateway.context import CaptureParts
 from penstock.gateway.errors import CaptureError, Gone, NoEpisode, NotNow
-from penstock.gateway.keys import BadHandle, handle_of, lease_of
-from penstock.gateway.opening import next_lease, why_none
-from penstock.gateway.parts import CaptureParts
-from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError
+from penstock.gateway.finish import Ending, fail, finish, finished_before
+from penstock.gateway.session import CapturedEpisode
+from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, Status
 
 MAX_OPEN = 4096
 """Episodes held at once by one rollout server."""
@@ -226,3 +234,77 @@ def _agent_failure(reason: str) -> Outcome:
 def _say_why(keeper: asyncio.Task[None]) -> None:
     if not keeper.cancelled() and (error := keeper.exception()) is not None:
         log.critical("leases of recorded episodes are not kept any more", exc_info=error)
+
+
+async def next_lease(parts: CaptureParts) -> Lease | None:
+    """A lease with nothing in its journal that counts: an earlier owner's agent is not this one. Raises `NotNow`."""
+    try:
+        version = await parts.client.best_version()
+        leases = [] if version is None else await parts.queue.lease_episodes(parts.worker, 1, version)
+        if leases and leases[0].journal:
+            await EpisodeJournal(parts.queue, leases[0]).restart("leased to another agent")
+            return await parts.queue.adopt(leases[0].episode_id, leases[0].fence)
+    except LeaseLost:
+        return None
+    except QueueError as error:
+        raise NotNow(f"the queue: {error}") from error
+    return leases[0] if leases else None
+
+
+async def why_none(parts: CaptureParts) -> str:
+    """For people."""
+    try:
+        if await parts.client.best_version() is None:
+            return "no rollout server takes requests now"
+        return _cause(await parts.queue.status())
+    except QueueError as error:
+        return f"the queue: {error}"
+
+
+def _cause(status: Status) -> str:
+    """Why `lease_episodes` gave nothing."""
+    groups, episodes = status.groups, status.episodes
+    if not groups.get("queued") and not episodes.get("queued"):
+        return f"no episode is queued; {episodes.get('leased', 0)} are being run"
+    return (
+        f"none of {groups.get('queued', 0)} queued groups is admitted now: version {status.version}, "
+        f"step {status.step}, {groups.get('admitted', 0)} groups running, {groups.get('ready', 0)} ready; "
+        "they wait for the trainer"
+    )
+
+
+PREFIX = "/episodes/"
+
+
+class BadHandle(Exception):
+    """The path names no episode that there could be."""
+
+
+def handle_of(episode_id: str, fence: int) -> str:
+    return base64.urlsafe_b64encode(f"{fence} {episode_id}".encode()).rstrip(b"=").decode()
+
+
+def lease_of(handle: str) -> tuple[str, int]:
+    """(episode id, fence). Raises `BadHandle`."""
+    try:
+        text = base64.b64decode(handle + "=" * (-len(handle) % 4), altchars=b"-_", validate=True).decode("ascii")
+    except (binascii.Error, ValueError) as error:
+        raise BadHandle(f"{handle[:80]!r} is no handle of an episode") from error
+    fence, _, episode_id = text.partition(" ")
+    if not (fence.isdecimal() and len(fence) <= 18 and episode_id) or handle_of(episode_id, int(fence)) != handle:
+        raise BadHandle(f"{handle[:80]!r} is no handle of an episode")
+    return episode_id, int(fence)
+
+
+def episode_key(token: str, handle: str) -> str:
+    """The `api_key` of one episode."""
+    return hmac.new(token.encode(), b"episode:" + handle.encode(), hashlib.sha256).hexdigest()
+
+
+def opens(token: str, path: str, given: str) -> bool:
+    """Whether `given` is the key of the episode that `path` lies in; compared in constant time."""
+    if not path.startswith(PREFIX):
+        return False
+    handle = path[len(PREFIX) :].partition("/")[0]
+    expected = episode_key(token, handle)
+    return bool(handle) and hmac.compare_digest(expected.encode(), given.encode("utf-8", "surrogateescape"))

@@ -16,9 +16,9 @@ from penstock.agent_loops import (
     continuity,
     to_trajectory,
 )
-from penstock.gateway.episode import CapturedEpisode
 from penstock.gateway.errors import Conflict, Gone, NotNow
-from penstock.gateway.history import Turn
+from penstock.gateway.prefix_tree import Turn
+from penstock.gateway.session import CapturedEpisode
 from penstock.transfer_queue import (
     COMPLETED,
     BadPayload,

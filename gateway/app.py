@@ -18,11 +18,10 @@ from penstock.agent_loops import (
     chat_of,
     load_reward,
 )
-from penstock.gateway.desk import Desk
+from penstock.gateway.context import CaptureParts, text_of
 from penstock.gateway.errors import NotRecordable
-from penstock.gateway.keys import opens
-from penstock.gateway.parts import CaptureParts, text_of
 from penstock.gateway.routes import make_router
+from penstock.gateway.sessions import Desk, opens
 from penstock.rollout_server import RolloutClient, Sidecar
 from penstock.transfer_queue import TransferQueue
 
