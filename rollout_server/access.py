@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.rollout_server.errors import error_response
+from penstock.common import error_response
 
 MOST_BODY_BYTES = 64 << 20
 METRICS = "/metrics"

@@ -5,6 +5,10 @@
                  └─────────┘
 
 Neither torch nor transformers is imported here.
+
+An answer as it grows, over one server or several: what is there, what is still to be asked, when it is whole.
+
+Streams of chunks with a deadline, and two of them of which the first to speak is read on.
 """
 
 from __future__ import annotations
@@ -13,18 +17,23 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import aiohttp
 
-from penstock.rollout_server.answer import Answer
-from penstock.rollout_server.protocol import Chunk, EngineError, GenerateRequest, Generation
-from penstock.rollout_server.routing import Registry, Router
-from penstock.rollout_server.since import Sent
-from penstock.rollout_server.streams import first_to_speak, until
+from penstock.rollout_server.protocol import (
+    Chunk,
+    EngineError,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Span,
+    extend_spans,
+)
+from penstock.rollout_server.routing import Registry, Router, Sent
 from penstock.rollout_server.tracing import carrier, here
 from penstock.transfer_queue import QueueError, ServerInfo
 
@@ -242,3 +251,143 @@ def _parse(line: bytes) -> Chunk:
 def _backoff_s(failures: int) -> float:
     first, most = BACKOFF_S
     return min(first * 2 ** min(failures - 1, 10), most) * random.uniform(0.5, 1.5)
+
+
+class Answer:
+    """Tokens so far of one request. `begin_stream` before each server's tokens."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[Span] = []
+        self.resumed = 0
+        self.continued_over_update = False
+        self.finish_reason: FinishReason | None = None
+        self._stream_versions: set[int] = set()
+        self._broken = False
+
+    def begin_stream(self) -> GenerateRequest:
+        """What to ask the next server: the context is what was fed and what was sampled, id for id."""
+        self._stream_versions, self._broken = set(), bool(self.token_ids)
+        if not self.token_ids:
+            return self.request
+        left = self.request.sampling.max_new_tokens - len(self.token_ids)
+        sampling = self.request.sampling.model_copy(update={"max_new_tokens": left})
+        return self.request.model_copy(
+            update={"token_ids": [*self.request.token_ids, *self.token_ids], "sampling": sampling}
+        )
+
+    def add(self, chunk: Chunk) -> Chunk | None:
+        """What of `chunk` the reader of this answer gets; None where it says nothing new."""
+        if chunk.token_ids and self._broken:
+            self.resumed, self._broken = self.resumed + 1, False
+        extend_spans(self.spans, chunk.version_spans, len(self.token_ids))
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self._stream_versions.update(version for version, _, _ in chunk.version_spans)
+        self.continued_over_update |= len(self._stream_versions) > 1
+        # "abort" is the engine's doing, not the policy's: the answer goes on.
+        self.finish_reason = None if chunk.finish_reason == "abort" else chunk.finish_reason
+        self._finish_by_content()
+        if not chunk.token_ids and self.finish_reason is None:
+            return None
+        return chunk.model_copy(update={"finish_reason": self.finish_reason})
+
+    def _finish_by_content(self) -> None:
+        """A server may die between the last token and saying so: the tokens themselves know."""
+        if self.finish_reason is not None or not self.token_ids:
+            return
+        if self.token_ids[-1] in self.request.sampling.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.request.sampling.max_new_tokens:
+            self.finish_reason = "length"
+
+    def whole(self) -> Generation:
+        """The finished answer."""
+        assert self.finish_reason is not None
+        return Generation(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            version_spans=self.spans,
+            finish_reason=self.finish_reason,
+            continued_over_update=self.continued_over_update,
+            resumed=self.resumed,
+        )
+
+
+T = TypeVar("T")
+
+
+async def until(deadline: float, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """`items`, each awaited until `deadline` (monotonic, seconds) only. Raises `TimeoutError`; closes `items`.
+
+    The time that the reader takes between two items is not cut off.
+    """
+    async with aclosing(items):
+        while True:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    item = await anext(items)
+            except StopAsyncIteration:
+                return
+            yield item
+
+
+async def first_to_speak(
+    first: AsyncGenerator[T], after_s: float, second: Callable[[], Awaitable[AsyncGenerator[T] | None]]
+) -> AsyncGenerator[T]:
+    """`first`, or what `second` opens where `first` is silent for `after_s`: whichever yields first is read to its end.
+
+    The other is closed. One that fails before it speaks loses; where both do, the error of the last is raised.
+    """
+    streams = [first]
+    asked: list[asyncio.Task[T]] = []
+    try:
+        asked.append(asyncio.ensure_future(_first_of(first)))
+        await asyncio.wait(asked, timeout=after_s)
+        if not asked[0].done() and (other := await second()) is not None:
+            streams.append(other)
+            asked.append(asyncio.ensure_future(_first_of(other)))
+        winner = await _winner(asked)
+        await _end([task for task in asked if task is not asked[winner]], streams, keep=winner)
+        item = asked[winner].result()
+        yield item
+        async for item in streams[winner]:
+            yield item
+    finally:
+        await _end(asked, streams)
+
+
+async def _first_of(items: AsyncGenerator[T]) -> T:
+    try:
+        return await anext(items)
+    except StopAsyncIteration:
+        raise EmptyStream from None
+
+
+class EmptyStream(Exception):
+    """A stream ended before it yielded anything."""
+
+
+async def _winner(asked: list[asyncio.Task[T]]) -> int:
+    """Index of the first task that ended well, or of the last one that failed."""
+    waiting = set(asked)
+    last: asyncio.Task[T] = asked[0]
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in asked:
+            if task in done:
+                last = task
+                if task.exception() is None:
+                    return asked.index(task)
+    return asked.index(last)
+
+
+async def _end(tasks: list[asyncio.Task[T]], streams: list[AsyncGenerator[T]], keep: int = -1) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for index, stream in enumerate(streams):
+        if index != keep:
+            await stream.aclose()

@@ -14,8 +14,15 @@ from typing import Any
 import xxhash
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.limits import fit_request
-from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, FinishReason, GenerateRequest, LoadReport
+from penstock.rollout_server.protocol import (
+    Chunk,
+    EngineError,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    LoadReport,
+    fit_request,
+)
 from penstock.weight_sync import WeightsRefused
 
 VOCAB = 512

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from penstock.rollout_server.metrics import Metrics
-from penstock.rollout_server.protocol import Engine, LoadReport
-from penstock.rollout_server.queue_line import QueueLine
-from penstock.rollout_server.views import LoadOutcome, WeightsLoad, WeightsStatus
+from penstock.rollout_server.protocol import Engine, LoadOutcome, LoadReport, WeightsLoad, WeightsStatus
+from penstock.rollout_server.registration import QueueLine
 from penstock.transfer_queue import Announcement, QueueError, WeightUpdate
 from penstock.weight_sync import WeightsRefused, WeightsUnreachable
 

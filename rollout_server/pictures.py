@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from penstock.rollout_server.limits import BadRequest
-from penstock.rollout_server.protocol import ImageRef
+from penstock.rollout_server.protocol import BadRequest, ImageRef
 
 MAX_BYTES = 64 << 20
 

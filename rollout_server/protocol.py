@@ -2,11 +2,17 @@
 
 RolloutClient ──POST /generate──► sidecar ──Engine protocol──► engine process
               ◄── NDJSON chunks ──        ◄── Chunk stream ──
+
+What every engine refuses in the same words: contexts that are too long, ids that the model does not have.
+
+Version spans: (policy version, start, end) rows over token positions, and how they are put together.
+
+What a sidecar's routes answer, as models: the OpenAPI schema is made from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
@@ -148,3 +154,163 @@ class Engine(Protocol):
 
     def stderr_tail(self) -> str:
         """The last lines of the engine's log, for error messages."""
+
+
+class BadRequest(EngineError):
+    """The request can never be served, here or elsewhere. `field` names what is wrong in it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}", retryable=False)
+        self.field = field
+
+
+def fit_request(request: GenerateRequest, info: EngineInfo) -> GenerateRequest:
+    """The request with `max_new_tokens` cut to what the context length leaves. Raises `BadRequest`."""
+    ids = request.token_ids
+    if not ids:
+        raise BadRequest("token_ids", "is empty; an engine needs at least one token to go on from")
+    if min(ids) < 0 or max(ids) >= info.vocab_size:
+        wrong = next(i for i, token in enumerate(ids) if not 0 <= token < info.vocab_size)
+        raise BadRequest(f"token_ids.{wrong}", f"{ids[wrong]} is outside the vocabulary of {info.vocab_size}")
+    if request.images and not info.images:
+        raise BadRequest("images", f"the {info.name} engine with this model takes none")
+    room = info.max_model_len - len(ids)
+    if room < 1:
+        raise BadRequest(
+            "token_ids", f"{len(ids)} tokens leave no room to answer: rollout.max_model_len is {info.max_model_len}"
+        )
+    if room >= request.sampling.max_new_tokens:
+        return request
+    return request.model_copy(update={"sampling": request.sampling.model_copy(update={"max_new_tokens": room})})
+
+
+def refuse_truncation(sampling: Sampling) -> None:
+    """Raises `BadRequest` for sampling that leaves out part of the policy: its gradient would be of another policy."""
+    mend = "leave it at {}, or set rollout.truncated_sampling: true if the bias of the policy gradient is wanted"
+    if sampling.top_p < 1.0:
+        raise BadRequest("sampling.top_p", f"{sampling.top_p:g} truncates the policy; {mend.format(1)}")
+    if sampling.top_k > 0:
+        raise BadRequest("sampling.top_k", f"{sampling.top_k} truncates the policy; {mend.format(-1)}")
+
+
+Span = tuple[int, int, int]
+
+
+def extend_spans(spans: list[Span], more: Iterable[Span], offset: int) -> None:
+    """Append `more`, shifted by `offset` positions, joining neighbours of one version. `spans` is changed in place."""
+    for version, start, end in more:
+        if spans and spans[-1][0] == version and spans[-1][2] == start + offset:
+            spans[-1] = (version, spans[-1][1], end + offset)
+        else:
+            spans.append((version, start + offset, end + offset))
+
+
+def slice_spans(cuts: list[tuple[int, int]], start: int, end: int) -> list[Span]:
+    """Spans of positions `start … end`, counted from `start`; `cuts` are (first position, version), ascending."""
+    spans: list[Span] = []
+    for i, (first, version) in enumerate(cuts):
+        last = cuts[i + 1][0] if i + 1 < len(cuts) else end
+        low, high = max(first, start), min(last, end)
+        if low < high:
+            spans.append((version, low - start, high - start))
+    return spans
+
+
+def join_chunks(left: Chunk, right: Chunk) -> Chunk:
+    """One chunk that says what both say, in order."""
+    spans = list(left.version_spans)
+    extend_spans(spans, right.version_spans, len(left.token_ids))
+    # Both sides were checked when they were made; doing it again costs more than all else here.
+    return Chunk.model_construct(
+        token_ids=left.token_ids + right.token_ids,
+        logprobs=left.logprobs + right.logprobs,
+        version_spans=spans,
+        finish_reason=right.finish_reason,
+    )
+
+
+LoadOutcome = Literal["loaded", "refused", "unreachable"]
+
+
+class ErrorDetail(BaseModel):
+    field: str
+    """What in the request is wrong, dotted; empty where it is not one field."""
+    message: str
+
+
+class ErrorBody(BaseModel):
+    """Body of every status of 400 and above."""
+
+    error: ErrorDetail
+
+
+class Health(BaseModel):
+    """Body of GET /health, with 200 and with 503."""
+
+    ok: bool
+    """Requests are taken, the engine answers, and a token was sampled lately."""
+    cause: str
+    draining: bool
+    engine: EngineInfo | None
+    version: int
+    in_flight: int
+    in_flight_tokens: int
+    sampled_s_ago: float
+    """Since the last token, of a request or of a probe."""
+    restarts: int
+    """Of the engine, since this sidecar started."""
+    queue: str
+    """``ok`` or the last failure."""
+    weights_refused: int | None
+    """Version that did not verify, until another is announced."""
+
+
+class WeightsLoad(BaseModel):
+    """One attempt to load announced weights."""
+
+    version: int
+    at_unix_s: float
+    outcome: LoadOutcome
+    cause: str = ""
+    report: LoadReport | None = None
+
+
+class WeightsStatus(BaseModel):
+    """Body of GET and POST /weights."""
+
+    version: int
+    """Held and sampled from."""
+    newest: int | None
+    """Announced, as last read from the queue."""
+    behind_versions: int
+    behind_s: float
+    """Since when newer ones are known and none was loaded."""
+    last: LoadReport | None
+    """The last load that succeeded."""
+    refused: int | None
+    cause: str
+    history: list[WeightsLoad]
+    """The newest 20 attempts, oldest first."""
+
+
+class Draining(BaseModel):
+    """Body of POST /drain."""
+
+    draining: bool
+    in_flight: int
+
+
+class ModelEntry(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "penstock"
+    max_model_len: int | None
+    policy_version: int
+
+
+class ModelList(BaseModel):
+    """Body of GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelEntry]

@@ -1,13 +1,16 @@
-"""A server's entry in the registry: renewed every second and at each change, taken out when it goes."""
+"""A server's entry in the registry: renewed every second and at each change, taken out when it goes.
+
+A rollout server's line to the queue: every call has a deadline, the last failure is remembered and shown.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeVar
 
-from penstock.rollout_server.queue_line import QueueLine
-from penstock.transfer_queue import QueueError, ServerInfo
+from penstock.transfer_queue import Announcement, QueueError, ServerInfo, Status, WeightUpdate
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -58,3 +61,41 @@ async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
     except TimeoutError:
         return
+
+
+QUEUE_S = 5.0
+T = TypeVar("T")
+
+
+class ServerQueue(Protocol):
+    """The part of the queue that a rollout server uses."""
+
+    async def latest_version(self) -> Announcement | None: ...
+    async def heartbeat(self, server: ServerInfo) -> None: ...
+    async def deregister(self, server_id: str) -> None: ...
+    async def report_update(self, update: WeightUpdate) -> None: ...
+    async def servers(self) -> list[ServerInfo]: ...
+    async def status(self) -> Status: ...
+
+
+class QueueLine:
+    """``await line.ask(line.queue.latest_version())``."""
+
+    def __init__(self, queue: ServerQueue) -> None:
+        self.queue = queue
+        self.error: str | None = None
+        """Of the last call; None where it was answered."""
+
+    async def ask(self, call: Awaitable[T]) -> T:
+        """The answer to `call` within `QUEUE_S`. Raises `QueueError`."""
+        try:
+            async with asyncio.timeout(QUEUE_S):
+                answer = await call
+        except TimeoutError as error:
+            self.error = f"no answer in {QUEUE_S:g} s"
+            raise QueueError(self.error) from error
+        except QueueError as error:
+            self.error = str(error)
+            raise
+        self.error = None
+        return answer

@@ -4,18 +4,31 @@ An episode stays with the server that holds its KV. A new one goes home where th
 loaded of two servers drawn at random: many clients that read the same registry would all choose the one least loaded.
 A server that fails rests (`breaker.py`), one that is full is left alone for as long as it asked. No process routes: 1
 and 64 servers are the same code.
+
+One server's circuit breaker, as one client sees it.
+
+    closed ──► open: left alone for 0.25 s, 0.5 s … 4 s, twice as long each time it opens again
+      ▲ ▲         │ over: half-open, ONE request may try
+      │ └─────────┤ it got its first tokens
+      │           └─► it failed: open again
+      └ a whole answer forgets all failures
+
+A server that cannot be reached opens it at once; answers that broke off do after `OPEN_AFTER` in a row, because one
+request may fail for its own reasons. No clock of its own: `now` is monotonic, in seconds.
+
+A server's load between two heartbeats, as far as one client knows it.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.rollout_server.breaker import Breaker
-from penstock.rollout_server.since import Sent, Since
 from penstock.transfer_queue import QueueError, ServerInfo
 
 CACHE_S = 0.3
@@ -182,3 +195,112 @@ class Router:
 def _of_split(servers: Sequence[ServerInfo], split: str) -> list[ServerInfo]:
     evaluates = split != TRAIN and any(server.evaluates for server in servers)
     return [server for server in servers if server.evaluates == evaluates]
+
+
+REST_S = 0.25
+MAX_REST_S = 4.0
+OPEN_AFTER = 3
+
+
+class Breaker:
+    """Closed when made. Whoever asks the server calls `begin`, then `spoke` and `finished`, or `failed`, then `end`."""
+
+    def __init__(self) -> None:
+        self.cause = ""
+        self._failures = 0
+        self._rest_s = 0.0
+        """How long the last rest was; 0 while no failure is remembered."""
+        self._rests_until: float | None = None
+        """None: closed."""
+        self._trial: object | None = None
+        """The one request that tries a half-open server."""
+
+    def allows(self, now: float) -> bool:
+        """Whether a request may go there: closed, or half-open with nobody trying."""
+        return self._rests_until is None or (now >= self._rests_until and self._trial is None)
+
+    def begin(self, request: object) -> None:
+        """`request` goes there; it is the trial where the breaker is half-open."""
+        if self._rests_until is not None:
+            self._trial = request
+
+    def spoke(self, request: object) -> None:
+        """First tokens came: a trial has succeeded, what was remembered stays until a whole answer came."""
+        if self._trial is request:
+            self._rests_until = self._trial = None
+
+    def finished(self) -> None:
+        """A whole answer came."""
+        self._failures, self._rest_s, self._rests_until, self._trial = 0, 0.0, None, None
+
+    def failed(self, now: float, request: object, cause: str, *, gone: bool) -> None:
+        """`gone`: the server could not be reached or said that it does not serve."""
+        if self._rests_until is not None and self._trial is not request:
+            return  # sent before it opened: that this fails too is no news
+        self.cause, self._failures = cause, self._failures + 1
+        if gone or self._trial is request or self._failures >= OPEN_AFTER:
+            self._rest_s = min(2 * self._rest_s, MAX_REST_S) if self._rest_s else REST_S
+            self._rests_until, self._failures = now + self._rest_s, 0
+
+    def end(self, request: object) -> None:
+        """The request is over, however: a trial that was given up without a verdict lets the next one try."""
+        if self._trial is request:
+            self._trial = None
+
+
+ON_ITS_WAY_S = 0.05
+"""What was sent so shortly before a heartbeat may not have reached the server by then."""
+
+
+@dataclass(eq=False, slots=True)
+class Sent:
+    """One request of this client that a server is answering."""
+
+    url: str
+    tokens: int
+    """Prompt and what is expected of the answer."""
+    at: float
+    comes_back: bool = True
+    """It is of an episode that sticks to its server: its next turn is on its way there when this one is over."""
+    over_at: float | None = None
+    """None: not answered yet."""
+
+
+class Since:
+    """What one heartbeat cannot know: what this client sent after it, and what of the rest is over by now.
+
+    However old the heartbeat is: a busy machine's comes late, and its tokens would else keep new episodes from a
+    server that has long been idle. What was sent counts answered or not where it comes back: the first turns of many
+    episodes, shortly answered, would else all follow one heartbeat.
+    """
+
+    def __init__(self) -> None:
+        self.sent_tokens = 0
+        self.over_tokens = 0
+        self._at = -math.inf
+        self._kept: list[Sent] = []
+        """Not over yet, or over after the heartbeat."""
+
+    def opened(self, sent: Sent) -> None:
+        self._kept.append(sent)
+        self.sent_tokens += sent.tokens
+
+    def closed(self, sent: Sent, now: float) -> None:
+        sent.over_at = now
+        if self._told(sent):
+            self.over_tokens += sent.tokens
+        elif not sent.comes_back:
+            self.sent_tokens -= sent.tokens
+
+    def heard(self, at: float) -> None:
+        """The newest heartbeat is from `at`, or from later where one was heard before."""
+        self._at = max(self._at, at)
+        self._kept = [sent for sent in self._kept if sent.over_at is None or sent.over_at > self._at]
+        told = [sent for sent in self._kept if self._told(sent)]
+        self.over_tokens = sum(sent.tokens for sent in told if sent.over_at is not None)
+        since = [sent for sent in self._kept if not self._told(sent)]
+        self.sent_tokens = sum(sent.tokens for sent in since if sent.over_at is None or sent.comes_back)
+
+    def _told(self, sent: Sent) -> bool:
+        """What does not come back is rather taken for told: counted twice, it would outweigh many new episodes."""
+        return sent.at < self._at - (ON_ITS_WAY_S if sent.comes_back else 0.0)

@@ -1,4 +1,11 @@
-"""One rollout server: the sidecar process. HTTP first, so that it can say why it is not ready; then the engine."""
+"""One rollout server: the sidecar process. HTTP first, so that it can say why it is not ready; then the engine.
+
+Engine logs outlive their engines and never fill the disk: engines append, what is too long is moved aside.
+
+    engine-hf.log ──copied, then cut to nothing──► engine-hf.log.1 ──► .2 ──► gone
+
+Cut in place, not renamed: a running engine has the file open, and appends at the end wherever the end is.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +13,8 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,10 +25,9 @@ import uvicorn
 
 from penstock.rollout_server.adapters import MergingFetch
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engine_logs import bound_logs
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
 from penstock.rollout_server.fetch import Fetcher
-from penstock.rollout_server.queue_line import ServerQueue
+from penstock.rollout_server.registration import ServerQueue
 from penstock.rollout_server.routes import Mounted, make_app
 from penstock.rollout_server.sidecar import Sidecar
 
@@ -162,3 +170,23 @@ def url_host(host: str) -> str:
     """What others connect to: an address that means "all interfaces" is reached by this machine's name."""
     host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (not a binding)
     return f"[{host}]" if ":" in host else host
+
+
+MOST_BYTES = 16 << 20
+KEPT = 2
+
+
+def bound_logs(folder: Path, most_bytes: int = MOST_BYTES) -> None:
+    """Move every ``*.log`` of `folder` aside that is longer than `most_bytes`; at most `KEPT` older ones stay."""
+    for log in folder.glob("*.log"):
+        if log.stat().st_size > most_bytes:
+            _move_aside(log)
+
+
+def _move_aside(log: Path) -> None:
+    for number in range(KEPT, 1, -1):
+        older = log.with_name(f"{log.name}.{number - 1}")
+        if older.exists():
+            older.replace(log.with_name(f"{log.name}.{number}"))
+    shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+    os.truncate(log, 0)

@@ -21,12 +21,10 @@ from typing import Protocol
 
 from penstock.rollout_server.held_weights import Fetch, HeldWeights, as_it_is
 from penstock.rollout_server.metrics import Metrics
-from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest, Sampling
-from penstock.rollout_server.queue_line import QueueLine, ServerQueue
-from penstock.rollout_server.registration import Registration, wait_for_event
-from penstock.rollout_server.serving import NotServing, Serving
-from penstock.rollout_server.standing import Standing
-from penstock.rollout_server.views import Health
+from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest, Health, Sampling
+from penstock.rollout_server.registration import QueueLine, Registration, ServerQueue, wait_for_event
+from penstock.rollout_server.request_queue import NotServing, Serving
+from penstock.rollout_server.version_pin import Standing
 from penstock.transfer_queue import ServerInfo
 
 logger = logging.getLogger(__name__)

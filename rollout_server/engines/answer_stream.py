@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from penstock.rollout_server.protocol import Chunk, EngineError, FinishReason
-from penstock.rollout_server.spans import slice_spans
+from penstock.rollout_server.protocol import Chunk, EngineError, FinishReason, slice_spans
 
 
 class NotAdmitted(EngineError):

@@ -17,9 +17,16 @@ import penstock
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.child import Child
 from penstock.rollout_server.engines.hf_link import Link
-from penstock.rollout_server.limits import fit_request
 from penstock.rollout_server.pictures import read_pictures
-from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, GenerateRequest, LoadReport, Sampling
+from penstock.rollout_server.protocol import (
+    Chunk,
+    EngineError,
+    EngineInfo,
+    GenerateRequest,
+    LoadReport,
+    Sampling,
+    fit_request,
+)
 from penstock.weight_sync import WeightsRefused
 
 PING_S = 10.0

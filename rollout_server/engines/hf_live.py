@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from penstock.rollout_server.engines.hf_sampling import Record
-from penstock.rollout_server.protocol import Chunk, FinishReason
-from penstock.rollout_server.spans import slice_spans
+from penstock.rollout_server.protocol import Chunk, FinishReason, slice_spans
 
 
 @dataclass(slots=True)

@@ -24,8 +24,7 @@ from penstock.rollout_server.engines.sglang_weights import (
 )
 from penstock.rollout_server.engines.stock_engine import StockEngine
 from penstock.rollout_server.engines.stock_weights import StockWeights
-from penstock.rollout_server.limits import BadRequest
-from penstock.rollout_server.protocol import EngineError, GenerateRequest, Sampling
+from penstock.rollout_server.protocol import BadRequest, EngineError, GenerateRequest, Sampling
 
 PAUSES = {"keep": "in_place", "recompute": "retract", "abort": "abort"}
 """rollout.pause → SGLang's word."""

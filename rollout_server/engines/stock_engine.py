@@ -21,8 +21,15 @@ from penstock.rollout_server.engines.answer_stream import AnswerStream, NotAdmit
 from penstock.rollout_server.engines.checkpoint import vocab_size
 from penstock.rollout_server.engines.child_server import ChildServer
 from penstock.rollout_server.engines.stock_weights import StockWeights
-from penstock.rollout_server.limits import fit_request
-from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, GenerateRequest, LoadReport, Sampling
+from penstock.rollout_server.protocol import (
+    Chunk,
+    EngineError,
+    EngineInfo,
+    GenerateRequest,
+    LoadReport,
+    Sampling,
+    fit_request,
+)
 
 HEALTH_S = 15.0
 """A busy machine may keep a sound server from answering for seconds; ending it would cost far more than waiting."""

@@ -17,8 +17,7 @@ from penstock.rollout_server.engines.stock_weights import StockWeights
 from penstock.rollout_server.engines.vllm_plugin import REFUSED
 from penstock.rollout_server.engines.vllm_server import MODEL_NAME, VLLMServer
 from penstock.rollout_server.engines.vllm_stream import TokenStream
-from penstock.rollout_server.limits import BadRequest
-from penstock.rollout_server.protocol import EngineError, GenerateRequest, Sampling
+from penstock.rollout_server.protocol import BadRequest, EngineError, GenerateRequest, Sampling
 from penstock.weight_sync import WeightsRefused
 
 MAX_TEMPERATURE = 2.0

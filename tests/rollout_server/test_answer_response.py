@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.rollout_server import AnswerResponse, BadRequest, Chunk, DeadlineOver, EngineError, answer_response
+from penstock.rollout_server import AnswerResponse, BadRequest, Chunk, DeadlineOver, EngineError
+from penstock.rollout_server import routes as answer_response
 
 ONE = Chunk(token_ids=[1], logprobs=[-0.5], version_spans=[(0, 0, 1)])
 LAST = Chunk(token_ids=[2], logprobs=[-0.25], version_spans=[(0, 0, 1)], finish_reason="stop")

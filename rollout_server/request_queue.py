@@ -13,11 +13,18 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
-from penstock.rollout_server.limits import fit_request, refuse_truncation
+from penstock.rollout_server.client import until
 from penstock.rollout_server.metrics import Metrics
-from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest
-from penstock.rollout_server.spans import join_chunks
-from penstock.rollout_server.streams import until
+from penstock.rollout_server.protocol import (
+    Chunk,
+    Engine,
+    EngineError,
+    EngineInfo,
+    GenerateRequest,
+    fit_request,
+    join_chunks,
+    refuse_truncation,
+)
 
 FLUSH_S = 0.2
 """Tokens of one answer are held back this long at most; what a killed sidecar held is sampled again elsewhere."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.rollout_server.queue_line import QueueLine
-from penstock.rollout_server.serving import TooOld
+from penstock.rollout_server.registration import QueueLine
+from penstock.rollout_server.request_queue import TooOld
 from penstock.transfer_queue import QueueError, under_evaluation
 
 
