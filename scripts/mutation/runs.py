@@ -1,0 +1,143 @@
+"""Runs of pytest in processes forked from this one, and what they tell.
+
+Forked, not started: pytest and the third-party modules of the tests, which take longer to import than most tests to
+run, are there already. Product code is imported in the fork alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MEMORY = 12 << 30  # bytes that one process may allocate: a mistake can make a loop endless
+
+
+@dataclass(eq=False)  # pytest keeps its plugins in sets
+class Recorder:
+    """Pytest plugin: chooses and orders the tests; notes their starts, ends, failures and skips, one JSON a line."""
+
+    notes: Path
+    chosen: Sequence[str] | None = None
+    """None for all."""
+    on_start: Callable[[str], object] = str
+    modules: list[str] = field(default_factory=list)
+    """Third-party modules that are imported when all tests are collected."""
+    environ: dict[str, str] = field(default_factory=dict)
+    """The environment by then; some modules read it when they are imported."""
+
+    def note(self, **entry: Any) -> None:
+        with self.notes.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        files = {name: getattr(module, "__file__", None) or "" for name, module in [*sys.modules.items()]}
+        self.modules = [name for name, file in files.items() if "site-packages" in file]
+        self.environ = {key: value for key, value in os.environ.items() if not key.startswith("PYT")}
+        if self.chosen is not None:
+            rank = {test: index for index, test in enumerate(self.chosen)}
+            items[:] = sorted((item for item in items if item.nodeid in rank), key=lambda item: rank[item.nodeid])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self.note(start=item.nodeid)
+        self.on_start(item.nodeid)
+        began = time.monotonic()
+        result = yield
+        self.note(end=item.nodeid, seconds=round(time.monotonic() - began, 3))
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome != "passed":
+            self.note(**{report.outcome: report.nodeid})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of chosen tests ended."""
+
+    noticed: bool
+    by: str
+    """The test that failed; or was running when the process crashed or hung; or else the cause."""
+    passed: list[str]
+
+
+def read_notes(notes: Path) -> list[dict[str, Any]]:
+    lines = notes.read_text().splitlines() if notes.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def outcome_of(notes: Path, code: int | None) -> Outcome:
+    """`code` is None where the process was killed at its deadline."""
+    entries = read_notes(notes)
+    started, ended, failed = ([entry[key] for entry in entries if key in entry] for key in ("start", "end", "failed"))
+    running = [test for test in started if test not in ended]
+    by = [*failed, *running, "timeout" if code is None else f"pytest exits with {code}"][0]
+    noticed = bool(failed) or code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    return Outcome(noticed, by, [test for test in ended if test not in failed])
+
+
+def run_pytest(paths: Iterable[str], recorder: Recorder, *options: str) -> int:
+    seed = ["--hypothesis-seed=0"] if importlib.util.find_spec("hypothesis") else []
+    return int(pytest.main([*paths, "-q", "-p", "no:cacheprovider", *seed, *options], plugins=[recorder]))
+
+
+def run_chosen(tests: Sequence[str], notes: Path, *options: str) -> int:
+    """Run these tests, in this order."""
+    return run_pytest(dict.fromkeys(test.partition("::")[0] for test in tests), Recorder(notes, tests), *options)
+
+
+def preload(modules: Iterable[str], environ: dict[str, str]) -> None:
+    """Import here what every fork would import."""
+    os.environ.update(environ)
+    for name in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+def fork(copy: Path, output: int, action: Callable[[], int]) -> int:
+    """Run `action` in `copy` in a process group of its own; returns its process id. `output` is a file descriptor."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    code = 70
+    try:
+        os.setsid()
+        os.chdir(copy)
+        for target, source in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
+            os.dup2(source, target)
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        paths = [str(copy / "src"), str(copy)]
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+        sys.path[:0], sys.argv = paths, ["pytest"]
+        code = action()
+    finally:
+        os._exit(code)
+
+
+def reap(pid: int, *, kill: bool) -> tuple[bool, int | None]:
+    """Whether the process has ended, and its exit code, None if it was killed here. Ends what it leaves behind too."""
+    if kill:
+        _end_group(pid)
+    ended, status = os.waitpid(pid, 0 if kill else os.WNOHANG)
+    if ended and not kill:
+        _end_group(pid)
+    return bool(ended), None if kill else os.waitstatus_to_exitcode(status)
+
+
+def _end_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

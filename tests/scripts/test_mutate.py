@@ -1,0 +1,265 @@
+"""`scripts/mutate`: every kind of mistake, the draw, and whole runs on a small package of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from mutation.campaign import draw
+from mutation.points import points_of
+from mutation.tree import mirrored_folder, product_files
+
+PYTHON = [  # one line of a function's body, or of several; the operator; the line with the mistake
+    ("if a < b: return", "compare", "if a <= b: return"),
+    ("if (a) is not (b): return", "compare", "if (a) is (b): return"),
+    ("x = a in b", "compare", "x = a not in b"),
+    ("x = a + b", "arithmetic", "x = a - b"),
+    ("x += a", "arithmetic", "x -= a"),
+    ("x = a // b", "arithmetic", "x = a * b"),
+    ("x = a and b or c", "logic", "x = a or b or c"),
+    ("while a: pass", "negate condition", "while not (a): pass"),
+    ("x = [a for a in b if a]", "negate condition", "x = [a for a in b if not (a)]"),
+    ("x = not a", "drop not", "x = a"),
+    ("x = 7", "constant", "x = 8"),
+    ("x = é(0.5, 'é')", "constant", "x = é(1.5, 'é')"),
+    ("x = True", "constant", "x = False"),
+    ("return a", "return None", "return None"),
+    ("await call(a)", "drop statement", "pass"),
+    ("a.x = b", "drop statement", "pass"),
+    ("a[b] += c", "drop statement", "pass"),
+    ("raise ValueError(a + 1)", "drop raise", "pass"),
+    ("for a in b: break", "break", "for a in b: continue"),
+    ("x = min(a, b)", "min/max", "x = max(a, b)"),
+    ("x = torch.maximum(a, b)", "min/max", "x = torch.minimum(a, b)"),
+    ("x = a[b:c]", "slice", "x = a[b:(c) + 1]"),
+]
+LUA = [
+    ("if a < b then return end", "compare", "if a <= b then return end"),
+    ("if a == 'b == c' then return end", "compare", "if a ~= 'b == c' then return end"),
+    ("local x = a - 1", "arithmetic", "local x = a + 1"),
+    ("local x = ARGV[2]", "constant", "local x = ARGV[3]"),
+    ("local x = a and b", "logic", "local x = a or b"),
+    ("if not a then return end", "drop not", "if a then return end"),
+    ("redis.call('DEL', key(a))", "drop statement", ""),
+    ("if a then call('DEL', a) end", "drop statement", "if a then end"),
+]
+QUIET = [
+    '"""A docstring with 1 < 2."""',
+    "import a, b",
+    "__all__ = ['a' * 2]",
+    "Pair = tuple[int, 2]",
+    "count: Literal[1]",
+    "if TYPE_CHECKING:\n    a = 1 + 2",
+    "if __name__ == '__main__':\n    main(1)",
+    "def f(a: Annotated[int, 1]) -> Literal[2]: ...",
+    "@overload\ndef f(a=1): ...",
+    "@cache(1)\ndef f(a): ...",
+    "log.warning('%s', a + 1)",
+    "assert a == 1",
+    "x = f'{a + 1}' + b",
+    "raise ValueError(await a(1))",
+    "timeout_s = 30.0",
+    "deadline_s: float = 2",
+    "def f(poll_s=2): ...",
+    "x = g(timeout=3)",
+    "x = zip(a, b, strict=True)",
+]
+
+
+def shown(path: str, source: str) -> set[tuple[str, str]]:
+    return {(point.operator, point.show(source.encode())[1]) for point in points_of(path, source.encode())}
+
+
+@pytest.mark.parametrize(("line", "operator", "after"), PYTHON)
+def test_python_operator(line: str, operator: str, after: str) -> None:
+    assert (operator, after) in shown("a.py", f"async def f():\n    {line}\n")
+
+
+@pytest.mark.parametrize(("line", "operator", "after"), LUA)
+def test_lua_operator(line: str, operator: str, after: str) -> None:
+    assert (operator, after) in shown("a.lua", f"-- 1 < 2\n{line}\n")
+
+
+@pytest.mark.parametrize("source", QUIET)
+def test_no_point_without_effect(source: str) -> None:
+    assert shown("a.py", source) == set()
+
+
+def test_lua_call_in_an_expression_is_kept() -> None:
+    assert shown("a.lua", "local x = f(a,\n  g(b)\n  .. c)\n") == set()
+
+
+def test_multi_line_statement_is_replaced_whole() -> None:
+    source = "def f():\n    a.b(\n        c,\n    )\n    return d\n"
+    (dropped,) = (point for point in points_of("a.py", source.encode()) if point.operator == "drop statement")
+    assert dropped.plant(source.encode()) == b"def f():\n    pass\n    return d\n"
+    assert (dropped.line, dropped.lines) == (2, (2, 4))
+
+
+TOY = {
+    "src/toy/__init__.py": "",
+    "src/toy/queue/__init__.py": "",
+    "src/toy/queue/limits.py": """
+LIMIT = 3
+
+
+def admits(count: int) -> bool:
+    return count < LIMIT
+
+
+def unasserted(count: int) -> int:
+    return count
+
+
+def failing() -> list[int]:
+    return []
+""",
+    "src/toy/queue/loops.py": """
+def total(count: int) -> int:
+    added = 0
+    while count:
+        added += 1
+        count -= 1
+    return added
+""",
+    "src/toy/queue/lua/admit.lua": "-- count, limit\nreturn a < b\n",
+    "src/toy/queue/scripts.py": """
+from pathlib import Path
+
+
+def load() -> str:
+    name = "admit"
+    return (Path(__file__).parent / "lua" / f"{name}.lua").read_text()
+""",
+    "tests/queue/test_limits.py": """
+import pytest
+
+from toy.queue.limits import admits, unasserted
+from toy.queue.loops import total
+from toy.queue.scripts import load
+
+
+def test_admits():
+    assert [admits(2), admits(3)] == [True, False]
+
+
+def test_script():
+    assert load().endswith("return a < b\\n")
+
+
+def test_total():
+    assert total(2) == 2
+
+
+def test_unasserted():
+    unasserted(2)
+
+
+@pytest.mark.slow
+def test_of_another_run():
+    assert unasserted(2) == 2
+""",
+    "pyproject.toml": "[tool.pytest.ini_options]\npythonpath = ['src']\naddopts = ['--import-mode=importlib']\n",
+}
+STATUSES = {
+    "limits.py:2": "noticed",  # outside functions
+    "limits.py:6": "noticed",
+    "limits.py:10": "survived",
+    "limits.py:14": "survived",  # no test executes it
+    "loops.py:3": "noticed",
+    "loops.py:4": "noticed",
+    "loops.py:5": "noticed",
+    "loops.py:6": "noticed",  # endless
+    "loops.py:7": "noticed",
+    "admit.lua:2": "noticed",
+    "scripts.py:7": "noticed",
+}
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    root = tmp_path / "toy"
+    for name, text in TOY.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    subprocess.run(["git", "init", "--quiet", root], check=True)
+    return root
+
+
+def mutate(root: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    command = [ROOT / "scripts" / "mutate", "--root", root, "--folders", "queue", "--json", *arguments]
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout or "{}"), done.stderr
+
+
+def statuses(report: dict[str, Any]) -> dict[str, str]:
+    return {f"{Path(mutant['path']).name}:{mutant['line']}": mutant["status"] for mutant in report["mutants"]}
+
+
+def test_whole_run_on_a_small_package(toy: Path) -> None:
+    before = {path: path.read_bytes() for path in toy.rglob("*") if path.is_file()}
+    report, log = mutate(toy, "--grace-s", "5", "--at-least", "82", code=1)
+    found = statuses(report)
+    assert found == STATUSES
+    counts = report["folders"]["queue"]
+    assert counts == {"planted": 11, "noticed": 9, "survived": 2}
+    assert report["share"] == 81.8
+    assert "4 of 4 tests pass" in log
+    assert {path: path.read_bytes() for path in toy.rglob("*") if path.is_file()} == before
+    (caught,) = (mutant for mutant in report["mutants"] if mutant["line"] == 2 and mutant["path"].endswith(".lua"))
+    assert (caught["before"], caught["after"]) == ("return a < b", "return a <= b")
+    assert caught["by"] == "tests/queue/test_limits.py::test_script"
+
+
+def test_state_is_extended_not_repeated(toy: Path, tmp_path: Path) -> None:
+    state = str(tmp_path / "state.jsonl")
+    fewer, _ = mutate(toy, "--count", "2", "--state", state)
+    more, log = mutate(toy, "--count", "4", "--state", state)
+    assert more["mutants"][:2] == fewer["mutants"]
+    assert len(more["mutants"]) == 4
+    assert "passed" not in log  # the tests are not measured again
+    assert [line.split()[0] for line in log.splitlines() if line.startswith("[")] == ["[3/4]", "[4/4]"]
+
+
+def test_state_of_another_tree_is_refused(toy: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state.jsonl"
+    mutate(toy, "--count", "1", "--state", str(state))
+    (toy / "src/toy/queue/limits.py").write_text("LIMIT = 4\n")
+    _, log = mutate(toy, "--state", str(state), code=1)
+    assert str(state) in log
+
+
+def test_line_whose_tests_all_fail_is_replaced(toy: Path) -> None:
+    test = toy / "tests/queue/test_limits.py"
+    test.write_text(
+        test.read_text() + "\n\ndef test_failing():\n    from toy.queue.limits import failing\n    assert failing()\n"
+    )
+    report, _ = mutate(toy, "--folders", "queue/limits.py", "--count", "3")
+    assert statuses(report) == {"limits.py:2": "noticed", "limits.py:6": "noticed", "limits.py:10": "survived"} | {
+        "limits.py:14": "skipped"
+    }
+
+
+def test_draw_depends_on_the_seed_alone(toy: Path) -> None:
+    files = product_files(toy, ["queue"])
+    first, again, other = (draw(toy, list(order), seed) for order, seed in ((files, 1), (files[::-1], 1), (files, 2)))
+    assert first == again
+    assert first != other
+    assert {point.line for point in first if point.path.endswith("limits.py")} == {2, 6, 10, 14}
+
+
+def test_tests_mirror_the_tree(toy: Path) -> None:
+    assert mirrored_folder(toy, "src/toy/queue/lua/admit.lua") == "tests/queue"
+    assert mirrored_folder(toy, "queue/limits.py") == "tests/queue"
+    assert mirrored_folder(toy, "src/toy/other/a.py") == "tests"
