@@ -13,13 +13,14 @@ How it works:
      lines that name it. Where no test does, the tests in the folder that mirrors the file's run.
   4. A test that noticed something must pass without the mistake; otherwise the mutant is judged without that test.
 
-A mutant is `noticed` if a test fails, crashes or hangs, `survived` if none does, `skipped` and replaced by another if
-all tests that execute its line fail anyway. A survivor changes nothing that can be observed, or shows an effect that no
-test asserts. Durations, log calls, messages, annotations and assertions are never changed, nor is the checkout itself.
+A mutant is `noticed` if a test fails, crashes or hangs twice, `survived` if none does, `skipped` and replaced by
+another if all tests that execute its line fail anyway. A survivor changes nothing that can be observed, or shows an
+effect that no test asserts. Durations, log calls, messages, annotations and assertions are never changed; the checkout
+neither.
 
 With --json one object goes to stdout: {"share", "folders": {name: {"planted", "noticed", "survived"}}, "mutants":
-[{"path", "line", "operator", "before", "after", "status", "by", "tests_run", "tests", "seconds"}]}. Everything else
-goes to stderr. Run it in the environment of the tests; what runs beside it makes it slower, not wrong.
+[{"path", "line", "operator", "before", "after", "status", "cause", "by", "tests_run", "tests", "seconds"}]}. Everything
+else goes to stderr. Run it in the environment of the tests; what runs beside it makes it slower, not wrong.
 """
 
 from __future__ import annotations

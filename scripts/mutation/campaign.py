@@ -134,14 +134,21 @@ class Campaign:
         verdict = {"path": point.path, "line": point.line, "operator": point.operator, "before": before, "after": after}
         candidates = self._suite.candidates(point)
         if candidates is None:
-            return verdict | {"status": "skipped", "by": "every test of the line fails without it", "seconds": 0.0}
-        began, run, found = time.monotonic(), 0, {"status": "survived", "by": ""}
+            return verdict | {
+                "status": "skipped",
+                "cause": "all tests of the line fail anyway",
+                "by": "",
+                "seconds": 0.0,
+            }
+        began, run, found = time.monotonic(), 0, {"status": "survived", "cause": "", "by": ""}
         with Planted(copy / point.path, point.plant(source), next(self._plants)):
             for batch in self._suite.batches(candidates, self._limits.first, self._limits.budget_s):
                 outcome = yield batch
-                run += len(outcome.passed) + outcome.noticed
-                if outcome.noticed:
-                    found = {"status": "noticed", "by": outcome.by}
+                if outcome.cause == "hung":
+                    outcome = yield batch  # a busy machine is slow once, an endless loop always
+                run += len(outcome.passed) + bool(outcome.by)
+                if outcome.cause:
+                    found = {"status": "noticed", "cause": outcome.cause, "by": outcome.by}
                     break
         seconds = round(time.monotonic() - began, 1)
         return verdict | found | {"tests_run": run, "tests": len(candidates), "seconds": seconds}
@@ -207,5 +214,5 @@ class Campaign:
     def _print(self, verdict: dict[str, Any]) -> None:
         judged = sum(one["status"] != "skipped" for one in self.verdicts())
         place = f"{verdict['path']}:{verdict['line']}"
-        line = f"{verdict['status']:<8} {place}  {verdict['operator']}  {verdict['seconds']} s  {verdict['by']}"
-        print(f"[{judged}/{self._limits.count}] {line}", file=sys.stderr, flush=True)
+        how = f"{verdict['operator']}  {verdict['seconds']} s  {verdict['cause']} {verdict['by']}"
+        print(f"[{judged}/{self._limits.count}] {verdict['status']:<8} {place}  {how}", file=sys.stderr, flush=True)

@@ -68,9 +68,10 @@ class Recorder:
 class Outcome:
     """How a run of chosen tests ended."""
 
-    noticed: bool
+    cause: str
+    """failed, crashed or hung; empty where nothing was noticed."""
     by: str
-    """The test that failed; or was running when the process crashed or hung; or else the cause."""
+    """The test that failed or was running; empty where there was none, as when a module cannot be imported."""
     passed: list[str]
 
 
@@ -84,9 +85,9 @@ def outcome_of(notes: Path, code: int | None) -> Outcome:
     entries = read_notes(notes)
     started, ended, failed = ([entry[key] for entry in entries if key in entry] for key in ("start", "end", "failed"))
     running = [test for test in started if test not in ended]
-    by = [*failed, *running, "timeout" if code is None else f"pytest exits with {code}"][0]
-    noticed = bool(failed) or code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    return Outcome(noticed, by, [test for test in ended if test not in failed])
+    quiet = not failed and code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    cause = "" if quiet else "failed" if failed else "hung" if code is None else "crashed"
+    return Outcome(cause, [*failed, *running, ""][0], [test for test in ended if test not in failed])
 
 
 def run_pytest(paths: Iterable[str], recorder: Recorder, *options: str) -> int:
