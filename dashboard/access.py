@@ -1,4 +1,4 @@
-"""Who may look and who may change: ASGI layers around all routes of the page.
+"""Who may read and who may change: the tokens of the page and the headers of its responses.
 
 The page's own files hold no data and need no token. Everything under `DATA` does, in a header: a token in an address
 would stay in the browser's history, and one in a cookie would go to every other port of the host.
@@ -6,13 +6,12 @@ would stay in the browser's history, and one in a cookie would go to every other
 
 from __future__ import annotations
 
-import hmac
 from dataclasses import dataclass, field
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.rollout_server import error_response
+from penstock.common import HttpError, same_token
 
 DATA = "/api/"
 READ, WRITE = "read", "write"
@@ -43,48 +42,30 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What opens the page."""
+    """The tokens that open the page."""
 
     write: str = field(repr=False)
-    """Looks at everything and queues dead letters again."""
+    """Reads everything and requeues dead letters."""
     read: str = field(default="", repr=False)
-    """Looks at everything; empty: there is none."""
+    """Reads everything. Empty: no such token."""
 
-    def scope_of(self, authorization: bytes) -> str | None:
-        """`WRITE`, `READ` or None for an Authorization header; constant time."""
-        writes = hmac.compare_digest(authorization, f"Bearer {self.write}".encode())
-        reads = hmac.compare_digest(authorization, f"Bearer {self.read}".encode())
-        if writes:
-            return WRITE
-        return READ if reads and self.read else None
+    def scope_of(self, token: str) -> str | None:
+        """`WRITE`, `READ` or None for a bearer token, in constant time."""
+        writes, reads = same_token(token, self.write), same_token(token, self.read)
+        return WRITE if writes else READ if reads else None
 
-
-class RequireScope:
-    """401 for data without a token, 403 for a change without the right to write; ``request.state.scope`` says which."""
-
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
-        self.app = app
-        self._tokens = tokens
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(DATA):
-            await self.app(scope, receive, send)
-            return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        allowed = self._tokens.scope_of(given)
+    def authorize(self, scope: Scope, token: str) -> dict[str, str] | None:
+        """What `RequireToken` asks. Raises `HttpError` 403 for a change without the right to write."""
+        allowed = self.scope_of(token)
         if allowed is None:
-            refusal = error_response(401, "authorization", "a bearer token of this page is needed")
-            refusal.headers["WWW-Authenticate"] = "Bearer"
-            await refusal(scope, receive, send)
-        elif scope["method"] not in READING and allowed != WRITE:
-            await error_response(403, "authorization", "this token may look, not change")(scope, receive, send)
-        else:
-            scope.setdefault("state", {})["scope"] = allowed
-            await self.app(scope, receive, send)
+            return None
+        if scope["method"] not in READING and allowed != WRITE:
+            raise HttpError(403, "authorization", "this token may look, not change")
+        return {"scope": allowed}
 
 
 class SecureHeaders:
-    """The same headers on every answer, refusals and mistakes included; data is kept by no cache."""
+    """Adds the security headers to every response, errors included. Data is not cached."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,27 +1,27 @@
-"""The page's server: its files, and the data behind them. Read `access.py` for who may ask."""
+"""The page: its static files, its API and its process. `access.py` decides who may call."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from penstock.dashboard.access import DATA, READ, RequireScope, SecureHeaders, Tokens
+from penstock.common import LimitBody, RequireToken, add_error_handlers, error_response, listen, serve
+from penstock.dashboard.access import DATA, READ, SecureHeaders, Tokens
 from penstock.dashboard.live import DEADLINE_S, LiveQueues, NotAlive, Pulse
-from penstock.dashboard.live_routes import live_routes
-from penstock.dashboard.run_routes import run_routes
+from penstock.dashboard.routes import live_routes, run_routes
 from penstock.dashboard.runs import NoSuchRun, RunFolders
-from penstock.rollout_server import LimitBody, add_error_handlers, error_response
 from penstock.transfer_queue import QueueError, QueueUnavailable
 
 STATIC = Path(__file__).parent / "static"
-MOST_BODY_BYTES = 64 << 10
+MAX_BODY_BYTES = 64 << 10
+LAST_CALLS_S = 5
 
 
 def make_app(runs_dir: Path, queues: LiveQueues, tokens: Tokens) -> ASGIApp:
@@ -37,8 +37,7 @@ def make_app(runs_dir: Path, queues: LiveQueues, tokens: Tokens) -> ASGIApp:
             await queues.close()
 
     app = FastAPI(title="Penstock dashboard", docs_url=None, redoc_url=None, openapi_url=None, lifespan=closing)
-    add_error_handlers(app)
-    _add_own_errors(app)
+    add_error_handlers(app, ERRORS)
     app.include_router(run_routes(folders, pulse))
     app.include_router(live_routes(folders, pulse))
 
@@ -52,22 +51,42 @@ def make_app(runs_dir: Path, queues: LiveQueues, tokens: Tokens) -> ASGIApp:
         return FileResponse(STATIC / "index.html")
 
     app.mount("/static", StaticFiles(directory=STATIC))
-    return SecureHeaders(RequireScope(LimitBody(app, MOST_BODY_BYTES), tokens))
+    limited = LimitBody(app, MAX_BODY_BYTES)
+    return SecureHeaders(
+        RequireToken(limited, tokens.authorize, prefix=DATA, message="a bearer token of this page is needed")
+    )
 
 
-def _add_own_errors(app: FastAPI) -> None:
-    @app.exception_handler(NoSuchRun)
-    async def missing(_request: Request, error: Exception) -> JSONResponse:
-        return error_response(404, "run", str(error))
+def _not_found(error: NoSuchRun) -> Response:
+    return error_response(404, "run", str(error))
 
-    @app.exception_handler(NotAlive)
-    async def not_alive(_request: Request, error: Exception) -> JSONResponse:
-        return error_response(409, "run", str(error))
 
-    @app.exception_handler(TimeoutError)
-    async def late(_request: Request, _error: Exception) -> JSONResponse:
-        return error_response(503, "", f"the queue did not answer within {DEADLINE_S:g} s")
+def _not_alive(error: NotAlive) -> Response:
+    return error_response(409, "run", str(error))
 
-    @app.exception_handler(QueueError)
-    async def refused(_request: Request, error: Exception) -> JSONResponse:
-        return error_response(503 if isinstance(error, QueueUnavailable) else 409, "", str(error))
+
+def _timed_out(_: TimeoutError) -> Response:
+    return error_response(503, "", f"the queue did not answer within {DEADLINE_S:g} s")
+
+
+def _refused(error: QueueError) -> Response:
+    return error_response(503 if isinstance(error, QueueUnavailable) else 409, "", str(error))
+
+
+ERRORS = {NoSuchRun: _not_found, NotAlive: _not_alive, TimeoutError: _timed_out, QueueError: _refused}
+
+
+class CannotListen(Exception):
+    """The address or port is not free; the message says what to choose."""
+
+
+async def serve_page(
+    runs_dir: Path, queues: LiveQueues, tokens: Tokens, *, host: str, port: int, say: Callable[[str], None]
+) -> None:
+    """Serves until cancelled or stopped by SIGTERM; `say` gets the URL once it listens. Raises `CannotListen`."""
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise CannotListen(str(error.strerror)) from error
+    app = make_app(runs_dir, queues, tokens)
+    await serve(app, listener, on_ready=lambda url: say(f"{url}/"), stop_s=LAST_CALLS_S)

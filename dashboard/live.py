@@ -1,20 +1,94 @@
-"""The state of a living run: one question to the queue answers every page that asks within `FRESH_S`.
-
-pages ──► Pulse.of(run) ──at most once per FRESH_S and run──► status · servers        every UPDATES_S: updates
-"""
+"""The state of living runs, asked of their queues. One question serves all pages that ask within `FRESH_S`."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.dashboard.plain import plain
-from penstock.transfer_queue import QueueError, TransferQueue, WeightUpdate
+from penstock.dashboard.jsonable import plain
+from penstock.dashboard.runs import RunFiles, flat
+from penstock.transfer_queue import DeadLetter, JournalEntry, QueueError, TransferQueue, WeightUpdate
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@lru_cache(maxsize=8)
+def decoder_of(model: str) -> Decode | None:
+    """From the tokenizer in a model's folder; None where it is not on this machine."""
+    from tokenizers import Tokenizer
+
+    file = Path(model) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    tokenizer = Tokenizer.from_file(str(file))
+
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    return decode
+
+
+def letter_line(letter: DeadLetter) -> dict[str, Any]:
+    """One line of the list."""
+    outcome = letter.outcome
+    return {
+        "episode": letter.episode_id,
+        "component": outcome.component,
+        "reason": outcome.reason,
+        "kind": str(outcome.kind),
+        "attempts": letter.attempts,
+        "events": len(letter.journal),
+    }
+
+
+def whole_letter(letter: DeadLetter, decode: Decode | None) -> dict[str, Any]:
+    """With what the episode had done, in order."""
+    return {**letter_line(letter), "journal": [_event(entry, decode) for entry in letter.journal]}
+
+
+def _event(entry: JournalEntry, decode: Decode | None) -> dict[str, Any]:
+    ids = [] if entry.ids is None else entry.ids.tolist()
+    text = decode(ids) if decode is not None else " ".join(map(str, ids))
+    return {
+        "kind": str(entry.kind),
+        "tokens": len(ids),
+        "text": text,
+        "versions": plain(entry.version_spans) or [],
+        "data": plain(entry.data),
+    }
+
+
+WAIT = "agent:admission"
+"""Seconds of whole workers: a worker with half of its slots held back for a second waits half a second."""
+
+
+def rollout_idle(files: RunFiles, rows: Sequence[Mapping[str, Any]], status: Mapping[str, Any] | None) -> float | None:
+    """Share of the agent workers' time for which admission refused episodes; None where nobody counted."""
+    if status is None:
+        status, elapsed_s = _summary(files)
+    else:  # waits are counted up to now, rows up to the last step
+        elapsed_s = sum(row.get("wall_s", 0.0) for row in rows) + files.quiet_s
+    waited_s = status.get("waits_s", {}).get(WAIT)
+    workers = max(len(status.get("workers", {})), int(flat(files.config()).get("agent.workers") or 1))
+    return min(1.0, waited_s / (workers * elapsed_s)) if waited_s is not None and elapsed_s else None
+
+
+def _summary(files: RunFiles) -> tuple[Mapping[str, Any], float]:
+    try:
+        summary = json.loads((files.root / "summary.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}, 0.0
+    return {"waits_s": summary.get("wait_s", {})}, float(summary.get("wall_s", 0.0))
+
 
 FRESH_S = 0.5
 UPDATES_S = 10.0

@@ -11,10 +11,9 @@ from typing import Any
 
 import yaml
 
-from penstock.dashboard.advice import Devices
-from penstock.dashboard.index import TrajectoryIndex
-from penstock.dashboard.metrics import MetricsFile, newest_row
-from penstock.dashboard.plain import plain
+from penstock.dashboard.jsonable import plain
+from penstock.dashboard.metrics import Devices, MetricsFile, newest_row
+from penstock.dashboard.trajectories import TrajectoryIndex
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Of a run, as `name` of its recipe has it; no name leads out of the folder."""

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from penstock.simulator.config import Rollout, Section, Simulation, Trainer, Weights, Work
-from penstock.simulator.lengths import LogNormal
+from penstock.simulator.config import LogNormal, Rollout, Section, Simulation, Trainer, Weights, Work
 from penstock.simulator.pipeline import simulate
 from penstock.simulator.result import Result
 

@@ -1,4 +1,4 @@
-"""The simulation: groups are admitted, rolled out, taken by the trainer; a step's end makes a version.
+"""The simulation: groups are admitted, rolled out and trained; the end of a step makes a version.
 
     admit ──► rollouts ──► ready ──► trainer ──► version ──► servers, and room at the gate
 
@@ -8,14 +8,44 @@ training wakes both.
 
 from __future__ import annotations
 
-from penstock.simulator.clock import Clock
-from penstock.simulator.config import Simulation
-from penstock.simulator.episodes import Group, draw, trained_tokens
-from penstock.simulator.gate import may_admit, take
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.simulator.config import Simulation, Trainer
+from penstock.simulator.episodes import Group, draw, may_admit, take, trained_tokens
 from penstock.simulator.result import Accounts, Result, StepRecord
 from penstock.simulator.rollouts import Rollouts
-from penstock.simulator.stage import Host, Stage
-from penstock.simulator.training import train_s
+from penstock.simulator.stage import Clock, Host, Stage
+
+
+def train_s(trainer: Trainer, tokens: Sequence[float], updates: int, seed: Sequence[int]) -> float:
+    """Seconds for `tokens` (of each episode), in `updates` optimizer updates with everything that is done per token.
+
+    T = Σ_updates ( max_ranks Σ tokens / tokens_per_s · (1 + scoring) + update_fixed_s ); step_fixed_s is not in it.
+    """
+    slowest = slowest_ranks(tokens, updates, trainer.ranks, trainer.balanced, seed)
+    return sum(slowest) / trainer.tokens_per_s * (1 + trainer.scoring) + updates * trainer.update_fixed_s
+
+
+def slowest_ranks(
+    tokens: Sequence[float], updates: int, ranks: int, balanced: bool, seed: Sequence[int]
+) -> list[float]:
+    """Tokens of the fullest rank in each update. Episodes are dealt to updates and ranks at random, the same for all
+    numbers of ranks; `balanced` then moves them so that ranks are equally full (longest first to the emptiest)."""
+    order = np.random.default_rng([*seed, len(tokens)]).permutation(len(tokens))
+    shuffled = np.asarray(tokens, dtype=float)[order]
+    return [_fullest(part, ranks, balanced) for part in np.array_split(shuffled, updates)]
+
+
+def _fullest(tokens: np.ndarray, ranks: int, balanced: bool) -> float:
+    loads = np.zeros(ranks)
+    if not balanced:
+        np.add.at(loads, np.arange(len(tokens)) % ranks, tokens)
+        return float(loads.max())
+    for length in sorted(tokens, reverse=True):
+        loads[loads.argmin()] += length
+    return float(loads.max())
 
 
 def simulate(config: Simulation) -> Result:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.simulator.config import Rollout, Simulation, Trainer, Weights, Work
+from penstock.simulator.config import Rollout, Simulation, Trainer, Weights, Work, reaching
 from penstock.simulator.episodes import draw, trained_tokens
 from penstock.simulator.hardware import (
     MACHINES,
@@ -21,11 +21,9 @@ from penstock.simulator.hardware import (
     token_s,
     token_s_per_sequence,
 )
-from penstock.simulator.lengths import reaching
-from penstock.simulator.pipeline import simulate
+from penstock.simulator.pipeline import simulate, slowest_ranks
 from penstock.simulator.result import Result
 from penstock.simulator.stated import Case
-from penstock.simulator.training import slowest_ranks
 
 SIGMA = 1.0
 """Of response lengths, where the source gives none but the maximum."""

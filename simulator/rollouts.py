@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from penstock.simulator.clock import Clock
 from penstock.simulator.config import Rollout, Simulation
 from penstock.simulator.episodes import Episode, Group
-from penstock.simulator.stage import Host, Job, Stage
+from penstock.simulator.stage import Clock, Host, Job, Stage
 
 
 class Server:

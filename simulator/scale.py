@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from penstock.simulator.config import Rollout, Simulation, Trainer, Weights, Work
+from penstock.simulator.config import LogNormal, Rollout, Simulation, Trainer, Weights, Work
 from penstock.simulator.hardware import MACHINES, MODELS, Model, gradient_exchange_s, token_s, token_s_per_sequence
-from penstock.simulator.lengths import LogNormal
 from penstock.simulator.pipeline import simulate
 from penstock.simulator.result import Result
 
@@ -114,7 +113,7 @@ def from_trainer_s(model: Model, servers: int, link_bytes_per_s: float = 12.5e9)
 
 
 # queue --------------------------------------------------------------------------------------------------------
-def ledger_operations_per_s(config: Simulation, step_s: float) -> float:
+def queue_operations_per_s(config: Simulation, step_s: float) -> float:
     """Leases, two journal entries per turn (before and after its tools), completions, and the step's own calls.
 
     Renewals and heartbeats come on top, a few per worker and minute.
@@ -123,12 +122,12 @@ def ledger_operations_per_s(config: Simulation, step_s: float) -> float:
     return (episodes * (2 + 2 * config.work.turns) + config.groups_per_step + 4) / step_s
 
 
-def ledger_bytes_per_s(config: Simulation, step_s: float) -> float:
+def queue_bytes_per_s(config: Simulation, step_s: float) -> float:
     """Written: every token once in the journal and once in its trajectory. Read once by the trainer."""
     return 2 * TOKEN_BYTES * _tokens_per_step(config) / step_s
 
 
-def ledger_bytes_held(config: Simulation) -> float:
+def queue_bytes_held(config: Simulation) -> float:
     """At most: (max_staleness + 1) steps of trajectories, or their journals; steps that are trained are spilled."""
     return (config.max_staleness + 1) * TOKEN_BYTES * _tokens_per_step(config)
 
@@ -193,12 +192,12 @@ def queue_table() -> Iterator[str]:
         step_s = simulated(plan, MAX_STALENESS).step_s
         yield (
             f"| {plan.gpus} | {config.group_size * config.groups_per_step:,} "
-            f"| {ledger_operations_per_s(config, step_s):,.0f} | {ledger_bytes_per_s(config, step_s) / 1e6:.1f} MB/s "
-            f"| {ledger_bytes_held(config) / 1e9:.2f} GB |"
+            f"| {queue_operations_per_s(config, step_s):,.0f} | {queue_bytes_per_s(config, step_s) / 1e6:.1f} MB/s "
+            f"| {queue_bytes_held(config) / 1e9:.2f} GB |"
         )
 
 
-TABLES = {"steps": step_table, "weights": weight_table, "ledger": queue_table}
+TABLES = {"steps": step_table, "weights": weight_table, "queue": queue_table}
 
 
 def rendered() -> dict[str, str]:

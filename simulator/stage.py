@@ -1,4 +1,4 @@
-"""Machines that several jobs share: rollout servers, places where boxes start, the trainer.
+"""Simulated time, and stages: machines that several jobs share (rollout servers, box starts, the trainer).
 
 All running jobs of a stage advance at one speed, which depends on how many run: so one number, the progress that a job
 present from the beginning would have made, says when each job ends (processor sharing, exact between events).
@@ -11,7 +11,33 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.simulator.clock import Clock
+Act = Callable[[], None]
+
+
+class StuckSimulation(Exception):
+    """Nothing is due any more and the goal is not reached: the described cluster can make no progress."""
+
+
+class Clock:
+    """Time moves only in `run`. Acts planned for the same moment run in the order in which they were planned."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._due: list[tuple[float, int, Act]] = []
+        self._planned = 0
+
+    def after(self, delay_s: float, act: Act) -> None:
+        self._planned += 1
+        heapq.heappush(self._due, (self.now_s + max(0.0, delay_s), self._planned, act))
+
+    def run(self, finished: Callable[[], bool]) -> None:
+        """Until `finished`. Raises `StuckSimulation` where nothing is left to happen before that."""
+        while not finished():
+            if not self._due:
+                raise StuckSimulation(f"nothing more happens after {self.now_s:.1f} s")
+            self.now_s, _, act = heapq.heappop(self._due)
+            act()
+
 
 Speed = Callable[[int], float]
 """Work per second of one job while so many run."""

@@ -1,4 +1,4 @@
-"""Tasks out of a working package: its functions are broken one at a time, and what no test notices is thrown away.
+"""Tasks from a working package: functions are broken one at a time, and breaks that no test notices are dropped.
 
 package ──► tests that pass, twice ──► mutants in seeded order ──► run in a box ──► killed? ──► task ──► proven ──► row
                                                                        └─ no: thrown away      └─ no: thrown away
@@ -6,25 +6,104 @@ package ──► tests that pass, twice ──► mutants in seeded order ─�
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import random
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from penstock.agent_loops import all_or_none
-from penstock.datasets.swe.hide import without_tests
-from penstock.datasets.swe.mutate import Mutation, mutations
+from penstock.datasets.swe.mutators import Mutation, mutations
 from penstock.datasets.swe.package import Package, PackageError
-from penstock.datasets.swe.statement import problem_statement
+from penstock.datasets.swe.rows import Fields
 from penstock.datasets.swe.store import TreeStore
-from penstock.datasets.swe.task_rows import Fields
 from penstock.sandbox import Sandbox
-from penstock.sandbox.swe import Grade, SweEnvironment, SweLimits, SweTask, check_task, grade
-from penstock.sandbox.swe.decoys import function_of
+from penstock.sandbox.swe import (
+    Grade,
+    Source,
+    SweEnvironment,
+    SweLimits,
+    SweTask,
+    check_task,
+    first_line,
+    functions,
+    grade,
+)
+from penstock.sandbox.swe.decoys import Name, function_of
+
+
+def without_tests(data: bytes, names: Collection[Name]) -> bytes | None:
+    """The file without these functions; None where one of them is not written in it as a function, or it does not
+    parse."""
+    try:
+        source = Source(data)
+    except ValueError:
+        return None
+    found = {name: function for name, function in functions(source.tree) if name in names}
+    if set(found) != set(names):
+        return None
+    gone = {id(function) for name, function in functions(source.tree) if name in names}
+    lines = data.decode().split("\n")
+    for body in _bodies(source.tree):
+        _blank(lines, body, gone)
+    return _without_blank_runs([line for line in lines if line != _GONE]).encode()
+
+
+_GONE = "\0"
+
+
+def _bodies(tree: ast.Module) -> list[list[ast.stmt]]:
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.If | ast.Try)]
+    return [body for node in nodes for body in (node.body, getattr(node, "orelse", [])) if body]
+
+
+def _blank(lines: list[str], body: list[ast.stmt], gone: set[int]) -> None:
+    """A body that loses all it has, keeps a ``pass``."""
+    taken = [statement for statement in body if id(statement) in gone]
+    for statement in taken:
+        first, last = first_line(statement), statement.end_lineno or statement.lineno
+        lines[first - 1 : last] = [_GONE] * (last - first + 1)
+    if taken and len(taken) == len(body) and taken[0].col_offset:
+        lines[first_line(taken[0]) - 1] = " " * taken[0].col_offset + "pass"
+
+
+def _without_blank_runs(lines: list[str]) -> str:
+    """At most two empty lines in a row, and one line end at the end."""
+    kept: list[str] = []
+    for line in lines:
+        if line.strip() or kept[-2:] != ["", ""]:
+            kept.append(line)
+    return "\n".join(kept).rstrip("\n") + "\n"
+
+
+MAX_NAMED = 3
+_FAILED = re.compile(r"^FAILED (\S+)(?: - (.*))?$", re.MULTILINE)
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
+
+
+def problem_statement(package: str, killed: Sequence[str], output: str) -> str:
+    """Names and messages of the last few tests that fail: pytest's summary, whose end `output` holds.
+
+    Nothing of the file, the function or the change is told.
+    """
+    said = {test: message for test, message in _FAILED.findall(output)}
+    named = list(killed)[-MAX_NAMED:]
+    lines = [f"- {test.rpartition('::')[2]}{_told(said.get(test, ''))}" for test in named]
+    more = len(killed) - len(named)
+    others = [f"- and {more} more"] if more else []
+    return "\n".join(
+        [f"A recent change broke `{package}`: tests that passed before it fail now.", "", *lines, *others, ""]
+    )
+
+
+def _told(message: str) -> str:
+    message = _ADDRESS.sub("0x…", message.strip())
+    return f": `{message}`" if message else ""
+
 
 TEST_COMMAND = "python3 -m pytest"
 WIDE = "COLUMNS=160"

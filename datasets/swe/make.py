@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.datasets.swe.box_packages import write_box_packages
 from penstock.datasets.swe.factory import Factory, FactorySettings
-from penstock.datasets.swe.package import PackageError, read_package
-from penstock.datasets.swe.task_rows import Fields, write_split
+from penstock.datasets.swe.package import PackageError, read_package, write_box_packages
+from penstock.datasets.swe.rows import Fields, write_split
 from penstock.sandbox import Sandbox, SandboxConfig
 from penstock.sandbox.swe import check_task, load_tasks
 

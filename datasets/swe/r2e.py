@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from penstock.datasets.swe.raw_rows import BadRow, Raw, mapping, text, texts
+from penstock.datasets.swe.rows import BadRow, Fields, Raw, mapping, text, texts
 from penstock.datasets.swe.store import TreeStore
-from penstock.datasets.swe.task_rows import Fields
 
 TESTS_FOLDER = "r2e_tests"
 PYTHON = "/opt/venv/bin/python"

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from penstock.datasets.swe.raw_rows import BadRow, Raw, text, texts
-from penstock.datasets.swe.task_rows import Fields
+from penstock.datasets.swe.rows import BadRow, Fields, Raw, text, texts
 
 DJANGO = "django/django"
 SYMPY = "sympy/sympy"

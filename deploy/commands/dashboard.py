@@ -28,8 +28,7 @@ def dashboard(
     Sign in with PENSTOCK_TOKEN where that is set, else with a token that is made and printed;
     PENSTOCK_VIEW_TOKEN, where set, looks and changes nothing.
     """
-    from penstock.dashboard import CannotListen
-    from penstock.dashboard.serve import serve
+    from penstock.dashboard import CannotListen, serve_page
     from penstock.deploy.live_queues import FolderQueues
     from penstock.deploy.roles import run_role
 
@@ -37,7 +36,7 @@ def dashboard(
 
     async def role() -> None:
         queues = FolderQueues(runs_dir.resolve(), _own_link())
-        await serve(runs_dir.resolve(), queues, tokens, host=host, port=port, say=_say)
+        await serve_page(runs_dir.resolve(), queues, tokens, host=host, port=port, say=_say)
 
     try:
         run_role(role)

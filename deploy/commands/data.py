@@ -44,7 +44,7 @@ def gsm8k_equations(
     keep_duplicates: Annotated[bool, typer.Option(help="Keep expressions that occur more than once.")] = False,
 ) -> None:
     """One task per calculator annotation of GSM8K (<<48/2=24>>), train and test split."""
-    from penstock.datasets import gsm8k_equations as converter
+    from penstock.datasets import gsm8k as converter
 
     try:
         counts = converter.write(source, out, all_rows=everything, keep_duplicates=keep_duplicates)

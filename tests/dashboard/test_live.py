@@ -60,7 +60,7 @@ async def test_a_queue_that_is_away_is_a_cause_not_a_failure(page: httpx.AsyncCl
 
 async def test_a_queue_that_does_not_answer_is_not_waited_for(page, run: MemoryTransferQueue, monkeypatch) -> None:
     monkeypatch.setattr("penstock.dashboard.live.DEADLINE_S", 0.05)
-    monkeypatch.setattr("penstock.dashboard.live_routes.DEADLINE_S", 0.05)
+    monkeypatch.setattr("penstock.dashboard.routes.DEADLINE_S", 0.05)
 
     async def never(*_: object) -> None:
         await asyncio.Event().wait()

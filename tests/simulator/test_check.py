@@ -35,6 +35,7 @@ def checked() -> dict[str, Any]:
     return json.loads(ended.output)
 
 
+@pytest.mark.deep
 def test_published_speedups_are_predicted_within_the_bound(checked: dict[str, Any]) -> None:
     rows = {name: row for name, row in checked["published"].items() if not row["calibrates"]}
     assert len(rows) == len(cases()) - 1
@@ -42,11 +43,13 @@ def test_published_speedups_are_predicted_within_the_bound(checked: dict[str, An
     assert checked["figures"]["largest_error_published"] == max(row["error"] for row in rows.values())
 
 
+@pytest.mark.deep
 def test_local_runs_are_predicted_within_the_bound(checked: dict[str, Any]) -> None:
     errors = [row["error"] for row in checked["local"].values() if row["counted"]]
     assert checked["figures"]["largest_error_local"] == max(errors) <= WITHIN_LOCAL
 
 
+@pytest.mark.deep
 def test_streaming_and_staleness_rank_as_published(checked: dict[str, Any]) -> None:
     """verl's ablation on 128 GPUs: each more stale setting is faster."""
     order = ["verl-7b-64-64-staleness-0", "verl-7b-64-64-staleness-0.1", "verl-7b-64-64-staleness-0.3", "verl-7b-64-64"]
@@ -62,6 +65,7 @@ def test_the_asynchronous_outcome_is_not_an_input() -> None:
     assert Calibration(told_otherwise).asynchronous == Calibration(case).asynchronous
 
 
+@pytest.mark.deep
 def test_the_synchronous_row_is_met_by_construction(checked: dict[str, Any]) -> None:
     case = cases()["verl-one-step-off-megatron"]
     assert simulate(Calibration(case).synchronous).step_s == pytest.approx(
@@ -96,6 +100,7 @@ def test_every_case_names_its_source_and_what_it_assumes(case: Case) -> None:
     assert case.assumed
 
 
+@pytest.mark.deep
 def test_the_page_tells_the_errors_as_they_are(checked: dict[str, Any]) -> None:
     """`python -m penstock.simulator.page docs/scale.md` writes them."""
     tables = tables_in((Path(__file__).parents[2] / "docs" / "scale.md").read_text())

@@ -50,7 +50,7 @@ def test_the_queues_operations_are_counted_per_episode_and_turn() -> None:
     config = scale.setup(scale.PLANS[0])
     episodes = config.group_size * config.groups_per_step
     calls = episodes * (2 + 2 * config.work.turns) + config.groups_per_step + 4
-    assert scale.ledger_operations_per_s(config, step_s=10.0) == pytest.approx(calls / 10)
-    assert scale.ledger_bytes_held(config) == pytest.approx(
-        (scale.MAX_STALENESS + 1) * 10.0 / 2 * scale.ledger_bytes_per_s(config, step_s=10.0)
+    assert scale.queue_operations_per_s(config, step_s=10.0) == pytest.approx(calls / 10)
+    assert scale.queue_bytes_held(config) == pytest.approx(
+        (scale.MAX_STALENESS + 1) * 10.0 / 2 * scale.queue_bytes_per_s(config, step_s=10.0)
     )

@@ -13,7 +13,7 @@ from tests.sandbox.swe.conftest import LIMITS, rows, sandbox
 from tests.sandbox.swe.wordkit import git
 
 from penstock.datasets.swe import SWE_BENCH, SWE_GYM, BadFile, BadRow, Places, swe_bench_task
-from penstock.datasets.swe.convert import convert
+from penstock.datasets.swe.conversion import convert
 from penstock.sandbox.swe import check_task, load_tasks
 from penstock.trainer import load_rows
 

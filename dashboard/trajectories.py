@@ -1,4 +1,6 @@
-"""An SQLite index over the recorder's ``trajectories/step_*.jsonl``, so that 10,000 of them are listed page by page.
+"""Recorded trajectories: an SQLite index to list and search them, and one trajectory as the page draws it.
+
+The index covers the recorder's ``trajectories/step_*.jsonl``, and lists 10,000 of them at once.
 
     step files ──refresh, newest first, within a time budget──► episodes(columns, file, offset, bytes) · texts
     list: Query ──► ids in order, remembered ──► one page          show: offset, bytes ──► one line of one file
@@ -16,12 +18,174 @@ import sqlite3
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from penstock.dashboard.query import Query
-from penstock.dashboard.rows import COLUMNS, columns_of, searched_text
+from pydantic import BaseModel, ConfigDict, Field
+
+from penstock.dashboard.jsonable import plain
+from penstock.tools.parsers import ToolCallParser, get_parser
+
+COLUMNS = {
+    "step": "INTEGER",
+    "episode": "TEXT",
+    "task": "TEXT",
+    "reward": "REAL",
+    "advantage": "REAL",
+    "outcome": "TEXT",
+    "reason": "TEXT",
+    "turns": "INTEGER",
+    "tokens": "INTEGER",
+    "sampled": "INTEGER",
+    "oldest": "INTEGER",
+    "newest": "INTEGER",
+    "tool_calls": "INTEGER",
+    "source": "TEXT",
+    "agent": "TEXT",
+    "latency_s": "REAL",
+    "snippet": "TEXT",
+}
+SNIPPET = 160
+
+
+def columns_of(record: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Values by the names of `COLUMNS`. Raises `KeyError` for a line that is no trajectory."""
+    episode = str(record["episode_id"])
+    runs = [run for segment in record["segments"] for run in segment["runs"]]
+    versions = [version for run in runs for version, _ in run.get("versions", ())]
+    outcome, extra, metrics = record.get("outcome", {}), record.get("extra", {}), record.get("metrics", {})
+    return {
+        "step": step,
+        "episode": episode,
+        "task": episode.rpartition("#")[0],
+        "reward": record.get("reward"),
+        "advantage": record.get("advantage"),
+        "outcome": outcome.get("kind", ""),
+        "reason": " ".join(filter(None, (outcome.get("component"), outcome.get("reason")))),
+        "turns": record.get("num_turns", 0),
+        "tokens": sum(run["tokens"] for run in runs),
+        "sampled": sum(run["tokens"] for run in runs if run["mask"]),
+        "oldest": min(versions, default=None),
+        "newest": max(versions, default=None),
+        "tool_calls": int(metrics.get("tool_calls", 0)),
+        "source": record.get("data_source", ""),
+        "agent": str(extra.get("agent", "")),
+        "latency_s": metrics.get("latency_s"),
+        "snippet": _snippet(record),
+    }
+
+
+def searched_text(record: Mapping[str, Any]) -> str:
+    """Everything that the model was told and said, and what tools answered."""
+    return "\n".join(_texts(record))
+
+
+def _texts(record: Mapping[str, Any]) -> Iterator[str]:
+    for segment in record["segments"]:
+        yield as_text(segment["prompt"])
+        yield from (as_text(run["text"]) for run in segment["runs"])
+
+
+def as_text(text: Any) -> str:
+    """A recorder without a tokenizer writes lists of ids."""
+    return text if isinstance(text, str) else " ".join(str(piece) for piece in text)
+
+
+def _snippet(record: Mapping[str, Any]) -> str:
+    """The last thing that the model said."""
+    said = [as_text(run["text"]) for segment in record["segments"] for run in segment["runs"] if run["mask"]]
+    return " ".join(said[-1].split())[:SNIPPET] if said else ""
+
+
+Order = Literal["step", "reward", "advantage", "tokens", "turns", "latency_s"]
+
+
+class Query(BaseModel):
+    """Every condition must hold; those not given hold for all."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    text: str = Field("", max_length=500)
+    """Somewhere in what was said, told or answered, or in the episode's name; letters of ASCII match in either case."""
+    outcome: str = Field("", max_length=40)
+    task: str = Field("", max_length=500)
+    source: str = Field("", max_length=200)
+    step: int | None = Field(None, ge=0)
+    reward_min: float | None = None
+    reward_max: float | None = None
+    order: Order = "step"
+    descending: bool = True
+
+    def sql(self) -> tuple[str, list[object]]:
+        """A statement for the ids in order, and its values."""
+        conditions: list[tuple[str, object]] = []
+        for column in ("outcome", "task", "source", "step"):
+            value = getattr(self, column)
+            if value not in ("", None):
+                conditions.append((f"{column} = ?", value))
+        if self.reward_min is not None:
+            conditions.append(("reward >= ?", self.reward_min))
+        if self.reward_max is not None:
+            conditions.append(("reward <= ?", self.reward_max))
+        values: list[object] = [value for _, value in conditions]
+        texts = [condition for condition, _ in conditions]
+        if self.text:
+            texts.append(r"(episode LIKE ? ESCAPE '\' OR id IN (SELECT id FROM texts WHERE text LIKE ? ESCAPE '\'))")
+            values += [_anywhere(self.text)] * 2
+        where = f" WHERE {' AND '.join(texts)}" if texts else ""
+        direction = "DESC" if self.descending else "ASC"
+        order = f"{self.order} {direction} NULLS LAST, step DESC, offset"
+        return f"SELECT id FROM episodes{where} ORDER BY {order}", values  # noqa: S608 - all of it is ours
+
+
+def _anywhere(text: str) -> str:
+    for special in ("\\", "%", "_"):
+        text = text.replace(special, f"\\{special}")
+    return f"%{text}%"
+
+
+ABSENT: Mapping[str, Any] = {
+    "outcome": {"kind": "", "reason": "", "component": ""},
+    "extra": {},
+    "metrics": {},
+    "num_turns": 0,
+}
+"""For files of an older recorder."""
+
+
+def page_record(record: Mapping[str, Any], parser_name: str) -> dict[str, Any]:
+    """The record with ``pieces`` (the text of each token, where it was recorded) and ``calls`` in each run."""
+    parser = _parser(parser_name)
+    segments = [
+        {**segment, "prompt": as_text(segment["prompt"]), "runs": [_run(run, parser) for run in segment["runs"]]}
+        for segment in record["segments"]
+    ]
+    made: dict[str, Any] = plain({**ABSENT, **record, "segments": segments})
+    return made
+
+
+def _run(run: Mapping[str, Any], parser: ToolCallParser | None) -> dict[str, Any]:
+    text = as_text(run["text"])
+    calls = parser.parse(text).calls if parser is not None and run["mask"] else ()
+    return {**run, "text": text, "pieces": _pieces(run, text), "calls": list(calls)}
+
+
+def _pieces(run: Mapping[str, Any], text: str) -> Sequence[str]:
+    """Empty where it is not known which token made which characters."""
+    if not isinstance(run["text"], str):
+        return [f"{number} " for number in run["text"]]
+    ends = run.get("ends", ())
+    return [text[start:end] for start, end in pairwise([0, *ends])]
+
+
+def _parser(name: str) -> ToolCallParser | None:
+    try:
+        return get_parser(name)
+    except ValueError:
+        return None
+
 
 logger = logging.getLogger(__name__)
 SHAPE = 1

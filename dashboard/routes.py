@@ -1,23 +1,77 @@
-"""What runs wrote: read from their folders, in worker threads."""
+"""The API of the page: living runs, asked through the queue, and what runs wrote, read in worker threads.
+
+Requeueing a dead letter is the only change that the page can make.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.common import error_response
 from penstock.dashboard.access import DATA
-from penstock.dashboard.advice import advise
-from penstock.dashboard.idle import rollout_idle
-from penstock.dashboard.live import Pulse
-from penstock.dashboard.metrics import column_names, columns, staleness
-from penstock.dashboard.plain import plain
-from penstock.dashboard.query import Query as Wanted
-from penstock.dashboard.record import page_record
+from penstock.dashboard.jsonable import plain
+from penstock.dashboard.live import DEADLINE_S, Pulse, decoder_of, letter_line, rollout_idle, whole_letter
+from penstock.dashboard.metrics import advise, column_names, columns, staleness
 from penstock.dashboard.runs import DEFAULT_PARSER, RunFolders, flat
-from penstock.rollout_server import error_response
+from penstock.dashboard.trajectories import Query as Wanted
+from penstock.dashboard.trajectories import page_record
+
+LIMITS = ("groups_per_step", "max_staleness", "trainer.steps", "rollout.max_concurrent", "agent.workers")
+
+
+class Requeue(BaseModel):
+    """Body of POST …/dead-letters/requeue."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    episode: str = Field(min_length=1, max_length=500)
+
+
+def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
+    router = APIRouter(prefix=f"{DATA}runs/{{run}}")
+
+    @router.get("/live")
+    async def live(run: str) -> dict[str, Any]:
+        """Queues, servers, waits; and what bounds them."""
+        config = flat(await asyncio.to_thread(folders.run(run).config))
+        return {**await pulse.of(run), "limits": {name: config.get(name) for name in LIMITS}}
+
+    @router.get("/dead-letters")
+    async def letters(
+        run: str, start: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=500)] = 100
+    ) -> dict[str, Any]:
+        """From the `start`-th oldest on; 409 where the run does not live."""
+        folders.run(run)
+        async with asyncio.timeout(DEADLINE_S):
+            found = await (await pulse.queue(run)).dead_letters(limit, start)
+        return {"start": start, "letters": [letter_line(letter) for letter in found]}
+
+    @router.get("/dead-letter", response_model=None)
+    async def letter(run: str, episode: str) -> Response:
+        """With its journal."""
+        config = await asyncio.to_thread(folders.run(run).config)
+        async with asyncio.timeout(DEADLINE_S):
+            found = await (await pulse.queue(run)).dead_letter(episode)
+        if found is None:
+            return error_response(404, "episode", f"{episode[:200]}: no such dead letter")
+        decode = await asyncio.to_thread(decoder_of, str(config.get("model", "")))
+        return JSONResponse(whole_letter(found, decode))
+
+    @router.post("/dead-letters/requeue")
+    async def requeue(run: str, asked: Requeue) -> dict[str, str]:
+        """Its whole group is queued again as it was submitted. Needs the token that may write."""
+        folders.run(run)
+        async with asyncio.timeout(DEADLINE_S):
+            await (await pulse.queue(run)).requeue(asked.episode)
+        return {"queued": asked.episode}
+
+    return router
+
 
 REFRESH_S = 0.4
 """Of each answer, for reading step files that are new; the page asks again while some are left."""

@@ -1,4 +1,4 @@
-"""From our types to what JSON can say."""
+"""Converts our types to what JSON can hold."""
 
 from __future__ import annotations
 

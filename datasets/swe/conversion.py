@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.datasets.swe.r2e import r2e_task, scratch_store
-from penstock.datasets.swe.raw_rows import BadFile, BadRow, Raw, raw_rows
+from penstock.datasets.swe.rows import BadFile, BadRow, Fields, Raw, raw_rows, write_split
 from penstock.datasets.swe.swe_bench import SWE_BENCH, SWE_GYM, Kind, swe_bench_task
-from penstock.datasets.swe.task_rows import Fields, write_split
 from penstock.sandbox.swe import SweTask, SweTaskError
 
 Format = Literal["swe-bench", "swe-gym", "r2e"]
