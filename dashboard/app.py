@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, Response
@@ -73,7 +74,12 @@ def _refused(error: QueueError) -> Response:
     return error_response(503 if isinstance(error, QueueUnavailable) else 409, "", str(error))
 
 
-ERRORS = {NoSuchRun: _not_found, NotAlive: _not_alive, TimeoutError: _timed_out, QueueError: _refused}
+ERRORS: dict[type[Exception], Callable[[Any], Response]] = {
+    NoSuchRun: _not_found,
+    NotAlive: _not_alive,
+    TimeoutError: _timed_out,
+    QueueError: _refused,
+}
 
 
 class CannotListen(Exception):

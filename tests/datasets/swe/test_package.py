@@ -8,7 +8,7 @@ import pytest
 
 from penstock.datasets.swe import PackageError, read_package
 
-TESTS = Path(__file__).parents[4] / "recipes/swe/package_tests/mdurl"
+TESTS = Path(__file__).parents[3] / "recipes/swe/package_tests/mdurl"
 
 
 def test_an_installed_package_with_tests_of_ours():
