@@ -20,6 +20,7 @@ SHORT = {
 }
 
 
+@pytest.mark.deep
 async def test_the_queue_without_the_queue_compared_with(measure: Measure) -> None:
     measured = await measure("queue", **SHORT, PENSTOCK_BENCH_PYTHON="")
     ratios, figures = measured["ratio"], measured["figures"]
@@ -40,7 +41,7 @@ async def test_the_queue_without_the_queue_compared_with(measure: Measure) -> No
         assert index["1m"][operation]["p50_us"] <= index["1m"][operation]["p99_us"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(transferqueue_python() is None, reason="TransferQueue is not installed: scripts/setup-bench")
 async def test_the_queue_beside_transferqueue(measure: Measure) -> None:
     measured = await measure("queue", **SHORT)
@@ -52,6 +53,7 @@ async def test_the_queue_beside_transferqueue(measure: Measure) -> None:
     assert {"transferqueue_child", "raylet", "gcs_server"} | actors <= set(peaks)
 
 
+@pytest.mark.deep
 async def test_the_journal(measure: Measure) -> None:
     measured = await measure("journal", PENSTOCK_BENCH_ROUNDS="1")
     assert measured["ratio"]["journal_turn100_over_turn1"] > 0
@@ -79,6 +81,7 @@ WEIGHTS = {**TINY, "PENSTOCK_BENCH_WEIGHTS_MB": "8", "PENSTOCK_BENCH_UPDATES": "
 
 
 @pytest.mark.torch
+@pytest.mark.deep
 async def test_the_rollout_servers(measure: Measure) -> None:
     pytest.importorskip("transformers")
     measured = await measure("rollout", **ROLLOUT, PENSTOCK_BENCH_ENGINE="hf")
@@ -86,6 +89,7 @@ async def test_the_rollout_servers(measure: Measure) -> None:
     assert "no counters" in measured["figures"]["prefix"]["not_measured"]
 
 
+@pytest.mark.deep
 @pytest.mark.alone
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
@@ -133,6 +137,7 @@ async def test_the_weights(measure: Measure) -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.deep
 async def test_the_pauses(measure: Measure) -> None:
     pytest.importorskip("transformers")
     measured = await measure("weights", **WEIGHTS, PENSTOCK_BENCH_ENGINE="hf")
@@ -149,6 +154,7 @@ async def test_the_pauses(measure: Measure) -> None:
     assert ratios["others_tokens_during_update"] > 0
 
 
+@pytest.mark.deep
 async def test_thousands_of_episodes_leave_nothing_behind(measure: Measure) -> None:
     measured = await measure("million", PENSTOCK_BENCH_EPISODES="5000")
     figures = measured["figures"]
@@ -162,6 +168,7 @@ async def test_thousands_of_episodes_leave_nothing_behind(measure: Measure) -> N
     assert figures["most_used_bytes"] > figures["used_bytes"]["before"] + (1 << 20)
 
 
+@pytest.mark.deep
 async def test_the_agent_worker(measure: Measure) -> None:
     measured = await measure(
         "agents",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.deep
 async def test_files_go_with_a_benchmark_that_is_ended(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     settings = {"TMPDIR": str(tmp_path), "PENSTOCK_BENCH_UPDATES": "100000"}

@@ -108,6 +108,7 @@ async def test_what_is_kept_is_not_run_again(measure: Measure, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.redis
+@pytest.mark.deep
 async def test_a_run_of_each_kind_is_launched_and_kept(measure: Measure, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     common = Common(engine="hf", steps=2, groups=2, group_size=2, tool_median_s=0.02, tool_sigma=1.0, timeout_s=3600.0)

@@ -47,6 +47,7 @@ def test_work_travels_and_its_advantages_are_grpos() -> None:
 
 
 @pytest.mark.torch
+@pytest.mark.deep
 async def test_the_step_beside_a_padded_loop(measure: Measure) -> None:
     pytest.importorskip("transformers")
     measured = await measure("trainer", **TINY, PENSTOCK_BENCH_TRL="")

@@ -60,6 +60,7 @@ def test_every_command_names_what_there_is(written, monkeypatch):
 
 
 @pytest.mark.docker
+@pytest.mark.deep
 def test_my_own_sandbox_image(tmp_path, monkeypatch, capsys):
     if reason := why_no_docker():
         pytest.skip(reason)

@@ -17,7 +17,7 @@ pytest.importorskip("math_verify", reason="math-verify is not installed: pip ins
 from penstock.agent_loops import Budget, chat_of
 from penstock.deploy.load_config import load_config
 
-pytestmark = [pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]
+pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]
 cold_start = script("cold_start.py")
 LOSS = re.compile(r"^step +\d+  loss (\S+)", re.MULTILINE)
 

@@ -14,7 +14,7 @@ from penstock.trainer import check_algorithm
 from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.megatron.settings import check_model
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.deep, pytest.mark.torch]
 RECIPE = Path(__file__).parents[2] / "recipes/moe_megatron.yaml"
 
 # config.json of Qwen/Qwen3-30B-A3B

@@ -11,7 +11,7 @@ from tests.recipes.conftest import played, script
 
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
 
-pytestmark = [pytest.mark.recipes, pytest.mark.bwrap]
+pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap]
 FOLDER = os.environ.get("PENSTOCK_GSM8K", "")
 ROWS = 24
 BUSY = ("tools=[{name: python, timeout_s: 120}]", "agent.rewards.settings.processes=1")

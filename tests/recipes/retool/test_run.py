@@ -11,6 +11,7 @@ from tests.recipes.conftest import RECIPES, script
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
 
 pytestmark = [
+    pytest.mark.deep,
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.recipes.conftest import played
 
-pytestmark = [pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]
+pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]
 
 
 @pytest.fixture

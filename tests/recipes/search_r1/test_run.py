@@ -10,6 +10,7 @@ from tests.deploy.conftest import assert_accounts_balance
 from tests.recipes.conftest import RECIPES
 
 pytestmark = [
+    pytest.mark.deep,
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
 ]
 

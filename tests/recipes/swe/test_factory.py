@@ -11,7 +11,7 @@ from tests.recipes.swe.conftest import PER_PACKAGE, RECIPE, penstock
 from penstock.sandbox.swe import load_tasks, snapshot_of
 from penstock.trainer import load_rows
 
-pytestmark = [pytest.mark.recipes, pytest.mark.bwrap]
+pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap]
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from tests.sandbox.swe.conftest import LIMITS, docker_sandbox, rows, tasks
 from penstock.sandbox.swe import SweEnvironment, check_task
 
 __all__ = ["docker_sandbox", "rows", "tasks"]
-pytestmark = [pytest.mark.recipes, pytest.mark.docker]
+pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.docker]
 PUBLISHED, OURS = "penstock-box:published", "penstock-swe:wordkit-1"
 
 

@@ -13,7 +13,7 @@ from penstock.agent_loops import load_object
 from penstock.sandbox import SandboxConfig
 from penstock.trainer import load_rows
 
-pytestmark = [pytest.mark.recipes]
+pytestmark = [pytest.mark.deep, pytest.mark.recipes]
 LIMITS = {"memory_mb": 1024, "tmp_mb": 256, "cpu_s": 600, "pids": 256, "run_timeout_s": 60.0, "max_boxes": 1}
 BACKENDS = [pytest.param("bwrap", marks=pytest.mark.bwrap), pytest.param("docker", marks=pytest.mark.docker)]
 

@@ -12,6 +12,7 @@ from tests.tiny_model import save_tiny_model
 
 __all__ = ["start_run"]
 pytestmark = [
+    pytest.mark.deep,
     *(pytest.mark.recipes, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
 ]
 SHORT = (
