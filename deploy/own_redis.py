@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import Link
 from penstock.deploy.run_dir import RunDir
-from penstock.transfer_queue import ROLES, USERS_VERSION, RedisServer, find_redis_server, role_users
+from penstock.transfer_queue import RedisServer
+from penstock.transfer_queue.redis import ROLES, USERS_VERSION, find_redis_server, role_users
 
 logger = logging.getLogger("penstock.run")
 

@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from penstock.transfer_queue.queue import QueueError
+from penstock.transfer_queue.types import QueueError
 
 
 class DirectoryLock:

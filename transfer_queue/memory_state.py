@@ -9,11 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from penstock.transfer_queue.accounting import payload_cost
-from penstock.transfer_queue.arithmetic import enough_members, may_admit, room_allows
-from penstock.transfer_queue.lengths import bucket_of
-from penstock.transfer_queue.queue import Announcement, DeadLetter, LeaseLost, Limits
-from penstock.transfer_queue.trajectory import DataCursor, JournalEntry, Outcome, Task
+from penstock.transfer_queue.admission import enough_members, may_admit, room_allows
+from penstock.transfer_queue.metrics import bucket_of, payload_cost
+from penstock.transfer_queue.types import (
+    Announcement,
+    DataCursor,
+    DeadLetter,
+    JournalEntry,
+    LeaseLost,
+    Limits,
+    Outcome,
+    Task,
+)
 
 TRAIN = "train"
 JOURNALS_KEPT = 100
@@ -22,7 +29,7 @@ DEFAULT_LIMITS = Limits(group_size=1, groups_per_step=1, max_staleness=0)
 
 
 @dataclass(slots=True)
-class Member:
+class GroupMember:
     """One episode of a group. `state`: queued, leased, done (trajectory acknowledged) or failed (given up)."""
 
     state: str = "queued"
@@ -53,12 +60,12 @@ class Member:
 
 
 @dataclass(slots=True)
-class Group:
+class MemoryGroup:
     """All episodes of one task. `state`: queued, admitted, ready, shipped, dead; done for other splits."""
 
     task: Task
     seq: int
-    members: list[Member]
+    members: list[GroupMember]
     cost: int
     """Bytes of the task and its bookkeeping."""
     members_cost: int
@@ -106,7 +113,7 @@ class MemoryState:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.limits = DEFAULT_LIMITS
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, MemoryGroup] = {}
         self.batches: dict[int, list[str]] = {}
         """Step → group ids, for fixed and uncommitted steps."""
         self.version = 0
@@ -128,18 +135,18 @@ class MemoryState:
         self._fence = 0
 
     # reading -------------------------------------------------------------------------------------------------------
-    def in_state(self, *states: str) -> list[Group]:
+    def in_state(self, *states: str) -> list[MemoryGroup]:
         """Groups of split train in one of `states`, oldest first."""
         found = [group for group in self.groups.values() if group.is_train and group.state in states]
         return sorted(found, key=lambda group: group.seq)
 
-    def leased(self) -> Iterator[tuple[Group, int, Member]]:
+    def leased(self) -> Iterator[tuple[MemoryGroup, int, GroupMember]]:
         for group in self.groups.values():
             for index, member in enumerate(group.members):
                 if member.state == "leased":
                     yield group, index, member
 
-    def open_episodes(self, train: bool, version: int) -> list[tuple[Group, int]]:
+    def open_episodes(self, train: bool, version: int) -> list[tuple[MemoryGroup, int]]:
         """Episodes that a worker at `version` may take at once: lowest floor first, then oldest group."""
         found = [
             (group.floor, group.seq, group.episode(index), group, index)
@@ -167,7 +174,7 @@ class MemoryState:
         groups = sorted(self.in_state(state), key=order)
         return self.clock() - groups[0].since if groups else None
 
-    def unconsumed(self) -> list[Group]:
+    def unconsumed(self) -> list[MemoryGroup]:
         """Groups in the system whose step is not published yet."""
         shipped = [group for group in self.in_state("shipped") if group.step >= self.version]
         return self.in_state("admitted", "ready") + shipped
@@ -175,21 +182,21 @@ class MemoryState:
     # episodes ------------------------------------------------------------------------------------------------------
     def add_group(self, task: Task, cost: int, member_cost: int) -> None:
         size = self.limits.group_size if task.split == TRAIN else 1
-        members = [Member() for _ in range(size)]
-        group = Group(task, self._seq, members, cost, size * member_cost, self.clock())
+        members = [GroupMember() for _ in range(size)]
+        group = MemoryGroup(task, self._seq, members, cost, size * member_cost, self.clock())
         if not group.is_train:
             group.state, group.floor = "split", task.min_version
         self._seq += 1
         self.groups[task.task_id] = group
 
-    def change(self, group: Group, state: str) -> None:
+    def change(self, group: MemoryGroup, state: str) -> None:
         group.state, group.since = state, self.clock()
 
     def new_fence(self) -> int:
         self._fence += 1
         return self._fence
 
-    def owned(self, episode_id: str, fence: int) -> tuple[Group, Member]:
+    def owned(self, episode_id: str, fence: int) -> tuple[MemoryGroup, GroupMember]:
         """The member that `fence` still owns. A lease that ran out and was not given on is taken up again."""
         task_id, index = split_episode(episode_id)
         group = self.groups.get(task_id)
@@ -199,7 +206,7 @@ class MemoryState:
         self.hold(member)
         return group, member
 
-    def hold(self, member: Member) -> None:
+    def hold(self, member: GroupMember) -> None:
         member.state = "leased"
         member.expires_at = self.clock() + self.limits.lease_ttl_s
 
@@ -210,7 +217,7 @@ class MemoryState:
                 member.state = "queued"
                 self.counts["expired"] += group.is_train
 
-    def end_group(self, group: Group) -> None:
+    def end_group(self, group: MemoryGroup) -> None:
         """All members have ended: the group is ready for the trainer, filtered, dead, or done (other splits)."""
         if not group.is_train:
             self.change(group, "done")
@@ -226,19 +233,19 @@ class MemoryState:
             group.due = lowest + self.limits.max_staleness
             self.change(group, "ready")
 
-    def _free_unrewarded(self, group: Group) -> None:
+    def _free_unrewarded(self, group: MemoryGroup) -> None:
         for member in group.members:
             if member.payload is not None and not member.rewarded:
                 member.payload = None
                 self.counts["unrewarded"] += 1
 
-    def _filter(self, group: Group) -> None:
+    def _filter(self, group: MemoryGroup) -> None:
         self.counts["filtered_groups"] += 1
         self.counts["filtered"] += sum(member.state == "done" for member in group.members)
         self.filtered_since += 1
         del self.groups[group.task.task_id]
 
-    def _bury(self, group: Group) -> None:
+    def _bury(self, group: MemoryGroup) -> None:
         self.change(group, "dead")
         for index, member in enumerate(group.members):
             if member.payload is not None:
@@ -259,9 +266,9 @@ class MemoryState:
         self.letters.pop(episode_id, None)
         self.letter_bytes.pop(episode_id, None)
 
-    def revive(self, group: Group) -> None:
+    def revive(self, group: MemoryGroup) -> None:
         """Queue a dead group again as it was submitted, at its old place in the order."""
-        group.members = [Member() for _ in group.members]
+        group.members = [GroupMember() for _ in group.members]
         self.change(group, "queued" if group.is_train else "split")
 
     def drop_over_age(self, step: int) -> None:
@@ -269,7 +276,7 @@ class MemoryState:
             if group.due < step:
                 self._drop(group)
 
-    def _drop(self, group: Group) -> None:
+    def _drop(self, group: MemoryGroup) -> None:
         """Members that have not ended count with what they have journaled."""
         self.counts["dropped_over_age"] += 1
         for member in group.members:
@@ -279,7 +286,7 @@ class MemoryState:
             self.over_age_lengths[bucket_of(member.tokens)] += member.state != "failed"
         del self.groups[group.task.task_id]
 
-    def ship(self, group: Group, step: int) -> None:
+    def ship(self, group: MemoryGroup, step: int) -> None:
         for member in group.members:
             lowest = step if member.lowest_version is None else member.lowest_version
             if member.rewarded and lowest + self.limits.max_staleness < step:
@@ -289,7 +296,7 @@ class MemoryState:
         group.step = step
 
     # admission -----------------------------------------------------------------------------------------------------
-    def admit(self, version: int) -> Group | None:
+    def admit(self, version: int) -> MemoryGroup | None:
         """Admit the first queued group for a worker at `version`, if all gates are open."""
         limits, groups = self.limits, len(self.unconsumed())
         room = room_allows(self.waiting_bytes(), limits.max_bytes, groups, limits.max_groups, limits.groups_per_step)
@@ -303,7 +310,7 @@ class MemoryState:
                 return group
         return None
 
-    def _quota_allows(self, group: Group) -> bool:
+    def _quota_allows(self, group: MemoryGroup) -> bool:
         source = group.task.data_source
         return (
             source not in self.limits.quotas
@@ -328,9 +335,9 @@ class MemoryState:
         return running + [group.due for group in self.in_state("ready")]
 
 
-def _queue_rank(group: Group) -> tuple[int, int]:
+def _queue_rank(group: MemoryGroup) -> tuple[int, int]:
     return -group.task.priority, group.seq
 
 
-def _due_rank(group: Group) -> tuple[int, int]:
+def _due_rank(group: MemoryGroup) -> tuple[int, int]:
     return group.due, group.seq

@@ -29,200 +29,25 @@ Otherwise, by `overage`: ``wait`` for them; ``drop`` or ``mask`` them once they 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from penstock.transfer_queue.trajectory import DataCursor, FieldValues, JournalEntry, Outcome, Task, Trajectory
-
-KEPT_UPDATES = 10_000
-"""Swaps of weights that a queue remembers: hundreds of servers make more of them than anyone looks at."""
-
-
-class QueueError(Exception):
-    """Base of everything a queue raises."""
-
-
-class NoSuchRun(QueueError):
-    """The queue holds no run of this name (yet)."""
-
-
-class LeaseLost(QueueError):
-    """The fencing token is not the newest: another worker owns the episode now. Stop working on it."""
-
-
-class BadPayload(QueueError):
-    """A trajectory or payload was refused; the message names the field. The episode is kept."""
-
-
-class StepError(QueueError):
-    """A step number from the past, or out of order."""
-
-
-class TooManyFiltered(QueueError):
-    """More groups with equal rewards than `max_filtered_steps` allows: asking again gets the same answer."""
-
-
-class QueueUnavailable(QueueError):
-    """The store did not answer within the operation's deadline; the message says which store and for how long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the queue enforces for a run. Written once by `create_run`."""
-
-    group_size: int
-    groups_per_step: int
-    max_staleness: int
-    overage: str = "wait"
-    """``wait`` | ``mask`` | ``drop``"""
-    min_group: int = 2
-    """A group goes on without members lost to infrastructure while at least this many carry a reward."""
-    max_attempts: int = 3
-    """Infrastructure failures per episode before it is given up."""
-    lease_ttl_s: float = 30.0
-    max_bytes: int = 4 << 30
-    """Back-pressure: no group is admitted while unconsumed payloads hold more than this."""
-    max_groups: int = 0
-    """Back-pressure: groups in the system (admitted, ready, shipped and not yet trained); 0 = as staleness allows."""
-    filter_groups: str = "none"
-    """``none`` | ``zero_variance``: whether a group whose rewards are all equal is filtered instead of trained."""
-    max_filtered_steps: int = 10
-    """A step for which more than this many steps' worth of groups were filtered stops the run; 0 = no limit."""
-    quotas: Mapping[str, int] = field(default_factory=dict)
-    """data_source → most groups of it that may be unshipped (admitted or ready) at once; others are not bounded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right of one worker to run one episode until it expires or is renewed."""
-
-    episode_id: str
-    task: Task
-    member: int
-    """0 … group_size − 1"""
-    attempt: int
-    """0 for the first try; counts infrastructure failures, not lost workers."""
-    fence: int
-    """Grows with every lease of the episode; an older fence is refused everywhere."""
-    min_version: int
-    """No token of this episode may be sampled below this version (the group's floor)."""
-    journal: Sequence[JournalEntry] = ()
-    """What earlier owners of the episode already did."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The groups of one step, fixed from the first `lease_batch` of that step on."""
-
-    step: int
-    groups: Sequence[Sequence[str]]
-    """Episode ids by group, only members that carry a reward, oldest group first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """Why a batch or lease could not be given yet."""
-
-    cause: str
-    """One line for people: ``3 of 8 groups ready; 5 in flight``, ``slow groups train/7, train/9 are due``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """A published policy version and where its weights are. Plain data, made by rollout_server.weights."""
-
-    version: int
-    manifest: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """One rollout server's heartbeat."""
-
-    server_id: str
-    url: str
-    version: int
-    in_flight: int = 0
-    accepting: bool = True
-    in_flight_tokens: int = 0
-    """Of the requests in flight: prompts, and what is still expected of the answers."""
-    evaluates: bool = False
-    """It takes the episodes of evaluations, no others, and keeps its version while one is on."""
-    age_s: float = field(default=0.0, compare=False)
-    """How long ago it said so, by the queue's clock when the registry was read; written by the queue alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightUpdate:
-    """One swap of weights on one server, as the server measured it."""
-
-    server_id: str
-    version: int
-    pause_s: float
-    fetch_s: float
-    load_s: float
-    in_flight: int
-    """Requests that were running when the swap began and went on after it."""
-    at_unix_s: float = 0.0
-    """When it was over, by the server's clock; 0 where an older server reported it."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
-    """An episode that was given up, why, and what it had done. Journals are kept for the newest letters only."""
-
-    episode_id: str
-    outcome: Outcome
-    attempts: int
-    journal: Sequence[JournalEntry] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LengthDecile:
-    """One tenth of all finished training episodes by response length, and how many of them were over-age.
-
-    Over-age shares that grow with length say that the bound throws long episodes away, which biases training.
-    """
-
-    tokens_up_to: int
-    """Longest response of the decile, in tokens (mask 0 and 1), to within a twelfth."""
-    episodes: int
-    over_age: int
-    """Of these, dropped or masked because they were over the staleness bound."""
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """Everything a person or a watchdog asks, in one round trip. Counts are of split ``train``."""
-
-    version: int
-    step: int
-    """Next step to be leased."""
-    committed_step: int
-    """Steps below this are durable."""
-    groups: Mapping[str, int]
-    """queued, admitted, ready, shipped, trained, committed, dropped_over_age, filtered, dead, submitted"""
-    episodes: Mapping[str, int]
-    """queued, leased; and ever: completed (acknowledged), failed (given up), retried, expired (leases lost), trained
-    (in published steps), committed, masked (trained although over-age, with their old tokens masked), spilled; and
-    finished ones that will not be trained, by reason: dropped (over-age), filtered (rewards all equal), unrewarded (its
-    group went on without it), group_failed (its group died). completed = committed + held + these four."""
-    bytes: int
-    """What the run holds in the store: tasks, journals, payloads and their bookkeeping; Redis agrees within 10 %."""
-    waits_s: Mapping[str, float]
-    """``role:cause`` → seconds."""
-    workers: Mapping[str, int]
-    """worker → episodes it holds."""
-    other_splits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """split → {queued, leased, done}"""
-    ages_s: Mapping[str, float] = field(default_factory=dict)
-    """queued, admitted, ready → how long the group that is first there has been in that state; absent where none is."""
-    over_age: Sequence[LengthDecile] = ()
-    """Ten deciles, shortest first; empty until an episode has finished."""
-    parked: int = 0
-    """Queued groups beyond what the quota of their source has room for now; they are counted in queued, too."""
-    unconsumed_bytes: int = 0
-    """Payloads and journals that count against `max_bytes`."""
+from penstock.transfer_queue.types import (
+    Announcement,
+    Batch,
+    DataCursor,
+    DeadLetter,
+    FieldValues,
+    JournalEntry,
+    Lease,
+    Limits,
+    Outcome,
+    ServerInfo,
+    Status,
+    Task,
+    Trajectory,
+    Waiting,
+    WeightUpdate,
+)
 
 
 class TransferQueue(Protocol):

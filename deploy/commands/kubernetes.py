@@ -11,7 +11,8 @@ import yaml
 
 from penstock.deploy.commands.dashboard import VIEW_TOKEN_VARIABLE
 from penstock.deploy.link import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE
-from penstock.transfer_queue import QueueError, user_rules
+from penstock.transfer_queue import QueueError
+from penstock.transfer_queue.redis import user_rules
 
 app = typer.Typer(help="A run on Kubernetes, see docs/kubernetes.md.", no_args_is_help=True)
 LOGINS = {"head": "owner", "rollout": "rollout", "agent": "agent", "page": "agent"}

@@ -14,16 +14,8 @@ import typer
 
 from penstock.deploy.link import PASSWORD_VARIABLE, RUN_VARIABLE, USER_VARIABLE, Link
 from penstock.deploy.load_config import ConfigError
-from penstock.transfer_queue import (
-    RIGHTS,
-    QueueError,
-    ServerInfo,
-    Status,
-    TransferQueue,
-    exposition,
-    setuser_commands,
-    version_lags,
-)
+from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, exposition, version_lags
+from penstock.transfer_queue.redis import RIGHTS, setuser_commands
 
 app = typer.Typer(
     help="Look into a run's queue, mend it, remove it. `source runs/NAME/connect.env` first.", no_args_is_help=True

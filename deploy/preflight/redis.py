@@ -11,7 +11,8 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.link import PASSWORD_VARIABLE, USER_VARIABLE, redis_login
 from penstock.deploy.preflight.check import Check, skipped, warning
 from penstock.deploy.preflight.resources import human
-from penstock.transfer_queue import Connection, QueueError, QueueUnavailable, redact
+from penstock.transfer_queue import QueueError, QueueUnavailable
+from penstock.transfer_queue.redis import Connection, redact
 
 ANSWER_DEADLINE_S = 5.0
 MOST_SKEW_S = 1.0
@@ -23,7 +24,7 @@ OVERHEAD = 1.1
 
 def check_redis(config: RunConfig) -> Check:
     """Without asking a Redis of one's own, which may still be starting: a run waits for it, and judges it then."""
-    from penstock.transfer_queue import find_redis_server
+    from penstock.transfer_queue.redis import find_redis_server
 
     if config.transfer_queue.url:
         return Check("redis", True, f"the one at {redact(config.transfer_queue.url)}")

@@ -42,11 +42,11 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "penstock.sandbox.call_key.current_call",
     ),
     "Tasks and trajectories": (
-        "penstock.transfer_queue.trajectory.Task",
-        "penstock.transfer_queue.trajectory.Outcome",
-        "penstock.transfer_queue.trajectory.OutcomeKind",
-        "penstock.transfer_queue.trajectory.Segment",
-        "penstock.transfer_queue.trajectory.Trajectory",
+        "penstock.transfer_queue.types.Task",
+        "penstock.transfer_queue.types.Outcome",
+        "penstock.transfer_queue.types.OutcomeKind",
+        "penstock.transfer_queue.types.Segment",
+        "penstock.transfer_queue.types.Trajectory",
     ),
     "The queue": (
         "penstock.transfer_queue.queue.TransferQueue",
@@ -56,7 +56,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "penstock.transfer_queue.queue.QueueError",
         "penstock.transfer_queue.queue.LeaseLost",
         "penstock.transfer_queue.queue.QueueUnavailable",
-        "penstock.transfer_queue.redis_queue.RedisTransferQueue",
+        "penstock.transfer_queue.redis.queue.RedisTransferQueue",
         "penstock.transfer_queue.memory.MemoryTransferQueue",
     ),
     "Rollout servers": (

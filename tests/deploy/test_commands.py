@@ -11,7 +11,6 @@ from typer.testing import CliRunner, Result
 
 from penstock.deploy import app
 from penstock.transfer_queue import (
-    RIGHTS,
     DataCursor,
     Limits,
     Outcome,
@@ -22,6 +21,7 @@ from penstock.transfer_queue import (
     Task,
     TransferQueueConfig,
 )
+from penstock.transfer_queue.redis import RIGHTS
 
 PASSWORD = "only-for-this-test"
 

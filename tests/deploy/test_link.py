@@ -23,7 +23,8 @@ from penstock.deploy import (
 from penstock.deploy import own_redis as module
 from penstock.deploy.own_redis import own_redis
 from penstock.rollout_server import RolloutConfig
-from penstock.transfer_queue import Connection, NoSuchRun, QueueError, RedisBinary, find_redis_server
+from penstock.transfer_queue import NoSuchRun, QueueError
+from penstock.transfer_queue.redis import Connection, RedisBinary, find_redis_server
 
 CONFIG = RunConfig(name="mine", model="m", data=DataConfig(train="t"))
 PASSWORDS = {"trainer": "trainers-own", "agent": "agents-own", "rollout": "rollouts-own", "watch": "for-onlookers"}

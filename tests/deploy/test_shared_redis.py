@@ -15,7 +15,7 @@ import psutil
 import pytest
 import redis
 
-from penstock.transfer_queue import free_port, role_users
+from penstock.transfer_queue.redis import free_port, role_users
 
 pytestmark = pytest.mark.redis
 REPOSITORY = Path(__file__).parents[2]

@@ -19,8 +19,8 @@ from penstock.transfer_queue import (
     RedisTransferQueue,
     Task,
     TransferQueueConfig,
-    role_users,
 )
+from penstock.transfer_queue.redis import role_users
 
 pytestmark = pytest.mark.redis
 MORE = {"role": "user", "content": "And 1+1?"}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.simulator.conftest import cluster
 
 from penstock.simulator import may_admit
-from penstock.transfer_queue import arithmetic
+from penstock.transfer_queue import admission as arithmetic
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.lists(st.sampled_from(["admit", "ship", "publish"]), max_size=80))

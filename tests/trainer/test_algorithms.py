@@ -28,10 +28,7 @@ from penstock.trainer.advantages import ADVANTAGES, Advantages
 from penstock.trainer.algorithm import BadJob
 from penstock.trainer.corrections import CORRECTIONS
 from penstock.trainer.losses import LOSSES
-from penstock.transfer_queue import (
-    Batch,
-    Trajectory,
-)
+from penstock.transfer_queue import Batch, Trajectory
 
 pytestmark = pytest.mark.torch
 CRITICS = [name for name in ADVANTAGES.names() if "values" in needs_of(ADVANTAGES.get(name))]

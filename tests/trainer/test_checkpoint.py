@@ -29,10 +29,7 @@ from penstock.trainer import (
     load,
     make_step_batch,
 )
-from penstock.transfer_queue import (
-    Batch,
-    DataCursor,
-)
+from penstock.transfer_queue import Batch, DataCursor
 
 pytestmark = pytest.mark.torch
 CONFIG = TrainerConfig(lr=1e-3)

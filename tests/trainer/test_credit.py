@@ -26,10 +26,7 @@ from penstock.trainer import (
     whitened,
 )
 from penstock.trainer.advantages import Advantages
-from penstock.transfer_queue import (
-    Batch,
-    Trajectory,
-)
+from penstock.transfer_queue import Batch, Trajectory
 
 pytestmark = pytest.mark.torch
 

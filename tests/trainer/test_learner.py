@@ -29,10 +29,7 @@ from penstock.trainer import (
     split_by_budget,
 )
 from penstock.trainer.advantages import Advantages
-from penstock.transfer_queue import (
-    Batch,
-    Trajectory,
-)
+from penstock.transfer_queue import Batch, Trajectory
 
 pytestmark = pytest.mark.torch
 CONFIG = {"lr": 1e-2, "eps": 1e-4, "max_grad_norm": 1e9}

@@ -14,12 +14,12 @@ from penstock.transfer_queue import (
     BatchLog,
     Limits,
     MemoryTransferQueue,
-    RedisCluster,
     RedisServer,
     RedisTransferQueue,
     TransferQueue,
     TransferQueueConfig,
 )
+from penstock.transfer_queue.redis import RedisCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.transfer_queue import Connection, Script
-from penstock.transfer_queue import connection as module
+from penstock.transfer_queue.redis import Connection, Script
+from penstock.transfer_queue.redis import client as module
 
 PASSWORD = "a-test-password"
 

@@ -9,16 +9,8 @@ import pytest
 import pytest_asyncio
 from redis_parts import PASSWORD, small_scripts  # noqa: F401 - a fixture
 
-from penstock.transfer_queue import (
-    RIGHTS,
-    ROLES,
-    Connection,
-    Keys,
-    QueueError,
-    RedisServer,
-    role_users,
-    setuser_commands,
-)
+from penstock.transfer_queue import QueueError, RedisServer
+from penstock.transfer_queue.redis import RIGHTS, ROLES, Connection, Keys, role_users, setuser_commands
 
 pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
 RUN, OTHER = Keys("mine"), Keys("other")

@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 import redis.asyncio as aioredis
 
-from penstock.transfer_queue import (
-    QueueError,
-    RedisServer,
-    find_redis_server,
-    mend_append_only_file,
-    newest_append_only_file,
-)
+from penstock.transfer_queue import QueueError, RedisServer
+from penstock.transfer_queue.redis import find_redis_server, mend_append_only_file, newest_append_only_file
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"

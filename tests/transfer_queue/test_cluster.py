@@ -12,7 +12,8 @@ import pytest_asyncio
 from redis.crc import key_slot
 from redis_parts import PASSWORD, make_certificates, open_to, small_scripts  # noqa: F401 - a fixture
 
-from penstock.transfer_queue import Connection, QueueError, QueueUnavailable, RedisCluster, RedisServer
+from penstock.transfer_queue import QueueError, QueueUnavailable, RedisServer
+from penstock.transfer_queue.redis import Connection, RedisCluster
 
 pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
 

@@ -9,15 +9,8 @@ from pathlib import Path
 import pytest
 from redis_parts import PASSWORD, Proxy, make_certificates, open_to, small_scripts  # noqa: F401 - a fixture
 
-from penstock.transfer_queue import (
-    BadPayload,
-    Connection,
-    LeaseLost,
-    QueueError,
-    QueueUnavailable,
-    RedisServer,
-    StepError,
-)
+from penstock.transfer_queue import BadPayload, LeaseLost, QueueError, QueueUnavailable, RedisServer, StepError
+from penstock.transfer_queue.redis import Connection
 
 pytestmark = pytest.mark.redis
 

@@ -18,8 +18,8 @@ from penstock.transfer_queue import (
     RedisServer,
     RedisTransferQueue,
     TransferQueueConfig,
-    newest_append_only_file,
 )
+from penstock.transfer_queue.redis import newest_append_only_file
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from payload_samples import plain, same
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from penstock.transfer_queue import (
+from penstock.transfer_queue import BadPayload, QueueError
+from penstock.transfer_queue.codec import (
     BLOCK,
     DTYPES,
     FORMAT,
@@ -24,9 +25,7 @@ from penstock.transfer_queue import (
     MAGIC,
     MAX_RAW_BYTES,
     PREAMBLE,
-    BadPayload,
     Column,
-    QueueError,
     blob_length,
     head_length,
     pack,

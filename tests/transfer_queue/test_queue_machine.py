@@ -39,7 +39,6 @@ from penstock.transfer_queue import (
     Limits,
     MemoryTransferQueue,
     QueueError,
-    RedisCluster,
     RedisServer,
     RedisTransferQueue,
     Status,
@@ -47,6 +46,7 @@ from penstock.transfer_queue import (
     TransferQueueConfig,
     check_limits,
 )
+from penstock.transfer_queue.redis import RedisCluster
 
 WORKERS = ["a", "b", "c"]
 LEASE_TTL_S = 1000.0

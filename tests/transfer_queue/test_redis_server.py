@@ -14,16 +14,9 @@ from typing import Any
 import pytest
 from redis_parts import open_to
 
-from penstock.transfer_queue import (
-    QueueError,
-    RedisBinary,
-    RedisServer,
-    ServerOptions,
-    check_free,
-    find_redis_server,
-    free_port,
-    redis_binary,
-)
+from penstock.transfer_queue import QueueError, RedisServer
+from penstock.transfer_queue.redis import RedisBinary, ServerOptions, check_free, find_redis_server, free_port
+from penstock.transfer_queue.redis import server_config as redis_binary
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"
@@ -158,7 +151,7 @@ def test_weak_passwords_are_refused(tmp_path: Path, password: str) -> None:
 async def test_it_dies_with_its_owner(tmp_path: Path) -> None:
     program = (
         "import asyncio, sys\nfrom pathlib import Path\n"
-        "from penstock.transfer_queue.redis_server import RedisServer\n"
+        "from penstock.transfer_queue.redis.server import RedisServer\n"
         "async def main():\n"
         "    server = RedisServer(Path(sys.argv[1]), 'a-test-password')\n"
         "    await server.start()\n"

@@ -9,7 +9,6 @@ import pytest
 from queue_samples import INFRA, LIMITS, at, tasks, trajectory, turn
 
 from penstock.transfer_queue import (
-    RIGHTS,
     Announcement,
     Batch,
     BatchLog,
@@ -19,8 +18,8 @@ from penstock.transfer_queue import (
     ServerInfo,
     TransferQueueConfig,
     WeightUpdate,
-    role_users,
 )
+from penstock.transfer_queue.redis import RIGHTS, role_users
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.deploy.commands.dashboard import VIEW_TOKEN_VARIABLE
 from penstock.deploy.link import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE
-from penstock.transfer_queue import user_rules
+from penstock.transfer_queue.redis import user_rules
 
 USERS = ("owner", "agent", "rollout", "watch")
 NOBODY = "user default off resetpass resetkeys resetchannels -@all"

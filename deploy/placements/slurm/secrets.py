@@ -16,7 +16,8 @@ from pathlib import Path
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.link import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, redis_login
-from penstock.transfer_queue import USERS_VERSION, QueueError, find_redis_server, role_users
+from penstock.transfer_queue import QueueError
+from penstock.transfer_queue.redis import USERS_VERSION, find_redis_server, role_users
 
 OWNER, SANDBOX = "owner", "sandbox"
 ROLES = ("trainer", "agent", "rollout")

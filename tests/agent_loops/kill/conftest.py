@@ -34,8 +34,8 @@ from penstock.transfer_queue import (
     Task,
     Trajectory,
     TransferQueueConfig,
-    journal_from_values,
 )
+from penstock.transfer_queue.redis import journal_from_values
 
 ROOT = Path(__file__).parents[3]
 LEASE_TTL_S = 5.0

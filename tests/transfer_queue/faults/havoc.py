@@ -9,7 +9,8 @@ import signal
 
 import redis.asyncio as aioredis
 
-from penstock.transfer_queue import RedisServer, newest_append_only_file
+from penstock.transfer_queue import RedisServer
+from penstock.transfer_queue.redis import newest_append_only_file
 
 
 async def kill_redis(server: RedisServer, chance: random.Random) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from penstock.deploy import ConfigError, app
 from penstock.deploy.placements.compose import Stack, make_stack
-from penstock.transfer_queue import find_redis_server, free_port
+from penstock.transfer_queue.redis import find_redis_server, free_port
 
 REPOSITORY = Path(__file__).parents[3]
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from penstock.deploy import app
 from penstock.deploy.load_config import load_config
-from penstock.transfer_queue import find_redis_server, free_port
+from penstock.transfer_queue.redis import find_redis_server, free_port
 
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="kubernetes-validate is not installed: pip install 'penstock[dev]'"

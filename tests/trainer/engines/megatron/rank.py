@@ -40,10 +40,7 @@ from penstock.trainer import (
     train,
 )
 from penstock.trainer.engines.megatron.engine import MegatronEngine
-from penstock.transfer_queue import (
-    Batch,
-    DataCursor,
-)
+from penstock.transfer_queue import Batch, DataCursor
 
 FIRST_STEPS = 2
 

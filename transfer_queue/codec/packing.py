@@ -32,21 +32,27 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from penstock.transfer_queue.compression import check_compression
-from penstock.transfer_queue.fields import MAX_RAW_BYTES, Column, Field, Stored, field_from_row, store
-from penstock.transfer_queue.queue import BadPayload
+from penstock.transfer_queue.codec.columns import (
+    MAX_RAW_BYTES,
+    Column,
+    Field,
+    StoredColumn,
+    check_compression,
+    field_from_row,
+    store,
+)
+from penstock.transfer_queue.types import BadPayload
 
 MAGIC = b"PNST"
 FORMAT = 2
 PREAMBLE = struct.Struct("<4sHHIIQQ")
 HEAD_GUESS = 4096
 """Bytes to read first: the preamble and the head of nearly every payload."""
-
 Arrays = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class PayloadHead:
     """What a payload holds, and where."""
 
     plain: Mapping[str, Any]
@@ -82,7 +88,7 @@ def pack(kind: int, columns: Iterable[Column], plain: Mapping[str, Any], compres
     return Packed([start, *(memoryview(one.raw).cast("B") for one in stored if one.row[3])], len(start) + body_len)
 
 
-def whole_head(blob: bytes, kind: int) -> Head:
+def whole_head(blob: bytes, kind: int) -> PayloadHead:
     """`parse_head` of a whole payload. Raises `BadPayload` also where bytes of the body are missing."""
     head = parse_head(blob, kind)
     if len(blob) != head.size:
@@ -90,7 +96,7 @@ def whole_head(blob: bytes, kind: int) -> Head:
     return head
 
 
-def read_arrays(head: Head, blob: bytes) -> Arrays:
+def read_arrays(head: PayloadHead, blob: bytes) -> Arrays:
     """All fields of a whole payload, read-only, views of `blob` where not compressed. Raises `BadPayload`."""
     view = memoryview(blob)
     return {name: field.decode(view[slice(*field.byte_range())]) for name, field in head.fields.items()}
@@ -110,7 +116,7 @@ def head_length(prefix: bytes) -> int:
     return _body_at(_read_preamble(prefix)[1])
 
 
-def parse_head(prefix: bytes, kind: int) -> Head:
+def parse_head(prefix: bytes, kind: int) -> PayloadHead:
     """The head of a payload that starts with `prefix`, verified. Raises `BadPayload` naming what is damaged."""
     found, head_len, reserved, body_len, checksum = _read_preamble(prefix)
     if found != kind:
@@ -158,7 +164,7 @@ def _read_preamble(prefix: bytes) -> tuple[int, int, int, int, int]:
     return kind, head_len, reserved, body_len, checksum
 
 
-def _head_from_plain(found: Any, body_at: int, body_len: int) -> Head:
+def _head_from_plain(found: Any, body_at: int, body_len: int) -> PayloadHead:
     if not isinstance(found, dict) or found.keys() != {"fields", "plain"} or not isinstance(found["plain"], dict):
         raise BadPayload("head: not a map of fields and plain data")
     rows, at = found["fields"], body_at
@@ -172,7 +178,7 @@ def _head_from_plain(found: Any, body_at: int, body_len: int) -> Head:
     if at != body_at + body_len:
         raise BadPayload(f"length: a body of {body_len} bytes, its fields have {at - body_at}; damaged")
     _check_raw_bytes(sum(field.raw_bytes for field in fields.values()))
-    return Head(found["plain"], fields, at)
+    return PayloadHead(found["plain"], fields, at)
 
 
 def _body_at(head_len: int) -> int:
@@ -184,7 +190,7 @@ def _check_raw_bytes(total: int) -> None:
         raise BadPayload(f"fields: {total} bytes unpacked, over the limit of {MAX_RAW_BYTES}")
 
 
-def _unaligned(one: Stored) -> bool:
+def _unaligned(one: StoredColumn) -> bool:
     return not one.aligned
 
 

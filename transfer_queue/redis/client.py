@@ -16,13 +16,11 @@ from typing import Any
 import redis.asyncio as aioredis
 from redis.exceptions import NoScriptError
 
-from penstock.transfer_queue.fitness import check_server
-from penstock.transfer_queue.node import Call, Node, redact
-from penstock.transfer_queue.packing import Packed
-from penstock.transfer_queue.queue import QueueUnavailable
-from penstock.transfer_queue.refusals import check_passing
-from penstock.transfer_queue.routes import Cluster, OneServer, Routes
-from penstock.transfer_queue.scripts import script
+from penstock.transfer_queue.codec.packing import Packed
+from penstock.transfer_queue.redis.cluster import Cluster, Node, OneServer, RedisCall, Routes, redact
+from penstock.transfer_queue.redis.keys import script
+from penstock.transfer_queue.redis.replies import check_passing, check_server
+from penstock.transfer_queue.types import QueueUnavailable
 
 ATTEMPT_S = 10.0
 """One attempt; a Redis that is silent for longer is asked again on a new connection."""
@@ -87,7 +85,7 @@ class Connection:
 
         No transaction: others see some done and some not. Only those that failed are sent again.
         """
-        calls = [Call(command) for command in commands]
+        calls = [RedisCall(command) for command in commands]
         if calls:
             await self._finish(str(commands[0][0]), [calls])
         return [_in_python(call) for call in calls]
@@ -101,7 +99,7 @@ class Connection:
         failed: it must look for what it needs and refuse with ``RETRY …``.
         """
         call = _script_call(name, key, args, keys)
-        before = [Call(write) for write in writes]
+        before = [RedisCall(write) for write in writes]
         phases = [before, [call]] if self.spreads and before else [[*before, call]]
         await self._finish(name, phases, whole=True)
         return call.reply
@@ -111,7 +109,7 @@ class Connection:
         for node in await self._masters():
             cursor = b"0"
             while True:
-                call = Call(("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT), node)
+                call = RedisCall(("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT), node)
                 await self._finish("SCAN", [[call]])
                 cursor, found = call.reply
                 if found:
@@ -126,7 +124,7 @@ class Connection:
 
     async def infos(self) -> list[dict[str, Any]]:
         """INFO of every server that holds keys."""
-        calls = [Call(("INFO",), node) for node in await self._masters()]
+        calls = [RedisCall(("INFO",), node) for node in await self._masters()]
         await self._finish("INFO", [calls])
         return [_in_python(call) for call in calls]
 
@@ -135,10 +133,10 @@ class Connection:
 
     # retrying ------------------------------------------------------------------------------------------------------
     async def _masters(self) -> Sequence[Node]:
-        await self._finish("PING", [[Call(("PING",))]])  # a cluster's map of slots is known then
+        await self._finish("PING", [[RedisCall(("PING",))]])  # a cluster's map of slots is known then
         return self._routes.masters
 
-    async def _finish(self, what: str, phases: Sequence[Sequence[Call]], *, whole: bool = False) -> None:
+    async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], *, whole: bool = False) -> None:
         """Run the calls, one phase after the other, until all have succeeded; `whole`: else all are repeated."""
         loop = asyncio.get_running_loop()
         started, pause = loop.time(), FIRST_PAUSE_S
@@ -159,9 +157,9 @@ class Connection:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    async def _attempt(self, phases: Sequence[Sequence[Call]], limit_s: float) -> Exception | None:
+    async def _attempt(self, phases: Sequence[Sequence[RedisCall]], limit_s: float) -> Exception | None:
         """Why not everything is done yet, or None. Raises a refusal that repeating does not mend."""
-        failed: list[Call] = []
+        failed: list[RedisCall] = []
         try:
             async with asyncio.timeout(limit_s):
                 for phase in phases:
@@ -175,7 +173,7 @@ class Connection:
             check_passing(call.error, self._where)
         return failed[0].error if failed else None
 
-    async def _run_missing(self, phase: Sequence[Call]) -> list[Call]:
+    async def _run_missing(self, phase: Sequence[RedisCall]) -> list[RedisCall]:
         """Send what has no reply yet; scripts that Redis has forgotten are sent in full. Returns what failed."""
         missing = [call for call in phase if call.error is not None]
         if missing:
@@ -188,16 +186,16 @@ class Connection:
         return [call for call in missing if call.error is not None]
 
 
-def _script_call(name: str, key: str, args: Sequence[Any], keys: Sequence[str]) -> Call:
-    return Call(("EVALSHA", script(name).sha, 1 + len(keys), key, *keys, *args), script=name)
+def _script_call(name: str, key: str, args: Sequence[Any], keys: Sequence[str]) -> RedisCall:
+    return RedisCall(("EVALSHA", script(name).sha, 1 + len(keys), key, *keys, *args), script=name)
 
 
-def _bytes_of(call: Call) -> int:
+def _bytes_of(call: RedisCall) -> int:
     plain = sum(len(arg) for arg in call.args if isinstance(arg, bytes | bytearray | memoryview))
     return plain + sum(arg.size for arg in call.args if isinstance(arg, Packed))
 
 
-def _in_python(call: Call) -> Any:
+def _in_python(call: RedisCall) -> Any:
     convert = _replies().get(call.args[0])
     return call.reply if convert is None else convert(call.reply)
 

@@ -1,14 +1,23 @@
-"""A queue's `Status` as Prometheus gauges, so that dashboards and alerts see what people see."""
+"""A queue's `Status` as Prometheus gauges, so that dashboards and alerts see what people see.
+
+What things cost in the store, in bytes: Redis's own allocation sizes and bookkeeping, so that `Status.bytes` is what
+the operator sees in Redis.
+
+The constants are those of Redis 7 on a 64-bit machine with jemalloc; a test compares the sum with a real server.
+
+Response lengths of finished episodes in buckets, and their deciles: who is over-age, the long or the short?
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.transfer_queue.queue import ServerInfo, Status
+from penstock.transfer_queue.types import LengthDecile, ServerInfo, Status
 
 PREFIX = "penstock_queue_"
 
@@ -82,3 +91,80 @@ def exposition(run: str, status: Status, servers: Sequence[ServerInfo] = ()) -> 
     registry = CollectorRegistry()
     registry.register(QueueGauges(run, lambda: status, lambda: servers))
     return generate_latest(registry)
+
+
+CHUNK_BYTES = (1 << 20) - 64
+"""Longer payloads are stored in pieces of this size: with Redis's header a piece fills 1 MiB of its allocator."""
+STRING_HEADER = 12
+"""sds header and end of a long string, and the two bytes that Redis keeps of the protocol."""
+KEY_COST = 110
+"""A key: its name, its entry in the key space, its value object."""
+GROUP_COST = 350
+"""A group's hash and key, its key's share of the key space, and its place in one sorted set."""
+MEMBER_COST = 300
+"""An episode's fields in the group's hash and its place in one sorted set."""
+ENTRY_COST = 240
+"""One field of a journal's hash."""
+
+
+def allocated(size: int) -> int:
+    """`size` rounded up to the allocator's next size class: multiples of 16 up to 128, then four per doubling."""
+    if size <= 128:
+        return max(16, -(-size // 16) * 16)
+    step = 1 << ((size - 1).bit_length() - 3)
+    return -(-size // step) * step
+
+
+def payload_cost(size: int) -> int:
+    whole, rest = divmod(size, CHUNK_BYTES)
+    return whole * ((1 << 20) + KEY_COST) + (allocated(rest + STRING_HEADER) + KEY_COST if rest else 0)
+
+
+def journal_cost(size: int) -> int:
+    return allocated(size + STRING_HEADER) + ENTRY_COST
+
+
+def task_cost(size: int) -> int:
+    """A task's own bytes and its group; its episodes cost `MEMBER_COST` each on top."""
+    return allocated(size + STRING_HEADER) + KEY_COST + GROUP_COST
+
+
+PER_OCTAVE = 12
+"""Buckets per doubling of the length; `lua/parts/lengths.lua` mirrors `bucket_of`."""
+
+
+def bucket_of(tokens: int) -> int:
+    return math.floor(PER_OCTAVE * math.log(tokens + 1) / math.log(2) + 1e-9)
+
+
+def longest_in(bucket: int) -> int:
+    """Most tokens of a response in the bucket."""
+    return math.ceil(2 ** ((bucket + 1) / PER_OCTAVE) - 1e-9) - 2
+
+
+def deciles(finished: Mapping[int, int], over_age: Mapping[int, int]) -> list[LengthDecile]:
+    """Ten rows, shortest first, from bucket → episodes; a bucket that lies across a border is divided evenly."""
+    total = sum(finished.values())
+    if total == 0:
+        return []
+    rows = [_row(finished, over_age, total * i / 10, total * (i + 1) / 10) for i in range(10)]
+    ends = [round(sum(row[1] for row in rows[: i + 1])) for i in range(10)]
+    over = [round(sum(row[2] for row in rows[: i + 1])) for i in range(10)]
+    return [
+        LengthDecile(rows[i][0], ends[i] - (ends[i - 1] if i else 0), over[i] - (over[i - 1] if i else 0))
+        for i in range(10)
+    ]
+
+
+def _row(finished: Mapping[int, int], over_age: Mapping[int, int], low: float, high: float) -> tuple[int, float, float]:
+    """(longest response, episodes, over-age ones) between the `low`-th and the `high`-th shortest episode."""
+    longest, episodes, over, at = 0, 0.0, 0.0, 0
+    for bucket in sorted(finished):
+        count = finished[bucket]
+        share = max(0.0, min(high, at + count) - max(low, at))
+        if share > 0:
+            longest = longest_in(bucket)
+            episodes += share
+            over += over_age.get(bucket, 0) * share / count
+        at += count
+    return longest, episodes, over

@@ -1,26 +1,55 @@
-"""What Lua scripts return ↔ the queue's types."""
+"""What Lua scripts return ↔ the queue's types.
+
+What an error of Redis means: not now, or no.
+
+What a redis-server must be to hold a queue.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import ssl
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from penstock.transfer_queue.codec import decode_journal, decode_task, outcome_from_plain
-from penstock.transfer_queue.lengths import deciles
-from penstock.transfer_queue.packing import pack_plain, unpack_plain
-from penstock.transfer_queue.queue import Announcement, DeadLetter, Lease, Limits, QueueError, Status
-from penstock.transfer_queue.trajectory import JournalEntry
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    AuthorizationError,
+    ClusterDownError,
+    InvalidResponse,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from penstock.transfer_queue.admission import check_limits
+from penstock.transfer_queue.codec.packing import pack_plain, unpack_plain
+from penstock.transfer_queue.codec.trajectories import decode_journal, decode_task, outcome_from_plain
+from penstock.transfer_queue.metrics import deciles
+from penstock.transfer_queue.types import (
+    EPISODE_TOTALS,
+    Announcement,
+    BadPayload,
+    DeadLetter,
+    JournalEntry,
+    Lease,
+    LeaseLost,
+    Limits,
+    QueueError,
+    Status,
+    StepError,
+    TooManyFiltered,
+)
 
 _POSITION = struct.Struct(">I")
-OVERAGE = ("wait", "mask", "drop")
-FILTERS = ("none", "zero_variance")
-EVER = (
-    *("completed", "failed", "retried", "expired", "trained", "committed", "masked", "spilled"),
-    *("dropped", "filtered", "unrewarded", "group_failed"),
-)
 
 
 def lease_from_row(row: Sequence[Any]) -> Lease:
@@ -64,29 +93,6 @@ def limits_to_args(limits: Limits) -> list[Any]:
     return [item for pair in values.items() for item in pair]
 
 
-def check_limits(limits: Limits) -> None:
-    """Raise `QueueError` naming the limit, and the arithmetic where one could never be met."""
-    least: dict[str, float] = dict.fromkeys(
-        ("group_size", "groups_per_step", "min_group", "max_attempts", "max_bytes"), 1
-    )
-    least |= dict.fromkeys(("max_staleness", "max_groups", "max_filtered_steps"), 0) | {"lease_ttl_s": 0.001}
-    numbers = {name: (getattr(limits, name), low) for name, low in least.items()}
-    numbers |= {f"quota of {source!r}": (quota, 1) for source, quota in limits.quotas.items()}
-    for name, (value, low) in numbers.items():
-        if value < low:
-            raise QueueError(f"limits: {name} is {value}, it must be at least {low}")
-    for name, choices in (("overage", OVERAGE), ("filter_groups", FILTERS)):
-        if getattr(limits, name) not in choices:
-            raise QueueError(f"limits: {name} is {getattr(limits, name)!r}; one of {', '.join(choices)}")
-    if 0 < limits.max_groups < limits.groups_per_step:
-        raise QueueError(
-            f"limits: max_groups = {limits.max_groups} < groups_per_step = {limits.groups_per_step}: a step could never"
-            f" be filled; give at least {limits.groups_per_step}, or 0 for no limit"
-        )
-    if limits.filter_groups == "zero_variance" and limits.group_size < 2:
-        raise QueueError("limits: filter_groups = zero_variance with group_size = 1 would filter every group")
-
-
 def status_from_map(found: dict[str, Any]) -> Status:
     """From the packed map of ``status.lua``."""
     version, step, committed, per_step, group_size = found["run"]
@@ -110,7 +116,7 @@ def status_from_map(found: dict[str, Any]) -> Status:
         step=step,
         committed_step=committed,
         groups=groups,
-        episodes=now | {name: counts.get(name, 0) for name in EVER},
+        episodes=now | {name: counts.get(name, 0) for name in EPISODE_TOTALS},
         bytes=counters.get("bytes", 0),
         parked=found["parked"],
         unconsumed_bytes=counters.get("unconsumed", 0),
@@ -143,3 +149,72 @@ def _pairs(flat: Sequence[str]) -> list[tuple[str, str]]:
     """Lua's empty table arrives as an empty list or map; both have no pairs."""
     items = list(flat)
     return list(zip(items[::2], items[1::2], strict=True))
+
+
+_REFUSALS = {
+    "LEASELOST": LeaseLost,
+    "BADPAYLOAD": BadPayload,
+    "STEP": StepError,
+    "NORUN": QueueError,
+    "FILTERED": TooManyFiltered,
+}
+"""First words of the scripts' own refusals."""
+_PASSING = {
+    "RETRY": "a script found its payload missing: the write before it did not arrive",
+    "BUSY": "another script runs",
+    "MISCONF": "the disk is full or broken",
+    "OOM": "memory is full",
+    "LOADING": "Redis reads its file",
+    "TRYAGAIN": "a slot of the cluster is moving",
+    "CLUSTERDOWN": "a part of the cluster is away",
+    "READONLY": "a replica, until the new master is known",
+    "MASTERDOWN": "a replica without master",
+    "NOREPLICAS": "too few replicas",
+    "UNBLOCKED": "a master became a replica",
+}
+"""First words of replies that say: not now."""
+_PASSING_TYPES = (
+    *(OutOfMemoryError, ReadOnlyError, TryAgainError, ClusterDownError, AskError),  # redis-py cut the first word off
+    *(RedisConnectionError, RedisTimeoutError, InvalidResponse, OSError),
+)
+_NO_RIGHTS = "The user executing the script can't"
+_INSIDE_A_SCRIPT = re.compile(r": -([A-Z]+) ")
+"""Redis 6.2 wraps the errors of a script's commands: ``ERR Error running script (call to f_…): … -OOM command …``."""
+
+
+def check_passing(error: Exception, where: str) -> None:
+    """Return where the command may be tried again; raise what it was refused with where that would not help."""
+    if isinstance(error, AuthenticationError | AuthorizationError):
+        raise QueueError(f"{where} refused the login: {error}") from error
+    if isinstance(error.__context__, ssl.SSLCertVerificationError):
+        raise QueueError(f"{where}: {error.__context__}; name its CA in the URL: ?ssl_ca_certs=FILE") from error
+    if isinstance(error, _PASSING_TYPES):
+        return
+    if not isinstance(error, ResponseError):
+        raise error
+    code, _, text = str(error).partition(" ")
+    inner = _INSIDE_A_SCRIPT.search(text)
+    if code in _PASSING or (inner and inner[1] in _PASSING):
+        return
+    if code in _REFUSALS:
+        raise _REFUSALS[code](text) from None
+    if isinstance(error, NoPermissionError) or _NO_RIGHTS in str(error):
+        raise QueueError(f"{where}: {error}; what each role may do: docs/deploy.md, Rights per role") from error
+    raise QueueError(text if code == "QUEUE" else f"{where}: {error}") from error
+
+
+FLOOR_VERSION = (6, 2)
+
+
+def check_server(info: Mapping[str, Any], where: str) -> None:
+    """`info` is the reply to INFO. Raises `QueueError` where the server is too old or evicts keys."""
+    at = f"{where} (its node on port {info['tcp_port']})" if info.get("cluster_enabled") else where
+    version = str(info.get("redis_version", "0"))
+    if tuple(int(part) for part in version.split(".")[:2]) < FLOOR_VERSION:
+        raise QueueError(f"{at} runs Redis {version}; 6.2 or newer is needed")
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise QueueError(
+            f"{at} evicts keys when full (maxmemory-policy {policy}), which would lose trajectories;"
+            " set it to noeviction"
+        )

@@ -3,6 +3,8 @@
 A row is [name, dtype, shape, stored bytes, codec, block, checksums]: one xxh3-64 for every `block` stored bytes (the
 last block may be shorter), so that whole blocks can be read and verified without the rest of the field. A compressed
 field is one block. No row has a position: fields lie one after the other, in the order of the table.
+
+zstd of stored fields, through the package `zstandard` where it is installed.
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_digest
 
-from penstock.transfer_queue.compression import COMPRESSIONS, compress, decompress
-from penstock.transfer_queue.queue import BadPayload
+from penstock.transfer_queue.types import BadPayload, QueueError
 
 BLOCK = 64 << 10
 MAX_RAW_BYTES = 1 << 30
@@ -37,7 +38,7 @@ class Column(NamedTuple):
     """Readers ask for some of its rows: long ones get a checksum per `BLOCK` instead of one."""
 
 
-class Stored(NamedTuple):
+class StoredColumn(NamedTuple):
     """An array as it lies in the body."""
 
     row: list[Any]
@@ -59,7 +60,7 @@ class Field:
     start: int
     """Position of its first stored byte in the payload."""
     size: int
-    """Stored bytes."""
+    """StoredColumn bytes."""
     codec: str
     block: int
     checksums: bytes
@@ -106,7 +107,7 @@ class Field:
         return top * self.row_bytes // self.block, -(-bottom * self.row_bytes // self.block)
 
 
-def store(column: Column, compression: str = "none") -> Stored:
+def store(column: Column, compression: str = "none") -> StoredColumn:
     """Raises `BadPayload` for values that are no array of the column's dtype."""
     name, dtype, values, sliced = column
     try:
@@ -121,7 +122,7 @@ def store(column: Column, compression: str = "none") -> Stored:
         raw, codec = packed, "zstd"
     block = BLOCK if sliced and codec == "none" and len(raw) > BLOCK else len(raw)
     row = [name, dtype, array.shape, len(raw), codec, block, _checksums(raw, block)]
-    return Stored(row, raw, array.nbytes, codec == "none" and array.itemsize == 4)
+    return StoredColumn(row, raw, array.nbytes, codec == "none" and array.itemsize == 4)
 
 
 def field_from_row(row: Any, start: int) -> Field:
@@ -164,3 +165,53 @@ def _checksums(raw: Any, block: int) -> bytes:
 
 def _bytes_of(array: NDArray[Any]) -> Any:
     return array.reshape(-1).view(np.uint8).data
+
+
+COMPRESSIONS = ("none", "zstd")
+LEVEL = 1
+"""Higher ones cost several times the time for a few percent of token ids; logprobs hardly shrink at any."""
+_MIN_BYTES = 512
+_MOST_KEPT = 0.9
+
+
+def check_compression(name: str) -> None:
+    """Raise `QueueError` for an unknown name, and for one whose package is missing."""
+    if name not in COMPRESSIONS:
+        raise QueueError(f"compression: {name!r} is unknown; one of {', '.join(COMPRESSIONS)}")
+    if name == "zstd":
+        _zstandard()
+
+
+def compress(raw: Any, size: int) -> bytes | None:
+    """One zstd frame of the buffer `raw` of `size` bytes; None where that is not really smaller."""
+    if size < _MIN_BYTES:
+        return None
+    packed: bytes = _zstandard().ZstdCompressor(level=LEVEL).compress(raw)
+    return packed if len(packed) < _MOST_KEPT * size else None
+
+
+def decompress(packed: Any, size: int, field: str) -> bytes:
+    """The `size` bytes of one frame. Raises `BadPayload` naming `field`, `QueueError` without the package.
+
+    The frame must declare exactly `size`: zstandard allocates what a frame declares, so a small payload could
+    otherwise take all memory.
+    """
+    zstandard = _zstandard()
+    try:
+        declared = zstandard.frame_content_size(packed)
+        if declared != size:
+            raise BadPayload(f"{field}: its zstd frame declares {declared} bytes, not {size}")
+        raw: bytes = zstandard.ZstdDecompressor().decompress(packed, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise BadPayload(f"{field}: not one whole zstd frame: {error}") from error
+    if len(raw) != size:
+        raise BadPayload(f"{field}: its zstd frame holds {len(raw)} bytes, not {size}")
+    return raw
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise QueueError("zstd payloads need the package zstandard: pip install 'penstock[zstd]'") from error
+    return zstandard

@@ -11,13 +11,21 @@
 
 Index keys share the hash tag ``{RUN}``, so that a script may touch all of them in a Redis Cluster; payloads do not, so
 that they may spread. The fence in a payload's name keeps a late writer from overwriting what was acknowledged.
+
+The index operations: one Lua script each, in ``lua/``; shared pieces in ``lua/parts/``.
+
+A script's first line may say ``-- needs: run, episode``: those parts are put in front of it, in that order.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
-from penstock.transfer_queue.queue import QueueError
+from penstock.transfer_queue.types import QueueError
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -43,3 +51,28 @@ class Keys:
     def patterns(self) -> list[str]:
         """Glob patterns of everything that belongs to the run (names hold no glob characters)."""
         return [self.index + "*", self._payload + "*"]
+
+
+_NEEDS = "-- needs:"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    name: str
+    source: str
+    sha: str
+    """SHA-1 of the source, which is what EVALSHA names it by."""
+
+
+@cache
+def script(name: str) -> Script:
+    """The script of that name. Raises `FileNotFoundError` where there is none."""
+    body = _read(f"{name}.lua")
+    first = body.split("\n", 1)[0]
+    parts = first.removeprefix(_NEEDS).split(",") if first.startswith(_NEEDS) else []
+    source = "\n".join([_read("parts", f"{part.strip()}.lua") for part in parts] + [body])
+    return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
+
+
+def _read(*path: str) -> str:
+    return files("penstock.transfer_queue").joinpath("lua", *path).read_text(encoding="utf-8")

@@ -12,35 +12,15 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from penstock.transfer_queue.accounting import MEMBER_COST, journal_cost, payload_cost, task_cost
 from penstock.transfer_queue.batch_log import BatchLog
-from penstock.transfer_queue.checks import check_tasks, finish
-from penstock.transfer_queue.codec import encode_journal, encode_task, outcome_to_plain
-from penstock.transfer_queue.compression import check_compression
+from penstock.transfer_queue.codec.packing import check_compression, pack_plain, unpack_plain
+from penstock.transfer_queue.codec.trajectories import encode_journal, encode_task, outcome_to_plain
 from penstock.transfer_queue.config import TransferQueueConfig
-from penstock.transfer_queue.connection import Connection
-from penstock.transfer_queue.keys import Keys
-from penstock.transfer_queue.packing import pack_plain, unpack_plain
-from penstock.transfer_queue.payloads import Payloads, Stored
-from penstock.transfer_queue.queue import (
-    KEPT_UPDATES,
-    Announcement,
-    BadPayload,
-    Batch,
-    DeadLetter,
-    Lease,
-    LeaseLost,
-    Limits,
-    NoSuchRun,
-    QueueError,
-    ServerInfo,
-    Status,
-    StepError,
-    Waiting,
-    WeightUpdate,
-)
-from penstock.transfer_queue.reader import Reader
-from penstock.transfer_queue.rows import (
+from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, payload_cost, task_cost
+from penstock.transfer_queue.redis.client import Connection
+from penstock.transfer_queue.redis.keys import Keys
+from penstock.transfer_queue.redis.payloads import Payloads, Reader, StoredPayload
+from penstock.transfer_queue.redis.replies import (
     lease_from_row,
     letter_from_row,
     limits_to_args,
@@ -49,7 +29,30 @@ from penstock.transfer_queue.rows import (
     status_from_map,
     unpack_announcement,
 )
-from penstock.transfer_queue.trajectory import DataCursor, FieldValues, JournalEntry, Outcome, Task, Trajectory
+from penstock.transfer_queue.types import (
+    KEPT_UPDATES,
+    Announcement,
+    BadPayload,
+    Batch,
+    DataCursor,
+    DeadLetter,
+    FieldValues,
+    JournalEntry,
+    Lease,
+    LeaseLost,
+    Limits,
+    NoSuchRun,
+    Outcome,
+    QueueError,
+    ServerInfo,
+    Status,
+    StepError,
+    Task,
+    Trajectory,
+    Waiting,
+    WeightUpdate,
+)
+from penstock.transfer_queue.validation import check_tasks, finish
 
 SWEEP_CHUNK = 500
 SUBMIT_CHUNK = 1000
@@ -147,7 +150,7 @@ class RedisTransferQueue:
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         result = finish(lease, trajectory, compression=self._compression)
-        stored = Stored(f"{lease.episode_id}@{lease.fence}", result.packed.size)
+        stored = StoredPayload(f"{lease.episode_id}@{lease.fence}", result.packed.size)
         numbers = (
             stored.size,
             payload_cost(stored.size),
@@ -187,9 +190,9 @@ class RedisTransferQueue:
     ) -> list[FieldValues]:
         return await self._reader.get(episode_ids, fields, start, stop)
 
-    async def _locate(self, episode_ids: Sequence[str]) -> list[Stored]:
+    async def _locate(self, episode_ids: Sequence[str]) -> list[StoredPayload]:
         rows = await self._script("locate", *episode_ids) if episode_ids else []
-        return [Stored(name.decode(), size) for name, size in rows]
+        return [StoredPayload(name.decode(), size) for name, size in rows]
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         if self._batch_log is None:
@@ -225,7 +228,7 @@ class RedisTransferQueue:
         garbage = self._keys.garbage
         while rows := await self._connection.command("SRANDMEMBER", garbage, SWEEP_CHUNK):
             pairs = [row.decode().rpartition(" ") for row in rows]
-            gone = await self._payloads.measured([Stored(name, int(size)) for name, _, size in pairs])
+            gone = await self._payloads.measured([StoredPayload(name, int(size)) for name, _, size in pairs])
             if self._connection.spreads:
                 await self._payloads.delete(gone)
                 await self._connection.command("SREM", garbage, *rows)

@@ -1,0 +1,116 @@
+"""When a group may be admitted, and when a batch may ship: the two rules of `queue`, as numbers.
+
+A *due* is the last step that may train on a group (its oldest version + max_staleness). Steps below `next_step` are
+fixed and have no place left, so a group that is not shipped yet finds G places in each step from `next_step` on.
+The memory queue calls these functions; `lua/parts/admission.lua` mirrors them.
+
+Settings under which a run could only stand still or burst, refused before it starts, with the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from penstock.transfer_queue.types import Limits, QueueError
+
+
+def places(step: int, next_step: int, groups_per_step: int) -> int:
+    """How many groups can still ship at or before `step`."""
+    return max(0, step - next_step + 1) * groups_per_step
+
+
+def count_due(dues: Sequence[int], step: int) -> int:
+    """How many of `dues` are at or before `step`."""
+    return sum(due <= step for due in dues)
+
+
+def may_admit(due: int, unshipped: Sequence[int], next_step: int, groups_per_step: int) -> bool:
+    """Whether one more group with `due` leaves every group in the system able to ship in time (EDF feasibility).
+
+    `unshipped`: dues of groups that are admitted or ready. For all t ≥ due: #{dues ≤ t} < places(t).
+    """
+    last = max([due, *unshipped])
+    return all(count_due(unshipped, t) < places(t, next_step, groups_per_step) for t in range(due, last + 1))
+
+
+def may_ship(ended: Sequence[int], running: Sequence[int], step: int, groups_per_step: int) -> bool:
+    """Whether a batch of `step` may leave groups with these dues behind: for all t ≥ step, #{≤ t} ≤ (t − step)·G.
+
+    At t = step this says that no group that is due now may stay behind. Where none that is due by t still runs there is
+    nothing to wait for: that too many are due at once happens to a queue that has caught up with a checkpoint.
+    """
+    left = [*ended, *running]
+    return all(
+        count_due(left, t) <= (t - step) * groups_per_step or not count_due(running, t)
+        for t in range(step, max([step, *left]) + 1)
+    )
+
+
+def room_allows(unconsumed: int, max_bytes: int, groups: int, max_groups: int, groups_per_step: int) -> bool:
+    """Back-pressure, with `groups` in the system. One step's worth of groups is always admitted: else a full queue
+    could never ship, nor empty."""
+    if groups < groups_per_step:
+        return True
+    return (max_groups == 0 or groups < max_groups) and unconsumed <= max_bytes
+
+
+def enough_members(rewarded: int, group_size: int, min_group: int) -> bool:
+    """Whether a group whose members have all ended goes on to the trainer."""
+    return rewarded >= min(min_group, group_size)
+
+
+BYTES_PER_TOKEN = 9
+"""Of a response: id 4, logprob 4, mask 1."""
+OVERAGE = ("wait", "mask", "drop")
+FILTERS = ("none", "zero_variance")
+
+
+def check_limits(limits: Limits) -> None:
+    """Raise `QueueError` naming the limit, and the arithmetic where one could never be met."""
+    least: dict[str, float] = dict.fromkeys(
+        ("group_size", "groups_per_step", "min_group", "max_attempts", "max_bytes"), 1
+    )
+    least |= dict.fromkeys(("max_staleness", "max_groups", "max_filtered_steps"), 0) | {"lease_ttl_s": 0.001}
+    numbers = {name: (getattr(limits, name), low) for name, low in least.items()}
+    numbers |= {f"quota of {source!r}": (quota, 1) for source, quota in limits.quotas.items()}
+    for name, (value, low) in numbers.items():
+        if value < low:
+            raise QueueError(f"limits: {name} is {value}, it must be at least {low}")
+    for name, choices in (("overage", OVERAGE), ("filter_groups", FILTERS)):
+        if getattr(limits, name) not in choices:
+            raise QueueError(f"limits: {name} is {getattr(limits, name)!r}; one of {', '.join(choices)}")
+    if 0 < limits.max_groups < limits.groups_per_step:
+        raise QueueError(
+            f"limits: max_groups = {limits.max_groups} < groups_per_step = {limits.groups_per_step}: a step could never"
+            f" be filled; give at least {limits.groups_per_step}, or 0 for no limit"
+        )
+    if limits.filter_groups == "zero_variance" and limits.group_size < 2:
+        raise QueueError("limits: filter_groups = zero_variance with group_size = 1 would filter every group")
+
+
+def check_quotas(limits: Limits, sources: Collection[str]) -> None:
+    """`sources`: every data_source of the dataset. Raises `QueueError` where the quotas together cannot fill a step.
+
+    A source without a quota is not bounded and can fill any step.
+    """
+    if not sources or not set(sources) <= limits.quotas.keys():
+        return
+    parts = [f"{source} {limits.quotas[source]}" for source in sorted(set(sources))]
+    total = sum(limits.quotas[source] for source in set(sources))
+    if total < limits.groups_per_step:
+        raise QueueError(
+            f"quotas: {' + '.join(parts)} = {total} < groups_per_step = {limits.groups_per_step}: every data_source "
+            f"has one and a step could never be filled. Raise them to {limits.groups_per_step} in sum, or leave one out"
+        )
+
+
+def check_step_bytes(limits: Limits, response_tokens: int) -> None:
+    """`response_tokens`: most of one episode. Raises `QueueError` where a step's longest episodes pass `max_bytes`."""
+    groups, members = limits.groups_per_step, limits.group_size
+    needed = groups * members * BYTES_PER_TOKEN * response_tokens
+    if needed > limits.max_bytes:
+        raise QueueError(
+            f"max_bytes = {limits.max_bytes} < groups_per_step × group_size × bytes per token × response tokens = "
+            f"{groups} × {members} × {BYTES_PER_TOKEN} × {response_tokens} = {needed}: one step may not fit. "
+            f"Raise max_bytes to at least {needed}, or lower one of the factors"
+        )

@@ -1,0 +1,5 @@
+"""The transfer queue in Redis: client, scripts, rights per role, and redis-servers of our own."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,349 @@
+"""Which redis-server a command goes to: always the same one, or the one of a Redis Cluster that holds its key.
+
+One redis-server: its connections, and many commands in one round trip.
+
+Made without redis-py's pools: those may lose a connection to a cancellation while they wait for their own lock, and
+cost a fifth of a small command. Wire format, TLS, login and parsing are redis-py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import redis.asyncio as aioredis
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MovedError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from penstock.transfer_queue.codec.packing import Packed
+from penstock.transfer_queue.types import QueueError
+
+MAX_CONNECTIONS = 64
+"""To one server at once; further calls wait for one."""
+_READ_BYTES = 1 << 16
+
+
+class NotSent(RedisTimeoutError):
+    """No reply yet: the command was not sent, or its reply did not come in time."""
+
+    def __init__(self) -> None:
+        super().__init__("no reply in time")
+
+
+@dataclass(slots=True, eq=False)
+class RedisCall:
+    """One command and what became of it: `error` is None once `reply` is there."""
+
+    args: Sequence[Any]
+    node: Node | None = None
+    """Where it must run; None: where its key lives."""
+    script: str = ""
+    """Name of the script that an EVALSHA means."""
+    reply: Any = None
+    error: Exception | None = None
+
+    def forget(self) -> None:
+        self.reply, self.error = None, NotSent()
+
+
+class Node:
+    """The connections to one redis-server. Safe for many tasks of one event loop; ended by `close`."""
+
+    def __init__(self, url: str, password: str | None = None, username: str | None = None) -> None:
+        login = {name: value for name, value in (("password", password), ("username", username)) if value is not None}
+        try:
+            pool = aioredis.ConnectionPool.from_url(
+                url,
+                # Callers bound every attempt. A read timeout of redis-py 8 swallows cancellations.
+                socket_timeout=None,
+                socket_connect_timeout=None,
+                socket_read_size=_READ_BYTES,
+                protocol=2,
+                retry=Retry(NoBackoff(), 0),
+                **login,
+            )
+        except ValueError as error:
+            raise QueueError(f"queue URL {redact(url)!r}: {error}") from error
+        self._take(pool.connection_class, pool.connection_kwargs)
+
+    def _take(self, kind: Any, settings: dict[str, Any]) -> None:
+        self._kind = kind
+        self._settings = settings
+        self._idle: list[AbstractConnection] = []
+        self._free = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._closed = False
+        self.host = str(settings.get("host", "localhost"))
+        self.port = int(settings.get("port", 6379))
+
+    def beside(self, host: str, port: int) -> Node:
+        """Another server of the same cluster: same login, same TLS."""
+        node = Node.__new__(Node)
+        node._take(self._kind, {**self._settings, "host": host, "port": port})
+        return node
+
+    async def run(self, calls: Sequence[RedisCall], *, asking: bool = False) -> None:
+        """All commands in one round trip, in order. Each call ends with its reply or its error.
+
+        `asking`: each is preceded by ASKING, for a slot that is just moving here.
+        """
+        for call in calls:
+            call.forget()
+        async with self._free:
+            connection = self._idle.pop() if self._idle else self._kind(**self._settings)
+            try:
+                await _exchange(connection, calls, asking)
+            except (RedisError, OSError) as error:
+                await self._lost(connection, calls, error)
+            except BaseException:
+                await connection.disconnect(nowait=True)  # replies that nobody reads must not reach the next caller
+                raise
+            finally:
+                await self._put_back(connection)
+
+    async def close(self) -> None:
+        """Calls still running fail or end; their connections are closed behind them."""
+        self._closed = True
+        await self._drop_idle()
+
+    async def _lost(self, connection: AbstractConnection, calls: Sequence[RedisCall], error: Exception) -> None:
+        await connection.disconnect(nowait=True)
+        if isinstance(error, RedisConnectionError | OSError):
+            await self._drop_idle()  # what ended this connection has ended the idle ones too
+        for call in calls:
+            if isinstance(call.error, NotSent):
+                call.error = error
+
+    async def _put_back(self, connection: AbstractConnection) -> None:
+        if self._closed:
+            await connection.disconnect(nowait=True)
+        else:
+            self._idle.append(connection)
+
+    async def _drop_idle(self) -> None:
+        while self._idle:
+            await self._idle.pop().disconnect(nowait=True)
+
+
+def redact(url: str) -> str:
+    """The URL without its password."""
+    return re.sub(r"//[^@/]*@", "//", url)
+
+
+def _wire(connection: AbstractConnection, commands: Sequence[Sequence[Any]]) -> list[Any]:
+    """The commands in Redis's protocol, buffers of a packed payload as they lie."""
+    chunks: list[Any] = []
+    for command in commands:
+        if any(isinstance(arg, Packed) for arg in command):
+            chunks += _gathered(connection, command)
+        else:
+            chunks += connection.pack_command(*command)
+    return chunks
+
+
+def _gathered(connection: AbstractConnection, command: Sequence[Any]) -> list[Any]:
+    chunks: list[Any] = [b"*%d\r\n" % len(command)]
+    for arg in command:
+        if isinstance(arg, Packed):
+            chunks += [b"$%d\r\n" % arg.size, *arg.buffers, b"\r\n"]
+        else:
+            plain = connection.encoder.encode(arg)
+            chunks.append(b"$%d\r\n%b\r\n" % (len(plain), plain))
+    return chunks
+
+
+async def _exchange(connection: AbstractConnection, calls: Sequence[RedisCall], asking: bool) -> None:
+    await connection.connect()
+    commands = [call.args for call in calls]
+    if asking:
+        commands = [command for args in commands for command in (("ASKING",), args)]
+    await connection.send_packed_command(_wire(connection, commands), check_health=False)
+    for call in calls:
+        if asking:
+            await connection.read_response()
+        try:
+            call.reply = await connection.read_response()
+            call.error = None
+        except ResponseError as error:
+            call.error = error
+
+
+_KEYLESS = {"ACL", "BGREWRITEAOF", "CLIENT", "CLUSTER", "COMMAND", "CONFIG", "DBSIZE", "INFO", "KEYS", "PING", "SCAN"}
+_KEYLESS |= {"SCRIPT", "TIME"}
+_KEY_AT = {"EVAL": 3, "EVALSHA": 3, "MEMORY": 2, "OBJECT": 2, "DEBUG": 2}
+ASK_TIMEOUT_S = 2.0
+"""For one node to say where the slots are; then another is asked."""
+
+
+class Routes(Protocol):
+    """Made and closed by `Connection`."""
+
+    spreads: bool
+
+    async def run(self, calls: Sequence[RedisCall]) -> None:
+        """One attempt at each; commands to one server go in one round trip, in order. Errors stay in the calls."""
+
+    @property
+    def masters(self) -> Sequence[Node]:
+        """Every server that holds keys; of a cluster, as last heard of."""
+
+    async def close(self) -> None: ...
+
+
+class OneServer:
+    """`Routes` where there is nothing to choose."""
+
+    spreads = False
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def run(self, calls: Sequence[RedisCall]) -> None:
+        await self._node.run(calls)
+
+    @property
+    def masters(self) -> Sequence[Node]:
+        return [self._node]
+
+    async def close(self) -> None:
+        await self._node.close()
+
+
+class Cluster:
+    """`Routes` by key slot.
+
+    A MOVED is followed at once, an ASK too; both once per attempt. After a MOVED, a lost connection or a CLUSTERDOWN
+    the map of slots is asked for again, from whichever node answers.
+    """
+
+    spreads = True
+
+    def __init__(self, seed: Node) -> None:
+        self._seed = seed
+        self._nodes: dict[tuple[str, int], Node] = {}
+        self._slots: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+        self._stale = True
+        self._asking_for_map = asyncio.Lock()
+
+    async def run(self, calls: Sequence[RedisCall]) -> None:
+        for call in calls:
+            call.forget()
+        if error := await self._map():
+            _give_up(calls, error)
+            return
+        try:
+            await self._send([(call.node or self._node_of(call.args), call) for call in calls])
+            await self._redirect([call for call in calls if isinstance(call.error, AskError)])
+        finally:  # a node that is silent until the caller's patience ends is told apart in no other way
+            self._stale = self._stale or any(_map_is_old(call.error) for call in calls)
+
+    @property
+    def masters(self) -> Sequence[Node]:
+        return list({node: None for node in self._slots if node is not None})
+
+    async def close(self) -> None:
+        for node in [self._seed, *self._nodes.values()]:
+            await node.close()
+
+    async def _send(self, targets: Sequence[tuple[Node | None, RedisCall]], *, asking: bool = False) -> None:
+        shares: dict[Node, list[RedisCall]] = {}
+        for node, call in targets:
+            if node is None:
+                call.error = ClusterDownError("CLUSTERDOWN no node holds the slot")
+            else:
+                shares.setdefault(node, []).append(call)
+        async with asyncio.TaskGroup() as group:
+            for node, share in list(shares.items())[1:]:
+                group.create_task(node.run(share, asking=asking))
+            for node, share in list(shares.items())[:1]:  # here: most calls have one server, and a task costs time
+                await node.run(share, asking=asking)
+
+    async def _redirect(self, calls: Sequence[RedisCall]) -> None:
+        """Once more, where the first server said. A MOVED is for good: the map is old. An ASK is for this command."""
+        for asking in (False, True):
+            targets: list[tuple[Node | None, RedisCall]] = []
+            for call in calls:
+                if isinstance(call.error, AskError) and isinstance(call.error, MovedError) != asking:
+                    targets.append((self._known(call.error.host, call.error.port), call))
+            self._stale = self._stale or bool(targets and not asking)
+            if targets:
+                await self._send(targets, asking=asking)
+
+    def _node_of(self, args: Sequence[Any]) -> Node | None:
+        key = key_of(args)
+        if key is None:
+            return next((node for node in self._slots if node is not None), self._seed)
+        return self._slots[key_slot(key if isinstance(key, bytes) else str(key).encode())]
+
+    def _known(self, host: str, port: int) -> Node:
+        node = self._nodes.get((host, port))
+        if node is None:
+            node = self._nodes[host, port] = self._seed.beside(host, port)
+        return node
+
+    # the map of slots ----------------------------------------------------------------------------------------------
+    async def _map(self) -> Exception | None:
+        """Bring the map up to date where it is stale; the error where nobody could say."""
+        async with self._asking_for_map:
+            if not self._stale:
+                return None
+            known = random.sample(list(self._nodes.values()), len(self._nodes))
+            error: Exception | None = None
+            for node in [*known, self._seed]:
+                call = RedisCall(("CLUSTER", "SLOTS"))
+                try:
+                    async with asyncio.timeout(ASK_TIMEOUT_S):
+                        await node.run([call])
+                except TimeoutError as late:
+                    call.error = late
+                if call.error is None:
+                    await self._learn(call.reply, node)
+                    return None
+                error = call.error
+            return error
+
+    async def _learn(self, rows: Sequence[Any], asked: Node) -> None:
+        slots: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
+        for first, last, master, *_ in rows:
+            host = (master[0] or b"").decode() or asked.host
+            slots[first : last + 1] = [self._known(host, master[1])] * (last - first + 1)
+        self._slots, self._stale = slots, None in slots
+        masters = set(slots)
+        for at in [at for at, node in self._nodes.items() if node not in masters]:
+            await self._nodes.pop(at).close()
+
+
+def key_of(args: Sequence[Any]) -> Any | None:
+    """The key that decides where a command runs; None where any server will do."""
+    name = (args[0].decode() if isinstance(args[0], bytes) else args[0]).upper()
+    if name in _KEYLESS:
+        return None
+    at = _KEY_AT.get(name, 1)
+    return args[at] if len(args) > at else None
+
+
+def _map_is_old(error: Exception | None) -> bool:
+    """True for a lost connection and a server that does not own the slot; False for any other answer of Redis."""
+    if isinstance(error, ResponseError):
+        return isinstance(error, MovedError | ClusterDownError | ReadOnlyError)
+    return error is not None
+
+
+def _give_up(calls: Sequence[RedisCall], error: Exception) -> None:
+    for call in calls:
+        call.error = error

@@ -1,0 +1,245 @@
+"""Packed trajectories in Redis: long ones in pieces, so that one command never holds Redis up for long.
+
+    penstock:payload:RUN:EPISODE@FENCE        first piece
+    penstock:payload:RUN:EPISODE@FENCE/1 …    the others, each `CHUNK_BYTES` long but the last
+
+A piece is a key of its own: pieces spread over a cluster and are freed one by one.
+
+Reading trajectories back: whole or by field, from Redis or, once spilled, from the batch log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from penstock.transfer_queue.batch_log import BatchLog
+from penstock.transfer_queue.codec.packing import (
+    HEAD_GUESS,
+    PREAMBLE,
+    Packed,
+    PayloadHead,
+    blob_length,
+    head_length,
+    parse_head,
+)
+from penstock.transfer_queue.codec.trajectories import (
+    KIND_TRAJECTORY,
+    decode_trajectory,
+    get_fields,
+    values_of,
+    wanted_fields,
+)
+from penstock.transfer_queue.metrics import CHUNK_BYTES
+from penstock.transfer_queue.redis.client import Connection
+from penstock.transfer_queue.redis.keys import Keys
+from penstock.transfer_queue.types import BadPayload, FieldValues, QueueError, Trajectory
+
+PIPELINE_BYTES = 2 << 20
+"""Replies of one round trip. With more, Redis builds them in memory that no cache holds, at half the speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPayload:
+    """A payload that the index names."""
+
+    name: str
+    """``EPISODE@FENCE``"""
+    size: int
+    """Bytes of all its pieces; 0 where unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes ``start:stop`` of a payload."""
+
+    stored: StoredPayload
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    command: list[Any]
+    size: int
+    """Bytes of its reply."""
+
+
+class Payloads:
+    """All payloads of one run."""
+
+    def __init__(self, connection: Connection, keys: Keys) -> None:
+        self._connection = connection
+        self._keys = keys
+
+    def keys(self, stored: StoredPayload) -> list[str]:
+        count = max(1, -(-stored.size // CHUNK_BYTES))
+        return [self._keys.payload(stored.name, piece) for piece in range(count)]
+
+    def writes(self, stored: StoredPayload, packed: Packed) -> list[list[Any]]:
+        """Commands that store it. NX: what was acknowledged first stays, whatever a repeat of the call carries."""
+        if packed.size <= CHUNK_BYTES:
+            return [["SET", self._keys.payload(stored.name), packed, "NX"]]
+        view = memoryview(packed.joined())
+        cuts = range(0, packed.size, CHUNK_BYTES)
+        return [
+            ["SET", key, view[at : at + CHUNK_BYTES], "NX"] for key, at in zip(self.keys(stored), cuts, strict=True)
+        ]
+
+    async def fetch(self, wanted: Sequence[StoredPayload]) -> list[bytes | None]:
+        """Whole payloads in the order asked; None for one that is gone or lacks bytes."""
+        blobs = await self.cut([ByteRange(stored, 0, stored.size) for stored in wanted])
+        return [blob if len(blob) == stored.size else None for blob, stored in zip(blobs, wanted, strict=True)]
+
+    async def cut(self, cuts: Sequence[ByteRange]) -> list[bytes]:
+        """Parts of payloads in the order asked, shorter where the store holds less."""
+        pieces = [list(self._pieces(cut)) for cut in cuts]
+        replies = iter(await self._fetch([piece for group in pieces for piece in group]))
+        return [_join([next(replies) for _ in group]) for group in pieces]
+
+    def _pieces(self, cut: ByteRange) -> Iterator[_Piece]:
+        keys, end = self.keys(cut.stored), min(cut.stop, cut.stored.size)
+        for number in range(cut.start // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+            start = max(cut.start - number * CHUNK_BYTES, 0)
+            stop = min(end - number * CHUNK_BYTES, CHUNK_BYTES)
+            whole = start == 0 and stop == min(CHUNK_BYTES, cut.stored.size - number * CHUNK_BYTES)
+            command = ["GET", keys[number]] if whole else ["GETRANGE", keys[number], start, stop - 1]
+            yield _Piece(command, stop - start)
+
+    async def _fetch(self, pieces: Sequence[_Piece]) -> list[bytes | None]:
+        """Several pieces in each round trip, as many as `PIPELINE_BYTES` allow and at least one."""
+        replies: list[bytes | None] = []
+        while len(replies) < len(pieces):
+            first = last = len(replies)
+            size = 0
+            while last < len(pieces) and (last == first or size + pieces[last].size <= PIPELINE_BYTES):
+                size += pieces[last].size
+                last += 1
+            replies += await self._connection.many([piece.command for piece in pieces[first:last]])
+        return replies
+
+    async def delete(self, gone: Sequence[StoredPayload]) -> None:
+        """Free payloads whose names will never be used again, so that twice does no harm."""
+        keys = [key for stored in await self.measured(gone) for key in self.keys(stored)]
+        if self._connection.spreads:
+            await self._connection.many([["UNLINK", key] for key in keys])
+        elif keys:
+            await self._connection.command("UNLINK", *keys)
+
+    async def measured(self, stored: Sequence[StoredPayload]) -> list[StoredPayload]:
+        """With the sizes that were unknown."""
+        return [await self._measured(one) if one.size == 0 else one for one in stored]
+
+    async def _measured(self, stored: StoredPayload) -> StoredPayload:
+        """What a writer left behind that died before it told the index how much it wrote."""
+        preamble = await self._connection.command("GETRANGE", self._keys.payload(stored.name), 0, PREAMBLE.size - 1)
+        return StoredPayload(stored.name, blob_length(preamble))
+
+
+def _join(parts: Sequence[bytes | None]) -> bytes:
+    if len(parts) == 1:
+        return parts[0] or b""
+    return b"".join(part or b"" for part in parts)
+
+
+SPILLED = -1
+"""Size that ``locate.lua`` gives a payload in the batch log."""
+Value = TypeVar("Value")
+Locate = Callable[[Sequence[str]], Awaitable[list[StoredPayload]]]
+"""Where the payloads of episodes are; an empty name where there is none."""
+
+
+class Reader:
+    """`TransferQueue.read`, `get` and the copy that `spill` makes."""
+
+    def __init__(self, payloads: Payloads, locate: Locate, batch_log: BatchLog | None) -> None:
+        self._payloads = payloads
+        self._locate = locate
+        self._batch_log = batch_log
+
+    async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
+        blobs = await self.blobs(episode_ids)
+        return [_in_payload(episode_id, decode_trajectory, blobs[episode_id]) for episode_id in episode_ids]
+
+    async def get(
+        self, episode_ids: Sequence[str], fields: Sequence[str], start: int, stop: int | None
+    ) -> list[FieldValues]:
+        stored, spilled = await self._split(episode_ids)
+        logged = await self._from_log(spilled)
+        found = {name: _in_payload(name, get_fields, blob, fields, start, stop) for name, blob in logged.items()}
+        found |= await self._cut_fields(stored, fields, start, stop)
+        return [found[episode_id] for episode_id in episode_ids]
+
+    async def blobs(self, episode_ids: Sequence[str]) -> dict[str, bytes]:
+        """Packed trajectories. Raises `BadPayload` for one that is not there."""
+        stored, spilled = await self._split(episode_ids)
+        fetched = await self._payloads.fetch(list(stored.values()))
+        blobs = {name: _present(name, blob) for name, blob in zip(stored, fetched, strict=True)}
+        return {**blobs, **await self._from_log(spilled)}
+
+    async def held(self, episode_ids: Sequence[str]) -> dict[str, bytes]:
+        """Packed trajectories of those that are not spilled yet; others are passed over."""
+        rows = zip(episode_ids, await self._locate(episode_ids), strict=True)
+        here = {name: stored for name, stored in rows if stored.size > 0}
+        fetched = await self._payloads.fetch(list(here.values()))
+        return {name: _present(name, blob) for name, blob in zip(here, fetched, strict=True)}
+
+    async def _split(self, episode_ids: Sequence[str]) -> tuple[dict[str, StoredPayload], list[str]]:
+        stored: dict[str, StoredPayload] = {}
+        spilled: list[str] = []
+        for episode_id, found in zip(episode_ids, await self._locate(episode_ids), strict=True):
+            if not found.name:
+                raise BadPayload(f"{episode_id}: no payload; not completed, or its step is committed")
+            if found.size == SPILLED:
+                spilled.append(episode_id)
+            else:
+                stored[episode_id] = found
+        return stored, spilled
+
+    async def _from_log(self, episode_ids: Sequence[str]) -> Mapping[str, bytes]:
+        if not episode_ids:
+            return {}
+        if self._batch_log is None:
+            raise QueueError(
+                f"{episode_ids[0]} was spilled to the trainer's batch log; connect with its folder to read it"
+            )
+        return await asyncio.to_thread(self._batch_log.read, None, episode_ids)
+
+    async def _cut_fields(
+        self, stored: Mapping[str, StoredPayload], fields: Sequence[str], start: int, stop: int | None
+    ) -> dict[str, FieldValues]:
+        heads = await self._heads(stored)
+        tables = {name: _in_payload(name, wanted_fields, head, fields) for name, head in heads.items()}
+        wanted = [(name, field) for name, table in tables.items() for field in table]
+        cuts = [ByteRange(stored[name], *heads[name].fields[field].byte_range(start, stop)) for name, field in wanted]
+        arrays: dict[str, dict[str, bytes]] = {name: {} for name in stored}
+        for (name, field), raw in zip(wanted, await self._payloads.cut(cuts), strict=True):
+            arrays[name][field] = raw
+        return {
+            name: _in_payload(name, values_of, head, arrays[name], fields, start, stop) for name, head in heads.items()
+        }
+
+    async def _heads(self, stored: Mapping[str, StoredPayload]) -> dict[str, PayloadHead]:
+        first = await self._payloads.cut([ByteRange(one, 0, min(HEAD_GUESS, one.size)) for one in stored.values()])
+        prefixes = {name: _present(name, prefix or None) for name, prefix in zip(stored, first, strict=True)}
+        lengths = {name: _in_payload(name, head_length, prefix) for name, prefix in prefixes.items()}
+        long = {name: length for name, length in lengths.items() if length > len(prefixes[name])}
+        again = await self._payloads.cut([ByteRange(stored[name], 0, length) for name, length in long.items()])
+        prefixes |= dict(zip(long, again, strict=True))
+        return {name: _in_payload(name, parse_head, prefix, KIND_TRAJECTORY) for name, prefix in prefixes.items()}
+
+
+def _present(name: str, blob: bytes | None) -> bytes:
+    if blob is None:
+        raise BadPayload(f"{name}: its payload is missing from Redis, or lacks bytes")
+    return blob
+
+
+def _in_payload(episode_id: str, decode: Callable[..., Value], *args: Any) -> Value:
+    """`decode(*args)`; what is damaged is named with its episode."""
+    try:
+        return decode(*args)
+    except BadPayload as error:
+        raise BadPayload(f"{episode_id}: {error}") from error

@@ -1,0 +1,408 @@
+"""The data path in types: a `Task` goes to an agent worker, a `Trajectory` comes back for the trainer.
+
+dataset row ──► Task ──lease──► agent loop ──journal──► JournalEntry …
+                                    └──complete──► Trajectory(Segment …) ──lease_batch──► trainer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+Mask = NDArray[np.uint8]
+Logprobs = NDArray[np.float32]
+Spans = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One row of a dataset, as an agent loop receives it. All fields are plain data (msgpack can hold them)."""
+
+    task_id: str
+    """Unique in the run, for example ``train/00000012``: split, then position in the split's stream."""
+    split: str
+    """``train``, or an evaluation's name such as ``eval/40``. Only ``train`` counts for admission and steps."""
+    messages: Sequence[Mapping[str, Any]]
+    """The prompt as chat messages (verl's column ``prompt``)."""
+    data_source: str
+    """Names the dataset; handed to the reward function."""
+    ground_truth: Any
+    """verl's ``reward_model.ground_truth``."""
+    agent_name: str | None = None
+    """Registered name or dotted path of the agent loop; None takes the run's default."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """Everything else of the row; handed to the reward function."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Overrides of the run's sampling, for example ``{"temperature": 0.0}`` for greedy evaluation."""
+    min_version: int = 0
+    """The episode is leased only to be sampled by servers at this policy version or newer."""
+    priority: int = 0
+    """−1000 … 1000; a queued group with a higher one is admitted first. Equal ones go in the order of submission."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DataCursor:
+    """A place in the endless stream of training tasks: everything before it has been submitted, once per epoch."""
+
+    epoch: int = 0
+    index: int = 0
+    """Position within the epoch's order."""
+
+
+class OutcomeKind(StrEnum):
+    """How an episode ended. Only the first three may carry a reward (invariant 5)."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    POLICY_ERROR = "policy_error"
+    INFRA_ERROR = "infra_error"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A typed ending: what happened, to which component, and why."""
+
+    kind: OutcomeKind
+    reason: str = ""
+    """``length``, ``turns`` or ``deadline`` where truncated; free text elsewhere."""
+    component: str = ""
+    """Which part failed (``sandbox``, ``rollout``, ``reward`` …); only for ``infra_error``."""
+
+    @property
+    def may_carry_reward(self) -> bool:
+        return self.kind in (OutcomeKind.COMPLETED, OutcomeKind.TRUNCATED, OutcomeKind.POLICY_ERROR)
+
+
+COMPLETED = Outcome(OutcomeKind.COMPLETED)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One append-only token sequence of an episode. P = prompt length, T = response length.
+
+    Invariant 1: `response_ids` where `response_mask` is 1 are exactly the ids an engine sampled, in order;
+    everything else is exactly what it was fed.
+    """
+
+    prompt_ids: Ids
+    """[P] what the first call was fed."""
+    response_ids: Ids
+    """[T] sampled ids and tool observations, interleaved as they happened."""
+    response_mask: Mask
+    """[T] 1 = sampled by the policy, 0 = fed to it."""
+    response_logprobs: Logprobs
+    """[T] the engine's logprob of each sampled id at the sampling temperature; 0.0 where the mask is 0."""
+    version_spans: Spans
+    """[S, 3] rows (policy version, start, end) over response positions; they cover every sampled position once."""
+    turn_starts: Ids
+    """[num_turns] response position of each model call's first sampled id."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turn_starts)
+
+    def versions(self) -> NDArray[np.int32]:
+        """[T] policy version of each sampled token; -1 where the mask is 0."""
+        versions = np.full(len(self.response_ids), -1, dtype=np.int32)
+        for version, start, end in self.version_spans:
+            versions[start:end] = version
+        versions[self.response_mask == 0] = -1
+        return versions
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A finished episode: its segments, reward and outcome. Produced by an agent worker, consumed by the trainer."""
+
+    episode_id: str
+    """``{task_id}#{member}``."""
+    task_id: str
+    segments: Sequence[Segment]
+    reward: float | None
+    """None where the outcome may not carry one."""
+    outcome: Outcome
+    turn_rewards: Sequence[float] = ()
+    num_turns: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers averaged into the step's metrics (``tool_calls``, ``reward/format`` …)."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data for people: texts of tool results, the worker's name, timings."""
+    data_source: str = ""
+
+    @property
+    def num_sampled(self) -> int:
+        return int(sum(int(s.response_mask.sum()) for s in self.segments))
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest policy version that sampled any token; None where nothing was sampled."""
+        versions = [int(s.version_spans[:, 0].min()) for s in self.segments if len(s.version_spans)]
+        return min(versions, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldValues:
+    """Some fields of a trajectory, read without the others."""
+
+    episode_id: str
+    plain: Mapping[str, Any]
+    """Fields of the trajectory itself: ``reward``, ``metrics`` …"""
+    segments: Sequence[Mapping[str, NDArray[Any]]]
+    """Per segment, fields of `Segment`: ``response_mask`` …"""
+
+
+class JournalKind(StrEnum):
+    SAMPLED = "sampled"
+    """A model call was answered: ids, logprobs, version spans, finish reason."""
+    TOOLS = "tools"
+    """The tools of a turn were run: their results, and the sandbox session that holds their state."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """One event of an episode, appended before anything that depends on it happens. N = sampled ids.
+
+    A resumed episode runs its loop again from the start; model calls and tools are answered from the journal while it
+    lasts, so nothing that was sampled is sampled twice and no tool runs twice. `context_len` and `context_hash` name
+    the ids that the call was fed: where a replay would feed others, the loop is not deterministic and starts afresh.
+    """
+
+    kind: JournalKind
+    context_len: int = 0
+    context_hash: int = 0
+    """xxh3-64 of the int32 little-endian ids that the call was fed (kind ``sampled``)."""
+    ids: Ids | None = None
+    """[N]"""
+    logprobs: Logprobs | None = None
+    """[N]"""
+    version_spans: Spans | None = None
+    """[S, 3] over positions of `ids`."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Plain data: ``finish_reason``; tool ``results``; ``sandbox_session``."""
+
+
+KEPT_UPDATES = 10_000
+"""Swaps of weights that a queue remembers: hundreds of servers make more of them than anyone looks at."""
+
+
+class QueueError(Exception):
+    """Base of everything a queue raises."""
+
+
+class NoSuchRun(QueueError):
+    """The queue holds no run of this name (yet)."""
+
+
+class LeaseLost(QueueError):
+    """The fencing token is not the newest: another worker owns the episode now. Stop working on it."""
+
+
+class BadPayload(QueueError):
+    """A trajectory or payload was refused; the message names the field. The episode is kept."""
+
+
+class StepError(QueueError):
+    """A step number from the past, or out of order."""
+
+
+class TooManyFiltered(QueueError):
+    """More groups with equal rewards than `max_filtered_steps` allows: asking again gets the same answer."""
+
+
+class QueueUnavailable(QueueError):
+    """The store did not answer within the operation's deadline; the message says which store and for how long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the queue enforces for a run. Written once by `create_run`."""
+
+    group_size: int
+    groups_per_step: int
+    max_staleness: int
+    overage: str = "wait"
+    """``wait`` | ``mask`` | ``drop``"""
+    min_group: int = 2
+    """A group goes on without members lost to infrastructure while at least this many carry a reward."""
+    max_attempts: int = 3
+    """Infrastructure failures per episode before it is given up."""
+    lease_ttl_s: float = 30.0
+    max_bytes: int = 4 << 30
+    """Back-pressure: no group is admitted while unconsumed payloads hold more than this."""
+    max_groups: int = 0
+    """Back-pressure: groups in the system (admitted, ready, shipped and not yet trained); 0 = as staleness allows."""
+    filter_groups: str = "none"
+    """``none`` | ``zero_variance``: whether a group whose rewards are all equal is filtered instead of trained."""
+    max_filtered_steps: int = 10
+    """A step for which more than this many steps' worth of groups were filtered stops the run; 0 = no limit."""
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """data_source → most groups of it that may be unshipped (admitted or ready) at once; others are not bounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right of one worker to run one episode until it expires or is renewed."""
+
+    episode_id: str
+    task: Task
+    member: int
+    """0 … group_size − 1"""
+    attempt: int
+    """0 for the first try; counts infrastructure failures, not lost workers."""
+    fence: int
+    """Grows with every lease of the episode; an older fence is refused everywhere."""
+    min_version: int
+    """No token of this episode may be sampled below this version (the group's floor)."""
+    journal: Sequence[JournalEntry] = ()
+    """What earlier owners of the episode already did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one step, fixed from the first `lease_batch` of that step on."""
+
+    step: int
+    groups: Sequence[Sequence[str]]
+    """Episode ids by group, only members that carry a reward, oldest group first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Why a batch or lease could not be given yet."""
+
+    cause: str
+    """One line for people: ``3 of 8 groups ready; 5 in flight``, ``slow groups train/7, train/9 are due``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A published policy version and where its weights are. Plain data, made by rollout_server.weights."""
+
+    version: int
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """One rollout server's heartbeat."""
+
+    server_id: str
+    url: str
+    version: int
+    in_flight: int = 0
+    accepting: bool = True
+    in_flight_tokens: int = 0
+    """Of the requests in flight: prompts, and what is still expected of the answers."""
+    evaluates: bool = False
+    """It takes the episodes of evaluations, no others, and keeps its version while one is on."""
+    age_s: float = field(default=0.0, compare=False)
+    """How long ago it said so, by the queue's clock when the registry was read; written by the queue alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """One swap of weights on one server, as the server measured it."""
+
+    server_id: str
+    version: int
+    pause_s: float
+    fetch_s: float
+    load_s: float
+    in_flight: int
+    """Requests that were running when the swap began and went on after it."""
+    at_unix_s: float = 0.0
+    """When it was over, by the server's clock; 0 where an older server reported it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """An episode that was given up, why, and what it had done. Journals are kept for the newest letters only."""
+
+    episode_id: str
+    outcome: Outcome
+    attempts: int
+    journal: Sequence[JournalEntry] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LengthDecile:
+    """One tenth of all finished training episodes by response length, and how many of them were over-age.
+
+    Over-age shares that grow with length say that the bound throws long episodes away, which biases training.
+    """
+
+    tokens_up_to: int
+    """Longest response of the decile, in tokens (mask 0 and 1), to within a twelfth."""
+    episodes: int
+    over_age: int
+    """Of these, dropped or masked because they were over the staleness bound."""
+
+
+EPISODE_TOTALS = (
+    *("completed", "failed", "retried", "expired", "trained", "committed", "masked", "spilled"),
+    *("dropped", "filtered", "unrewarded", "group_failed"),
+)
+"""Keys of `Status.episodes` that count what ever happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Everything a person or a watchdog asks, in one round trip. Counts are of split ``train``."""
+
+    version: int
+    step: int
+    """Next step to be leased."""
+    committed_step: int
+    """Steps below this are durable."""
+    groups: Mapping[str, int]
+    """queued, admitted, ready, shipped, trained, committed, dropped_over_age, filtered, dead, submitted"""
+    episodes: Mapping[str, int]
+    """queued, leased; and ever: completed (acknowledged), failed (given up), retried, expired (leases lost), trained
+    (in published steps), committed, masked (trained although over-age, with their old tokens masked), spilled; and
+    finished ones that will not be trained, by reason: dropped (over-age), filtered (rewards all equal), unrewarded (its
+    group went on without it), group_failed (its group died). completed = committed + held + these four."""
+    bytes: int
+    """What the run holds in the store: tasks, journals, payloads and their bookkeeping; Redis agrees within 10 %."""
+    waits_s: Mapping[str, float]
+    """``role:cause`` → seconds."""
+    workers: Mapping[str, int]
+    """worker → episodes it holds."""
+    other_splits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """split → {queued, leased, done}"""
+    ages_s: Mapping[str, float] = field(default_factory=dict)
+    """queued, admitted, ready → how long the group that is first there has been in that state; absent where none is."""
+    over_age: Sequence[LengthDecile] = ()
+    """Ten deciles, shortest first; empty until an episode has finished."""
+    parked: int = 0
+    """Queued groups beyond what the quota of their source has room for now; they are counted in queued, too."""
+    unconsumed_bytes: int = 0
+    """Payloads and journals that count against `max_bytes`."""
+
+
+_PREFIX = "eval/"
+
+
+def evaluation_split(version: int) -> str:
+    return f"{_PREFIX}{version}"
+
+
+def under_evaluation(status: Status, version: int) -> bool:
+    """Whether episodes that a server at `version` may sample wait in another split than ``train``, or are at work.
+
+    An evaluation of a newer version does not count: it waits until a server has that one.
+    """
+    busy = (split for split, counts in status.other_splits.items() if counts.get("queued", 0) + counts.get("leased", 0))
+    return any(_oldest(split) <= version for split in busy)
+
+
+def _oldest(split: str) -> int:
+    """The oldest version that may sample a split's episodes; 0 for splits of other names."""
+    number = split.removeprefix(_PREFIX)
+    return int(number) if split.startswith(_PREFIX) and number.isdecimal() else 0
