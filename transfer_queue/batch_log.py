@@ -37,6 +37,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
+from penstock.common import fsync_path, write_synced
 from penstock.transfer_queue.types import BadPayload
 
 _NAME = re.compile(r"(\d{8,})-(\d{8,})-[\w.-]+\.batch(\.tmp)?", re.ASCII)
@@ -77,12 +78,12 @@ class BatchLog:
             final = self.folder / f"{step:08d}-{number:08d}-{writer}.batch"
             temporary = final.with_name(f"{final.name}.tmp")
             try:
-                write_file(temporary, (pack_head(step, blobs), *blobs.values()))
+                write_synced(temporary, (pack_head(step, blobs), *blobs.values()))
                 temporary.rename(final)
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
-            _fsync_folder(self.folder)
+            fsync_path(self.folder)
 
     def read(self, step: int | None, episode_ids: Iterable[str]) -> dict[str, bytes]:
         """Packed payloads of `step`, or of whatever step where it is None, by episode id in the order asked.
@@ -110,7 +111,7 @@ class BatchLog:
     def _make_folder(self) -> None:
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _fsync_folder(self.folder.parent)
+            fsync_path(self.folder.parent)
 
     def _files(self) -> Iterator[_BatchFile]:
         """Every file of ours; none where the folder is not there yet."""
@@ -163,14 +164,6 @@ class BatchLog:
         return f"{name}: not in {where}{also}"
 
 
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 MAGIC = b"PNBL"
 FORMAT = 1
 _PREAMBLE = struct.Struct("<4sHHQIIQ")
@@ -194,15 +187,6 @@ def pack_head(step: int, blobs: Mapping[str, bytes]) -> bytes:
     table = b"".join(_pack_row(episode_id, blob) for episode_id, blob in blobs.items())
     preamble = _PREAMBLE.pack(MAGIC, FORMAT, 0, step, len(blobs), len(table), xxh3_64_intdigest(table))
     return preamble + _CHECKSUM.pack(xxh3_64_intdigest(preamble)) + table
-
-
-def write_file(path: Path, parts: Iterable[bytes]) -> None:
-    """A new file, readable by its owner only, that survives a power cut once its name does."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_table(path: Path, step: int) -> dict[str, PayloadLocation]:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from penstock.common import counter_family, gauge_family, prometheus
 from penstock.transfer_queue.types import LengthDecile, ServerInfo, Status
 
 PREFIX = "penstock_queue_"
@@ -41,44 +41,29 @@ class QueueGauges(Collector):
         yield self._single("committed_step", "Steps below this are durable", status.committed_step)
         yield self._single("bytes", "Bytes that the run holds in the store", status.bytes)
         yield self._single("unconsumed_bytes", "Bytes that hold admission back", status.unconsumed_bytes)
-        yield self._family("groups", "Groups by state", "state", status.groups)
-        yield self._family("episodes", "Episodes by state, or ever", "state", status.episodes)
-        yield self._family("age_seconds", "Age in its state of the group that is first there", "state", status.ages_s)
-        yield self._waited(status)
-        yield self._family("worker_episodes", "Episodes that a worker holds", "worker", status.workers)
-        yield self._over_age(status)
-        yield self._lag(status)
-
-    def _single(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["run"])
-        family.add_metric([self._run], value)
-        return family
-
-    def _family(self, name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["run", label])
-        for key, value in sorted(values.items()):
-            family.add_metric([self._run, key], value)
-        return family
-
-    def _waited(self, status: Status) -> CounterMetricFamily:
-        family = CounterMetricFamily(PREFIX + "waited_seconds", "By role and cause", labels=["run", "waiter"])
-        for waiter, seconds in sorted(status.waits_s.items()):
-            family.add_metric([self._run, waiter], seconds)
-        return family
-
-    def _lag(self, status: Status) -> GaugeMetricFamily:
-        text = "Versions that a rollout server is behind the newest one"
-        family = GaugeMetricFamily(PREFIX + "server_version_lag", text, labels=["run", "server"])
-        for server_id, versions in version_lags(status, self._servers()).items():
-            family.add_metric([self._run, server_id], versions)
-        return family
-
-    def _over_age(self, status: Status) -> GaugeMetricFamily:
+        yield self._by("groups", "Groups by state", "state", status.groups)
+        yield self._by("episodes", "Episodes by state, or ever", "state", status.episodes)
+        yield self._by("age_seconds", "Age in its state of the group that is first there", "state", status.ages_s)
+        waited = [((self._run, waiter), seconds) for waiter, seconds in sorted(status.waits_s.items())]
+        yield counter_family(PREFIX + "waited_seconds", "By role and cause", ["run", "waiter"], waited)
+        yield self._by("worker_episodes", "Episodes that a worker holds", "worker", status.workers)
         text = "Share of over-age episodes by decile of response length, shortest first"
-        family = GaugeMetricFamily(PREFIX + "over_age_share", text, labels=["run", "decile"])
-        for number, row in enumerate(status.over_age, start=1):
-            family.add_metric([self._run, str(number)], row.over_age / row.episodes if row.episodes else 0.0)
-        return family
+        shares = [((self._run, decile), share) for decile, share in _over_age_shares(status).items()]
+        yield gauge_family(PREFIX + "over_age_share", text, ["run", "decile"], shares)
+        text = "Versions that a rollout server is behind the newest one"
+        yield self._by("server_version_lag", text, "server", version_lags(status, self._servers()))
+
+    def _single(self, name: str, text: str, value: float) -> Metric:
+        return gauge_family(PREFIX + name, text, ["run"], {self._run: value})
+
+    def _by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        rows = [((self._run, key), value) for key, value in sorted(values.items())]
+        return gauge_family(PREFIX + name, text, ["run", label], rows)
+
+
+def _over_age_shares(status: Status) -> dict[str, float]:
+    rows = enumerate(status.over_age, start=1)
+    return {str(number): row.over_age / row.episodes if row.episodes else 0.0 for number, row in rows}
 
 
 def version_lags(status: Status, servers: Sequence[ServerInfo]) -> dict[str, int]:
@@ -88,9 +73,7 @@ def version_lags(status: Status, servers: Sequence[ServerInfo]) -> dict[str, int
 
 def exposition(run: str, status: Status, servers: Sequence[ServerInfo] = ()) -> bytes:
     """The gauges in Prometheus's text format."""
-    registry = CollectorRegistry()
-    registry.register(QueueGauges(run, lambda: status, lambda: servers))
-    return generate_latest(registry)
+    return prometheus.exposition(QueueGauges(run, lambda: status, lambda: servers))
 
 
 CHUNK_BYTES = (1 << 20) - 64

@@ -14,7 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from penstock.transfer_queue import HEAD_BYTES, BadPayload, BatchLog, batch_log
+from penstock.transfer_queue import BadPayload, BatchLog
+
+HEAD_BYTES = 40
+"""In front of the table of contents."""
 
 A, B, C = "train/0000/00000001#0", "train/0000/00000001#1", "train/0000/00000002#0"
 FILE = "00000001-00000001-w.batch"
@@ -172,7 +175,7 @@ def test_a_full_disk_leaves_no_half_file_and_a_repeat_succeeds(log: BatchLog, mo
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch_log, "write_file", full)
+        patch.setattr("penstock.transfer_queue.batch_log.write_synced", full)
         with pytest.raises(OSError, match="No space left"):
             log.append(1, {A: b"a"}, "w")
     assert list(log.folder.iterdir()) == []

@@ -34,7 +34,6 @@ from penstock.transfer_queue import (
     Batch,
     BatchLog,
     DataCursor,
-    Group,
     Lease,
     Limits,
     MemoryTransferQueue,
@@ -338,7 +337,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert status.unconsumed_bytes == 0
 
 
-def trainable(group: Group) -> list[str]:
+def trainable(group: Any) -> list[str]:
     """Episodes that a lost step may have held."""
     ended = [m.state == "failed" or (m.state == "done" and not m.rewarded) for m in group.members]
     return [group.episode(index) for index, gone in enumerate(ended) if not gone]

@@ -159,7 +159,7 @@ async def test_it_dies_with_its_owner(tmp_path: Path) -> None:
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(redis_binary.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(redis_binary.__file__).parents[3])}
     owner = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, str(tmp_path), stdout=asyncio.subprocess.PIPE, env=environment
     )

@@ -8,14 +8,15 @@ Retrying is safe because every script may be repeated: fences, nonces and step n
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import redis.asyncio as aioredis
 from redis.exceptions import NoScriptError
 
+from penstock.common import Backoff
 from penstock.transfer_queue.codec.packing import Packed
 from penstock.transfer_queue.redis.cluster import Cluster, Node, OneServer, RedisCall, Routes, redact
 from penstock.transfer_queue.redis.keys import script
@@ -27,6 +28,8 @@ ATTEMPT_S = 10.0
 SLOWEST_BYTES_PER_S = 4 << 20
 """An attempt that sends much is given time for it at this rate."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+_UNJITTERED = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+_BACKOFF = replace(_UNJITTERED, jitter=(0.5, 1.0))
 SCAN_COUNT = 1000
 """Keys that one SCAN looks at: Redis serves nobody else meanwhile."""
 
@@ -139,7 +142,7 @@ class Connection:
     async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], *, whole: bool = False) -> None:
         """Run the calls, one phase after the other, until all have succeeded; `whole`: else all are repeated."""
         loop = asyncio.get_running_loop()
-        started, pause = loop.time(), FIRST_PAUSE_S
+        started, pauses = loop.time(), _BACKOFF.pauses()
         calls = [call for phase in phases for call in phase]
         for call in calls:
             call.forget()
@@ -149,13 +152,12 @@ class Connection:
             cause = await self._attempt(phases, min(limit_s, max(left, FIRST_PAUSE_S)))
             if cause is None:
                 return
-            if loop.time() + pause > started + self._deadline_s:
+            if loop.time() + _UNJITTERED.pause_s(pauses.failures + 1) > started + self._deadline_s:
                 waited_s = loop.time() - started
                 raise QueueUnavailable(f"{what}: no answer from {self._where} for {waited_s:.1f} s: {cause}") from cause
             for call in calls if whole else ():
                 call.forget()
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            await pauses.sleep()
 
     async def _attempt(self, phases: Sequence[Sequence[RedisCall]], limit_s: float) -> Exception | None:
         """Why not everything is done yet, or None. Raises a refusal that repeating does not mend."""

@@ -20,7 +20,7 @@ import redis.asyncio as aioredis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 from redis.exceptions import AuthenticationError, RedisError
 
-from penstock.transfer_queue.directory_lock import DirectoryLock
+from penstock.common import FileLock
 from penstock.transfer_queue.redis.server_config import (
     ServerOptions,
     check_free,
@@ -77,7 +77,9 @@ class RedisServer:
         """0 until it is started, and with a unix socket."""
         self._start_timeout_s = start_timeout_s
         self._process: asyncio.subprocess.Process | None = None
-        self._lock = DirectoryLock(self.directory, "another redis-server of ours")
+        self._lock = FileLock(
+            self.directory / "lock", "another redis-server of ours is running there", error=QueueError, mode=0o600
+        )
 
     async def __aenter__(self) -> RedisServer:
         await self.start()
@@ -144,7 +146,7 @@ class RedisServer:
 
     def _prepare(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock.take()
+        self._lock.acquire()
         try:
             self._choose_port()
             self._write_config()
