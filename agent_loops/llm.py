@@ -15,7 +15,7 @@ from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.segment import SegmentBuilder
 from penstock.agent_loops.trace import span
 from penstock.rollout_server import (
-    Answer,
+    AnswerBuilder,
     Chunk,
     GenerateRequest,
     Generation,
@@ -150,14 +150,14 @@ class EpisodeLLM:
             told.text(prompt=self._decode(context), answer=self._decode(generation.token_ids))
 
     async def _watched(self, request: GenerateRequest, watch: Watch) -> Generation:
-        answer = Answer(request)
+        answer = AnswerBuilder(request)
         async with aclosing(self._client.stream(request)) as chunks:
             async for chunk in chunks:
                 keep = watch(chunk)
                 answer.add(chunk if keep is None else first_tokens(chunk, keep))
                 if keep is not None:
                     break
-        return answer.whole()
+        return answer.build()
 
     def _request(
         self, context: list[int], tokens_left: int, overrides: Mapping[str, Any], images: Sequence[ImageRef]

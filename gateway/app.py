@@ -57,7 +57,7 @@ class Capture:
     def router(self) -> APIRouter:
         return self._router
 
-    def also(self, path: str, token: str) -> bool:
+    def allows(self, path: str, token: str) -> bool:
         """An episode's own key opens its paths."""
         return opens(self._job.token, path, token)
 

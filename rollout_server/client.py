@@ -1,21 +1,16 @@
-"""The agent worker's side: ask any server that can, go on elsewhere when it breaks, give up at the deadline.
+"""The agent worker's client: asks a server, continues at another one where the answer breaks off, until the deadline.
 
-    stream:    pick ──► read ───► chunks, to the last
-                 ▲         │ server gone, draining, full, too old, aborted: keep the tokens, back off
-                 └─────────┘
+    stream:   pick a server ──► POST /generate ──► chunks, to the last one
+                   ▲                  │ server gone, draining, full, too old, aborted: keep the tokens, back off
+                   └──────────────────┘
 
-Neither torch nor transformers is imported here.
-
-An answer as it grows, over one server or several: what is there, what is still to be asked, when it is whole.
-
-Streams of chunks with a deadline, and two of them of which the first to speak is read on.
+Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -24,6 +19,7 @@ from typing import Literal, TypeVar
 
 import aiohttp
 
+from penstock.common import Backoff, bearer_headers, cancel_and_wait, current_context, trace_headers
 from penstock.rollout_server.protocol import (
     Chunk,
     EngineError,
@@ -33,31 +29,22 @@ from penstock.rollout_server.protocol import (
     Span,
     extend_spans,
 )
-from penstock.rollout_server.routing import Registry, Router, Sent
-from penstock.rollout_server.tracing import carrier, here
+from penstock.rollout_server.routing import PendingRequest, Registry, Router
 from penstock.transfer_queue import QueueError, ServerInfo
 
 CONNECT_S = 5.0
 SILENCE_S = 20.0
-"""Servers send a line every 5 s while they live."""
-BACKOFF_S = (0.05, 0.5)
+"""Longest silence of a live server, which sends a line every 5 s."""
+BACKOFF = Backoff(0.05, 0.5, jitter=(0.5, 1.5))
 LINE_LIMIT_BYTES = 16 << 20
 Blame = Literal["nobody", "answer", "full", "gone"]
-"""Of an answer that does not go on: nobody's fault, this answer's, a long queue, or a server that is not there."""
+"""Cause of an answer that broke off: none of the server's, this answer, a long queue, or an unreachable server."""
 BLAMES: dict[int, Blame] = {408: "nobody", 409: "nobody", 429: "full", 503: "gone", 504: "nobody"}
-
-
-class _Broken(Exception):
-    """The answer does not go on there; another server may have it. `blame` decides what happens to this one."""
-
-    def __init__(self, message: str, blame: Blame = "answer", retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.blame, self.retry_after_s = blame, retry_after_s
-        self.url = ""
+T = TypeVar("T")
 
 
 class RolloutClient:
-    """`GenerateClient` over HTTP. One per process, for any number of episodes at once."""
+    """`GenerateClient` over HTTP. One per process, for any number of concurrent episodes."""
 
     def __init__(
         self,
@@ -68,39 +55,38 @@ class RolloutClient:
         *,
         hedge_after_s: float = 0.0,
     ) -> None:
-        """`home`: URL of the server that new episodes go to while it is able; None: to the one with the least load.
-
-        `hedge_after_s`: silence before the first token after which a second server is asked too; 0: never.
+        """Args:
+        home: URL of the server that gets new episodes while it is available; None: the least loaded server.
+        hedge_after_s: silence before the first token after which a second server is asked as well; 0: never.
         """
         self.timeout_s, self.hedge_after_s = timeout_s, hedge_after_s
         self.refused = 0
-        """Times that a server said its queue is long (429)."""
+        """Requests that a server refused because its queue was full (429)."""
         self._router = Router(queue, home)
-        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._headers = {**bearer_headers(token), "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """The whole answer, whatever happened to servers meanwhile. Raises as `stream` does."""
-        answer = Answer(request)
-        async with aclosing(self._grow(answer)) as chunks:
+        """Returns the whole answer, over server failures. Raises as `stream` does."""
+        answer = AnswerBuilder(request)
+        async with aclosing(self._stream(answer)) as chunks:
             async for _ in chunks:
                 pass
-        return answer.whole()
+        return answer.build()
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """The answer as it grows, whatever happened to servers meanwhile; no id comes twice.
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """Streams the answer, over server failures; no token is repeated.
 
-        `version_spans` count from the start of each chunk; the last chunk, and no other, has `finish_reason`, which is
-        never ``abort``. Closing the generator early frees the request in the engine.
+        `version_spans` count from the start of each chunk; the last chunk, and no other, has a `finish_reason`, which
+        is never ``abort``. Closing the generator early aborts the request in the engine.
 
-        Raises `EngineError`: not retryable where the request itself is wrong, retryable with the last cause where
-        `timeout_s`, or the request's own `deadline_s`, ran out.
+        Raises:
+            EngineError: not retryable where the request is invalid; retryable, with the last cause, where `timeout_s`
+                or the request's `deadline_s` expired.
         """
-        async with aclosing(self._grow(Answer(request))) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        return self._stream(AnswerBuilder(request))
 
-    async def _grow(self, answer: Answer) -> AsyncGenerator[Chunk]:
+    async def _stream(self, answer: AnswerBuilder) -> AsyncGenerator[Chunk]:
         timeout_s = min(self.timeout_s, answer.request.deadline_s or self.timeout_s)
         deadline = time.monotonic() + timeout_s
         cause, avoid, failures = "", "", 0
@@ -108,7 +94,7 @@ class RolloutClient:
             if time.monotonic() >= deadline:
                 raise EngineError(f"no whole answer in {timeout_s:g} s ({len(answer.token_ids)} tokens): {cause}")
             try:
-                async with aclosing(until(deadline, self._try_once(answer, deadline, avoid))) as chunks:
+                async with aclosing(self._attempt(answer, deadline, avoid)) as chunks:
                     async for chunk in chunks:
                         failures = 0
                         yield chunk
@@ -120,85 +106,84 @@ class RolloutClient:
                 cause, failures = str(error), failures + 1
                 avoid = error.url if error.blame != "nobody" else ""
             if failures:
-                await asyncio.sleep(min(_backoff_s(failures), max(0.0, deadline - time.monotonic())))
+                await asyncio.sleep(min(BACKOFF.pause_s(failures), max(0.0, deadline - time.monotonic())))
 
-    async def _try_once(self, answer: Answer, deadline: float, avoid: str) -> AsyncGenerator[Chunk]:
-        """What one server, or the faster of two, gives of the answer. Raises `_Broken`, `QueueError`."""
-        left_s = max(deadline - time.monotonic(), 0.001)
-        request = answer.begin_stream().model_copy(update={"deadline_s": left_s})
-        server = await self._router.pick(request.episode_id, request.min_version, (avoid,), request.split)
+    async def _attempt(self, answer: AnswerBuilder, deadline: float, avoid: str) -> AsyncGenerator[Chunk]:
+        """Adds what one server, or the faster of two, streams. Raises `_Broken`, `QueueError`, `TimeoutError`.
+
+        The deadline holds for each wait; the time a reader takes between two chunks is not cut off.
+        """
+        request = answer.next_request(max(deadline - time.monotonic(), 0.001))
+        async with _until(deadline):
+            server = await self._router.pick(request.episode_id, request.min_version, (avoid,), request.split)
         if server is None:
-            raise _Broken(self._nobody(request.min_version), "nobody")
-        chunks = self._ask(server, request)
+            raise _Broken(self._no_server(request.min_version), "nobody")
+        chunks = self._post(server, request)
         if self.hedge_after_s > 0:
-            chunks = first_to_speak(chunks, self.hedge_after_s, partial(self._second, server, request))
+            chunks = hedge(chunks, self.hedge_after_s, partial(self._second, server, request))
         async with aclosing(chunks):
-            async for chunk in chunks:
-                if (grown := answer.add(chunk)) is not None:
-                    yield grown
-                if answer.finish_reason is not None:
+            while answer.finish_reason is None:
+                async with _until(deadline):
+                    chunk = await anext(chunks, None)
+                if chunk is None:
                     return
+                if (added := answer.add(chunk)) is not None:
+                    yield added
 
     async def _second(self, first: ServerInfo, request: GenerateRequest) -> AsyncGenerator[Chunk] | None:
         """The same request to another server, where there is one."""
         server = await self._router.pick(request.episode_id, request.min_version, (first.url,), request.split)
-        # The first one may win yet; who speaks first is stuck to then.
+        # The first server may still win; the episode sticks to whichever answers first.
         self._router.stick(request.episode_id, first.url)
-        return None if server is None or server.url == first.url else self._ask(server, request)
+        return None if server is None or server.url == first.url else self._post(server, request)
 
-    async def _ask(self, server: ServerInfo, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """One server's chunks, and the router's notes of how it did. No await before `opened`: see there."""
+    async def _post(self, server: ServerInfo, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """Streams one server's chunks and reports its result to the router. No await before `begin`: see there."""
         tokens = len(request.token_ids) + request.sampling.max_new_tokens
-        sent = self._router.opened(server.url, tokens, comes_back=bool(request.episode_id))
+        pending = self._router.begin(server.url, tokens, sticky=bool(request.episode_id))
+        body = request.model_dump_json().encode()
+        headers = {**self._headers, **trace_headers(current_context())}
         try:
-            async with aclosing(self._post(server.url, request)) as chunks:
-                async for chunk in chunks:
-                    self._router.spoke(sent)
+            async with self._http().post(f"{server.url}/generate", data=body, headers=headers) as response:
+                if response.status != 200:
+                    raise await _refusal(response)
+                async for line in response.content:
+                    if not line.strip():  # keep-alive
+                        continue
+                    chunk = _parse(line)
+                    self._router.first_tokens(pending)
                     self._router.stick(request.episode_id, server.url)
                     if chunk.finish_reason in ("stop", "length"):
-                        self._router.worked(sent)
+                        self._router.succeeded(pending)
                     yield chunk
+                    if chunk.finish_reason == "abort":
+                        raise _Broken("the engine aborted the answer", "nobody")
+            raise _Broken("the answer broke off", "gone")
         except (aiohttp.ClientError, TimeoutError, _Broken) as error:
-            raise self._blame(server, sent, error) from error
+            raise self._broken(server, pending, error) from error
         finally:
-            self._router.closed(sent)
+            self._router.end(pending)
 
-    def _blame(self, server: ServerInfo, sent: Sent, error: Exception) -> _Broken:
+    def _broken(self, server: ServerInfo, pending: PendingRequest, error: Exception) -> _Broken:
+        """Reports the failure to the router, and names the server in the error."""
         cause = f"{server.server_id} at {server.url}: {error or type(error).__name__}"
         known = error if isinstance(error, _Broken) else _Broken("", "gone")
-        broken = _Broken(cause, known.blame)
-        broken.url = server.url
+        broken = _Broken(cause, known.blame, url=server.url)
         if known.blame == "full":
             self.refused += 1
-            self._router.full(sent, known.retry_after_s)
+            self._router.full(pending, known.retry_after_s)
         elif known.blame != "nobody":
-            self._router.failed(sent, cause, gone=known.blame == "gone")
+            self._router.failed(pending, cause, gone=known.blame == "gone")
         return broken
 
-    async def _post(self, url: str, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        body = request.model_dump_json().encode()
-        around = here()
-        headers = self._headers if around is None else {**self._headers, **carrier(around)}
-        async with self._http().post(f"{url}/generate", data=body, headers=headers) as response:
-            if response.status != 200:
-                raise await _refusal(response)
-            async for line in response.content:
-                if not line.strip():
-                    continue
-                chunk = _parse(line)
-                yield chunk
-                if chunk.finish_reason == "abort":
-                    raise _Broken("the engine aborted the answer", "nobody")
-        raise _Broken("the answer broke off", "gone")
-
-    def _nobody(self, min_version: int) -> str:
+    def _no_server(self, min_version: int) -> str:
         states = self._router.describe()
         if not states:
             return "no rollout server is registered"
         return f"no rollout server takes requests at version {min_version} or newer ({states})"
 
     async def best_version(self) -> int | None:
-        """Newest policy version among live servers that accept training's requests; None where there is none."""
+        """Newest policy version among live servers that accept training requests; None: there are none."""
         servers = await self._router.servers()
         return max((s.version for s in servers if s.accepting and not s.evaluates), default=None)
 
@@ -207,12 +192,13 @@ class RolloutClient:
         return await self._router.servers()
 
     async def close(self) -> None:
+        """Closes the connections."""
         if self._session is not None:
             await self._session.close()
 
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # Made on first use: a session belongs to the loop that runs then.
+            # Made on first use: a session belongs to the event loop that runs then.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(
@@ -221,8 +207,84 @@ class RolloutClient:
         return self._session
 
 
+def _until(deadline: float) -> asyncio.Timeout:
+    return asyncio.timeout(deadline - time.monotonic())
+
+
+# the answer --------------------------------------------------------------------------------------------------------
+class AnswerBuilder:
+    """One request's tokens so far, from one server or several. `next_request` comes before each server's chunks."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[Span] = []
+        self.resumed = 0
+        self.continued_over_update = False
+        self.finish_reason: FinishReason | None = None
+        self._server_versions: set[int] = set()
+        self._resumes = False
+
+    def next_request(self, deadline_s: float) -> GenerateRequest:
+        """The request for the next server: the context holds the prompt and all tokens sampled so far."""
+        self._server_versions, self._resumes = set(), bool(self.token_ids)
+        if not self.token_ids:
+            return self.request.model_copy(update={"deadline_s": deadline_s})
+        left = self.request.sampling.max_new_tokens - len(self.token_ids)
+        sampling = self.request.sampling.model_copy(update={"max_new_tokens": left})
+        context = [*self.request.token_ids, *self.token_ids]
+        return self.request.model_copy(update={"token_ids": context, "sampling": sampling, "deadline_s": deadline_s})
+
+    def add(self, chunk: Chunk) -> Chunk | None:
+        """Adds `chunk`; returns what the reader of this answer gets, None where it holds nothing new."""
+        if chunk.token_ids and self._resumes:
+            self.resumed, self._resumes = self.resumed + 1, False
+        extend_spans(self.spans, chunk.version_spans, len(self.token_ids))
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        self._server_versions.update(version for version, _, _ in chunk.version_spans)
+        self.continued_over_update |= len(self._server_versions) > 1
+        # "abort" comes from the engine, not from the policy: the answer continues at another server.
+        self.finish_reason = None if chunk.finish_reason == "abort" else chunk.finish_reason
+        self._finish_by_content()
+        if not chunk.token_ids and self.finish_reason is None:
+            return None
+        return chunk.model_copy(update={"finish_reason": self.finish_reason})
+
+    def _finish_by_content(self) -> None:
+        """A server may die between the last token and its finish reason: the tokens show that the answer is whole."""
+        if self.finish_reason is not None or not self.token_ids:
+            return
+        if self.token_ids[-1] in self.request.sampling.stop_token_ids:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self.request.sampling.max_new_tokens:
+            self.finish_reason = "length"
+
+    def build(self) -> Generation:
+        """The finished answer."""
+        assert self.finish_reason is not None
+        return Generation(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            version_spans=self.spans,
+            finish_reason=self.finish_reason,
+            continued_over_update=self.continued_over_update,
+            resumed=self.resumed,
+        )
+
+
+# HTTP --------------------------------------------------------------------------------------------------------------
+class _Broken(Exception):
+    """The answer does not continue at this server; another one may have it. `blame` is what the router learns."""
+
+    def __init__(self, message: str, blame: Blame = "answer", retry_after_s: float = 1.0, url: str = "") -> None:
+        super().__init__(message)
+        self.blame, self.retry_after_s, self.url = blame, retry_after_s, url
+
+
 async def _refusal(response: aiohttp.ClientResponse) -> Exception:
-    """A status other than 200, as an exception. Only 4xx that no other server would answer better is final."""
+    """Converts a status other than 200. A 4xx that every server would give is final."""
     text, status = (await response.text())[:2000], response.status
     try:
         message = json.loads(text)["error"]["message"]
@@ -242,152 +304,65 @@ def _parse(line: bytes) -> Chunk:
     except ValueError as error:
         raise _Broken(f"half a line: {line[:80]!r}") from error
     if "error" in value:
-        said = value["error"]
-        raise _Broken(said["message"], "nobody" if said.get("field") == "deadline_s" else "answer")
+        error_detail = value["error"]
+        raise _Broken(error_detail["message"], "nobody" if error_detail.get("field") == "deadline_s" else "answer")
     value["version_spans"] = [tuple(span) for span in value["version_spans"]]
     return Chunk.model_construct(**value)
 
 
-def _backoff_s(failures: int) -> float:
-    first, most = BACKOFF_S
-    return min(first * 2 ** min(failures - 1, 10), most) * random.uniform(0.5, 1.5)
+# hedging -----------------------------------------------------------------------------------------------------------
+class EmptyStream(Exception):
+    """A stream ended before its first item."""
 
 
-class Answer:
-    """Tokens so far of one request. `begin_stream` before each server's tokens."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self.request = request
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.spans: list[Span] = []
-        self.resumed = 0
-        self.continued_over_update = False
-        self.finish_reason: FinishReason | None = None
-        self._stream_versions: set[int] = set()
-        self._broken = False
-
-    def begin_stream(self) -> GenerateRequest:
-        """What to ask the next server: the context is what was fed and what was sampled, id for id."""
-        self._stream_versions, self._broken = set(), bool(self.token_ids)
-        if not self.token_ids:
-            return self.request
-        left = self.request.sampling.max_new_tokens - len(self.token_ids)
-        sampling = self.request.sampling.model_copy(update={"max_new_tokens": left})
-        return self.request.model_copy(
-            update={"token_ids": [*self.request.token_ids, *self.token_ids], "sampling": sampling}
-        )
-
-    def add(self, chunk: Chunk) -> Chunk | None:
-        """What of `chunk` the reader of this answer gets; None where it says nothing new."""
-        if chunk.token_ids and self._broken:
-            self.resumed, self._broken = self.resumed + 1, False
-        extend_spans(self.spans, chunk.version_spans, len(self.token_ids))
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        self._stream_versions.update(version for version, _, _ in chunk.version_spans)
-        self.continued_over_update |= len(self._stream_versions) > 1
-        # "abort" is the engine's doing, not the policy's: the answer goes on.
-        self.finish_reason = None if chunk.finish_reason == "abort" else chunk.finish_reason
-        self._finish_by_content()
-        if not chunk.token_ids and self.finish_reason is None:
-            return None
-        return chunk.model_copy(update={"finish_reason": self.finish_reason})
-
-    def _finish_by_content(self) -> None:
-        """A server may die between the last token and saying so: the tokens themselves know."""
-        if self.finish_reason is not None or not self.token_ids:
-            return
-        if self.token_ids[-1] in self.request.sampling.stop_token_ids:
-            self.finish_reason = "stop"
-        elif len(self.token_ids) >= self.request.sampling.max_new_tokens:
-            self.finish_reason = "length"
-
-    def whole(self) -> Generation:
-        """The finished answer."""
-        assert self.finish_reason is not None
-        return Generation(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            version_spans=self.spans,
-            finish_reason=self.finish_reason,
-            continued_over_update=self.continued_over_update,
-            resumed=self.resumed,
-        )
-
-
-T = TypeVar("T")
-
-
-async def until(deadline: float, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """`items`, each awaited until `deadline` (monotonic, seconds) only. Raises `TimeoutError`; closes `items`.
-
-    The time that the reader takes between two items is not cut off.
-    """
-    async with aclosing(items):
-        while True:
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    item = await anext(items)
-            except StopAsyncIteration:
-                return
-            yield item
-
-
-async def first_to_speak(
+async def hedge(
     first: AsyncGenerator[T], after_s: float, second: Callable[[], Awaitable[AsyncGenerator[T] | None]]
 ) -> AsyncGenerator[T]:
-    """`first`, or what `second` opens where `first` is silent for `after_s`: whichever yields first is read to its end.
+    """Streams `first`, or the stream that `second` opens where `first` is silent for `after_s`.
 
-    The other is closed. One that fails before it speaks loses; where both do, the error of the last is raised.
+    The stream that yields first is read to its end, the other one is closed. A stream that fails before its first item
+    loses; where both fail, the error of the last one is raised.
     """
     streams = [first]
-    asked: list[asyncio.Task[T]] = []
+    tasks: list[asyncio.Task[T]] = []
     try:
-        asked.append(asyncio.ensure_future(_first_of(first)))
-        await asyncio.wait(asked, timeout=after_s)
-        if not asked[0].done() and (other := await second()) is not None:
+        tasks.append(asyncio.ensure_future(_first_item(first)))
+        await asyncio.wait(tasks, timeout=after_s)
+        if not tasks[0].done() and (other := await second()) is not None:
             streams.append(other)
-            asked.append(asyncio.ensure_future(_first_of(other)))
-        winner = await _winner(asked)
-        await _end([task for task in asked if task is not asked[winner]], streams, keep=winner)
-        item = asked[winner].result()
-        yield item
+            tasks.append(asyncio.ensure_future(_first_item(other)))
+        winner = await _winner(tasks)
+        await cancel_and_wait([task for task in tasks if task is not tasks[winner]])
+        await _close([stream for stream in streams if stream is not streams[winner]])
+        yield tasks[winner].result()
         async for item in streams[winner]:
             yield item
     finally:
-        await _end(asked, streams)
+        await cancel_and_wait(tasks)
+        await _close(streams)
 
 
-async def _first_of(items: AsyncGenerator[T]) -> T:
+async def _first_item(items: AsyncGenerator[T]) -> T:
     try:
         return await anext(items)
     except StopAsyncIteration:
         raise EmptyStream from None
 
 
-class EmptyStream(Exception):
-    """A stream ended before it yielded anything."""
-
-
-async def _winner(asked: list[asyncio.Task[T]]) -> int:
-    """Index of the first task that ended well, or of the last one that failed."""
-    waiting = set(asked)
-    last: asyncio.Task[T] = asked[0]
+async def _winner(tasks: list[asyncio.Task[T]]) -> int:
+    """Index of the first task that succeeded, or of the last one that failed."""
+    waiting = set(tasks)
+    last: asyncio.Task[T] = tasks[0]
     while waiting:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in asked:
+        for task in tasks:
             if task in done:
                 last = task
                 if task.exception() is None:
-                    return asked.index(task)
-    return asked.index(last)
+                    return tasks.index(task)
+    return tasks.index(last)
 
 
-async def _end(tasks: list[asyncio.Task[T]], streams: list[AsyncGenerator[T]], keep: int = -1) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for index, stream in enumerate(streams):
-        if index != keep:
-            await stream.aclose()
+async def _close(streams: list[AsyncGenerator[T]]) -> None:
+    for stream in streams:
+        await stream.aclose()

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from penstock.rollout_server.metrics import Metrics
+from penstock.rollout_server.metrics import RolloutMetrics
 from penstock.rollout_server.protocol import Engine, LoadOutcome, LoadReport, WeightsLoad, WeightsStatus
-from penstock.rollout_server.registration import QueueLine
+from penstock.rollout_server.registration import QueueConnection
 from penstock.transfer_queue import Announcement, QueueError, WeightUpdate
 from penstock.weight_sync import WeightsRefused, WeightsUnreachable
 
@@ -53,7 +53,7 @@ class HeldWeights:
     """`begin` with each new engine, then `pull` again and again. Not for several callers at once."""
 
     def __init__(
-        self, name: str, line: QueueLine, fetch: Fetch, metrics: Metrics, may_move: MayMove | None = None
+        self, name: str, line: QueueConnection, fetch: Fetch, metrics: RolloutMetrics, may_move: MayMove | None = None
     ) -> None:
         self.version = 0
         self.cause = ""

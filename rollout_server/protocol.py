@@ -1,13 +1,7 @@
-"""What crosses the wire between an agent worker, a sidecar and an engine. No torch here.
+"""What crosses the wire between agent worker, rollout server and engine. No torch here.
 
-RolloutClient ──POST /generate──► sidecar ──Engine protocol──► engine process
-              ◄── NDJSON chunks ──        ◄── Chunk stream ──
-
-What every engine refuses in the same words: contexts that are too long, ids that the model does not have.
-
-Version spans: (policy version, start, end) rows over token positions, and how they are put together.
-
-What a sidecar's routes answer, as models: the OpenAPI schema is made from them.
+RolloutClient ──POST /generate──► rollout server ──Engine protocol──► engine process
+              ◄── NDJSON chunks ──               ◄── Chunk stream ──
 """
 
 from __future__ import annotations
@@ -25,6 +19,7 @@ Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Label = Annotated[str, Field(max_length=1024)]
 
 
+# /generate ---------------------------------------------------------------------------------------------------------
 class Sampling(BaseModel):
     """How tokens are drawn. Truncated sampling (top_p < 1, top_k > 0) biases the policy gradient."""
 
@@ -39,13 +34,13 @@ class Sampling(BaseModel):
 
 
 class ImageRef(BaseModel):
-    """An image by its content. Who reads it checks the bytes against `sha256`."""
+    """An image by its content; the reader verifies the bytes against `sha256`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
     url: str = Field(pattern="^(file:///|data:image/)")
-    """``file:///…`` on a file system that the server shares, or ``data:image/…;base64,…``."""
+    """``file:///…`` on a file system shared with the server, or ``data:image/…;base64,…``."""
 
 
 class GenerateRequest(BaseModel):
@@ -54,26 +49,26 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     token_ids: list[Count] = Field(min_length=1)
-    """The exact context, prompt and whatever was already sampled."""
+    """The exact context: the prompt and all tokens sampled so far."""
     images: tuple[ImageRef, ...] = ()
-    """In the order of their places in `token_ids`, which are as wide already as the model's processor makes them."""
+    """In the order of their placeholders in `token_ids`, which the model's processor has expanded already."""
     sampling: Sampling = Sampling()
     request_id: Label = ""
     episode_id: Label = ""
     min_version: Count = 0
     """409 where the server's weights are older."""
     split: Label = Field("train", exclude=True)
-    """Of the episode's task: where there is a server for evaluations, they go there. Does not travel."""
+    """The task's split: all but ``train`` go to the evaluation server, where there is one. Not sent."""
     deadline_s: Number | None = Field(None, gt=0, le=86_400)
-    """Seconds from now; the server gives up then, frees the engine, and says 504 or ends with an error line."""
+    """Seconds from now; then the server frees the engine and answers 504, or ends with an error line."""
 
 
 class Chunk(BaseModel):
-    """One line of the NDJSON answer: some more tokens. The last one carries `finish_reason`."""
+    """One line of the NDJSON answer: further tokens. The last one has a `finish_reason`."""
 
     token_ids: list[int] = []
     logprobs: list[float] = []
-    """Of `token_ids`, at the sampling temperature (of the distribution that was sampled from)."""
+    """Of `token_ids`, in the distribution that they were sampled from (temperature applied)."""
     version_spans: list[tuple[int, int, int]] = []
     """(version, start, end) over positions of THIS chunk's `token_ids`; covers all of them."""
     finish_reason: FinishReason | None = None
@@ -81,37 +76,23 @@ class Chunk(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A whole answer, as the client hands it to an agent: N sampled ids, however many servers sampled them."""
+    """A whole answer of N sampled tokens, from one server or several."""
 
     token_ids: list[int]
     """[N]"""
     logprobs: list[float]
-    """[N] of the distribution that each id was drawn from."""
+    """[N], in the distribution that each token was sampled from."""
     version_spans: list[tuple[int, int, int]]
-    """(policy version, start, end) over positions of `token_ids`; they cover all of them."""
+    """(policy version, start, end) over positions of `token_ids`; covers all of them."""
     finish_reason: FinishReason
     continued_over_update: bool = False
-    """Weights were swapped under this answer while one server sampled it, without a break."""
+    """One server swapped weights in the middle of this answer."""
     resumed: int = 0
-    """Times it went on at a server after a break, with the tokens so far."""
-
-
-class LoadReport(BaseModel):
-    """What one weight swap cost, as the engine measured it."""
-
-    version: int
-    fetch_s: float
-    """Reading and verifying the bytes, decoding going on."""
-    pause_s: float
-    """From the moment decoding stops until it goes on."""
-    load_s: float
-    """Copying into the model, inside the pause."""
-    in_flight: int
-    """Requests frozen by the pause that went on after it."""
+    """Times that it was resumed at a server, with the tokens so far, after it broke off."""
 
 
 class EngineInfo(BaseModel):
-    """What an engine says of itself once it is up."""
+    """What an engine reports once it is up."""
 
     name: str
     engine_version: str
@@ -125,55 +106,70 @@ class EngineInfo(BaseModel):
     """What this engine cannot do, one sentence each; printed at start."""
 
 
+class LoadReport(BaseModel):
+    """What one weight swap cost, as the engine measured it."""
+
+    version: int
+    fetch_s: float
+    """Reading and verifying the bytes, while decoding continues."""
+    pause_s: float
+    """From the end of decoding to its continuation."""
+    load_s: float
+    """Copying into the model, part of the pause."""
+    in_flight: int
+    """Requests that were paused and continued."""
+
+
+# engines -----------------------------------------------------------------------------------------------------------
 class EngineError(Exception):
-    """The engine refused, failed or is gone. `retryable` says whether another server may try."""
+    """The engine refused, failed or has ended. `retryable`: another server may succeed."""
 
     def __init__(self, message: str, *, retryable: bool = True) -> None:
         super().__init__(message)
         self.retryable = retryable
 
 
-class Engine(Protocol):
-    """One engine process, owned by one sidecar. `start` comes first, `stop` always last; the rest may interleave."""
-
-    async def start(self) -> EngineInfo:
-        """Start the process and wait until it samples, within `start_timeout_s`. Raises `EngineError`."""
-
-    async def stop(self) -> None:
-        """End the process and everything it started."""
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """Stream the answer. Closing the generator early aborts the request in the engine."""
-        yield Chunk()
-
-    async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:
-        """Fetch, verify, pause, load, set version, resume. Raises `WeightsRefused`, `EngineError`."""
-
-    async def healthy(self) -> bool:
-        """The process lives and answers."""
-
-    def stderr_tail(self) -> str:
-        """The last lines of the engine's log, for error messages."""
-
-
 class BadRequest(EngineError):
-    """The request can never be served, here or elsewhere. `field` names what is wrong in it."""
+    """The request is invalid at every server. `field` names the cause in it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}", retryable=False)
         self.field = field
 
 
+class Engine(Protocol):
+    """One engine process, owned by one sidecar. `start` comes first, `stop` last; the others may interleave."""
+
+    async def start(self) -> EngineInfo:
+        """Starts the process and waits until it samples, within `start_timeout_s`. Raises `EngineError`."""
+
+    async def stop(self) -> None:
+        """Ends the process and everything it started."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """Streams the answer. Closing the generator early aborts the request in the engine."""
+        yield Chunk()
+
+    async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:
+        """Fetches, verifies, pauses, loads, sets the version, resumes. Raises `WeightsRefused`, `EngineError`."""
+
+    async def healthy(self) -> bool:
+        """The process is alive and answers."""
+
+    def stderr_tail(self) -> str:
+        """The last lines of the engine's log, for error messages."""
+
+
 def fit_request(request: GenerateRequest, info: EngineInfo) -> GenerateRequest:
-    """The request with `max_new_tokens` cut to what the context length leaves. Raises `BadRequest`."""
+    """Returns the request with `max_new_tokens` limited to the rest of the context length. Raises `BadRequest`."""
     ids = request.token_ids
     if not ids:
-        raise BadRequest("token_ids", "is empty; an engine needs at least one token to go on from")
+        raise BadRequest("token_ids", "is empty; an engine needs at least one token of context")
     if min(ids) < 0 or max(ids) >= info.vocab_size:
         wrong = next(i for i, token in enumerate(ids) if not 0 <= token < info.vocab_size)
         raise BadRequest(f"token_ids.{wrong}", f"{ids[wrong]} is outside the vocabulary of {info.vocab_size}")
     if request.images and not info.images:
-        raise BadRequest("images", f"the {info.name} engine with this model takes none")
+        raise BadRequest("images", f"the {info.name} engine takes none with this model")
     room = info.max_model_len - len(ids)
     if room < 1:
         raise BadRequest(
@@ -185,19 +181,20 @@ def fit_request(request: GenerateRequest, info: EngineInfo) -> GenerateRequest:
 
 
 def refuse_truncation(sampling: Sampling) -> None:
-    """Raises `BadRequest` for sampling that leaves out part of the policy: its gradient would be of another policy."""
-    mend = "leave it at {}, or set rollout.truncated_sampling: true if the bias of the policy gradient is wanted"
+    """Raises `BadRequest` for truncated sampling: the gradient would be that of another policy."""
+    fix = "leave it at {}, or set rollout.truncated_sampling: true to accept the bias of the policy gradient"
     if sampling.top_p < 1.0:
-        raise BadRequest("sampling.top_p", f"{sampling.top_p:g} truncates the policy; {mend.format(1)}")
+        raise BadRequest("sampling.top_p", f"{sampling.top_p:g} truncates the policy; {fix.format(1)}")
     if sampling.top_k > 0:
-        raise BadRequest("sampling.top_k", f"{sampling.top_k} truncates the policy; {mend.format(-1)}")
+        raise BadRequest("sampling.top_k", f"{sampling.top_k} truncates the policy; {fix.format(-1)}")
 
 
+# version spans: (policy version, start, end) over token positions --------------------------------------------------
 Span = tuple[int, int, int]
 
 
 def extend_spans(spans: list[Span], more: Iterable[Span], offset: int) -> None:
-    """Append `more`, shifted by `offset` positions, joining neighbours of one version. `spans` is changed in place."""
+    """Appends `more`, shifted by `offset` positions, to `spans` in place; joins neighbours of one version."""
     for version, start, end in more:
         if spans and spans[-1][0] == version and spans[-1][2] == start + offset:
             spans[-1] = (version, spans[-1][1], end + offset)
@@ -217,10 +214,10 @@ def slice_spans(cuts: list[tuple[int, int]], start: int, end: int) -> list[Span]
 
 
 def join_chunks(left: Chunk, right: Chunk) -> Chunk:
-    """One chunk that says what both say, in order."""
+    """One chunk with the content of both, in order."""
     spans = list(left.version_spans)
     extend_spans(spans, right.version_spans, len(left.token_ids))
-    # Both sides were checked when they were made; doing it again costs more than all else here.
+    # Both sides were validated when they were made; validating again would dominate the cost.
     return Chunk.model_construct(
         token_ids=left.token_ids + right.token_ids,
         logprobs=left.logprobs + right.logprobs,
@@ -229,26 +226,23 @@ def join_chunks(left: Chunk, right: Chunk) -> Chunk:
     )
 
 
+def versions_of(versions: set[int]) -> dict[str, int]:
+    """Attributes of a span: ``version``, the newest, and ``version_oldest`` where it differs."""
+    if not versions:
+        return {}
+    newest, oldest = max(versions), min(versions)
+    return {"version": newest} if newest == oldest else {"version": newest, "version_oldest": oldest}
+
+
+# bodies of the other routes ----------------------------------------------------------------------------------------
 LoadOutcome = Literal["loaded", "refused", "unreachable"]
-
-
-class ErrorDetail(BaseModel):
-    field: str
-    """What in the request is wrong, dotted; empty where it is not one field."""
-    message: str
-
-
-class ErrorBody(BaseModel):
-    """Body of every status of 400 and above."""
-
-    error: ErrorDetail
 
 
 class Health(BaseModel):
     """Body of GET /health, with 200 and with 503."""
 
     ok: bool
-    """Requests are taken, the engine answers, and a token was sampled lately."""
+    """Requests are accepted, the engine answers, and a token was sampled lately."""
     cause: str
     draining: bool
     engine: EngineInfo | None
@@ -258,9 +252,9 @@ class Health(BaseModel):
     sampled_s_ago: float
     """Since the last token, of a request or of a probe."""
     restarts: int
-    """Of the engine, since this sidecar started."""
+    """Of the engine, since this server started."""
     queue: str
-    """``ok`` or the last failure."""
+    """``ok`` or the last error."""
     weights_refused: int | None
     """Version that did not verify, until another is announced."""
 
@@ -279,12 +273,12 @@ class WeightsStatus(BaseModel):
     """Body of GET and POST /weights."""
 
     version: int
-    """Held and sampled from."""
+    """Loaded and sampled from."""
     newest: int | None
     """Announced, as last read from the queue."""
     behind_versions: int
     behind_s: float
-    """Since when newer ones are known and none was loaded."""
+    """How long newer weights have been known and not loaded."""
     last: LoadReport | None
     """The last load that succeeded."""
     refused: int | None
@@ -301,6 +295,8 @@ class Draining(BaseModel):
 
 
 class ModelEntry(BaseModel):
+    """The one model that a server serves."""
+
     id: str
     object: Literal["model"] = "model"
     created: int = 0

@@ -1,7 +1,4 @@
-"""A server's entry in the registry: renewed every second and at each change, taken out when it goes.
-
-A rollout server's line to the queue: every call has a deadline, the last failure is remembered and shown.
-"""
+"""A rollout server's calls to the queue: each within a deadline, and the entry in the registry renewed every second."""
 
 from __future__ import annotations
 
@@ -14,55 +11,6 @@ from penstock.transfer_queue import Announcement, QueueError, ServerInfo, Status
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
-
-
-class Registration:
-    """`describe` says what the entry is now; None where there is to be none yet, or no more."""
-
-    def __init__(self, line: QueueLine, describe: Callable[[], ServerInfo | None]) -> None:
-        self.changed = asyncio.Event()
-        """Set by whoever changed something that clients should know at once."""
-        self._line, self._describe = line, describe
-        # A heartbeat under way must not put back what `leave` takes out.
-        self._one_at_a_time = asyncio.Lock()
-
-    async def keep(self) -> None:
-        """Until cancelled. A queue that does not answer is told again a second later."""
-        while True:
-            async with self._one_at_a_time:
-                await self._beat()
-            await wait_for_event(self.changed, HEARTBEAT_S)
-            self.changed.clear()
-
-    async def _beat(self) -> None:
-        if (entry := self._describe()) is None:
-            return
-        try:
-            await self._line.ask(self._line.queue.heartbeat(entry))
-        except QueueError as error:
-            logger.warning("heartbeat: %s", error)
-
-    async def leave(self, name: str) -> None:
-        """Take the entry out, if the queue answers; the registry forgets silent servers by itself.
-
-        `describe` says None from now on.
-        """
-        try:
-            async with self._one_at_a_time:
-                await self._line.ask(self._line.queue.deregister(name))
-        except QueueError as error:
-            logger.warning("not deregistered, the registry forgets by itself: %s", error)
-
-
-async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
-    """Returns when `event` is set, or after `timeout_s`."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return
-
-
 QUEUE_S = 5.0
 T = TypeVar("T")
 
@@ -78,16 +26,16 @@ class ServerQueue(Protocol):
     async def status(self) -> Status: ...
 
 
-class QueueLine:
-    """``await line.ask(line.queue.latest_version())``."""
+class QueueConnection:
+    """Bounds each call and keeps the last error: ``await connection.ask(connection.queue.latest_version())``."""
 
     def __init__(self, queue: ServerQueue) -> None:
         self.queue = queue
         self.error: str | None = None
-        """Of the last call; None where it was answered."""
+        """Of the last call; None where it succeeded."""
 
     async def ask(self, call: Awaitable[T]) -> T:
-        """The answer to `call` within `QUEUE_S`. Raises `QueueError`."""
+        """The result of `call` within `QUEUE_S`. Raises `QueueError`."""
         try:
             async with asyncio.timeout(QUEUE_S):
                 answer = await call
@@ -99,3 +47,48 @@ class QueueLine:
             raise
         self.error = None
         return answer
+
+
+class Registration:
+    """Keeps the entry in the registry: renewed every `HEARTBEAT_S` and on `changed`, removed by `leave`."""
+
+    def __init__(self, connection: QueueConnection, describe: Callable[[], ServerInfo | None]) -> None:
+        """`describe` returns the entry; None: no entry yet, or none any more."""
+        self.changed = asyncio.Event()
+        """Set on changes that clients should see at once."""
+        self._connection, self._describe = connection, describe
+        # A heartbeat in progress must not restore the entry that `leave` removes.
+        self._lock = asyncio.Lock()
+
+    async def keep(self) -> None:
+        """Sends heartbeats until cancelled; one that fails is repeated a second later."""
+        while True:
+            async with self._lock:
+                await self._send_heartbeat()
+            await wait_for_event(self.changed, HEARTBEAT_S)
+            self.changed.clear()
+
+    async def _send_heartbeat(self) -> None:
+        if (entry := self._describe()) is None:
+            return
+        try:
+            await self._connection.ask(self._connection.queue.heartbeat(entry))
+        except QueueError as error:
+            logger.warning("heartbeat: %s", error)
+
+    async def leave(self, name: str) -> None:
+        """Removes the entry; where the queue does not answer it expires. `describe` returns None from now on."""
+        try:
+            async with self._lock:
+                await self._connection.ask(self._connection.queue.deregister(name))
+        except QueueError as error:
+            logger.warning("not deregistered, the entry will expire: %s", error)
+
+
+async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
+    """Returns when `event` is set, or after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,8 +1,8 @@
-"""The requests that one server is answering: let in or refused, counted, cut off at their deadlines.
+"""The requests of one server: admitted or refused, counted, limited in number, ended at their deadlines.
 
-    admit ──► generate: wait for one of `slots` ──► the engine's chunks, about `FLUSH_S` long each
+    admit ──► generate: wait for one of `slots` ──► the engine's chunks, merged over `FLUSH_S`
 
-Outlives engines: a request belongs to the engine that it was given to, the counts to the server.
+Outlives engines: the counts belong to the server, a request to the engine that it was given to.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from penstock.rollout_server.client import until
-from penstock.rollout_server.metrics import Metrics
+from penstock.rollout_server.metrics import RolloutMetrics
 from penstock.rollout_server.protocol import (
     Chunk,
     Engine,
@@ -27,50 +26,62 @@ from penstock.rollout_server.protocol import (
 )
 
 FLUSH_S = 0.2
-"""Tokens of one answer are held back this long at most; what a killed sidecar held is sampled again elsewhere."""
+"""Longest time that sampled tokens are held back; a killed sidecar loses those, and another server samples them."""
 QUEUE_PER_SLOT = 4
-"""Requests that may wait per request that is decoded; more are sent elsewhere."""
+"""Requests that may wait per request that is decoded; further ones are refused, for another server."""
 
 
 class NotServing(Exception):
-    """No answer here now; another server, or this one later, may. The message says why."""
+    """This server cannot answer now; another one, or this one later, may. The message holds the cause."""
 
 
 class TooOld(Exception):
-    """The weights here are older than the request asks for."""
+    """This server's weights are older than the request's `min_version`."""
 
 
 class QueueFull(Exception):
-    """More requests wait here than should; another server answers sooner."""
+    """Too many requests wait here; another server answers sooner."""
 
 
-class DeadlineOver(Exception):
-    """The request's `deadline_s` ran out; the engine does not work on it any more."""
+class DeadlineExceeded(Exception):
+    """The request's `deadline_s` has passed; the engine has stopped working on it."""
 
 
-class Serving:
+class RequestQueue:
     """`admit`, then `generate`, for each request."""
 
-    def __init__(self, slots: int, metrics: Metrics, *, truncated_sampling: bool) -> None:
+    def __init__(
+        self,
+        slots: int,
+        metrics: RolloutMetrics,
+        *,
+        truncated_sampling: bool,
+        on_engine_error: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Args:
+        slots: requests decoded together.
+        truncated_sampling: admit top_p below 1 and top_k.
+        on_engine_error: called for each answer that fails in the engine.
+        """
         self.in_flight = 0
         self.in_flight_tokens = 0
-        """Prompts, and what is still expected of the answers."""
+        """Prompts and expected answers."""
         self.answered = 0
-        """Answers that came to their end."""
+        """Answers that were completed."""
         self.idle = asyncio.Event()
         self.idle.set()
         self._slots = asyncio.Semaphore(slots)
-        self._most_in_flight = slots * (1 + QUEUE_PER_SLOT)
-        self._metrics, self._truncated_sampling = metrics, truncated_sampling
+        self._max_in_flight = slots * (1 + QUEUE_PER_SLOT)
+        self._metrics, self._truncated_sampling, self._on_engine_error = metrics, truncated_sampling, on_engine_error
         self._sampled_at = self._busy_since = time.monotonic()
 
     def sampled(self) -> None:
-        """A token was sampled now."""
+        """Records that a token was sampled now."""
         self._sampled_at = time.monotonic()
 
     @property
     def silent_s(self) -> float:
-        """Since the last token or, where there is work, since it is there, whichever is shorter."""
+        """Seconds since the last token; with requests in flight, since the first of them at most."""
         return time.monotonic() - (max(self._sampled_at, self._busy_since) if self.in_flight else self._sampled_at)
 
     def admit(self, request: GenerateRequest, info: EngineInfo, version: int) -> GenerateRequest:
@@ -79,45 +90,52 @@ class Serving:
             refuse_truncation(request.sampling)
         fitting = fit_request(request, info)
         if version < request.min_version:
-            raise TooOld(f"this server holds version {version}, the request asks for {request.min_version}")
-        if self.in_flight >= self._most_in_flight:
-            raise QueueFull(f"{self.in_flight} requests are here already; more would wait for long")
+            raise TooOld(f"this server holds version {version}, the request needs {request.min_version}")
+        if self.in_flight >= self._max_in_flight:
+            raise QueueFull(f"{self.in_flight} requests are in flight here already")
         return fitting
 
     def generate(self, engine: Engine, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """See `Engine.generate`; raises `DeadlineOver` too. Counted from this call on: no burst slips past `admit`."""
-        ticket = _Ticket(self, len(request.token_ids) + request.sampling.max_new_tokens)
-        chunks = self._within_deadline(self._answer(engine, request, ticket), request.deadline_s)
-        weakref.finalize(chunks, ticket.give_back)  # one that nobody ever began to read
+        """Streams chunks of about `FLUSH_S`. Raises `EngineError`, `DeadlineExceeded`. Closing it aborts the request.
+
+        Counted from this call on, before the first chunk is read: otherwise a burst would pass `admit`.
+        """
+        slot = _Slot(self, len(request.token_ids) + request.sampling.max_new_tokens)
+        chunks = self._answer(engine, request, slot)
+        weakref.finalize(chunks, slot.release)  # a generator that was never started runs no `finally`
         return chunks
 
-    async def _within_deadline(self, chunks: AsyncGenerator[Chunk], deadline_s: float | None) -> AsyncGenerator[Chunk]:
-        if deadline_s is not None:
-            chunks = until(time.monotonic() + deadline_s, chunks)
-        try:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk
-        except TimeoutError as error:
-            raise DeadlineOver(f"the answer was not whole in {deadline_s:g} s") from error
-
-    async def _answer(self, engine: Engine, request: GenerateRequest, ticket: _Ticket) -> AsyncGenerator[Chunk]:
+    async def _answer(self, engine: Engine, request: GenerateRequest, slot: _Slot) -> AsyncGenerator[Chunk]:
+        deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         outcome = "broken"
         try:
-            async with self._slots, aclosing(engine.generate(request)) as chunks:
-                async for chunk in _coalesce(chunks):
-                    ticket.took(len(chunk.token_ids))
-                    self.sampled()
-                    self._metrics.tokens.inc(len(chunk.token_ids))
-                    self.answered += chunk.finish_reason is not None
-                    outcome = chunk.finish_reason or outcome
-                    yield chunk
+            async with _until(deadline):
+                await self._slots.acquire()
+            try:
+                async with aclosing(engine.generate(request)) as chunks:
+                    async for chunk in _merge(chunks, deadline):
+                        outcome = chunk.finish_reason or outcome
+                        self._count_chunk(chunk, slot)
+                        yield chunk
+            finally:
+                self._slots.release()
+        except EngineError:
+            self._on_engine_error()
+            raise
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the answer was not whole in {request.deadline_s or 0:g} s") from error
         finally:
-            ticket.give_back()
+            slot.release()
             self._metrics.requests.labels(outcome).inc()
 
+    def _count_chunk(self, chunk: Chunk, slot: _Slot) -> None:
+        slot.received(len(chunk.token_ids))
+        self.sampled()
+        self._metrics.tokens.inc(len(chunk.token_ids))
+        self.answered += chunk.finish_reason is not None
+
     def count(self, requests: int, tokens: int) -> None:
-        """So many more requests and tokens in flight."""
+        """Changes the numbers in flight."""
         if self.in_flight == 0:
             self._busy_since = time.monotonic()
         self.in_flight += requests
@@ -126,29 +144,33 @@ class Serving:
         (self.idle.clear if self.in_flight else self.idle.set)()
 
 
-class _Ticket:
-    """One request's part in the counts, given back once."""
+class _Slot:
+    """One request's part in the counts, released once."""
 
-    def __init__(self, serving: Serving, tokens: int) -> None:
-        self._serving, self._tokens, self._held = serving, tokens, True
-        serving.count(1, tokens)
+    def __init__(self, queue: RequestQueue, tokens: int) -> None:
+        self._queue, self._tokens, self._held = queue, tokens, True
+        queue.count(1, tokens)
 
-    def took(self, tokens: int) -> None:
+    def received(self, tokens: int) -> None:
+        """That many expected tokens have come."""
         self._tokens -= tokens
-        self._serving.count(0, -tokens)
+        self._queue.count(0, -tokens)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         if self._held:
             self._held = False
-            self._serving.count(-1, -self._tokens)
+            self._queue.count(-1, -self._tokens)
 
 
-async def _coalesce(chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
-    """The first tokens at once, then together what came within `FLUSH_S`: a line of HTTP costs more than a token."""
+async def _merge(chunks: AsyncGenerator[Chunk], deadline: float | None) -> AsyncGenerator[Chunk]:
+    """Yields the first tokens at once, then those of `FLUSH_S` together: a line of HTTP costs more than a token.
+
+    Raises `TimeoutError` at the deadline, which holds for each wait; the reader's own time is not cut off.
+    """
     held: Chunk | None = None
     flushed = 0.0
     try:
-        async for chunk in chunks:
+        while (chunk := await _next(chunks, deadline)) is not None:
             held = join_chunks(held, chunk) if held else chunk
             if chunk.finish_reason or time.monotonic() - flushed > FLUSH_S:
                 yield held
@@ -159,3 +181,12 @@ async def _coalesce(chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
         raise
     if held:
         yield held
+
+
+async def _next(chunks: AsyncGenerator[Chunk], deadline: float | None) -> Chunk | None:
+    async with _until(deadline):
+        return await anext(chunks, None)
+
+
+def _until(deadline: float | None) -> asyncio.Timeout:
+    return asyncio.timeout(None if deadline is None else deadline - time.monotonic())

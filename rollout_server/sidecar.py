@@ -1,30 +1,30 @@
-"""The sidecar's core: one engine, kept alive and up to date, and the answers it gives. No HTTP here.
+"""The core of a rollout server: one engine, kept alive and up to date, and its answers. No HTTP here.
 
-    supervise   start engine → load the newest announced weights → open → every 0.15 s: pull, every 1 s: look after it
-                engine gone, hung or behind the others → closed → back-off → start again
-    heartbeat   once open: every second and at each change, this server's `ServerInfo` into the queue
-    generate    one call per HTTP request; wakes nobody, waits for a slot, then for the engine
+    supervise   start engine → load the newest announced weights → open → pull every 0.15 s, check it every 1 s
+                engine gone, hung or behind the others → closed → back off → start again
+    heartbeat   once open: this server's `ServerInfo` to the queue, every second and on each change
+    generate    one call per HTTP request: waits for a slot, then for the engine
 
-A server is registered only after it has loaded the newest announced weights, a late joiner as well as a restarted one.
-Where the queue does not answer, everything that needs no queue goes on.
+A server is registered only after it has loaded the newest announced weights, whether it joins late or was restarted.
+While the queue does not answer, everything that does not need it continues.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol
 
+from penstock.common import Backoff
 from penstock.rollout_server.held_weights import Fetch, HeldWeights, as_it_is
-from penstock.rollout_server.metrics import Metrics
+from penstock.rollout_server.metrics import RolloutMetrics
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest, Health, Sampling
-from penstock.rollout_server.registration import QueueLine, Registration, ServerQueue, wait_for_event
-from penstock.rollout_server.request_queue import NotServing, Serving
-from penstock.rollout_server.version_pin import Standing
+from penstock.rollout_server.registration import QueueConnection, Registration, ServerQueue, wait_for_event
+from penstock.rollout_server.request_queue import NotServing, RequestQueue
+from penstock.rollout_server.version_pin import VersionPin
 from penstock.transfer_queue import ServerInfo
 
 logger = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ PULL_S = 0.15
 HEALTH_S = 1.0
 STALL_S = 30.0
 PROBE_S = 30.0
-"""An engine that has had nothing to do for so long is asked for a token."""
+"""An engine idle for this long is probed with one token."""
 PROBE_TIMEOUT_S = 20.0
 STABLE_S = 300.0
-"""An engine that ran this long has its restarts forgiven."""
-MOST_BACKOFF_S = 15.0
+"""An engine that ran this long has its restarts forgotten."""
+BACKOFF = Backoff(0.5, 15.0, jitter=(0.8, 1.2))
 STRAGGLER_DRAIN_S = 20.0
 
 
@@ -44,12 +44,8 @@ class NewEngine(Protocol):
     def __call__(self) -> Engine: ...
 
 
-restart_after = asyncio.sleep
-"""Waits before an engine is started again."""
-
-
 class Sidecar:
-    """`run` is the one long task; everything else answers requests meanwhile. `stop` always comes last."""
+    """`run` is the one long task; the other calls interleave with it. `drain` comes last."""
 
     def __init__(
         self,
@@ -64,39 +60,44 @@ class Sidecar:
         stall_s: float = 120.0,
         evaluates: bool = False,
     ) -> None:
-        """`slots`: requests decoded together. `stall_s`: no token for so long, with work: the engine is restarted.
-        `evaluates`: it takes evaluations alone, and each is sampled by one version."""
+        """Args:
+        slots: requests decoded together.
+        stall_s: the engine is restarted after this long without a token while requests are in flight.
+        evaluates: serves evaluations only, each by one policy version.
+        """
         self.name, self.url = name, url
-        self.metrics = Metrics()
+        self.metrics = RolloutMetrics()
         self.engine: Engine | None = None
         self.info: EngineInfo | None = None
         self.open = False
         self.draining = False
         self.restarts = 0
         self.cause = "the engine is starting"
-        self.line = QueueLine(queue)
-        self.standing = Standing(self.line, lambda: self.version) if evaluates else None
-        self.weights = HeldWeights(name, self.line, fetch, self.metrics, self._may_move if evaluates else None)
-        self.serving = Serving(slots, self.metrics, truncated_sampling=truncated_sampling)
+        self.connection = QueueConnection(queue)
+        self.pin = VersionPin(self.connection, lambda: self.version) if evaluates else None
+        self.weights = HeldWeights(name, self.connection, fetch, self.metrics, self._may_move if evaluates else None)
+        self.requests = RequestQueue(
+            slots, self.metrics, truncated_sampling=truncated_sampling, on_engine_error=self._check_soon
+        )
         self._new_engine, self._stall_s = new_engine, stall_s
-        self._registration = Registration(self.line, self._me)
+        self._registration = Registration(self.connection, self._entry)
         self._registered = False
         self._wake = asyncio.Event()
         self._suspect = False
-        """A request failed in the engine: do not wait for the next look at its health."""
+        """A request failed in the engine: its health is checked at once."""
 
     @property
     def in_flight(self) -> int:
         """Requests that are being answered or wait."""
-        return self.serving.in_flight
+        return self.requests.in_flight
 
     @property
     def version(self) -> int:
-        """Policy version of the weights that tokens are sampled from now."""
+        """Policy version of the loaded weights."""
         return self.weights.version
 
     async def run(self, max_restarts: int) -> None:
-        """Keep an engine serving until cancelled. Raises `EngineError` after `max_restarts` in a row."""
+        """Keeps an engine serving until cancelled. Raises `EngineError` after `max_restarts` in a row."""
         heartbeat = asyncio.create_task(self._registration.keep())
         try:
             await self._supervise(max_restarts)
@@ -106,23 +107,23 @@ class Sidecar:
     async def _supervise(self, max_restarts: int) -> None:
         in_a_row = barren = 0
         while True:
-            started, answered = time.monotonic(), self.serving.answered
+            started, answered = time.monotonic(), self.requests.answered
             try:
                 await self._run_engine()
             except EngineError as error:
                 self._close(str(error))
             in_a_row = 1 if time.monotonic() - started > STABLE_S else in_a_row + 1
-            # Who answered requests before it fell is worth starting at once; who never did is waited for ever longer.
-            barren = 0 if self.serving.answered > answered else barren + 1
+            # An engine that answered requests before it failed is restarted soon; one that never did, ever later.
+            barren = 0 if self.requests.answered > answered else barren + 1
             if in_a_row > max_restarts:
                 raise EngineError(f"the engine failed {in_a_row} times in a row, the last time: {self.cause}")
             self.restarts += 1
             self.metrics.restarts.inc()
             logger.error("engine restart %d of %d: %s", in_a_row, max_restarts, self.cause)
-            await restart_after(min(0.5 * 2**barren, MOST_BACKOFF_S) * random.uniform(0.8, 1.2))
+            await restart_after(BACKOFF.pause_s(barren + 1))
 
     async def _run_engine(self) -> None:
-        """One engine's life, from start to its end, which is an `EngineError`."""
+        """One engine's life; ends with an `EngineError`."""
         self.engine = self._new_engine()
         try:
             self.info = await self.engine.start()
@@ -133,7 +134,7 @@ class Sidecar:
                 await self._pull(self.engine)
                 if self._suspect or time.monotonic() - checked > HEALTH_S:
                     self._suspect = False
-                    await self._look_after(self.engine)
+                    await self._check(self.engine)
                     checked = time.monotonic()
                 await wait_for_event(self._wake, PULL_S)
                 self._wake.clear()
@@ -146,8 +147,8 @@ class Sidecar:
         try:
             held = await self.weights.pull(engine)
         finally:
-            if self.standing is not None:
-                self.standing.moved()
+            if self.pin is not None:
+                self.pin.moved()
         if self.weights.version != before:
             self._registration.changed.set()
         if held and not self.open:
@@ -156,37 +157,41 @@ class Sidecar:
             self.cause = self.weights.cause
 
     async def _may_move(self) -> bool:
-        assert self.standing is not None
-        return not self.open or await self.standing.may_move(lambda: self.serving.in_flight)
+        assert self.pin is not None
+        return not self.open or await self.pin.may_move(lambda: self.requests.in_flight)
 
-    async def _look_after(self, engine: Engine) -> None:
+    async def _check(self, engine: Engine) -> None:
         """Raises `EngineError` where only a new engine helps."""
         if not await engine.healthy():
             raise EngineError(f"the engine does not answer any more\n{engine.stderr_tail()}")
-        silent_s = self.serving.silent_s
-        if self.open and self.serving.in_flight == 0 and silent_s > PROBE_S:
+        silent_s = self.requests.silent_s
+        if self.open and self.requests.in_flight == 0 and silent_s > PROBE_S:
             await self._probe(engine)
-        elif self.serving.in_flight and silent_s > self._stall_s:
-            raise EngineError(f"no token sampled for {silent_s:.0f} s, {self.serving.in_flight} requests wait for one")
+        elif self.requests.in_flight and silent_s > self._stall_s:
+            raise EngineError(f"no token sampled for {silent_s:.0f} s, {self.requests.in_flight} requests wait for one")
         if self.open and (cause := await self.weights.straggles()):
             self._close(cause)
             logger.error("draining: %s", cause)
-            await wait_for_event(self.serving.idle, STRAGGLER_DRAIN_S)
+            await wait_for_event(self.requests.idle, STRAGGLER_DRAIN_S)
             raise EngineError(cause)
 
     async def _probe(self, engine: Engine) -> None:
-        """Sample one token with nothing else to do: that the engine answers does not mean that it samples."""
+        """Samples one token on an idle engine: an engine that answers health checks may still not sample."""
         request = GenerateRequest(token_ids=[0], sampling=Sampling(max_new_tokens=1))
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S), aclosing(engine.generate(request)) as chunks:
                 async for _ in chunks:
-                    self.serving.sampled()
+                    self.requests.sampled()
         except TimeoutError as error:
             raise EngineError(f"an idle engine sampled no token in {PROBE_TIMEOUT_S:g} s") from error
 
+    def _check_soon(self) -> None:
+        self._suspect = True
+        self._wake.set()
+
     def _open(self) -> None:
         self.open, self.cause = True, ""
-        self.serving.sampled()
+        self.requests.sampled()
         self._registration.changed.set()
 
     def _close(self, cause: str) -> None:
@@ -194,8 +199,8 @@ class Sidecar:
         self._registration.changed.set()
 
     async def pull_now(self, timeout_s: float) -> bool:
-        """Look for newer weights at once, refused ones too. False where the attempt has not ended in `timeout_s`."""
-        # The pull under way, if any, began before this call: the one after it counts.
+        """Looks for newer weights at once, refused ones included; False: the attempt has not ended in `timeout_s`."""
+        # A pull in progress began before this call: the one after it counts.
         wanted = self.weights.pulls + 2
         self.weights.try_again()
         deadline = time.monotonic() + timeout_s
@@ -204,13 +209,13 @@ class Sidecar:
             await asyncio.sleep(0.02)
         return self.weights.pulls >= wanted
 
-    def _me(self) -> ServerInfo | None:
-        """What the registry is told: nothing before the first engine is open, nor while this server goes."""
+    def _entry(self) -> ServerInfo | None:
+        """The entry in the registry; None before the first engine is open, and while draining."""
         self._registered = self._registered or self.open
         if not self._registered or self.draining:
             return None
         self.metrics.version.set(self.version)
-        tokens, evaluates = self.serving.in_flight_tokens, self.standing is not None
+        tokens, evaluates = self.requests.in_flight_tokens, self.pin is not None
         return ServerInfo(self.name, self.url, self.version, self.in_flight, self.open, tokens, evaluates)
 
     # answers -------------------------------------------------------------------------------------------------------
@@ -220,47 +225,40 @@ class Sidecar:
             raise NotServing("this server is draining")
         if not self.open or self.info is None:
             raise NotServing(self.cause)
-        if self.standing is not None:
-            self.standing.check()
-        return self.serving.admit(request, self.info, self.version)
+        if self.pin is not None:
+            self.pin.check()
+        return self.requests.admit(request, self.info, self.version)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """Chunks of about 0.2 s. Raises `EngineError`, `DeadlineOver`. Closing it early frees the engine."""
+        """See `RequestQueue.generate`."""
         assert self.engine is not None
-        return self._watched(self.serving.generate(self.engine, request))
-
-    async def _watched(self, answer: AsyncGenerator[Chunk]) -> AsyncGenerator[Chunk]:
-        try:
-            async with aclosing(answer) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except EngineError:
-            self._suspect = True
-            self._wake.set()
-            raise
+        return self.requests.generate(self.engine, request)
 
     def health(self) -> Health:
-        """`ok` is deep: the engine answered lately, and sampled: for requests, or for a probe where there are none."""
-        silent_s = self.serving.silent_s
-        stalled = self.open and silent_s > (STALL_S if self.serving.in_flight else 2 * PROBE_S + PROBE_TIMEOUT_S)
+        """`ok` means that the engine answered lately, and sampled: for requests, or for a probe when idle."""
+        silent_s = self.requests.silent_s
+        stalled = self.open and silent_s > (STALL_S if self.requests.in_flight else 2 * PROBE_S + PROBE_TIMEOUT_S)
         return Health(
             ok=self.open and not self.draining and not stalled,
             cause=f"no token sampled for {silent_s:.0f} s" if stalled else self.cause,
             draining=self.draining,
             engine=self.info,
             version=self.version,
-            in_flight=self.serving.in_flight,
-            in_flight_tokens=self.serving.in_flight_tokens,
+            in_flight=self.requests.in_flight,
+            in_flight_tokens=self.requests.in_flight_tokens,
             sampled_s_ago=round(silent_s, 3),
             restarts=self.restarts,
-            queue=self.line.error or "ok",
+            queue=self.connection.error or "ok",
             weights_refused=self.weights.refused.version if self.weights.refused else None,
         )
 
-    # the end -------------------------------------------------------------------------------------------------------
     async def drain(self, timeout_s: float) -> None:
-        """Leave the registry, then let what is in flight end, `timeout_s` at most."""
+        """Leaves the registry, then waits for the requests in flight, `timeout_s` at most."""
         self.draining = True
         await self._registration.leave(self.name)
         if self.open:
-            await wait_for_event(self.serving.idle, timeout_s)
+            await wait_for_event(self.requests.idle, timeout_s)
+
+
+restart_after = asyncio.sleep
+"""Waits before an engine is started again; tests replace it."""

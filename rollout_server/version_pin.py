@@ -1,44 +1,46 @@
-"""A server for evaluations stands still while one is on: all its tokens are of one policy version.
+"""Pins an evaluation server to one version while an evaluation runs: all its tokens come from one policy.
 
-    newer weights ──► nobody is let in ──► nothing in flight, no evaluation that this version may sample?
-                                              yes: load them     no: stay, and let in again
+    newer weights ──► refuse requests ──► no request in flight, and no evaluation that needs this version?
+                                             yes: load them     no: keep the weights, admit requests again
 
-Nobody is let in before the queue is asked, so an evaluation that begins meanwhile waits for the new weights.
+Requests are refused before the queue is asked, so that an evaluation that begins meanwhile waits for the new weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.rollout_server.registration import QueueLine
+from penstock.rollout_server.registration import QueueConnection
 from penstock.rollout_server.request_queue import TooOld
 from penstock.transfer_queue import QueueError, under_evaluation
 
 
-class Standing:
-    """`may_move` before weights change, `moved` when they have, or have not; `check` before each request."""
+class VersionPin:
+    """`may_move` before weights change, `moved` after that attempt; `check` before each request."""
 
-    def __init__(self, line: QueueLine, version: Callable[[], int]) -> None:
-        self._line = line
+    def __init__(self, connection: QueueConnection, version: Callable[[], int]) -> None:
+        self._connection = connection
         self._version = version
         self._moving = False
 
     async def may_move(self, in_flight: Callable[[], int]) -> bool:
-        """False also where the queue does not answer."""
+        """Whether the weights may change now; False also where the queue does not answer."""
         self._moving = True
-        self._moving = in_flight() == 0 and not await self._busy()
+        self._moving = in_flight() == 0 and not await self._is_evaluating()
         return self._moving
 
     def moved(self) -> None:
+        """The weights were loaded, or were not."""
         self._moving = False
 
     def check(self) -> None:
-        """Raises `TooOld` between two versions; the request is welcome a moment later."""
+        """Raises `TooOld` between two versions; the request is admitted a moment later."""
         if self._moving:
-            raise TooOld("newer weights are being loaded: what begins now is sampled by them alone")
+            raise TooOld("newer weights are being loaded, and new evaluations wait for them")
 
-    async def _busy(self) -> bool:
+    async def _is_evaluating(self) -> bool:
         try:
-            return under_evaluation(await self._line.ask(self._line.queue.status()), self._version())
+            status = await self._connection.ask(self._connection.queue.status())
         except QueueError:
             return True
+        return under_evaluation(status, self._version())

@@ -16,7 +16,7 @@ import pytest
 from tests.tiny_model import save_tiny_model
 
 from penstock.rollout_server import (
-    Answer,
+    AnswerBuilder,
     Chunk,
     Engine,
     EngineError,
@@ -139,11 +139,11 @@ async def begun(client: RolloutClient, requests: Sequence[GenerateRequest]) -> l
     """Answers under way, each with tokens here: what a server that dies now has sampled goes on at the next."""
 
     async def one(request: GenerateRequest, arrived: asyncio.Event) -> Generation:
-        answer = Answer(request)
-        async with aclosing(client._grow(answer)) as chunks:
+        answer = AnswerBuilder(request)
+        async with aclosing(client._stream(answer)) as chunks:
             async for _ in chunks:
                 arrived.set()
-        return answer.whole()
+        return answer.build()
 
     events = [asyncio.Event() for _ in requests]
     tasks = [asyncio.create_task(one(*pair)) for pair in zip(requests, events, strict=True)]

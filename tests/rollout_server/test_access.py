@@ -7,10 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
 from tests.rollout_server.conftest import HEADERS, TOKEN, RunningServer, StubQueue, rollout_server
-
-from penstock.rollout_server import LimitBody, add_error_handlers
 
 WRONG = ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": "Bearer é"})
 
@@ -47,30 +44,3 @@ async def test_the_token_for_metrics_opens_them_alone(tmp_path: Path) -> None:
         assert (found.status_code, "penstock_rollout_in_flight" in found.text) == (200, True)
         for method, path in (("get", "/health"), ("post", "/generate"), ("post", "/drain"), ("get", "/metrics/")):
             assert (await http.request(method, running.url + path, json={})).status_code == 401, path
-
-
-@pytest.fixture
-async def limited() -> AsyncIterator[httpx.AsyncClient]:
-    app = FastAPI()
-    add_error_handlers(app)
-
-    @app.post("/length")
-    async def length(request: Request) -> int:
-        return len(await request.body())
-
-    transport = httpx.ASGITransport(LimitBody(app, most_bytes=100))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        yield http
-
-
-async def test_a_body_that_is_too_long_is_refused_whether_it_says_so_or_not(limited: httpx.AsyncClient) -> None:
-    async def pieces(count: int) -> AsyncIterator[bytes]:
-        for _ in range(count):
-            yield b"x" * 10
-
-    assert (await limited.post("/length", content=b"x" * 100)).json() == 100
-    assert (await limited.post("/length", content=pieces(10))).json() == 100
-    for content in (b"x" * 101, pieces(11)):
-        response = await limited.post("/length", content=content)
-        assert response.status_code == 413
-        assert "longer than 100 bytes" in response.json()["error"]["message"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.rollout_server import Answer, Chunk, GenerateRequest, Sampling, join_chunks, slice_spans
+from penstock.rollout_server import AnswerBuilder, Chunk, GenerateRequest, Sampling, join_chunks, slice_spans
 
 
 def chunk(ids: list[int], version: int, **more: Any) -> Chunk:
@@ -20,18 +20,18 @@ def request(count: int = 10) -> GenerateRequest:
 
 
 def test_the_next_server_is_asked_with_what_was_sampled_and_for_the_rest() -> None:
-    answer = Answer(request())
-    assert answer.begin_stream() == request()
+    answer = AnswerBuilder(request())
+    assert answer.next_request(9.0) == request().model_copy(update={"deadline_s": 9.0})
     answer.add(chunk([5, 6], 3))
-    again = answer.begin_stream()
+    again = answer.next_request(9.0)
     assert again.token_ids == [1, 2, 5, 6]
     assert again.sampling.max_new_tokens == 8
     assert again.min_version == 3
     assert answer.resumed == 0
-    answer.begin_stream()
+    answer.next_request(9.0)
     answer.add(chunk([7], 4))
     answer.add(chunk([9], 4, finish_reason="stop"))
-    whole = answer.whole()
+    whole = answer.build()
     assert whole.token_ids == [5, 6, 7, 9]
     assert whole.version_spans == [(3, 0, 2), (4, 2, 4)]
     assert (whole.finish_reason, whole.resumed, whole.continued_over_update) == ("stop", 1, False)
@@ -39,22 +39,22 @@ def test_the_next_server_is_asked_with_what_was_sampled_and_for_the_rest() -> No
 
 @pytest.mark.parametrize(("ids", "reason"), [([5, 9], "stop"), ([5] * 4, "length"), ([5], None)])
 def test_a_server_that_died_before_saying_so_had_finished(ids: list[int], reason: str | None) -> None:
-    answer = Answer(request(4))
-    answer.begin_stream()
+    answer = AnswerBuilder(request(4))
+    answer.next_request(9.0)
     answer.add(chunk(ids, 3))
     assert answer.finish_reason == reason
 
 
 def test_an_abort_is_no_end() -> None:
-    answer = Answer(request())
-    answer.begin_stream()
+    answer = AnswerBuilder(request())
+    answer.next_request(9.0)
     answer.add(chunk([5], 3, finish_reason="abort"))
     assert answer.finish_reason is None
 
 
 def test_two_versions_in_one_stream_were_continued_over_an_update() -> None:
-    answer = Answer(request())
-    answer.begin_stream()
+    answer = AnswerBuilder(request())
+    answer.next_request(9.0)
     answer.add(chunk([5], 3))
     answer.add(chunk([6], 4))
     assert answer.continued_over_update

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.rollout_server import AnswerResponse, BadRequest, Chunk, DeadlineOver, EngineError
-from penstock.rollout_server import routes as answer_response
+from penstock.rollout_server import BadRequest, Chunk, DeadlineExceeded, EngineError, GenerateResponse, routes
 
 ONE = Chunk(token_ids=[1], logprobs=[-0.5], version_spans=[(0, 0, 1)])
 LAST = Chunk(token_ids=[2], logprobs=[-0.25], version_spans=[(0, 0, 1)], finish_reason="stop")
@@ -44,7 +43,7 @@ class Exchange:
 
     async def run(self) -> tuple[int, list[bytes]]:
         """(status, non-empty bodies)."""
-        await AnswerResponse(self.chunks())({"type": "http"}, self.receive, self.send)
+        await GenerateResponse(self.chunks())({"type": "http"}, self.receive, self.send)
         assert self.closed
         assert self.gone.is_set() or not self.sent[-1].get("more_body", False)
         status = self.sent[0]["status"] if self.sent else 0
@@ -60,7 +59,7 @@ async def test_chunks_are_lines_and_the_last_ends_the_response() -> None:
 
 @pytest.mark.parametrize(
     ("error", "status", "field"),
-    [(EngineError("gone"), 502, ""), (DeadlineOver("late"), 504, "deadline_s"), (BadRequest("x", "y"), 422, "x")],
+    [(EngineError("gone"), 502, ""), (DeadlineExceeded("late"), 504, "deadline_s"), (BadRequest("x", "y"), 422, "x")],
 )
 async def test_what_goes_wrong_first_is_the_status_and_later_the_last_line(
     error: Exception, status: int, field: str
@@ -73,7 +72,7 @@ async def test_what_goes_wrong_first_is_the_status_and_later_the_last_line(
 
 
 async def test_silence_is_filled_with_empty_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_response, "KEEPALIVE_S", 0.02)
+    monkeypatch.setattr(routes, "KEEPALIVE_S", 0.02)
     status, lines = await Exchange(0.2, ONE, LAST).run()
     assert status == 200
     assert lines[0] == b"\n"

@@ -282,7 +282,7 @@ async def test_after_silence_a_second_server_is_asked_and_the_loser_closed(
     assert client._router._sticky["e"] == quick.url
     await slow.until(lambda: slow.engine.running == 0)
     assert client._router.describe() in ("quick v0 accepts, slow v0 accepts", "slow v0 accepts, quick v0 accepts")
-    assert not any(known.sent for known in client._router._known.values())
+    assert not any(state.pending for state in client._router._states.values())
     await client.close()
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from tests.rollout_server.conftest import StubQueue
 
-from penstock.rollout_server import QueueLine, Registration
+from penstock.rollout_server import QueueConnection, Registration
 from penstock.transfer_queue import ServerInfo
 
 
@@ -25,7 +25,7 @@ class SlowQueue(StubQueue):
 
 async def test_a_heartbeat_under_way_does_not_bring_back_who_left() -> None:
     queue, going = SlowQueue(), False
-    registration = Registration(QueueLine(queue), lambda: None if going else ServerInfo("s", "http://s", 1))
+    registration = Registration(QueueConnection(queue), lambda: None if going else ServerInfo("s", "http://s", 1))
     keeping = asyncio.create_task(registration.keep())
     await asyncio.wait_for(queue.sent.wait(), 60)
     going = True
@@ -43,7 +43,7 @@ async def test_a_heartbeat_under_way_does_not_bring_back_who_left() -> None:
 
 async def test_a_queue_that_is_away_is_told_later() -> None:
     queue = StubQueue()
-    line = QueueLine(queue)
+    line = QueueConnection(queue)
     registration = Registration(line, lambda: ServerInfo("s", "http://s", 1))
     queue.down = True
     keeping = asyncio.create_task(registration.keep())

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rollout_server.conftest import StubQueue
 
-from penstock.rollout_server import CACHE_S, Router, Sent
+from penstock.rollout_server import CACHE_S, PendingRequest, Router
 from penstock.transfer_queue import ServerInfo
 
 
@@ -43,11 +43,11 @@ async def test_new_episodes_go_home_while_home_is_able(queue: StubQueue) -> None
     register(queue, "b")
     router = Router(queue, home="http://a")
     assert await url_of(router, "e0") == "http://a"
-    sent = router.opened("http://a")
+    sent = router.begin("http://a")
     router.failed(sent, "a test", gone=True)
-    router.closed(sent)
+    router.end(sent)
     assert [await url_of(router, episode) for episode in ("e0", "e1")] == ["http://b"] * 2
-    router.worked(sent)
+    router.succeeded(sent)
     assert [await url_of(router, episode) for episode in ("e0", "e2")] == ["http://b", "http://a"]
 
 
@@ -59,7 +59,7 @@ async def test_of_two_servers_the_one_with_fewer_tokens_in_flight(queue: StubQue
     for episode in range(6):
         url = await url_of(router, f"e{episode}")
         assert url is not None
-        router.opened(url, 1000)
+        router.begin(url, 1000)
         chosen += url[-1]
     assert chosen == "bbabab"  # equal tokens: fewer requests
 
@@ -67,20 +67,20 @@ async def test_of_two_servers_the_one_with_fewer_tokens_in_flight(queue: StubQue
 async def test_what_was_sent_counts_until_a_heartbeat_has_it(queue: StubQueue, clock: list[float]) -> None:
     register(queue, "a", "b")
     router = Router(queue)
-    sent = router.opened("http://a", 1000)
+    sent = router.begin("http://a", 1000)
     assert {await url_of(router, f"e{i}") for i in range(20)} == {"http://b"}
     clock[0] += 2.0
     register(queue, "b", in_flight_tokens=1)
     router._servers = await queue.servers()
     assert {await url_of(router, f"f{i}") for i in range(20)} == {"http://a"}
-    router.closed(sent)
-    assert not router._known["http://a"].sent
+    router.end(sent)
+    assert not router._states["http://a"].pending
 
 
 async def test_a_full_server_is_left_alone_for_as_long_as_it_asked(queue: StubQueue, clock: list[float]) -> None:
     register(queue, "a")
     router = Router(queue)
-    router.full(router.opened("http://a"), 1.0)
+    router.full(router.begin("http://a"), 1.0)
     assert await url_of(router, "e") is None
     assert router.describe() == "a v0 has a long queue"
     clock[0] += 1.0
@@ -90,14 +90,14 @@ async def test_a_full_server_is_left_alone_for_as_long_as_it_asked(queue: StubQu
 async def test_a_half_open_server_gets_one_request(queue: StubQueue, clock: list[float]) -> None:
     register(queue, "a")
     router = Router(queue)
-    router.failed(router.opened("http://a"), "a test", gone=True)
+    router.failed(router.begin("http://a"), "a test", gone=True)
     assert await url_of(router, "e0") is None
     assert router.describe() == "a v0 rests after: a test"
     clock[0] += 0.3
     assert await url_of(router, "e1") == "http://a"
-    trial = router.opened("http://a")
+    trial = router.begin("http://a")
     assert await url_of(router, "e2") is None
-    router.spoke(trial)
+    router.first_tokens(trial)
     assert await url_of(router, "e2") == "http://a"
 
 
@@ -113,14 +113,14 @@ async def test_what_is_to_be_avoided_is_asked_where_there_is_no_other(queue: Stu
 async def test_servers_that_left_are_forgotten(queue: StubQueue, clock: list[float]) -> None:
     register(queue, "a", "b")
     router = Router(queue)
-    under_way = router.opened("http://a")
-    router.failed(router.opened("http://b"), "a test", gone=True)
-    router._known["http://b"].sent.clear()
+    under_way = router.begin("http://a")
+    router.failed(router.begin("http://b"), "a test", gone=True)
+    router._states["http://b"].sent.clear()
     queue.registered.clear()
     clock[0] += 2 * CACHE_S
     await router.servers()
-    assert list(router._known) == ["http://a"]
-    router.closed(under_way)
+    assert list(router._states) == ["http://a"]
+    router.end(under_way)
 
 
 def beat(queue: StubQueue, truth: Counter[str], requests: Counter[str]) -> None:
@@ -144,7 +144,7 @@ async def simulate(
         router, tokens = routers[number % clients], 500 + 97 * (number % 11)
         url = await url_of(router, f"e{number}")
         assert url is not None
-        router.opened(url, tokens)
+        router.begin(url, tokens)
         truth[url] += tokens
         requests[url] += 1
         placed.append((router, f"e{number}", url))
@@ -180,16 +180,16 @@ async def test_whatever_happens_only_able_servers_are_picked(steps: list[tuple[s
     queue, now = StubQueue(), [0.0]
     register(queue, *(f"s{i}" for i in range(4)))
     router = Router(queue, seed=1)
-    under_way: list[Sent] = []
+    under_way: list[PendingRequest] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", lambda: now[0])
         for what, number in steps:
             await act(router, queue, now, under_way, what, number)
-    assert sorted(id(sent) for known in router._known.values() for sent in known.sent) == sorted(map(id, under_way))
+    assert sorted(id(sent) for state in router._states.values() for sent in state.pending) == sorted(map(id, under_way))
 
 
 async def act(
-    router: Router, queue: StubQueue, now: list[float], under_way: list[Sent], what: str, number: int
+    router: Router, queue: StubQueue, now: list[float], under_way: list[PendingRequest], what: str, number: int
 ) -> None:
     one = under_way[number % len(under_way)] if under_way else None
     match what:
@@ -205,27 +205,27 @@ async def act(
             settle(router, under_way, one, what, number)
 
 
-def settle(router: Router, under_way: list[Sent], one: Sent, what: str, number: int) -> None:
+def settle(router: Router, under_way: list[PendingRequest], one: PendingRequest, what: str, number: int) -> None:
     match what:
         case "fail":
             router.failed(one, "a test", gone=number % 2 == 0)
         case "full":
             router.full(one, 1.0)
         case "work":
-            router.worked(one)
+            router.succeeded(one)
         case "close":
-            router.closed(one)
+            router.end(one)
             under_way.remove(one)
 
 
-async def ask_one(router: Router, now: float, under_way: list[Sent], number: int) -> None:
+async def ask_one(router: Router, now: float, under_way: list[PendingRequest], number: int) -> None:
     server = await router.pick(f"e{number}", 0)
     if server is not None:
-        known = router._known[server.url]
+        known = router._states[server.url]
         assert server.accepting
         assert known.breaker.allows(now)
         assert now >= known.full_until
-        under_way.append(router.opened(server.url, 100))
+        under_way.append(router.begin(server.url, 100))
 
 
 async def test_short_answers_do_not_all_follow_one_old_heartbeat(queue: StubQueue, clock: list[float]) -> None:
@@ -236,7 +236,7 @@ async def test_short_answers_do_not_all_follow_one_old_heartbeat(queue: StubQueu
     for number in range(16):
         url = await url_of(router, f"e{number}")
         assert url is not None
-        router.closed(router.opened(url, 100))
+        router.end(router.begin(url, 100))
         chosen[url] += 1
         clock[0] += 0.01
     assert abs(chosen["http://busy"] - chosen["http://idle"]) <= 2
@@ -248,7 +248,7 @@ async def sixteen_new_episodes(router: Router) -> Counter[str]:
     for number in range(16):
         url = await url_of(router, f"e{number}")
         assert url is not None
-        router.opened(url, 128)
+        router.begin(url, 128)
         chosen[url] += 1
     return chosen
 
@@ -256,10 +256,10 @@ async def sixteen_new_episodes(router: Router) -> Counter[str]:
 async def test_what_is_over_since_an_old_heartbeat_no_longer_counts(queue: StubQueue, clock: list[float]) -> None:
     """A busy machine's heartbeat is late: it tells of answers that this client has had long since."""
     router = Router(queue, seed=0)
-    earlier = [router.opened("http://a", 448) for _ in range(5)]
+    earlier = [router.begin("http://a", 448) for _ in range(5)]
     clock[0] += 0.5
     for sent in earlier:
-        router.closed(sent)
+        router.end(sent)
     clock[0] += 2.0
     register(queue, "a", in_flight=5, in_flight_tokens=5 * 448, age_s=2.2)
     register(queue, "b", age_s=0.1)
@@ -269,15 +269,15 @@ async def test_what_is_over_since_an_old_heartbeat_no_longer_counts(queue: StubQ
 async def test_what_is_over_and_does_not_come_back_keeps_no_episodes_away(queue: StubQueue, clock: list[float]) -> None:
     """Requests of no episode, some sent right before the heartbeat, some after it, all answered."""
     router = Router(queue, seed=0)
-    earlier = [router.opened("http://a", 448, comes_back=False) for _ in range(5)]
+    earlier = [router.begin("http://a", 448, sticky=False) for _ in range(5)]
     clock[0] += 0.03
     register(queue, "a", in_flight=5, in_flight_tokens=5 * 448)
     register(queue, "b")
     await router.servers()
-    earlier += [router.opened("http://a", 448, comes_back=False) for _ in range(5)]
+    earlier += [router.begin("http://a", 448, sticky=False) for _ in range(5)]
     clock[0] += 0.1
     for sent in earlier:
-        router.closed(sent)
+        router.end(sent)
     assert await sixteen_new_episodes(router) == {"http://a": 8, "http://b": 8}
 
 
@@ -287,6 +287,6 @@ async def test_what_others_have_in_flight_counts_however_old_the_heartbeat(
     register(queue, "a", in_flight=5, in_flight_tokens=5000, age_s=4.0)
     register(queue, "b", age_s=4.0)
     router = Router(queue, seed=0)
-    sent = router.opened("http://a", 448)
-    router.closed(sent)
+    sent = router.begin("http://a", 448)
+    router.end(sent)
     assert {await url_of(router, f"e{number}") for number in range(8)} == {"http://b"}

@@ -22,7 +22,7 @@ from tests.rollout_server.conftest import (
 )
 
 from penstock.rollout_server import (
-    KEPT,
+    KEPT_LOGS,
     QUEUE_PER_SLOT,
     Chunk,
     EngineError,
@@ -70,7 +70,7 @@ async def test_beyond_a_long_queue_requests_are_sent_elsewhere(queue: StubQueue,
         refused = [response for response in responses if response.status_code != 200]
         assert [response.status_code for response in refused] == [429] * 3
         assert refused[0].headers["retry-after"] == "1"
-        assert f"{room} requests are here already" in refused[0].json()["error"]["message"]
+        assert f"{room} requests are in flight here already" in refused[0].json()["error"]["message"]
         health = (await http.get(f"{server.url}/health")).json()
         assert (health["in_flight"], health["in_flight_tokens"]) == (0, 0)
 
@@ -294,9 +294,9 @@ def test_engine_logs_are_kept_and_bounded(tmp_path: Path) -> None:
         for life in range(6):
             written_to.write(b"%d" % life * 100)
             written_to.flush()
-            bound_logs(tmp_path, most_bytes=150)
+            bound_logs(tmp_path, max_bytes=150)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["engine-hf.log", *(f"engine-hf.log.{number}" for number in range(1, KEPT + 1))]
+    assert names == ["engine-hf.log", *(f"engine-hf.log.{number}" for number in range(1, KEPT_LOGS + 1))]
     assert log.read_bytes() == b""
     assert [(tmp_path / f"engine-hf.log.{number}").read_bytes()[:1] for number in (1, 2)] == [b"4", b"2"]
     assert all(path.stat().st_size <= 250 for path in tmp_path.iterdir())

@@ -1,14 +1,13 @@
-"""Deadlines of streams, and the race of two."""
+"""Hedging: two streams, of which the first to yield is read."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
 
-from penstock.rollout_server import first_to_speak, until
+from penstock.rollout_server import hedge
 
 
 class Source:
@@ -38,19 +37,7 @@ def opens(source: Source | None) -> Callable[[], Awaitable[AsyncGenerator[int] |
 
 
 async def race(first: Source, second: Source | None, after_s: float = 0.02) -> list[int]:
-    return [item async for item in first_to_speak(first.read(), after_s, opens(second))]
-
-
-async def test_until_cuts_off_waiting_but_not_reading() -> None:
-    source = Source([1, 2, 3], 0.02)
-    items = until(time.monotonic() + 1.0, source.read())
-    assert await anext(items) == 1
-    await asyncio.sleep(1.1)
-    assert await anext(items) == 2  # it was there
-    source.silence_s = 5.0
-    with pytest.raises(TimeoutError):
-        await anext(until(time.monotonic() + 0.05, source.read()))
-    assert source.closed
+    return [item async for item in hedge(first.read(), after_s, opens(second))]
 
 
 async def test_one_that_speaks_in_time_is_alone() -> None:
@@ -85,7 +72,7 @@ async def test_where_both_fail_or_there_is_no_other_the_error_is_raised() -> Non
 
 async def test_closing_the_race_closes_who_is_left() -> None:
     source = Source([1, 2])
-    items = first_to_speak(source.read(), 1.0, opens(None))
+    items = hedge(source.read(), 1.0, opens(None))
     assert await anext(items) == 1
     await items.aclose()
     assert source.closed

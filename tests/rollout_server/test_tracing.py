@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from tests.rollout_server.conftest import TOKEN, StubQueue, rollout_server
 
-from penstock.rollout_server import GenerateRequest, RolloutClient, Sampling, tracing
+from penstock.common import current_context, install_tracer, start_span, trace_headers, use_span
+from penstock.rollout_server import GenerateRequest, RolloutClient, Sampling
 
 
 @pytest.fixture
@@ -18,9 +19,9 @@ def collected():
 
     provider, exporter = TracerProvider(), memory.InMemorySpanExporter()
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
-    tracing.install(provider.get_tracer("test"), {"penstock.run": "mine"})
+    install_tracer(provider.get_tracer("test"), {"penstock.run": "mine"})
     yield exporter
-    tracing.install(None)
+    install_tracer(None)
     provider.shutdown()
 
 
@@ -45,7 +46,7 @@ async def finished(collected, count: int):
 
 
 async def test_the_servers_span_is_under_the_one_that_asked(collected, client) -> None:
-    with tracing.inside(tracing.begin("generate", None)):
+    with use_span(start_span("generate", None)):
         await client.generate(ask())
     spans = await finished(collected, 2)
     asked, answered = spans["generate"], spans["sample"]
@@ -81,5 +82,5 @@ async def test_an_answer_that_is_given_up_ends_its_span(collected, tmp_path) -> 
 
 
 async def test_no_header_is_sent_where_spans_are_off() -> None:
-    assert tracing.here() is None
-    assert tracing.carrier(None) == {}
+    assert current_context() is None
+    assert trace_headers(None) == {}
