@@ -29,7 +29,7 @@ import uvloop
 
 from benchmarks.support.child import ROOT, Child
 from benchmarks.support.comparison import say
-from benchmarks.support.machine import processor
+from benchmarks.support.measure import processor
 from benchmarks.support.slow_world import ANSWER_TOKENS, LAST_TURN, RESULT_CHARS, SIGMA
 from penstock.transfer_queue import RedisServer
 

@@ -24,8 +24,8 @@ import numpy as np
 import uvloop
 
 from benchmarks.support.comparison import say
+from benchmarks.support.measure import median_of, microseconds
 from benchmarks.support.queue_calls import open_queue, tasks
-from benchmarks.support.summary import median_of, microseconds
 from penstock.transfer_queue import (
     JournalEntry,
     JournalKind,

@@ -28,9 +28,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.comparison import say
-from benchmarks.support.learning_figures import draw, figures_of, ratios_of, reward_at_end
-from benchmarks.support.learning_run import Common, Curve, LearningRun, carry_out, finished
-from benchmarks.support.machine import processor
+from benchmarks.support.learning_run import (
+    Common,
+    Curve,
+    LearningRun,
+    carry_out,
+    draw,
+    figures_of,
+    finished,
+    ratios_of,
+    reward_at_end,
+)
+from benchmarks.support.measure import processor
 
 
 class SweepGoesOn(Exception):

@@ -29,7 +29,7 @@ import uvloop
 
 from benchmarks.support.child import Child
 from benchmarks.support.comparison import merge_peaks, say
-from benchmarks.support.memory import family, peaks_mb
+from benchmarks.support.measure import family, peaks_mb
 from benchmarks.support.queue_calls import open_queue, tasks
 from penstock.transfer_queue import (
     Announcement,

@@ -33,8 +33,7 @@ import uvloop
 from benchmarks.support.arrays import payload_arrays
 from benchmarks.support.comparison import Cell, compare, ratio, say
 from benchmarks.support.index import measure_index
-from benchmarks.support.machine import machine, settled
-from benchmarks.support.memory import can_reset
+from benchmarks.support.measure import can_reset, machine, settled
 from benchmarks.support.sides import Plan, Side, StoreSide, TransferQueueSide, start_transferqueue, transferqueue_python
 from penstock.transfer_queue import RedisServer
 

@@ -27,7 +27,7 @@ import uvloop
 
 from benchmarks.support.comparison import say
 from benchmarks.support.engine_load import Level, Side, alone_side, bare_side, client_side, measure_levels
-from benchmarks.support.machine import processor
+from benchmarks.support.measure import processor
 from benchmarks.support.model import SIZES, save_model
 from benchmarks.support.prefix_hits import measure_prefix_hits
 from benchmarks.support.rollout_run import engine_args, load_process, redis_host, rollout_servers

@@ -28,8 +28,7 @@ import uvloop
 
 from benchmarks.support.boxes import COMMANDS, Side, open_side, run_bare, run_in
 from benchmarks.support.comparison import in_turn, say
-from benchmarks.support.machine import processor
-from benchmarks.support.summary import quantile
+from benchmarks.support.measure import processor, quantile
 from penstock.sandbox import SandboxConfig, SandboxError
 
 OPERATIONS = ("session_exec", "session_exec_python", "start", "exec")

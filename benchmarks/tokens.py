@@ -28,8 +28,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.support.comparison import say
-from benchmarks.support.machine import processor
-from benchmarks.support.summary import median_of, microseconds
+from benchmarks.support.measure import median_of, microseconds, processor
 from benchmarks.support.talk import CUTS, RESULT_CHARS, THOUGHT_CHARS, Talk, Talker
 from penstock.agent_loops import ChatTokens
 from penstock.tools.parsers import get_parser
@@ -81,7 +80,7 @@ async def _measure(extent: Extent) -> dict[str, Any]:
 
 def _tokenizer(model: str) -> Any:
     if not model:
-        from benchmarks.support.tokenizer import trained_tokenizer
+        from benchmarks.support.model import trained_tokenizer
 
         return trained_tokenizer()
     from penstock.agent_loops import load_tokenizer

@@ -31,8 +31,7 @@ from typing import Any
 
 from benchmarks.support.child import ROOT, Child
 from benchmarks.support.comparison import in_turn, say
-from benchmarks.support.machine import processor
-from benchmarks.support.memory import peaks_mb
+from benchmarks.support.measure import peaks_mb, processor
 from benchmarks.support.model import SIZES, save_model
 from benchmarks.support.work import Work, log_normal_lengths
 

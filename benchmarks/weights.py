@@ -32,7 +32,7 @@ import torch
 import uvloop
 
 from benchmarks.support.comparison import say
-from benchmarks.support.machine import processor
+from benchmarks.support.measure import processor
 from benchmarks.support.swaps import SwapExtent, measure_swaps, swap_ratios
 from penstock.weight_sync import Downloader, FileServer, Rounds, Transport, WeightPublisher, WeightReader, links_of
 

@@ -25,8 +25,8 @@ from typing import Any
 import uvloop
 
 from benchmarks.support.child import answer_questions, own_stdout
+from benchmarks.support.measure import quantile
 from benchmarks.support.slow_world import TOOL_SHARE, Clock, SlowEngine, SlowTool
-from benchmarks.support.summary import quantile
 from penstock.agent_loops import (
     AgentConfig,
     EpisodeParts,

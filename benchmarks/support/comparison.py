@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
-from benchmarks.support.memory import peaks_mb, reset_peaks
+from benchmarks.support.measure import microseconds, peaks_mb, quantile, reset_peaks
 from benchmarks.support.sides import Plan, Round, Side
-from benchmarks.support.summary import microseconds, quantile
 
 T = TypeVar("T")
 

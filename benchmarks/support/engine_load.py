@@ -9,9 +9,8 @@ from typing import Any
 
 from benchmarks.support.child import Child
 from benchmarks.support.comparison import in_turn, say
-from benchmarks.support.engine_process import cpu_s, engine_pids
 from benchmarks.support.load import Load, Took
-from benchmarks.support.rollout_run import Server
+from benchmarks.support.rollout_run import Server, cpu_s, engine_pids
 
 TIMEOUT_S = 600.0
 Level = Load

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.comparison import say
+from benchmarks.support.measure import median_of, microseconds
 from benchmarks.support.queue_calls import GROUP_SIZE, TINY, open_queue, tasks
-from benchmarks.support.summary import median_of, microseconds
 from penstock.transfer_queue import (
     COMPLETED,
     Announcement,

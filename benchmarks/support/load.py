@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.support.summary import quantile
+from benchmarks.support.measure import quantile
 
 Stream = Callable[["Ask"], AsyncGenerator[int]]
 """A request → the number of tokens in each piece of its answer, as it arrives. Pieces are parsed, not only counted."""

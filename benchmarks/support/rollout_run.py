@@ -1,4 +1,8 @@
-"""A run with rollout servers and nothing else: a redis-server, the queue's run, `penstock rollout` processes."""
+"""A run of rollout servers alone: a redis-server, the queue's run and `penstock rollout` processes.
+
+The bare engine of a comparison is the process that a sidecar started, asked directly: the same weights at the same
+place in memory. It is found among the sidecar's descendants (Linux; the caller must be the user who started it).
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,61 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.child import ROOT, Child
-from benchmarks.support.engine_process import engine_pids, find_address
+from benchmarks.support.measure import PROC, family
 from penstock.deploy import Link, RoleProcess, RoleSpec, RunConfig, dump_config, limits_of
 from penstock.transfer_queue import RedisServer, RedisTransferQueue
+
+
+class NoEngine(Exception):
+    """The sidecar has no such engine."""
+
+
+def find_address(sidecar: int, engine: str) -> dict[str, str]:
+    """``url``, ``key`` and, where it listens on one, ``socket``. `sidecar` is its process id."""
+    for pid in family(sidecar):
+        words = _words(pid)
+        if engine == "vllm" and "--uds" in words:
+            # The guard that started it has the same command line; both have the key.
+            return {"url": "http://vllm", "socket": _after(words, "--uds"), "key": _variable(pid, "VLLM_API_KEY")}
+        if engine == "sglang" and "--port" in words and "--config" in words:
+            key = Path(_after(words, "--config")).read_text().partition("api-key:")[2].strip()
+            return {"url": f"http://127.0.0.1:{_after(words, '--port')}", "socket": "", "key": key}
+    raise NoEngine(f"process {sidecar} has started no {engine} that can be asked directly")
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Time on a core, of all threads that these processes have now; what ended meanwhile counts as nothing."""
+    return sum(_run_ns(task) for pid in pids for task in (PROC / str(pid) / "task").glob("*")) / 1e9
+
+
+def engine_pids(sidecar: int) -> list[int]:
+    """Everything below the sidecar."""
+    return family(sidecar)[1:]
+
+
+def _words(pid: int) -> list[str]:
+    try:
+        return (PROC / str(pid) / "cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def _after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def _variable(pid: int, name: str) -> str:
+    pairs = (PROC / str(pid) / "environ").read_text(errors="replace").split("\0")
+    return next(pair.partition("=")[2] for pair in pairs if pair.startswith(f"{name}="))
+
+
+def _run_ns(task: Path) -> int:
+    """The first number of the scheduler's own account, to the nanosecond; `stat` counts in hundredths of a second."""
+    try:
+        return int((task / "schedstat").read_text().split()[0])
+    except (OSError, IndexError):
+        return 0
+
 
 STARTS_S = 300.0
 STOPS_S = 30.0

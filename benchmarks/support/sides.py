@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.support.child import ROOT, Child
-from benchmarks.support.memory import family
+from benchmarks.support.measure import family
 from penstock.transfer_queue import RedisServer
 
 PYTHON_VARIABLE = "PENSTOCK_BENCH_PYTHON"

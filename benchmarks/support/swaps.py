@@ -1,17 +1,254 @@
-"""The part of `penstock bench weights` that has running servers: what is measured, and what it comes to."""
+"""Weight swaps under load: how long each server pauses, and what another server decodes meanwhile.
+
+two runs of one server each, so that an announcement reaches one server alone
+
+other   decode ─────────────────────────────────────────────────────────
+this    decode ───────────────┬─ fetch ─┬ pause · load ┬─ decode ────────
+             └ before ────────┘announced               └ its heartbeat says the new version
+             └── the other's tokens/s here, and ───────┘ here are compared
+
+The reference is the engine's own load of a version while it is idle. For vllm these are its weight-update routes,
+called directly, with the bytes read and verified before, as they are before a pause. Other engines have no such route;
+there it is what they report for an update without load.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import aiohttp
+
+from benchmarks.support.child import Child
+from benchmarks.support.comparison import say
 from benchmarks.support.load import Load
+from benchmarks.support.measure import quantile
 from benchmarks.support.model import SIZES, make_model
-from benchmarks.support.pauses import Plan, measure_pauses
-from benchmarks.support.rollout_run import engine_args, redis_host
+from benchmarks.support.queue_calls import make_ready
+from benchmarks.support.rollout_run import Server, cpu_s, engine_args, load_process, redis_host, rollout_servers
+from penstock.transfer_queue import Announcement, WeightUpdate
+from penstock.weight_sync import WeightPublisher
+
+BEFORE_S = 2.0
+SETTLE_S = 1.0
+UPDATE_S = 120.0
+Weights = dict[str, Any]
+"""name → tensor"""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    engine: str
+    settings: dict[str, Any]
+    """A recipe's, without the run's name."""
+    updates: int
+    """Of both servers together, in turn."""
+    cores: Sequence[set[int]]
+    """Of each server, its engine and its load; empty: all share all."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    server: int
+    report: WeightUpdate
+    before: tuple[float, float]
+    """(from, until), of the other server's tokens before."""
+    during: tuple[float, float]
+
+
+class Pair:
+    """Two servers with their load and their publishers."""
+
+    def __init__(self, plan: Plan, weights: Sequence[Weights], folder: Path) -> None:
+        self.plan, self.weights, self._folder = plan, weights, folder
+        self.servers: list[Server] = []
+        self._loads: list[Child] = []
+        self._publishers: list[WeightPublisher] = []
+        self._versions = [0, 0]
+        self.manifests: list[dict[str, Any]] = [{}, {}]
+        """Of what each server was told last."""
+
+    async def start(self, stack: AsyncExitStack, redis: tuple[str, str]) -> None:
+        for number in range(2):
+            cores = self.plan.cores[number : number + 1]
+            settings = {**self.plan.settings, "name": f"weights-{number}"}
+            opened = rollout_servers(redis, settings, [f"rollout-{number}"], cores)
+            (server,) = await stack.enter_async_context(opened)
+            child = await load_process(server, cores[0] if cores else None)
+            stack.push_async_callback(child.stop)
+            self.servers.append(server)
+            self._loads.append(child)
+            self._publishers.append(WeightPublisher(self._folder / f"published-{number}", "shm"))
+
+    async def swaps(self, load: Load) -> tuple[list[Swap], list[list[tuple[float, int]]]]:
+        """All updates under load, and when each server's tokens came."""
+        answers = [asyncio.create_task(self._decode(child, load)) for child in self._loads]
+        try:
+            await asyncio.sleep(2 * SETTLE_S)
+            found = [await self._swap(number % 2) for number in range(self.plan.updates)]
+            for child in self._loads:
+                await child.tell({"do": "stop"})
+            return found, [answer["arrivals"] for answer in await asyncio.gather(*answers)]
+        finally:
+            for answer in answers:
+                answer.cancel()
+
+    async def update(self, number: int) -> tuple[WeightUpdate, tuple[float, float]]:
+        """One announcement to one server; (its report, (announced, done))."""
+        server = self.servers[number]
+        self._versions[number] += 1
+        version = self._versions[number]
+        weights = self.weights[version % 2]
+        manifest = await asyncio.to_thread(self._publishers[number].write, version, weights.items())
+        self.manifests[number] = manifest
+        await make_ready(server.queue, version)
+        await asyncio.sleep(SETTLE_S + BEFORE_S)
+        announced = time.perf_counter()
+        await server.queue.publish_version(Announcement(version, manifest))
+        report = await _reported(server, version)
+        return report, (announced, time.perf_counter())
+
+    def close(self) -> None:
+        for publisher in self._publishers:
+            publisher.close()
+
+    async def _swap(self, number: int) -> Swap:
+        report, during = await self.update(number)
+        say(f"weights: rollout-{number} v{report.version}: pause {report.pause_s:.3f} s, load {report.load_s:.3f} s")
+        return Swap(number, report, (during[0] - BEFORE_S, during[0]), during)
+
+    async def _decode(self, child: Child, load: Load) -> dict[str, Any]:
+        return await child.ask({"do": "client", "load": asdict(load), "arrivals": True}, timeout_s=1800)
+
+
+async def measure_pauses(
+    redis: tuple[str, str], plan: Plan, weights: Sequence[Weights], load: Load, folder: Path
+) -> dict[str, Any]:
+    pair = Pair(plan, weights, folder)
+    async with AsyncExitStack() as stack:
+        stack.callback(pair.close)
+        await pair.start(stack, redis)
+        swaps, arrivals = await pair.swaps(load)
+        idle = await idle_loads(pair, plan.engine, max(4, plan.updates // 2))
+    return _figures(swaps, arrivals, idle)
+
+
+def _figures(
+    swaps: Sequence[Swap], arrivals: Sequence[Sequence[Sequence[float]]], idle: dict[str, Any]
+) -> dict[str, Any]:
+    pauses = [swap.report.pause_s for swap in swaps]
+    loads = [swap.report.load_s for swap in swaps]
+    shares = [swap.report.pause_s / swap.report.load_s for swap in swaps]
+    before, during = _others(swaps, arrivals)
+    return {
+        "updates": len(swaps),
+        "pause_s": {"p50": _round(quantile(pauses, 0.5)), "p99": _round(quantile(pauses, 0.99))},
+        "pause_s_by_server": {
+            f"rollout-{number}": {
+                share: _round(quantile([swap.report.pause_s for swap in swaps if swap.server == number], at))
+                for share, at in (("p50", 0.5), ("p99", 0.99))
+            }
+            for number in {swap.server for swap in swaps}
+        },
+        "pause_over_its_load": {"p50": _round(quantile(shares, 0.5)), "p99": _round(quantile(shares, 0.99))},
+        "load_in_pause_s": {"p50": _round(quantile(loads, 0.5)), "p99": _round(quantile(loads, 0.99))},
+        "fetch_s": {"p50": _round(median(swap.report.fetch_s for swap in swaps))},
+        "in_flight": median(swap.report.in_flight for swap in swaps),
+        "engine_load_s": idle,
+        "others_tokens_per_s": {"before": round(before, 1), "during": round(during, 1)},
+    }
+
+
+def _others(swaps: Sequence[Swap], arrivals: Sequence[Sequence[Sequence[float]]]) -> tuple[float, float]:
+    """Tokens per second of the server that does not update, over all windows before, and over all during."""
+
+    def rate(windows: Sequence[tuple[int, tuple[float, float]]]) -> float:
+        tokens = sum(count for other, (start, end) in windows for when, count in arrivals[other] if start <= when < end)
+        return tokens / sum(end - start for _, (start, end) in windows)
+
+    return (
+        rate([(1 - swap.server, swap.before) for swap in swaps]),
+        rate([(1 - swap.server, swap.during) for swap in swaps]),
+    )
+
+
+async def _reported(server: Server, version: int) -> WeightUpdate:
+    async with asyncio.timeout(UPDATE_S):
+        while True:
+            for update in await server.queue.updates():
+                if update.version == version:
+                    return update
+            await asyncio.sleep(0.05)
+
+
+def _round(seconds: float) -> float:
+    return round(seconds, 4)
+
+
+QUIET_S = 0.2
+
+
+async def idle_loads(pair: Pair, engine: str, count: int) -> dict[str, Any]:
+    """Seconds: p50, p99 and how they were taken."""
+    direct = engine == "vllm"
+    took = [
+        await (_direct(pair, number % 2) if direct else _engine_reported(pair, number % 2)) for number in range(count)
+    ]
+    taken = "vLLM's own routes, called directly" if direct else "as the engine reports it"
+    return {"p50": round(quantile(took, 0.5), 4), "p99": round(quantile(took, 0.99), 4), "taken": taken}
+
+
+async def _engine_reported(pair: Pair, number: int) -> float:
+    report, _ = await pair.update(number)
+    return report.load_s
+
+
+async def _direct(pair: Pair, number: int) -> float:
+    """The newest version once more."""
+    server, manifest = pair.servers[number], pair.manifests[number]
+    async with _session(server.address("vllm")) as http:
+        await _post(http, "/start_weight_update")
+        await _post(http, "/update_weights", {"update_info": {**manifest, "phase": "fetch"}})
+        await _until_quiet(server.engine_pids())
+        began = time.perf_counter()
+        await _post(http, "/update_weights", {"update_info": {**manifest, "phase": "load"}})
+        await _post(http, "/finish_weight_update")
+        return time.perf_counter() - began
+
+
+def _session(address: dict[str, str]) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        address["url"],
+        connector=aiohttp.UnixConnector(address["socket"]),
+        headers={"Authorization": f"Bearer {address['key']}"},
+        timeout=aiohttp.ClientTimeout(total=120),
+    )
+
+
+async def _post(http: aiohttp.ClientSession, path: str, body: dict[str, Any] | None = None) -> None:
+    async with http.post(path, json=body) as response:
+        if response.status != 200:
+            raise RuntimeError(f"vLLM answered {path} with {response.status}: {(await response.text())[:500]}")
+
+
+async def _until_quiet(pids: list[int]) -> None:
+    """The engine's thread that reads and verifies has come to its end."""
+    async with asyncio.timeout(60):
+        before = -1.0
+        while (now := cpu_s(pids)) - before > QUIET_S / 4:
+            before = now
+            await asyncio.sleep(QUIET_S)
+
 
 CALLERS = 8
 PROMPT_TOKENS, ANSWER_TOKENS = 32, 128

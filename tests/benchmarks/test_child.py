@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.child import ROOT, Child, ChildError
-from benchmarks.support.memory import can_reset, family, peaks_mb, reset_peaks
-from benchmarks.support.summary import median_of, quantile
+from benchmarks.support.measure import can_reset, family, median_of, peaks_mb, quantile, reset_peaks
 
 ECHO = """
 import subprocess, sys

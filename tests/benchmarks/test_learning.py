@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 
 from benchmarks.support.far_python import FarPython
-from benchmarks.support.learning_figures import figures_of, ratios_of, reward_at_end, smoothed, wall_to
-from benchmarks.support.learning_run import Common, Curve, LearningRun, finished
+from benchmarks.support.learning_run import (
+    Common,
+    Curve,
+    LearningRun,
+    figures_of,
+    finished,
+    ratios_of,
+    reward_at_end,
+    smoothed,
+    wall_to,
+)
 from penstock.tools import PythonTool
 
 Measure = Callable[..., Awaitable[dict[str, Any]]]

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from tests.deploy.preflight.planting import Place, planted, unused_port
 from tests.deploy.preflight.skewed_clock import skewed
 
-from benchmarks.support.sandbox_server import sandbox_server
+from benchmarks.support.boxes import sandbox_server
 from penstock.deploy.preflight.containment import check_containment
 from penstock.deploy.preflight.redis import check_own_redis
 from penstock.deploy.preflight.sandbox import check_sandbox

@@ -14,7 +14,7 @@ from typing import IO
 from tests.sandbox.containers import IMAGE
 from tests.sandbox.leftovers import MAKERS, Maker
 
-from benchmarks.support.sandbox_server import sandbox_server
+from benchmarks.support.boxes import sandbox_server
 from penstock.sandbox import RunResult, Sandbox, SandboxConfig, Session, make_sandbox
 
 CONFIG = SandboxConfig(
