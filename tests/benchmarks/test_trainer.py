@@ -58,6 +58,7 @@ async def test_the_step_beside_a_padded_loop(measure: Measure) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
+@pytest.mark.deep
 @pytest.mark.skipif(not (TRL / "complete").exists(), reason="TRL is not there: scripts/setup-trl")
 async def test_the_step_beside_trl(measure: Measure) -> None:
     pytest.importorskip("transformers")
