@@ -2,7 +2,7 @@
 
 A *due* is the last step that may train on a group (its oldest version + max_staleness). Steps below `next_step` are
 fixed and have no place left, so a group that is not shipped yet finds G places in each step from `next_step` on.
-The memory queue calls these functions; `lua/parts/admission.lua` mirrors them.
+The memory queue calls these functions; part `admission` of `lua/shared_groups.lua` mirrors them.
 
 Settings under which a run could only stand still or burst, refused before it starts, with the arithmetic.
 """

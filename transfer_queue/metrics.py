@@ -113,7 +113,7 @@ def task_cost(size: int) -> int:
 
 
 PER_OCTAVE = 12
-"""Buckets per doubling of the length; `lua/parts/lengths.lua` mirrors `bucket_of`."""
+"""Buckets per doubling of the length; part `lengths` of `lua/shared_run.lua` mirrors `bucket_of`."""
 
 
 def bucket_of(tokens: int) -> int:

@@ -37,10 +37,19 @@ def mirrored_folder(root: Path, path: str) -> str:
 
 def script_names(root: Path, path: str) -> re.Pattern[str]:
     """Matches the quoted name of a Lua script, or of one beside or above it whose first line names it as a part."""
-    stem, folder = Path(path).stem, root / Path(path).parent
-    scripts = [*folder.glob("*.lua"), *folder.parent.glob("*.lua")]
-    users = (script.stem for script in scripts if re.search(rf"\b{stem}\b", script.read_text().split("\n", 1)[0]))
-    return re.compile("|".join(rf"[\"']{name}[\"']" for name in sorted({stem, *users})))
+    folder = root / Path(path).parent
+    own = {name for name, _ in _scripts_of(root / path)}
+    files = [*folder.glob("*.lua"), *folder.parent.glob("*.lua")]
+    scripts = (script for file in files for script in _scripts_of(file))
+    users = {name for name, first in scripts if any(re.search(rf"\b{part}\b", first) for part in own)}
+    return re.compile("|".join(rf"[\"']{name}[\"']" for name in sorted(own | users)))
+
+
+def _scripts_of(file: Path) -> list[tuple[str, str]]:
+    """(name, first line) of a file's sections ``-- script: NAME`` and ``-- part: NAME``; else the file is one script."""
+    _, *pieces = re.split(r"^-- (?:script|part): (\w+)\n", file.read_text(), flags=re.M)
+    sections = list(zip(pieces[::2], pieces[1::2], strict=True)) or [(file.stem, file.read_text())]
+    return [(name, body.split("\n", 1)[0]) for name, body in sections]
 
 
 def tracked_files(root: Path) -> list[str]:

@@ -12,9 +12,8 @@
 Index keys share the hash tag ``{RUN}``, so that a script may touch all of them in a Redis Cluster; payloads do not, so
 that they may spread. The fence in a payload's name keeps a late writer from overwriting what was acknowledged.
 
-The index operations: one Lua script each, in ``lua/``; shared pieces in ``lua/parts/``.
-
-A script's first line may say ``-- needs: run, episode``: those parts are put in front of it, in that order.
+Each index operation is one Lua script, a section ``-- script: NAME`` of a file in ``lua/``. Its first line may say
+``-- needs: run, episode``: sections ``-- part: run`` and ``-- part: episode`` are put in front of it, in that order.
 """
 
 from __future__ import annotations
@@ -53,7 +52,10 @@ class Keys:
         return [self.index + "*", self._payload + "*"]
 
 
+LAYOUT = "2"
+"""Version of the names and contents of a run's keys; a run with another one is refused. 1 had no such field."""
 _NEEDS = "-- needs:"
+_SECTION = re.compile(r"^-- (script|part): (\w+)\n", re.M)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,20 @@ class Script:
 
 @cache
 def script(name: str) -> Script:
-    """The script of that name. Raises `FileNotFoundError` where there is none."""
-    body = _read(f"{name}.lua")
+    """The script of that name, its parts in front of it. Raises `KeyError` where there is none."""
+    body = _sections()["script", name]
     first = body.split("\n", 1)[0]
     parts = first.removeprefix(_NEEDS).split(",") if first.startswith(_NEEDS) else []
-    source = "\n".join([_read("parts", f"{part.strip()}.lua") for part in parts] + [body])
+    source = "\n".join([f"local LAYOUT = '{LAYOUT}'", *(_sections()["part", part.strip()] for part in parts), body])
     return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-def _read(*path: str) -> str:
-    return files("penstock.transfer_queue").joinpath("lua", *path).read_text(encoding="utf-8")
+@cache
+def _sections() -> dict[tuple[str, str], str]:
+    """(``script`` or ``part``, name) → source, of all files in ``lua/``."""
+    found: dict[tuple[str, str], str] = {}
+    for file in files("penstock.transfer_queue").joinpath("lua").iterdir():
+        if file.name.endswith(".lua"):
+            _, *pieces = _SECTION.split(file.read_text(encoding="utf-8"))
+            found |= dict(zip(zip(pieces[::3], pieces[1::3], strict=True), pieces[2::3], strict=True))
+    return found

@@ -145,7 +145,7 @@ def _join(parts: Sequence[bytes | None]) -> bytes:
 
 
 SPILLED = -1
-"""Size that ``locate.lua`` gives a payload in the batch log."""
+"""Size that script ``locate`` gives a payload in the batch log."""
 Value = TypeVar("Value")
 Locate = Callable[[Sequence[str]], Awaitable[list[StoredPayload]]]
 """Where the payloads of episodes are; an empty name where there is none."""

@@ -18,9 +18,10 @@ from penstock.transfer_queue.codec.trajectories import encode_journal, encode_ta
 from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, payload_cost, task_cost
 from penstock.transfer_queue.redis.client import Connection
-from penstock.transfer_queue.redis.keys import Keys
+from penstock.transfer_queue.redis.keys import LAYOUT, Keys
 from penstock.transfer_queue.redis.payloads import Payloads, Reader, StoredPayload
 from penstock.transfer_queue.redis.replies import (
+    layout_refused,
     lease_from_row,
     letter_from_row,
     limits_to_args,
@@ -107,9 +108,11 @@ class RedisTransferQueue:
             raise QueueError(f"run {self._run} exists with {name} = {found}, not {wanted}; use another name or drop it")
 
     async def config(self) -> str:
-        config = await self._connection.command("HGET", self._keys.run, "config")
+        config, layout = await self._connection.command("HMGET", self._keys.run, "config", "layout")
         if config is None:
             raise NoSuchRun(f"no run {self._run} in this queue")
+        if (found := (layout or b"1").decode()) != LAYOUT:
+            raise QueueError(layout_refused(found))
         return str(config.decode())
 
     # data ----------------------------------------------------------------------------------------------------------
@@ -315,7 +318,7 @@ def _nonce() -> str:
 
 
 def _submitted(task: Task) -> tuple[Any, ...]:
-    """What ``submit.lua`` is told of one task."""
+    """What script ``submit`` is told of one task."""
     packed = encode_task(task)
     cost = task_cost(len(packed))
     return (

@@ -34,6 +34,7 @@ from penstock.transfer_queue.admission import check_limits
 from penstock.transfer_queue.codec.packing import pack_plain, unpack_plain
 from penstock.transfer_queue.codec.trajectories import decode_journal, decode_task, outcome_from_plain
 from penstock.transfer_queue.metrics import deciles
+from penstock.transfer_queue.redis.keys import LAYOUT
 from penstock.transfer_queue.types import (
     EPISODE_TOTALS,
     Announcement,
@@ -94,7 +95,7 @@ def limits_to_args(limits: Limits) -> list[Any]:
 
 
 def status_from_map(found: dict[str, Any]) -> Status:
-    """From the packed map of ``status.lua``."""
+    """From the packed map of script ``status``."""
     version, step, committed, per_step, group_size = found["run"]
     counts, counters = _ints(found["counts"]), _ints(found["counters"])
     published = max(version, committed)
@@ -177,6 +178,16 @@ _PASSING_TYPES = (
     *(OutOfMemoryError, ReadOnlyError, TryAgainError, ClusterDownError, AskError),  # redis-py cut the first word off
     *(RedisConnectionError, RedisTimeoutError, InvalidResponse, OSError),
 )
+
+
+def layout_refused(found: str) -> str:
+    """The message for a run whose keys have layout `found`."""
+    return (
+        f"the run's keys have layout {found}, this version of Penstock reads layout {LAYOUT}: finish the run "
+        "with the version that created it, or drop it (`penstock queue drop`) and start it again; its checkpoints stay"
+    )
+
+
 _NO_RIGHTS = "The user executing the script can't"
 _INSIDE_A_SCRIPT = re.compile(r": -([A-Z]+) ")
 """Redis 6.2 wraps the errors of a script's commands: ``ERR Error running script (call to f_…): … -OOM command …``."""
@@ -196,6 +207,8 @@ def check_passing(error: Exception, where: str) -> None:
     inner = _INSIDE_A_SCRIPT.search(text)
     if code in _PASSING or (inner and inner[1] in _PASSING):
         return
+    if code == "LAYOUT":
+        raise QueueError(layout_refused(text)) from None
     if code in _REFUSALS:
         raise _REFUSALS[code](text) from None
     if isinstance(error, NoPermissionError) or _NO_RIGHTS in str(error):

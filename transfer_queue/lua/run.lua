@@ -1,3 +1,24 @@
+-- The run and its data: creating it, submitting tasks, going back to a checkpoint, freeing payloads.
+
+-- script: create_run
+-- needs: server
+-- ARGV: config, then limit name, value, … Returns nothing, or the first limit that differs: name, theirs, ours.
+local RUN = KEYS[1] .. 'run'
+local exists = redis.call('EXISTS', RUN) == 1
+local layout = redis.call('HGET', RUN, 'layout') or '1'
+if exists and layout ~= LAYOUT then return redis.error_reply('LAYOUT ' .. layout) end
+for i = 2, #ARGV, 2 do
+  local found = redis.call('HGET', RUN, ARGV[i])
+  if exists and found ~= ARGV[i + 1] then
+    return {ARGV[i], found or 'nothing', ARGV[i + 1]}
+  end
+end
+for i = 2, #ARGV, 2 do redis.call('HSET', RUN, ARGV[i], ARGV[i + 1]) end
+redis.call('HSET', RUN, 'config', ARGV[1], 'layout', LAYOUT)
+redis.call('HSETNX', KEYS[1] .. 'counters', 'server', server_start())
+return {}
+
+-- script: submit
 -- needs: run, server, episode, queue
 -- ARGV: epoch and index of the cursor ('' for none), epoch and index of the place before the tasks ('' for any), then
 -- task id, split, min_version, priority, source, bytes that the task, and each of its episodes once it may run, count
@@ -44,3 +65,42 @@ end
 count('submitted', train_tasks)
 if epoch then call('HSET', key('counters'), 'epoch', epoch, 'index', index) end
 return new
+
+-- script: rewind
+-- needs: run
+-- ARGV: step. Returns how many fixed steps will be handed out again. Nothing changes: they were kept as recorded.
+local step = tonumber(ARGV[1])
+if step < run.committed_step or step > run.next_step then
+  return refuse('STEP', 'rewind to ' .. step .. ': batches from ' .. run.committed_step .. ' to ' .. run.next_step
+    .. ' are kept')
+end
+return run.next_step - step
+
+-- script: locate
+-- needs: run, server, episode
+-- ARGV: episodes. Returns for each {name of its payload, bytes}; bytes −1: in the batch log; 0: nowhere.
+local rows = {}
+for i, episode in ipairs(ARGV) do
+  local task_id, m = split_episode(episode)
+  rows[i] = {'', 0}
+  if task_id then
+    local v = call('HMGET', group_key(task_id), 'f' .. m, 'b' .. m, 'p' .. m)
+    if v[2] then rows[i] = {payload_name(episode, v[1]), tonumber(v[2])} end
+    if v[3] then rows[i] = {episode, -1} end
+  end
+end
+return rows
+
+-- script: sweep
+-- needs: run
+-- KEYS: the run, then keys of payloads. ARGV: row of `garbage`, how many of the keys are its payload's, …
+-- Deletes what is still garbage: a Redis that lost its newest writes with its machine may need it again.
+local at = 2
+for i = 1, #ARGV, 2 do
+  local count = tonumber(ARGV[i + 1])
+  if call('SREM', key('garbage'), ARGV[i]) == 1 then
+    for k = at, at + count - 1 do call('UNLINK', KEYS[k]) end
+  end
+  at = at + count
+end
+return 1

@@ -1,0 +1,362 @@
+-- Pieces that scripts put in front of themselves: episodes, groups, steps, admission.
+
+-- part: episode
+-- Episodes. A group is one hash, group:TASK_ID, small enough for Redis's compact encoding; its task is task:TASK_ID.
+-- Of the group: seq, split, source, priority, size, min_version, cost, members_cost, state, at (ms, of the last change of
+-- state), floor, due, ended, rewarded, lowest, rmin, rmax (rewards), step. Of member m: sM state (q, l, d, x), fM fence,
+-- wM worker, aM attempts, kM fence of the last counted failure, nM journal bytes, tM response tokens, bM payload bytes,
+-- hM what they count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without
+-- reward, zM earlier fences.
+local function split_episode(episode)
+  return string.match(episode, '^(.*)#(%d+)$')
+end
+
+local function group_key(task_id)
+  return key('group:' .. task_id)
+end
+
+local function payload_name(episode, fence)
+  return episode .. '@' .. fence
+end
+
+-- `held` counts for the run's memory; `waiting` for back-pressure too, until its step is trained.
+local function add_bytes(held, waiting)
+  if held ~= 0 then call('HINCRBY', key('counters'), 'bytes', held) end
+  if waiting ~= 0 then call('HINCRBY', key('counters'), 'unconsumed', waiting) end
+end
+
+local function add_split_bytes(split, by)
+  add_bytes(by, split == 'train' and by or 0)
+end
+
+local function count_split(split, field, by)
+  if split ~= 'train' then
+    call('HINCRBY', key('splits'), split .. ' ' .. field, by)
+  end
+end
+
+-- Put an episode where workers find it: lowest floor first, then oldest group.
+local function open_episode(episode, split, floor, seq)
+  call('ZADD', key(split == 'train' and 'open:train' or 'open:other'), score(floor, seq), episode)
+  count_split(split, 'queued', 1)
+end
+
+local function close_episode(episode, split)
+  call('ZREM', key(split == 'train' and 'open:train' or 'open:other'), episode)
+  count_split(split, 'queued', -1)
+end
+
+local function hold(episode, split, worker, now)
+  call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
+  call('HINCRBY', key('workers'), worker, 1)
+  count_split(split, 'leased', 1)
+  if split == 'train' then count('leased', 1) end
+end
+
+local function unhold(episode, split, worker)
+  call('ZREM', key('leases'), episode)
+  if call('HINCRBY', key('workers'), worker, -1) <= 0 then
+    call('HDEL', key('workers'), worker)
+  end
+  count_split(split, 'leased', -1)
+  if split == 'train' then count('leased', -1) end
+end
+
+-- The member that `fence` still owns, or nil. A lease that ran out and was not given on is taken up again: after a
+-- pause of Redis itself every worker goes on.
+local function owned(episode, fence, now)
+  local task_id, m = split_episode(episode)
+  if not task_id then return nil end
+  local group = group_key(task_id)
+  local v = call('HMGET', group, 'f' .. m, 's' .. m, 'split', 'w' .. m, 'floor', 'seq', 'size', 'n' .. m, 'a' .. m)
+  if v[1] ~= fence or (v[2] ~= 'l' and v[2] ~= 'q') then return nil end
+  local member = {
+    task_id = task_id, m = m, group = group, split = v[3], worker = v[4], floor = tonumber(v[5]), seq = tonumber(v[6]),
+    size = tonumber(v[7]), journal_bytes = tonumber(v[8] or 0), attempts = tonumber(v[9] or 0),
+  }
+  if v[2] == 'q' then
+    close_episode(episode, member.split)
+    call('HSET', group, 's' .. m, 'l')
+    hold(episode, member.split, member.worker, now)
+  else
+    call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
+  end
+  return member
+end
+
+-- A Redis that was started again, or a replica in its place, may have forgotten its newest fences with its machine,
+-- whose owners live on. It goes on at a number that no start before it can have reached: ten for each millisecond of its
+-- clock. Nothing may be added to the known ones: two starts that forgot the same would come to the same sum. Only where
+-- the clock went back that must do, by a step of this start's own. (Numbers of 14 digits are the same in Lua's text.)
+local FENCES_PER_MS, LONGEST_STEP, this_server = 10, 1000000, nil
+local function new_fence()
+  local counters = key('counters')
+  this_server = this_server or server_start()
+  local v = call('HMGET', counters, 'server', 'fence')
+  if tonumber(v[1]) ~= this_server then
+    local floor, known = now_ms() * FENCES_PER_MS, tonumber(v[2] or 0)
+    if floor <= known then floor = known + 1 + this_server % LONGEST_STEP end
+    call('HSET', counters, 'server', this_server, 'fence', string.format('%.0f', floor))
+  end
+  return call('HINCRBY', counters, 'fence', 1)
+end
+
+-- Back to the queue under a new fence: the old owner is refused from now on.
+local function hand_back(episode, member)
+  unhold(episode, member.split, member.worker)
+  call('HSET', member.group, 's' .. member.m, 'q', 'f' .. member.m, new_fence())
+  open_episode(episode, member.split, member.floor, member.seq)
+end
+
+local function lease_lost(episode, fence)
+  return refuse('LEASELOST', episode .. ': fence ' .. fence .. ' is no longer the newest')
+end
+
+-- A lease as `lease_from_row` reads it: {episode, member, attempts, fence, floor, task, journal}.
+local function describe(episode)
+  local task_id, m = split_episode(episode)
+  local v = call('HMGET', group_key(task_id), 'a' .. m, 'f' .. m, 'floor')
+  return {episode, tonumber(m), tonumber(v[1] or 0), tonumber(v[2]), tonumber(v[3]),
+    call('GET', key('task:' .. task_id)), call('HVALS', key('journal:' .. episode))}
+end
+
+-- part: group
+-- Groups: what happens when all members have ended, and how a group leaves the queue.
+local JOURNALS_KEPT = 100
+
+-- Payload keys spread over a cluster, so a script cannot delete them: it names them here and a client sweeps. Bytes of
+-- 0: unknown, the client looks.
+local function discard_payload(episode, fence, bytes)
+  call('SADD', key('garbage'), payload_name(episode, fence) .. ' ' .. bytes)
+end
+
+local function fields_of(group)
+  local flat, found = call('HGETALL', group), {}
+  for i = 1, #flat, 2 do found[flat[i]] = flat[i + 1] end
+  return found
+end
+
+-- Delete a member's payload from the accounts. `consumed`: it no longer counts for back-pressure.
+local function free_payload(v, group, episode, m, consumed)
+  discard_payload(episode, v['f' .. m], v['b' .. m])
+  local held = tonumber(v['h' .. m])
+  add_bytes(-held, (v.split == 'train' and not consumed) and -held or 0)
+  call('HDEL', group, 'b' .. m, 'h' .. m)
+end
+
+local function drop_letter_journal(episode)
+  local bytes = tonumber(call('HGET', key('letter:' .. episode), 'bytes') or 0)
+  if bytes == 0 then return end
+  add_bytes(-bytes, 0)
+  call('HDEL', key('letter:' .. episode), 'bytes')
+  call('DEL', key('letter_journal:' .. episode))
+end
+
+local function put_letter(episode, outcome, attempts)
+  call('HSET', key('letter:' .. episode), 'outcome', outcome, 'attempts', attempts)
+  call('ZADD', key('letters'), call('HINCRBY', key('counters'), 'letter_seq', 1), episode)
+  local crowded_out = call('ZRANGE', key('letters'), -JOURNALS_KEPT - 1, -JOURNALS_KEPT - 1)[1]
+  if crowded_out then drop_letter_journal(crowded_out) end
+end
+
+local function drop_letter(episode)
+  drop_letter_journal(episode)
+  call('ZREM', key('letters'), episode)
+  call('DEL', key('letter:' .. episode))
+end
+
+local function fail_group(v, group, task_id)
+  call('HSET', group, 'state', 'dead')
+  count('dead_groups', 1)
+  for m = 0, tonumber(v.size) - 1 do
+    local episode = task_id .. '#' .. m
+    if v['b' .. m] then
+      free_payload(v, group, episode, m)
+      count('group_failed', 1)
+      if not v['r' .. m] then put_letter(episode, v['o' .. m], v['a' .. m] or 0) end
+    end
+  end
+end
+
+-- Remove every trace of a group but the counters. Returns its fields. Late writers of earlier leases may have left
+-- payloads behind (zM names their fences).
+local function forget_group(task_id, consumed)
+  local group = group_key(task_id)
+  local v = fields_of(group)
+  for m = 0, tonumber(v.size) - 1 do
+    local episode, state = task_id .. '#' .. m, v['s' .. m]
+    if state == 'l' then unhold(episode, v.split, v['w' .. m]) end
+    if state == 'q' then close_episode(episode, v.split) end
+    if v['b' .. m] then free_payload(v, group, episode, m, consumed) end
+    if v['n' .. m] then
+      add_split_bytes(v.split, -tonumber(v['n' .. m]))
+      call('DEL', key('journal:' .. episode))
+    end
+    for fence in string.gmatch(v['z' .. m] or '', '%d+') do discard_payload(episode, fence, 0) end
+  end
+  add_bytes(-tonumber(v.cost) - (v.floor and tonumber(v.members_cost) or 0), 0)
+  call('DEL', group, key('task:' .. task_id))
+  return v
+end
+
+-- DAPO: a group whose rewards are all equal has no advantage to learn from; another one takes its place.
+local function filter_group(v, task_id)
+  local completed = 0
+  for m = 0, tonumber(v.size) - 1 do
+    if v['s' .. m] == 'd' then completed = completed + 1 end
+  end
+  count('filtered_groups', 1)
+  count('filtered', completed)
+  call('HINCRBY', key('counters'), 'filtered_since', 1)
+  forget_group(task_id)
+end
+
+local function free_unrewarded(v, group, task_id)
+  for m = 0, tonumber(v.size) - 1 do
+    if v['b' .. m] and not v['r' .. m] then
+      free_payload(v, group, task_id .. '#' .. m, m)
+      count('unrewarded', 1)
+    end
+  end
+end
+
+local function make_ready(v, group, task_id)
+  local due = tonumber(v.lowest or v.floor) + run.max_staleness
+  call('HSET', group, 'state', 'ready', 'due', due, 'at', now_ms())
+  call('ZADD', key('ready'), score(due, tonumber(v.seq)), task_id)
+end
+
+local function end_group(group, task_id)
+  local v = fields_of(group)
+  if v.split ~= 'train' then
+    call('HSET', group, 'state', 'done')
+    return
+  end
+  call('ZREM', key('admitted'), task_id)
+  local enough = tonumber(v.rewarded or 0) >= math.min(run.min_group, tonumber(v.size))
+  if enough and run.filter_groups == 'zero_variance' and v.rmin == v.rmax then
+    count_source(v.source, -1)
+    filter_group(v, task_id)
+    return
+  end
+  if enough then
+    free_unrewarded(v, group, task_id)
+    make_ready(v, group, task_id)
+  else
+    count_source(v.source, -1)
+    fail_group(v, group, task_id)
+  end
+end
+
+local function member_ended(member)
+  if call('HINCRBY', member.group, 'ended', 1) == member.size then
+    end_group(member.group, member.task_id)
+  end
+end
+
+-- part: steps
+-- Fixed steps: how many episodes and payload bytes each holds.
+local function step_groups(step)
+  local packed = call('HGET', STEPS, 'batch:' .. step)
+  return packed and cmsgpack.unpack(packed) or {}
+end
+
+local function weigh(groups)
+  local episodes, bytes = 0, 0
+  for _, group in ipairs(groups) do
+    for _, episode in ipairs(group) do
+      local task_id, m = split_episode(episode)
+      episodes = episodes + 1
+      bytes = bytes + tonumber(call('HGET', group_key(task_id), 'h' .. m) or 0)
+    end
+  end
+  return episodes, bytes
+end
+
+-- The step's payloads no longer hold admission back.
+local function count_trained(groups)
+  local episodes, bytes = weigh(groups)
+  count('trained', episodes)
+  add_bytes(0, -bytes)
+  return episodes
+end
+
+-- part: admission
+-- Admission: admission.py in Lua. `places`, `may_admit` and `may_ship` say there what they say here.
+local function up_to(step)
+  return '(' .. score(step + 1, 0)
+end
+
+-- Under `mask` a group that is late while it runs takes nobody's place.
+local function count_unshipped(step)
+  local low = '-inf'
+  if run.overage == 'mask' then low = score(run.next_step, 0) end
+  return call('ZCOUNT', key('admitted'), low, up_to(step)) + call('ZCOUNT', key('ready'), '-inf', up_to(step))
+end
+
+local function places(step)
+  return math.max(0, step - run.next_step + 1) * run.groups_per_step
+end
+
+-- Steps after version + max_staleness need no look: no due lies there, and each adds places.
+local function may_admit(due)
+  for step = due, math.max(due, run.version + run.max_staleness) do
+    if count_unshipped(step) >= places(step) then return false end
+  end
+  return true
+end
+
+-- Back-pressure. One step's worth of groups is always admitted: else a full queue could never ship, nor empty.
+local function room_allows()
+  local shipped = (run.next_step - math.max(run.version, run.committed_step)) * run.groups_per_step
+  local in_system = call('ZCARD', key('admitted')) + call('ZCARD', key('ready')) + shipped
+  if in_system < run.groups_per_step then return true end
+  if run.max_groups > 0 and in_system >= run.max_groups then return false end
+  return tonumber(call('HGET', key('counters'), 'unconsumed') or 0) <= run.max_bytes
+end
+
+-- First group of a queue that a worker at `version` may run, with its score; those that ask for newer weights are
+-- passed over.
+local function first_fit(queue, version)
+  local from = 0
+  repeat
+    local found = call('ZRANGE', queue, from, from + 63, 'WITHSCORES')
+    for i = 1, #found, 2 do
+      local min_version = tonumber(call('HGET', group_key(found[i]), 'min_version'))
+      if min_version <= version then return found[i], tonumber(found[i + 1]) end
+    end
+    from = from + 64
+  until #found < 128 or from >= 1024
+  return nil
+end
+
+local function next_queued(version)
+  local best, best_score, best_queue
+  for _, queue in ipairs(queue_keys(quota_of())) do
+    local task_id, at = first_fit(queue, version)
+    if task_id and (not best or at < best_score) then best, best_score, best_queue = task_id, at, queue end
+  end
+  return best, best_queue
+end
+
+-- Admit one group for a worker at `version` and open all its episodes. Returns whether one was admitted.
+local function admit(version, now)
+  local floor = math.min(version, run.version)
+  local due = floor + run.max_staleness
+  if not room_allows() or not may_admit(due) then return false end
+  local task_id, queue = next_queued(version)
+  if not task_id then return false end
+  local group = group_key(task_id)
+  local v = call('HMGET', group, 'seq', 'size', 'source', 'members_cost')
+  local seq = tonumber(v[1])
+  call('ZREM', queue, task_id)
+  count_source(v[3], 1)
+  add_bytes(tonumber(v[4]), 0)
+  call('ZADD', key('admitted'), score(due, seq), task_id)
+  call('HSET', group, 'state', 'admitted', 'floor', floor, 'due', due, 'at', now)
+  for m = 0, tonumber(v[2]) - 1 do
+    call('HSET', group, 's' .. m, 'q')
+    open_episode(task_id .. '#' .. m, 'train', floor, seq)
+  end
+  return true
+end

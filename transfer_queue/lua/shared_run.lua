@@ -1,0 +1,133 @@
+-- Pieces that scripts put in front of themselves: the run, its limits and its clock; what may be written when Redis is full; queued groups.
+
+-- part: run
+-- The run: its limits, its steps, the queue's clock, and errors. KEYS[1] is the run's prefix, penstock:{RUN}:, a key
+-- that never exists: Redis takes KEYS for written, and nobody but the owner may write the run's own hash.
+local PREFIX = KEYS[1]
+local RUN = PREFIX .. 'run'
+local call = redis.call
+
+local function key(name)
+  return PREFIX .. name
+end
+
+local function refuse(code, text)
+  return redis.error_reply(code .. ' ' .. text)
+end
+
+local raw = call('HMGET', RUN, 'group_size', 'groups_per_step', 'max_staleness', 'min_group', 'max_attempts',
+  'lease_ttl_ms', 'max_bytes', 'max_groups', 'max_filtered_steps', 'overage', 'filter_groups', 'quotas', 'layout')
+if not raw[1] then
+  return refuse('NORUN', 'no such run; create_run comes first')
+end
+if raw[13] ~= LAYOUT then return refuse('LAYOUT', raw[13] or '1') end
+local run = {
+  group_size = tonumber(raw[1]), groups_per_step = tonumber(raw[2]), max_staleness = tonumber(raw[3]),
+  min_group = tonumber(raw[4]), max_attempts = tonumber(raw[5]), lease_ttl_ms = tonumber(raw[6]),
+  max_bytes = tonumber(raw[7]), max_groups = tonumber(raw[8]), max_filtered_steps = tonumber(raw[9]),
+  overage = raw[10], filter_groups = raw[11],
+}
+
+-- Steps are a hash of their own, so that Redis can refuse it to everybody but the trainer.
+local STEPS = key('steps')
+do
+  local names = {'version', 'next_step', 'committed_step'}
+  for i, value in ipairs(call('HMGET', STEPS, unpack(names))) do run[names[i]] = tonumber(value or 0) end
+end
+
+-- data_source → groups; read only where it matters.
+local function quota_of()
+  return cjson.decode(raw[12])
+end
+
+-- Leases and heartbeats are measured by this clock alone: a client's clock may jump.
+local function now_ms()
+  local time = call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+local function count(field, by)
+  if by ~= 0 then
+    call('HINCRBY', key('counts'), field, by)
+  end
+end
+
+-- Sorted-set scores hold a major number (due, floor, rank; below 2^20) and a minor one (submission order; below 2^32).
+local SPAN = 4294967296
+local function score(major, minor)
+  return string.format('%.0f', major * SPAN + minor)
+end
+
+-- True once per nonce: a client that lost a reply asks again with the same one.
+local function first_time(nonce)
+  return call('SET', key('once:' .. nonce), 1, 'NX', 'EX', 600) and true or false
+end
+
+-- part: server
+-- This start of this server, as a number: another one after a restart, and on a replica that takes over.
+local function server_start()
+  return tonumber(string.sub(string.match(redis.call('INFO', 'server'), 'run_id:(%x+)'), 1, 12), 16)
+end
+
+-- part: full
+-- A Redis that has reached maxmemory refuses writes that may need memory, unless the script has written before. What
+-- ends episodes and steps makes room, so it must always go through; a deletion is never refused and opens the door.
+call('DEL', key('nothing'))
+
+-- part: trainer
+-- Only the trainer may write the run's steps. Asking for that first refuses everybody else before anything has changed:
+-- Redis takes back nothing of a script that it stops half-way. It is also what `full` is for the others: a first write
+-- that a full Redis allows.
+call('HDEL', STEPS, 'nothing')
+
+-- part: queue
+-- Queued groups: one sorted set for all sources without a quota, one for each source with one. Highest priority first,
+-- then oldest.
+local HIGHEST_PRIORITY = 1000
+
+local function queue_key(source, quotas)
+  return quotas[source] and key('queue:' .. source) or key('queue')
+end
+
+local function queue_score(priority, seq)
+  return score(HIGHEST_PRIORITY - priority, seq)
+end
+
+-- Keys of the queues that may be admitted from; `all` also gives those whose quota is used up.
+local function queue_keys(quotas, all)
+  local keys = {key('queue')}
+  for source, quota in pairs(quotas) do
+    local used = all and 0 or tonumber(call('HGET', key('in_system'), source) or 0)
+    if used < quota then keys[#keys + 1] = key('queue:' .. source) end
+  end
+  table.sort(keys)
+  return keys
+end
+
+local function count_queued(quotas)
+  local queued = 0
+  for _, queue in ipairs(queue_keys(quotas, true)) do queued = queued + call('ZCARD', queue) end
+  return queued
+end
+
+-- Queued groups beyond what the quota of their source has room for.
+local function count_parked(quotas)
+  local parked = 0
+  for source, quota in pairs(quotas) do
+    local room = math.max(0, quota - tonumber(call('HGET', key('in_system'), source) or 0))
+    parked = parked + math.max(0, call('ZCARD', key('queue:' .. source)) - room)
+  end
+  return parked
+end
+
+-- Unshipped groups of sources with a quota.
+local function count_source(source, by)
+  if quota_of()[source] then call('HINCRBY', key('in_system'), source, by) end
+end
+
+-- part: lengths
+-- Response lengths of finished training episodes, and of those that were over-age, in buckets of a twelfth of an octave.
+local function count_length(tokens, over_age)
+  local bucket = math.floor(12 * math.log(tokens + 1) / math.log(2) + 1e-9)
+  call('HINCRBY', key('lengths'), (over_age and 'over ' or 'all ') .. bucket, 1)
+end

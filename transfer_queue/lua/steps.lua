@@ -1,0 +1,238 @@
+-- Batches of steps, versions, spilling and commits.
+
+-- script: lease_batch
+-- needs: run, trainer, server, episode, queue, group, lengths, admission
+-- ARGV: step. Returns {1, packed groups} or {0, cause}.
+local step = tonumber(ARGV[1])
+local fixed = call('HGET', STEPS, 'batch:' .. step)
+if fixed then return {1, fixed} end
+if step ~= run.next_step then
+  return refuse('STEP', 'step ' .. step .. ': the next one is ' .. run.next_step .. '; steps below '
+    .. run.committed_step .. ' are committed')
+end
+if step > run.version + 1 then
+  return {0, 'version ' .. (step - 1) .. ' is not published yet; only one step ahead is leased'}
+end
+
+-- Members that have not ended count with what they have journaled.
+local function drop_group(task_id)
+  local v = forget_group(task_id)
+  count_source(v.source, -1)
+  count('dropped_over_age', 1)
+  for m = 0, tonumber(v.size) - 1 do
+    local state, tokens = v['s' .. m], tonumber(v['t' .. m] or 0)
+    if v['b' .. m] then count('dropped', 1) end  -- others without a reward were counted when their group was ready
+    if state ~= 'd' and state ~= 'x' then count_length(tokens, false) end
+    if state ~= 'x' then count_length(tokens, true) end
+  end
+end
+
+local function drop_over_age()
+  for _, set in ipairs({'admitted', 'ready'}) do
+    for _, task_id in ipairs(call('ZRANGEBYSCORE', key(set), '-inf', '(' .. score(step, 0))) do
+      drop_group(task_id)
+      call('ZREM', key(set), task_id)
+    end
+  end
+end
+
+-- Where no group that is due then still runs there is nothing to wait for. (That too many are due at once happens only
+-- to a queue that has caught up with a checkpoint that was ahead of it.)
+local function left_in_time(batch)
+  for at = step, math.max(step, run.version + run.max_staleness) do
+    local slow = call('ZCOUNT', key('admitted'), '-inf', up_to(at))
+    local left = slow + call('ZCOUNT', key('ready'), '-inf', up_to(at))
+    for _, one in ipairs(batch) do
+      if one.due <= at then left = left - 1 end
+    end
+    if slow > 0 and left > (at - step) * run.groups_per_step then return false end
+  end
+  return true
+end
+
+local function slow_names()
+  local names = {}
+  for _, task_id in ipairs(call('ZRANGE', key('admitted'), 0, 4)) do
+    names[#names + 1] = task_id .. ' by step ' .. call('HGET', group_key(task_id), 'due')
+  end
+  return table.concat(names, ', ')
+end
+
+local function ship(task_id)
+  local v, episodes = fields_of(group_key(task_id)), {}
+  for m = 0, tonumber(v.size) - 1 do
+    if v['r' .. m] then
+      episodes[#episodes + 1] = task_id .. '#' .. m
+      if tonumber(v['v' .. m] or step) + run.max_staleness < step then
+        count('masked', 1)
+        count_length(tonumber(v['t' .. m]), true)
+      end
+    end
+  end
+  call('ZREM', key('ready'), task_id)
+  call('HSET', group_key(task_id), 'state', 'shipped', 'step', step)
+  count_source(v.source, -1)
+  return episodes
+end
+
+-- Under `wait` a group is over the bound only where a queue has caught up with a checkpoint that was ahead of it.
+if run.overage ~= 'mask' then drop_over_age() end
+local filtered = tonumber(call('HGET', key('counters'), 'filtered_since') or 0)
+if run.max_filtered_steps > 0 and filtered > run.max_filtered_steps * run.groups_per_step then
+  return refuse('FILTERED', 'step ' .. step .. ': ' .. filtered .. ' groups had equal rewards and were filtered, more than '
+    .. run.max_filtered_steps .. ' steps of ' .. run.groups_per_step .. ' (max_filtered_steps). The tasks are too easy'
+    .. ' or too hard for this policy, or the reward function gives one answer to all')
+end
+local batch = {}
+for _, task_id in ipairs(call('ZRANGE', key('ready'), 0, run.groups_per_step - 1)) do
+  local v = call('HMGET', group_key(task_id), 'due', 'seq')
+  batch[#batch + 1] = {task_id = task_id, due = tonumber(v[1]), seq = tonumber(v[2])}
+end
+if #batch < run.groups_per_step then
+  return {0, #batch .. ' of ' .. run.groups_per_step .. ' groups ready; ' .. call('ZCARD', key('admitted'))
+    .. ' in flight, ' .. count_queued(quota_of()) .. ' queued'}
+end
+if run.overage == 'wait' and not left_in_time(batch) then
+  return {0, 'slow groups are due: ' .. slow_names()}
+end
+
+table.sort(batch, function(a, b) return a.seq < b.seq end)
+local groups = {}
+for i, one in ipairs(batch) do groups[i] = ship(one.task_id) end
+local packed = cmsgpack.pack(groups)
+call('HSET', STEPS, 'batch:' .. step, packed, 'next_step', step + 1)
+call('HDEL', key('counters'), 'filtered_since')
+return {1, packed}
+
+-- script: publish_version
+-- needs: run, trainer, server, episode, steps
+-- ARGV: version, packed announcement, nonce. Returns 1 if it became current, 0 if it was published before.
+local version, nonce = tonumber(ARGV[1]), ARGV[3]
+if version <= run.version then
+  return call('HGET', STEPS, 'published_by') == nonce and 1 or 0
+end
+if version ~= run.version + 1 or version > run.next_step then
+  return refuse('STEP', 'version ' .. version .. ' after ' .. run.version .. ': step ' .. (version - 1)
+    .. ' is out of order or was never leased')
+end
+count_trained(step_groups(version - 1))
+call('HSET', STEPS, 'version', version, 'announcement', ARGV[2], 'published_by', nonce)
+return 1
+
+-- script: renew_manifest
+-- needs: run, trainer
+-- ARGV: version, packed announcement. Returns 1 if `version` is the current one.
+if tonumber(ARGV[1]) ~= run.version then return 0 end
+call('HSET', STEPS, 'announcement', ARGV[2])
+return 1
+
+-- script: spill
+-- needs: run, trainer, server, episode, queue, group
+-- ARGV: step, episodes of it that are durable in the batch log. Their payloads are named in `garbage`. Returns how many
+-- were still held here.
+local step, moved = tonumber(ARGV[1]), 0
+if step >= run.version then
+  return refuse('STEP', 'spill of step ' .. step .. ': version ' .. (step + 1) .. ' is not published')
+end
+for i = 2, #ARGV do
+  local task_id, m = split_episode(ARGV[i])
+  local group = group_key(task_id)
+  local v = fields_of(group)
+  if v.state == 'shipped' and tonumber(v.step) == step and v['b' .. m] then
+    free_payload(v, group, ARGV[i], m, true)
+    call('HSET', group, 'p' .. m, 1)
+    moved = moved + 1
+  end
+end
+count('spilled', moved)
+return moved
+
+-- script: commit
+-- needs: run, trainer, server, episode, queue, group, steps
+-- ARGV: step, packed map step → groups of steps that the checkpoint holds ('' for none). Everything of the steps below
+-- `step` is deleted; their payloads are named in `garbage` for a client to sweep.
+local step = tonumber(ARGV[1])
+local known = ARGV[2] ~= '' and cmsgpack.unpack(ARGV[2]) or {}
+for lost = run.next_step, step - 1 do
+  if not known[lost] then
+    return refuse('STEP', 'commit of ' .. step .. ': step ' .. lost .. ' was never leased here; steps below '
+      .. run.next_step .. ' were')
+  end
+end
+
+local function forget_fixed(groups)
+  for _, group in ipairs(groups) do forget_group((split_episode(group[1])), true) end
+end
+
+-- What had finished here and is not in the checkpoint finished without being trained; what is in it had finished.
+local function settle_members(v, group)
+  local finished = 0
+  for m = 0, tonumber(v.size) - 1 do
+    if v['b' .. m] then finished = finished + 1 end
+  end
+  for _, episode in ipairs(group) do
+    local _, m = split_episode(episode)
+    if v['b' .. m] then finished = finished - 1 else count('completed', 1) end
+  end
+  count('unrewarded', finished)
+end
+
+-- A step that this queue lost and a checkpoint holds: its groups are forgotten wherever they are. One that is not even
+-- submitted here is remembered until it is.
+local function forget_trained(group)
+  local task_id = split_episode(group[1])
+  local v = fields_of(group_key(task_id))
+  count('trained', #group)
+  if not v.state then
+    call('SADD', key('trained_ahead'), task_id)
+    count('submitted', 1)
+    count('completed', #group)
+    return
+  end
+  settle_members(v, group)
+  for _, set in ipairs({queue_key(v.source, quota_of()), key('admitted'), key('ready')}) do call('ZREM', set, task_id) end
+  if v.state == 'admitted' or v.state == 'ready' then count_source(v.source, -1) end
+  if v.state == 'dead' then count('dead_groups', -1) end
+  forget_group(task_id)
+end
+
+for done = run.committed_step, step - 1 do
+  local groups = step_groups(done)
+  if done >= run.next_step then
+    groups = known[done]
+    for _, group in ipairs(groups) do forget_trained(group) end
+  elseif done >= run.version then
+    count_trained(groups)
+    forget_fixed(groups)
+  else
+    forget_fixed(groups)
+  end
+  for _, group in ipairs(groups) do count('committed', #group) end
+  count('committed_groups', #groups)
+  call('HDEL', STEPS, 'batch:' .. done)
+end
+if ARGV[2] ~= '' and step > run.version then
+  call('HSET', STEPS, 'next_step', math.max(step, run.next_step), 'version', step)
+  call('HDEL', STEPS, 'announcement')
+end
+call('HSET', STEPS, 'committed_step', math.max(step, run.committed_step))
+return 1
+
+-- script: held
+-- needs: run, server, episode, queue, group
+-- Finished training episodes that are still here: in unfinished and ready groups, and in steps not yet committed.
+local names = {}
+for _, set in ipairs({'admitted', 'ready'}) do
+  for _, task_id in ipairs(call('ZRANGE', key(set), 0, -1)) do
+    local v = fields_of(group_key(task_id))
+    for m = 0, tonumber(v.size) - 1 do
+      if v['b' .. m] then names[#names + 1] = task_id .. '#' .. m end
+    end
+  end
+end
+for step = run.committed_step, run.next_step - 1 do
+  for _, group in ipairs(cmsgpack.unpack(call('HGET', STEPS, 'batch:' .. step))) do
+    for _, episode in ipairs(group) do names[#names + 1] = episode end
+  end
+end
+return names
