@@ -46,7 +46,7 @@ def script_names(root: Path, path: str) -> re.Pattern[str]:
 
 
 def _scripts_of(file: Path) -> list[tuple[str, str]]:
-    """(name, first line) of a file's sections ``-- script: NAME`` and ``-- part: NAME``; else the file is one script."""
+    """(name, first line) of sections ``-- script: NAME`` and ``-- part: NAME``; else the file is one script."""
     _, *pieces = re.split(r"^-- (?:script|part): (\w+)\n", file.read_text(), flags=re.M)
     sections = list(zip(pieces[::2], pieces[1::2], strict=True)) or [(file.stem, file.read_text())]
     return [(name, body.split("\n", 1)[0]) for name, body in sections]
