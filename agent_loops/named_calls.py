@@ -1,7 +1,7 @@
 """A tool call by a name of its own: the same in every worker that runs the episode, so that none does it twice.
 
 A worker that dies while a call is out leaves no entry of it in the journal. The next one asks the same again, under
-the same name, and a sandbox server that did it already tells what came of it (`sandbox/call_key.py`).
+the same name, and a sandbox server that did it already tells what came of it (`sandbox/idempotency.py`).
 """
 
 from __future__ import annotations

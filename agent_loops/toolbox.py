@@ -22,9 +22,17 @@ from penstock.agent_loops.tool_failures import as_infra, within
 from penstock.agent_loops.tool_states import OnLost, ToolStates
 from penstock.agent_loops.trace import span
 from penstock.sandbox import SandboxLost, as_call
-from penstock.tools import BaseTool, CountTokens, ToolConfig, ToolResult, check_arguments, guard_of, truncate_tokens
+from penstock.tools import (
+    BaseTool,
+    CountTokens,
+    ToolConfig,
+    ToolResult,
+    check_arguments,
+    guard_of,
+    truncate,
+    truncate_tokens,
+)
 from penstock.tools.parsers import ToolCall
-from penstock.tools.truncation import truncate
 from penstock.transfer_queue import JournalEntry, JournalKind, Task
 
 log = logging.getLogger(__name__)

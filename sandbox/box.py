@@ -1,22 +1,121 @@
-"""A driver that is a child of the worker, at the other end of a socket pair."""
+"""Boxes with a driver inside: the frame protocol, and the driver as a child process of the worker.
+
+A frame is 4 bytes of length (big endian), then JSON. `Box` speaks it over any connection; `ProcessBox` starts the
+driver at the other end of a socket pair.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
+import struct
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Any, Protocol
 
+from penstock.common import Backoff
 from penstock.sandbox.bundle import open_blob
 from penstock.sandbox.cgroups import Cgroup
-from penstock.sandbox.frames import Box, BoxEnded
 from penstock.sandbox.protocol import SandboxError
 
+MAX_FRAME_BYTES = 64 << 20
+
+
+Tell = Callable[[str, str], None]
+
+
+"""(stream, text): a piece of output, as it comes."""
+
+
+_LENGTH = struct.Struct(">I")
+
+
+class BoxEnded(SandboxError):
+    """The driver's end of its connection closed."""
+
+
+class Writer(Protocol):
+    """What of asyncio's StreamWriter is needed."""
+
+    def write(self, data: bytes) -> None: ...
+
+    async def drain(self) -> None:
+        """Raises `ConnectionError` where the other end is gone."""
+
+
+class Box(ABC):
+    """A started driver. One request at a time; the owner awaits `end` whatever happened."""
+
+    _reader: asyncio.StreamReader
+    _writer: Writer
+
+    def __init__(self) -> None:
+        self._requests = 0
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def stderr_tail(self) -> str:
+        """What the driver wrote to its stderr."""
+
+    @abstractmethod
+    def new_oom_kills(self) -> int:
+        """Processes of this box that ran out of memory since the last call; also after its end."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """Everything in the box is gone afterwards."""
+
+    async def request(self, command: dict[str, Any], deadline_s: float, tell: Tell | None = None) -> dict[str, Any]:
+        """The driver's answer; `tell` hears what comes before it.
+
+        Raises `BoxEnded`, or `TimeoutError` past the deadline: end the box then.
+        """
+        self._requests += 1
+        body = json.dumps({**command, "id": self._requests}).encode("ascii")
+        async with asyncio.timeout(deadline_s):
+            try:
+                self._writer.write(_LENGTH.pack(len(body)) + body)
+                await self._writer.drain()
+            except ConnectionError as error:
+                raise BoxEnded("the box closed its socket") from error
+            while "out" in (answer := await self._receive_answer()):
+                if tell is not None:
+                    tell(answer["out"], answer["data"])
+        return answer
+
+    async def _receive_answer(self) -> dict[str, Any]:
+        answer = await self._receive()
+        if answer.get("id") != self._requests:
+            raise BoxEnded("the box broke its protocol")
+        return answer
+
+    async def _receive(self) -> dict[str, Any]:
+        try:
+            (size,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            if size > MAX_FRAME_BYTES:
+                raise BoxEnded(f"the box sent a frame of {size} bytes")
+            answer = json.loads(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
+            raise BoxEnded(f"the box ended ({self.stderr_tail or 'it said nothing'})") from error
+        if not isinstance(answer, dict):
+            raise BoxEnded("the box broke its protocol")
+        return answer
+
+
 START_DEADLINE_S = 20.0
+
+
 END_DEADLINE_S = 5.0
+EXIT_POLL = Backoff(0.001, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +170,7 @@ class ProcessBox(Box):
             async with asyncio.timeout(START_DEADLINE_S):
                 await self._receive()
         except (BoxEnded, TimeoutError) as error:
-            reason = self.last_words or f"no answer in {START_DEADLINE_S:.0f} s"
+            reason = self.stderr_tail or f"no answer in {START_DEADLINE_S:.0f} s"
             await self.end()
             raise SandboxError(f"the box did not start: {reason}") from error
         except BaseException:
@@ -91,7 +190,7 @@ class ProcessBox(Box):
         return new
 
     @property
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         self._stderr.seek(0)
         return self._stderr.read(2000).decode("utf-8", "replace").strip()
 
@@ -123,13 +222,11 @@ class ProcessBox(Box):
             self._process.kill()
 
     async def _exited(self, deadline_s: float) -> bool:
-        pause_s = 0.001
+        pauses = EXIT_POLL.pauses()
         while self._process.poll() is None:
             if deadline_s <= 0:
                 return False
-            await asyncio.sleep(pause_s)
-            deadline_s -= pause_s
-            pause_s = min(pause_s * 2, 0.05)
+            deadline_s -= await pauses.sleep()
         return True
 
     @staticmethod

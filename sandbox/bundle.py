@@ -12,10 +12,7 @@ from pathlib import Path
 
 from penstock.sandbox.protocol import SandboxError
 
-MODULES = (
-    *("frames", "capture", "children", "processes", "interpreter", "shell", "residents", "watch"),
-    *("files", "segments", "calls", "confine", "driver"),
-)
+MODULES = ("capture", "children", "interpreter", "shell", "persistent", "calls", "driver")
 """In import order: each finds those before it in `sys.modules`."""
 PACKAGE = "penstock.sandbox.inside"
 

@@ -18,7 +18,7 @@ from penstock.sandbox.box import BoxCommand, ProcessBox
 from penstock.sandbox.bundle import compile_driver, driver_command
 from penstock.sandbox.cgroups import CgroupMaker, open_cgroups
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.maker import QUEUE_TIMEOUT_S, DriverSandbox, Place
+from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot
 from penstock.sandbox.protocol import SandboxError
 from penstock.sandbox.seccomp import build_filter
 
@@ -69,9 +69,9 @@ class BwrapSandbox(DriverSandbox):
         if self._cgroups is not None:
             self._cgroups.close()
 
-    async def _launch(self, place: Place) -> ProcessBox:
+    async def _launch(self, slot: SessionSlot) -> ProcessBox:
         try:
-            cgroup = self._cgroups.make(place.slot) if self._cgroups else None
+            cgroup = self._cgroups.make(slot.slot) if self._cgroups else None
         except OSError as error:
             raise SandboxError(f"the box's cgroup cannot be made: {error}") from error
         argv = [*self._bwrap(), "--", *driver_command(PYTHON, self._settings(), "{0}")]
@@ -79,7 +79,7 @@ class BwrapSandbox(DriverSandbox):
         if self._filter is not None:
             blobs.append(self._filter)
         if os.geteuid() == 0:
-            argv = [*_as_uid(place.slot), *argv]
+            argv = [*_as_uid(slot.slot), *argv]
         if cgroup is not None:
             argv = ["/bin/sh", "-c", _ENTER_CGROUPS, "box", *cgroup.join_files, "--", *argv]
         return await ProcessBox.start(BoxCommand(tuple(argv), tuple(blobs), cgroup=cgroup))

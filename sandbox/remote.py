@@ -1,21 +1,51 @@
-"""Client of a sandbox server (`penstock sandbox`): its sessions outlive the worker that opened them."""
+"""Client of a sandbox server (`penstock sandbox`), whose sessions outlive the worker that opened them.
+
+`RemoteClient` decides which requests are sent again, and maps every refusal to its error.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import json
+import os
+import random
+import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
+
+from penstock.common import bearer_headers
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
-from penstock.sandbox.remote_http import Answer, RemoteClient, sendable
+from penstock.sandbox.idempotency import HEADER, request_key
+from penstock.sandbox.protocol import Output, RunResult, SandboxBusy, SandboxError, SandboxLost
+from penstock.sandbox.session import GRACE_S
 
 START_TIMEOUT_S = 150.0
+
+
 """A start may wait for a free box; the server's own limit is shorter."""
+
+
 NETWORK_SLACK_S = 15.0
+RUN_SLACK_S = GRACE_S + 10.0
+"""The server waits `GRACE_S` for a driver before it ends the box: its report must not be cut off."""
+
+
 TTL_HEADROOM_S = 300.0
+
+
 """An unused session outlives its episode's deadline by this: a lost worker's lease must run out, another be free."""
+
+
 USUAL_DEADLINE_S = 600.0
+
+
 MOST_TTL_S = 86400.0
+
+
 """The server's own limit."""
 
 
@@ -43,7 +73,7 @@ class RemoteSession:
         limit_s = self._limit_s(timeout_s)
         body = {"argv": argv, "stdin": stdin, "cwd": cwd, "timeout_s": limit_s}
         result = None
-        async for line in self._sandbox.client.lines(f"{self._path}/stream", limit_s + NETWORK_SLACK_S, body):
+        async for line in self._sandbox.client.lines(f"{self._path}/stream", limit_s + RUN_SLACK_S, body):
             if "result" in line:
                 result = RunResult(**line["result"])
             else:
@@ -61,7 +91,7 @@ class RemoteSession:
     async def _run(self, verb: str, body: dict[str, Any], timeout_s: float | None) -> RunResult:
         limit_s = self._limit_s(timeout_s)
         body["timeout_s"] = limit_s
-        answer = await self._request("POST", verb, limit_s + NETWORK_SLACK_S, json=body)
+        answer = await self._request("POST", verb, limit_s + RUN_SLACK_S, json=body)
         return RunResult(**answer.json())
 
     def _limit_s(self, timeout_s: float | None) -> float:
@@ -80,7 +110,7 @@ class RemoteSession:
     async def close(self) -> None:
         await self._sandbox.client.request("DELETE", self._path, NETWORK_SLACK_S)
 
-    async def _request(self, method: str, verb: str, timeout_s: float, **content: Any) -> Answer:
+    async def _request(self, method: str, verb: str, timeout_s: float, **content: Any) -> HttpReply:
         return await self._sandbox.client.request(method, f"{self._path}/{verb}", timeout_s, **content)
 
     @property
@@ -112,3 +142,184 @@ class RemoteSandbox:
     async def close(self) -> None:
         """Lets go of the connections; sessions live on until closed or unused for their time."""
         await self.client.close()
+
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+BUSY_TIMEOUT_S = 120.0
+
+
+"""How long a refusal for want of room is asked again: nothing was done, so nothing can be done twice."""
+
+
+PATH_MAX_BYTES = 4096
+
+
+"""Linux's PATH_MAX, its closing NUL included."""
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+RETRY_AFTER_S = (0.1, 1.0)
+
+
+"""Requests with a key are sent again where the server did not answer: it does none of them twice."""
+
+
+KEEP_ALIVE_S = 30.0
+
+
+"""Idle connections are ours to close: one that the server closes just when we write to it loses a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpReply:
+    status: int
+    body: bytes
+    retry_after: str | None
+
+    def json(self) -> Any:
+        """Raises `ValueError`."""
+        return json.loads(self.body)
+
+
+class RemoteClient:
+    """One connection pool. Requests within a tool's call carry a key (`idempotency`); a request without one is sent
+    again only where the server refused it for want of room: a run that was asked for twice may happen twice."""
+
+    def __init__(self, url: str, token: str, max_connections: int) -> None:
+        self.url = url.rstrip("/")
+        self.busy_timeout_s = BUSY_TIMEOUT_S
+        self._headers = bearer_headers(token)
+        self._max_connections = max_connections
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        """Made at the first request: aiohttp wants a running loop."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=KEEP_ALIVE_S)
+            jar = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers, cookie_jar=jar)
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def request(self, method: str, path: str, timeout_s: float, **content: Any) -> HttpReply:
+        """Raises `SandboxLost` (404), `SandboxBusy` (no room), `OSError` (a file's), `SandboxError` (all else)."""
+        deadline = time.monotonic() + self.busy_timeout_s
+        key = _key_of(method, path, content) if content else None
+        while True:
+            answer = await self._send(method, path, timeout_s, key, content)
+            if answer.status < 400:
+                return answer
+            failure = _failure(self.url, answer)
+            if not isinstance(failure, SandboxBusy):
+                raise failure
+            wait_s = (failure.after_s or 1.0) * random.uniform(1.0, 1.5)
+            if time.monotonic() + wait_s > deadline:
+                raise failure
+            await asyncio.sleep(wait_s)
+
+    async def _send(
+        self, method: str, path: str, timeout_s: float, key: str | None, content: dict[str, Any]
+    ) -> HttpReply:
+        headers = {**({HEADER: key} if key else {}), **(JSON if "json" in content else {})}
+        pauses = list(RETRY_AFTER_S) if key else []
+        while True:
+            try:
+                sent = {**_encoded(content), "headers": headers, "timeout": _timeout(timeout_s)}
+                async with self._http.request(method, self.url + path, **sent) as response:
+                    return HttpReply(response.status, await response.read(), response.headers.get("Retry-After"))
+            except TimeoutError as error:  # the request may be under way there
+                raise self._unreachable(error) from error
+            except aiohttp.ClientError as error:
+                if not pauses or not isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError):
+                    raise self._unreachable(error) from error
+            await asyncio.sleep(pauses.pop(0))
+
+    async def lines(self, path: str, timeout_s: float, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """JSON lines of an answer as they come; the errors of `request`. Never sent again."""
+        sent = {**_encoded({"json": body}), "headers": JSON, "timeout": _timeout(timeout_s)}
+        try:
+            async with self._http.post(self.url + path, **sent) as response:
+                if response.status >= 400:
+                    after = response.headers.get("Retry-After")
+                    raise _failure(self.url, HttpReply(response.status, await response.read(), after))
+                rest = b""
+                async for data in response.content.iter_any():
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        yield _checked(self.url, json.loads(line))
+        except TimeoutError as error:
+            raise SandboxError(f"sandbox server {self.url}: no end of the stream in {timeout_s:.0f} s") from error
+        except aiohttp.ClientError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> SandboxError:
+        return SandboxError(f"sandbox server {self.url}: {type(error).__name__} {error}")
+
+
+def _encoded(content: dict[str, Any]) -> dict[str, Any]:
+    """JSON that can be sent whatever a model wrote: half a character (a lone surrogate) becomes ``?``."""
+    if "json" not in content:
+        return {"params": content.get("params"), "data": content.get("content")}
+    return {"data": json.dumps(content["json"], ensure_ascii=False).encode("utf-8", "replace")}
+
+
+def sendable(path: str) -> str:
+    """Raises `OSError` for a path that no file can have: it would not fit into a request line either."""
+    try:
+        size = len(path.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise OSError(errno.EINVAL, f"no file has this name: {error.reason}") from error
+    if not 0 < size < PATH_MAX_BYTES:
+        number = errno.ENAMETOOLONG if size else errno.ENOENT
+        raise OSError(number, os.strerror(number))
+    return path
+
+
+def _timeout(timeout_s: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+
+
+def _key_of(method: str, path: str, content: dict[str, Any]) -> str | None:
+    """Of a request that does something; its session is no part of it, since the server keeps answers by session."""
+    verb = path.rpartition("/")[2]
+    plain = json.dumps([content.get("json"), content.get("params")], sort_keys=True)
+    return request_key(method.encode(), verb.encode(), plain.encode(), content.get("content", b""))
+
+
+def _checked(url: str, line: dict[str, Any]) -> dict[str, Any]:
+    """The status line is long gone where a streamed run fails: its last line says how."""
+    if "error" in line:
+        kind = SandboxLost if line["error"].get("lost") else SandboxError
+        raise kind(f"sandbox server {url}: {line['error'].get('message')}")
+    return line
+
+
+def _failure(url: str, answer: HttpReply) -> Exception:
+    body = _error_of(answer)
+    field = f"{body['field']}: " if "field" in body else ""
+    detail = f"{field}{body.get('message', answer.body[:200].decode('utf-8', 'replace'))}"
+    if answer.status == 404:
+        return SandboxLost(detail)
+    if answer.status == 409 and "errno" in body:
+        return OSError(body["errno"], detail)
+    if answer.status == 401:
+        return SandboxError(f"sandbox server {url} refuses this token")
+    if answer.status in (429, 503) and answer.retry_after is not None:
+        return SandboxBusy(f"sandbox server {url}: {detail}", float(answer.retry_after))
+    return SandboxError(f"sandbox server {url} answered {answer.status}: {detail}")
+
+
+def _error_of(answer: HttpReply) -> dict[str, Any]:
+    try:
+        error = answer.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return error if isinstance(error, dict) else {}

@@ -1,19 +1,166 @@
-"""A session of the backends that have a driver: they differ in how a box starts."""
+"""Sessions: one box each, restarted after a run that brought it down, and an account of the state lost with it.
+
+    DriverSession / ExecSession ─► OneBoxSession (turn, start, end) ─► box
+                                        └─ StateLoss (reported once, in the next result)
+
+`OneBoxSession` is common to all backends; `DriverSession` serves those that have a driver in the box. `put_folder` and
+`get_folder` work on any session.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import AsyncIterator
-from typing import Any
+import errno
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar
 
-from penstock.sandbox.frames import Box, BoxEnded, Tell
-from penstock.sandbox.one_box import OneBoxSession
-from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
-from penstock.sandbox.streaming import stream_of
+from penstock.common import cancel_and_wait
+from penstock.sandbox.box import Box, BoxEnded, Tell
+from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost, Session
 
-GRACE_S = 5.0
+STATEFUL = frozenset({"python", "shell"})
+
+
+class StateLoss:
+    """One session's account. The driver tells what is lost inside a living box; this, what went with a box."""
+
+    def __init__(self) -> None:
+        self._in_use: set[str] = set()
+        """Kinds of calls that may have left state in the box that lives now."""
+        self._unreported: set[str] = set()
+        self._files = False
+
+    def record_start(self, kind: str) -> None:
+        self._in_use |= STATEFUL & {kind}
+
+    def record_end(self) -> None:
+        self._unreported |= self._in_use
+        self._in_use.clear()
+        self._files = True
+
+    def report(self, kind: str, result: RunResult) -> RunResult:
+        """`result` of a call of `kind`, with what it has to tell besides."""
+        lost = result.state_lost or self._files or kind in self._unreported
+        report = replace(result, state_lost=lost, files_lost=self._files)
+        self._unreported.discard(kind)
+        self._files = False
+        return report
+
+
+async def stream_of(call: Callable[[Tell], Awaitable[RunResult]]) -> AsyncIterator[Output]:
+    """Pieces as `call` tells them, its result last. The queue between is bounded by what a run may write."""
+    pieces: asyncio.Queue[Output | None] = asyncio.Queue()
+
+    def tell(stream: str, text: str) -> None:
+        pieces.put_nowait(Output("stderr" if stream == "stderr" else "stdout", text))
+
+    task = asyncio.ensure_future(call(tell))
+    task.add_done_callback(lambda _: pieces.put_nowait(None))
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield piece
+        yield Output("stdout", "", await task)
+    finally:
+        await cancel_and_wait([task])  # the reader left early
+
+
+class Endable(Protocol):
+    @property
+    def alive(self) -> bool: ...
+
+    async def end(self) -> None:
+        """Everything in the box is gone afterwards."""
+
+
+B = TypeVar("B", bound=Endable)
+
+
+class OneBoxSession(Generic[B]):
+    """Calls queue up in `_turn`: one runs at a time."""
+
+    def __init__(
+        self,
+        session_id: str,
+        config: SandboxConfig,
+        box: B,
+        launch: Callable[[], Awaitable[B]],
+        on_closed: Callable[[], None],
+    ) -> None:
+        self.session_id = session_id
+        self._config = config
+        self._launch = launch
+        self._on_closed = on_closed
+        self._box: B | None = box
+        self._state_loss = StateLoss()
+        self._turn = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    async def leave(self) -> None:
+        """The box ends with this process: nobody else could go on in it."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Goes on to its end also where the caller is cancelled: `on_closed` gives the box's slot to the next one."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._shut_down())
+        await asyncio.shield(self._closing)
+
+    async def _shut_down(self) -> None:
+        """A box on its way would else come after the end, in a slot that is another's by then, and stay."""
+        try:
+            if self._starting is not None:
+                await asyncio.wait([self._starting])
+            await self._end_box()
+        finally:
+            self._on_closed()
+
+    async def _living_box(self) -> B:
+        if self._closing is not None:
+            raise SandboxLost(f"session {self.session_id} is closed")
+        if self._box is None:
+            if self._ending is not None:
+                await asyncio.shield(self._ending)  # the new box takes over its slot
+            self._starting = asyncio.create_task(self._start())
+            try:
+                await self._starting
+            finally:
+                self._starting = None
+        if self._closing is not None:
+            raise SandboxLost(f"session {self.session_id} is closed")
+        assert self._box is not None
+        if not self._box.alive:
+            await self.close()
+            raise SandboxLost(f"the box of session {self.session_id} ended between two calls")
+        return self._box
+
+    async def _start(self) -> None:
+        """In a task of its own, so that `close` can wait for it. It has deadlines of its own."""
+        self._box = await self._launch()
+
+    async def _end_box(self) -> None:
+        if self._box is not None:
+            self._state_loss.record_end()
+            self._ending = asyncio.create_task(self._box.end())
+            self._box = None
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
+
+
+GRACE_S = 30.0
+
+
 """How much longer than a run's own limit the driver may take; past it the box is ended from outside."""
+
+
 FILE_DEADLINE_S = 20.0
+
+
 MAX_FILE_BYTES = 32 << 20
 
 
@@ -52,9 +199,9 @@ class DriverSession(OneBoxSession[Box]):
         limit_s = self._config.run_timeout_s if timeout_s is None else timeout_s
         async with self._turn:
             box = await self._living_box()
-            self._losses.began(command["do"])
+            self._state_loss.record_start(command["do"])
             result = await self._result(box, {**command, "timeout_s": limit_s}, limit_s, tell)
-            return self._losses.told(command["do"], result)
+            return self._state_loss.report(command["do"], result)
 
     async def _result(self, box: Box, command: dict[str, Any], limit_s: float, tell: Tell | None) -> RunResult:
         try:
@@ -101,3 +248,57 @@ def _to_result(answer: dict[str, Any], out_of_memory: bool) -> RunResult:
         duration_s=answer["duration_s"],
         state_lost=answer["state_lost"],
     )
+
+
+TIMEOUT_S = 60.0
+
+
+_UNPACK = 'mkdir -p -- "$2" && tar -x -f "$1" -C "$2"'
+
+
+_PACK = 'tar -c -f "$1" -C "$2" --exclude="./$1" .'
+
+
+async def put_folder(session: Session, path: str, tar: bytes) -> None:
+    """Unpack `tar` (GNU tar takes it compressed too) into the folder `path`, which is made where it is missing.
+
+    Unpacked inside the box: a name with ``..`` leads only where the box's own code could go. Raises `OSError` where it
+    does not unpack or is too large, and `SandboxError`.
+    """
+    await _with_archive(session, path, _UNPACK, tar)
+
+
+async def get_folder(session: Session, path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """The folder `path` as a tar without compression, names relative to it.
+
+    What it holds was written by code that nobody trusts: unpack it with ``tarfile``'s ``filter="data"``.
+    Raises `OSError` where there is no such folder or its tar is longer than `max_bytes`, and `SandboxError`.
+    """
+    return await _with_archive(session, path, _PACK, None, max_bytes)
+
+
+async def _with_archive(
+    session: Session, path: str, script: str, content: bytes | None, max_bytes: int = MAX_FILE_BYTES
+) -> bytes:
+    archive = f".penstock-{secrets.token_hex(8)}.tar"
+    try:
+        if content is not None:
+            await session.write_file(archive, content)
+        _check(await session.run(["sh", "-c", script, "sh", archive, path], timeout_s=TIMEOUT_S), path)
+        data = await session.read_file(archive, max_bytes) if content is None else b""
+        if content is None and len(data) == max_bytes:
+            raise OSError(errno.EFBIG, f"more than {max_bytes} bytes as a tar", path)
+        return data
+    finally:
+        await session.run(["rm", "-f", "--", archive], timeout_s=TIMEOUT_S)
+
+
+def _check(result: RunResult, path: str) -> None:
+    if result.exit_code == 0:
+        return
+    words = result.stderr.strip().splitlines()
+    reason = words[-1] if words else f"stopped ({result.limit})" if result.limit else f"exit {result.exit_code}"
+    code = (
+        errno.ENOENT if "No such file" in result.stderr or "can't change directory" in result.stderr else errno.EINVAL
+    )
+    raise OSError(code, reason, path)

@@ -15,7 +15,7 @@ import tempfile
 from penstock.sandbox.box import BoxCommand, ProcessBox
 from penstock.sandbox.bundle import compile_driver, driver_command
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.maker import QUEUE_TIMEOUT_S, DriverSandbox, Place
+from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class UnsafeSubprocessSandbox(DriverSandbox):
         self._folder = tempfile.mkdtemp(prefix=f"penstock-unsafe-{os.getpid()}-")
         logger.warning("sandbox: %s", self.containment)
 
-    async def _launch(self, place: Place) -> ProcessBox:
-        root = os.path.join(self._folder, str(place.slot))
+    async def _launch(self, slot: SessionSlot) -> ProcessBox:
+        root = os.path.join(self._folder, str(slot.slot))
         shutil.rmtree(root, ignore_errors=True)
         os.makedirs(root)
         settings: dict[str, object] = {

@@ -125,7 +125,7 @@ class Rates(Section):
 
 def simulation(run: Record, rates: Rates, background: float) -> Simulation:
     """All roles share the machine's cores, with `background` processes of others. In each worker as many boxes start
-    at a time as there are cores, at least two (sandbox/maker.py)."""
+    at a time as there are cores, at least two (sandbox/limited.py)."""
     return Simulation(
         max_staleness=run.max_staleness,
         group_size=run.group_size,

@@ -18,8 +18,6 @@ from .registry import close_tools as close_tools
 from .registry import configs_of as configs_of
 from .registry import make_tools as make_tools
 from .registry import register_tool as register_tool
-from .retries import RetryPolicy as RetryPolicy
-from .retries import retry as retry
 from .search import TOKEN_VARIABLE as TOKEN_VARIABLE
 from .search import SearchTool as SearchTool
 from .swe import SweSettings as SweSettings
@@ -28,7 +26,8 @@ from .threads import UserThreads as UserThreads
 from .threads import call_users as call_users
 from .truncation import CountTokens as CountTokens
 from .truncation import Part as Part
+from .truncation import truncate as truncate
 from .truncation import truncate_tokens as truncate_tokens
-from .validate import check_arguments as check_arguments
-from .validate import check_schema as check_schema
+from .validation import check_arguments as check_arguments
+from .validation import check_schema as check_schema
 from .verl import read_tools as read_tools

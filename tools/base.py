@@ -1,17 +1,17 @@
-"""Tools as users write them: a class with a lifecycle per episode, or one typed function."""
+"""Tools as users write them: a class with a lifecycle per episode; and their results."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.transfer_queue import Task
 
 if TYPE_CHECKING:
     from penstock.sandbox import Sandbox
-    from penstock.tools.guard import ToolGuard
+    from penstock.tools.config import ToolConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,17 @@ class ToolUnavailable(ToolInfraError):
         """What the service asked callers to wait (``Retry-After``)."""
 
 
+class CallGuard(Protocol):
+    """What surrounds the calls of a tool, see `penstock.tools.guard.ToolGuard`."""
+
+    @property
+    def config(self) -> ToolConfig:
+        """The tool's settings."""
+
+    async def call(self, tool: BaseTool, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
+        """One call. Raises `ToolInfraError`."""
+
+
 class BaseTool(ABC):
     """One object per agent worker; one `state` per episode. `release` is always awaited, also on cancellation."""
 
@@ -66,7 +77,7 @@ class BaseTool(ABC):
     """Deadline of `create`, waiting for a free box included."""
     reward_timeout_s: float = 60.0
     """Deadline of `calc_reward`."""
-    guard: ToolGuard | None = None
+    guard: CallGuard | None = None
     """Cache, turnstile and retries around the calls; made from the tool's configuration."""
 
     def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
@@ -94,8 +105,8 @@ class BaseTool(ABC):
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
         """One call, arguments already validated. Raises `ToolInfraError` where the tool, not the call, failed.
 
-        Written without ``async`` it runs in a thread. `penstock.sandbox.call_key.current_call` names the call, the same
-        name in a worker that has to ask again: an idempotency key for services that the tool asks itself.
+        Written without ``async`` it runs in a thread. `penstock.sandbox.current_call` names the call, with the same
+        name in a worker that has to repeat it: an idempotency key for services that the tool itself uses.
         """
 
     async def calc_reward(self, state: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""A tool from one typed function:
+"""A tool from one typed function; descriptions come from its docstring.
 
 @function_tool
 def add(a: int, b: int) -> int:
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, overload
@@ -17,11 +18,43 @@ from typing import Any, overload
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
-from penstock.tools.docstring import describe
 from penstock.tools.threads import call_users
-from penstock.tools.validate import check_schema
+from penstock.tools.validation import check_schema
+
+_ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
+
+
+def describe(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """(what the function does, argument name → what it is); lines are joined by spaces."""
+    text = inspect.getdoc(function) or ""
+    summary = text.split("\n\n", 1)[0]
+    if re.match(r"Args:\s*$", summary.partition("\n")[0]):
+        summary = ""
+    return " ".join(summary.split()), _arguments(text.splitlines())
+
+
+def _arguments(lines: list[str]) -> dict[str, str]:
+    """Entries are indented once; deeper lines go on with the entry above; an unindented line ends the section."""
+    found: dict[str, str] = {}
+    start = next((i for i, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")), len(lines))
+    name, indent = "", 0
+    for line in lines[start + 1 :]:
+        depth = len(line) - len(line.lstrip())
+        if line.strip() and depth == 0:
+            break
+        match = _ARGUMENT.match(line.strip())
+        indent = indent or depth
+        if match and depth == indent:
+            name = match[1]
+            found[name] = match[2]
+        elif name:
+            found[name] = f"{found[name]} {line.strip()}".strip()
+    return found
+
 
 THE_CALLS_FAULT = (ValueError, TypeError, LookupError, ArithmeticError)
+
+
 """What a function raises for arguments it cannot use: the model reads it and may try again."""
 
 
@@ -67,10 +100,14 @@ class FunctionTool(BaseTool):
 
 @overload
 def function_tool(function: Callable[..., Any]) -> FunctionTool: ...
+
+
 @overload
 def function_tool(
     *, name: str | None = None, description: str | None = None, pure: bool = False
 ) -> Callable[..., FunctionTool]: ...
+
+
 def function_tool(
     function: Callable[..., Any] | None = None,
     *,

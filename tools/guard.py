@@ -1,23 +1,71 @@
-"""What stands around every call of a tool: cache, turnstile, retries, deadline.
+"""The guard around every call of a tool: cache, concurrency limit, retries, deadline.
 
-call ──► cache (pure tools) ──► turnstile (`concurrency`) ──► attempt within `timeout_s` ──unavailable──► wait, again
+call ──► cache (pure tools) ──► semaphore (`concurrency`) ──► attempt within `timeout_s` ──unavailable──► wait, again
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+import json
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
-from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
-from penstock.tools.cache import ResultCache
+from penstock.common import Backoff, retry
+from penstock.tools.base import BaseTool, ToolInfraError, ToolResult, ToolUnavailable
 from penstock.tools.config import ToolConfig
-from penstock.tools.retries import RetryPolicy, retry
 from penstock.tools.threads import call_users
 
+
+class ResultCache:
+    """Shared by all episodes of a worker; errors are not kept, so a mended service answers again."""
+
+    def __init__(self, max_entries: int, max_chars: int = 32 << 20) -> None:
+        self._max_entries = max_entries
+        self._max_chars = max_chars
+        self._entries: OrderedDict[str, ToolResult] = OrderedDict()
+        self._chars = 0
+        self.hits = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, arguments: Mapping[str, Any]) -> ToolResult | None:
+        key = _key(arguments)
+        result = self._entries.get(key)
+        if result is not None:
+            self._entries.move_to_end(key)
+            self.hits += 1
+        return result
+
+    def put(self, arguments: Mapping[str, Any], result: ToolResult) -> None:
+        if result.is_error:
+            return
+        key = _key(arguments)
+        self._drop(key)
+        self._entries[key] = result
+        self._chars += len(key) + len(result.text)
+        while self._entries and (len(self._entries) > self._max_entries or self._chars > self._max_chars):
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: str) -> None:
+        result = self._entries.pop(key, None)
+        if result is not None:
+            self._chars -= len(key) + len(result.text)
+
+
+def _key(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
+
+
+T = TypeVar("T")
+
+
+BACKOFF = Backoff(0.5, 30.0, jitter=(0.5, 1.0))
+"""Jitter spreads out the workers that were refused at the same moment."""
 QUEUE_DEADLINE_S = 300.0
-"""Waiting for a turn is the service's slowness, not the call's: it is no part of `timeout_s`, but it ends."""
+"""Waiting for a turn is the service's slowness, not the call's: it is no part of `timeout_s`, but it is bounded."""
 
 
 class ToolGuard:
@@ -27,7 +75,7 @@ class ToolGuard:
         self.config = config
         self.cache = ResultCache(config.cache_entries)
         self._turns = asyncio.Semaphore(config.concurrency) if config.concurrency else None
-        self._policy = RetryPolicy(config.retries)
+        self._retries = config.retries
         self._queue_deadline_s = queue_deadline_s
 
     async def call(self, tool: BaseTool, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
@@ -39,7 +87,7 @@ class ToolGuard:
         if known is not None:
             return known
         async with self._turn(tool.name):
-            result = await retry(lambda: self._attempt(tool, state, arguments), self._policy)
+            result = await _with_retries(lambda: self._attempt(tool, state, arguments), self._retries)
         if tool.pure:
             self.cache.put(arguments, result)
         return result
@@ -76,3 +124,14 @@ def guard_of(tool: BaseTool, config: ToolConfig) -> ToolGuard:
     if tool.guard is None:
         tool.guard = ToolGuard(config)
     return tool.guard
+
+
+async def _with_retries(work: Callable[[], Awaitable[T]], retries: int) -> T:
+    """`work()`, again after `ToolUnavailable`, which promises that nothing was done; other errors propagate at once.
+
+    Raises the last `ToolUnavailable`, with the number of attempts.
+    """
+    try:
+        return await retry(work, BACKOFF, retries=retries, on=ToolUnavailable, at_least_s=lambda error: error.after_s)
+    except ToolUnavailable as error:
+        raise ToolUnavailable(error.component, f"{error.reason} ({retries + 1} attempts)") from error

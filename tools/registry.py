@@ -4,47 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import difflib
-import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from penstock.common import Registry
 from penstock.sandbox import Sandbox
 from penstock.tools.base import BaseTool, ToolGroup
 from penstock.tools.config import ToolConfig
 from penstock.tools.episode_box import BoxTool
 from penstock.tools.guard import ToolGuard
-from penstock.tools.validate import check_schema
+from penstock.tools.validation import check_schema
 
 CLOSE_DEADLINE_S = 10.0
 log = logging.getLogger(__name__)
 T = TypeVar("T", bound=type[BaseTool] | type[ToolGroup] | BaseTool)
-
-_TOOLS: dict[str, type[BaseTool] | type[ToolGroup] | BaseTool | str] = {
-    "python": "penstock.tools.python:PythonTool",
-    "shell": "penstock.tools.shell:ShellTool",
-    "editor": "penstock.tools.editor:EditorTool",
-    "final_answer": "penstock.tools.final_answer:FinalAnswerTool",
-    "mcp": "penstock.tools.mcp:McpTools",
-    "search": "penstock.tools.search:SearchTool",
-    "swe": "penstock.tools.swe:SweTools",
-    "web_search": "penstock.tools.web_search:WebSearchTool",
-}
-"""A string is the path of a tool in the box, imported when it is used."""
 
 
 class ToolConfigError(ValueError):
     """A recipe names a tool that does not exist or cannot be made; the text names the entry and the mend."""
 
 
+TOOLS: Registry[type[BaseTool] | type[ToolGroup] | BaseTool] = Registry(
+    "tool",
+    {
+        "python": "penstock.tools.python:PythonTool",
+        "shell": "penstock.tools.shell:ShellTool",
+        "editor": "penstock.tools.editor:EditorTool",
+        "final_answer": "penstock.tools.final_answer:FinalAnswerTool",
+        "mcp": "penstock.tools.mcp:McpTools",
+        "search": "penstock.tools.search:SearchTool",
+        "swe": "penstock.tools.swe:SweTools",
+        "web_search": "penstock.tools.web_search:WebSearchTool",
+    },
+    error=ToolConfigError,
+    hint="(or give a dotted path, or FILE.py:name)",
+)
+
+
 def register_tool(name: str) -> Callable[[T], T]:
     """Decorator for a `BaseTool` subclass or a `@function_tool`: recipes can then say `name`."""
 
-    def register(tool: T) -> T:
-        _TOOLS[name] = tool
-        return tool
-
+    register: Callable[[T], T] = TOOLS.register(name)
     return register
 
 
@@ -57,7 +58,7 @@ def make_tools(
     """
     tools: dict[str, BaseTool] = {}
     for config in configs:
-        for tool in _make(config, sandbox, load or _import):
+        for tool in _make(config, sandbox, load):
             if tool.name in tools:
                 raise ToolConfigError(f"tools: two of them are called {tool.name!r}")
             tools[tool.name] = tool
@@ -93,8 +94,8 @@ def _check_box(tools: Mapping[str, BaseTool]) -> None:
         )
 
 
-def _make(config: ToolConfig, sandbox: Sandbox | None, load: Callable[[str], Any]) -> list[BaseTool]:
-    found = _find(config.name, load)
+def _make(config: ToolConfig, sandbox: Sandbox | None, load: Callable[[str], Any] | None) -> list[BaseTool]:
+    found = TOOLS.get(config.name, load)
     try:
         tools = _instances(found, config, sandbox)
         if config.tool_schema is not None:
@@ -132,27 +133,3 @@ def _rename(tools: list[BaseTool], schema: Mapping[str, Any]) -> None:
     tool.name = function.get("name", tool.name)
     tool.description = " ".join(function.get("description", tool.description).split())
     tool.parameters = parameters
-
-
-def _find(name: str, load: Callable[[str], Any]) -> Any:
-    found = _TOOLS.get(name)
-    if found is None and ("." in name or ":" in name):
-        return load(name)
-    if found is None:
-        close = difflib.get_close_matches(name, _TOOLS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(sorted(_TOOLS))}"
-        raise ToolConfigError(f"no tool {name!r}; {hint} (or give a dotted path, or FILE.py:name)")
-    return _import(found) if isinstance(found, str) else found
-
-
-def _import(path: str) -> Any:
-    module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise ToolConfigError(f"tool {path!r}: cannot import {module_name!r}: {error}") from error
-    if not hasattr(module, name):
-        close = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ToolConfigError(f"tool {path!r}: {module_name} has no {name!r}{hint}")
-    return getattr(module, name)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.common import bearer_headers
 from penstock.sandbox import Sandbox
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
 from penstock.tools.http import JsonClient
@@ -50,7 +51,7 @@ class SearchTool(BaseTool):
         self._url = url
         self._topk = topk
         token = os.environ.get(token_env)
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = bearer_headers(token or "")
         self._client = JsonClient("search", request_timeout_s)
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:

@@ -17,7 +17,7 @@ from pydantic import Field
 from penstock.sandbox import Sandbox, Session
 from penstock.sandbox.swe import PatchError, SweEnvironment, SweLimits, SweTask, SweTaskError, grade
 from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult
-from penstock.tools.editor.tool import EditorTool
+from penstock.tools.editor import EditorTool
 from penstock.tools.episode_box import BoxTool, EpisodeBox
 from penstock.tools.shell import ShellTool
 from penstock.transfer_queue import Task

@@ -28,7 +28,7 @@ class UserThreads:
     def __init__(self, at_once: int = AT_ONCE, left_behind_most: int = LEFT_BEHIND_MOST) -> None:
         self._limiter = CapacityLimiter(at_once)
         self._left_behind_most = left_behind_most
-        self._left_behind: set[_Call] = set()
+        self._left_behind: set[ThreadCall] = set()
 
     async def run(self, function: Callable[[], Any], name: str) -> Any:
         """What `function` returns or raises. Cancelled, it runs on in its thread. Raises `TooManyLeftBehind`."""
@@ -39,7 +39,7 @@ class UserThreads:
                 f"{len(self._left_behind)} calls never returned ({names}): give what they wait for a timeout,"
                 " or write them async so that they can be cancelled"
             )
-        call = _Call(function, name)
+        call = ThreadCall(function, name)
         try:
             return await to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._limiter)
         except asyncio.CancelledError:
@@ -47,7 +47,7 @@ class UserThreads:
             raise
 
 
-class _Call:
+class ThreadCall:
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self._function = function
         self.name = name

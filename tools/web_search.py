@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.common import bearer_headers
 from penstock.sandbox import Sandbox
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
 from penstock.tools.http import JsonClient
@@ -54,7 +55,7 @@ def _serper(query: str, count: int, key: str) -> SearchRequest:
 
 
 def _tavily(query: str, count: int, key: str) -> SearchRequest:
-    return SearchRequest("POST", {"Authorization": f"Bearer {key}"}, body={"query": query, "max_results": count})
+    return SearchRequest("POST", bearer_headers(key), body={"query": query, "max_results": count})
 
 
 APIS: dict[str, SearchApi] = {

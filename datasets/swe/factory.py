@@ -24,16 +24,17 @@ from penstock.datasets.swe.store import TreeStore
 from penstock.sandbox import Sandbox
 from penstock.sandbox.swe import (
     Grade,
+    Name,
     Source,
     SweEnvironment,
     SweLimits,
     SweTask,
     check_task,
     first_line,
+    function_of,
     functions,
     grade,
 )
-from penstock.sandbox.swe.decoys import Name, function_of
 
 
 def without_tests(data: bytes, names: Collection[Name]) -> bytes | None:

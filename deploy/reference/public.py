@@ -39,7 +39,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "penstock.sandbox.protocol.RunResult",
         "penstock.sandbox.protocol.SandboxError",
         "penstock.sandbox.protocol.SandboxLost",
-        "penstock.sandbox.call_key.current_call",
+        "penstock.sandbox.idempotency.current_call",
     ),
     "Tasks and trajectories": (
         "penstock.transfer_queue.types.Task",

@@ -4,6 +4,8 @@
 
 The connection carries the first process's stdin, stdout and stderr. When it closes, for whatever reason, the engine
 closes that stdin, the first process ends, the kernel ends everything else in the container and the engine removes it.
+
+A box whose driver is a container's first process.
 """
 
 from __future__ import annotations
@@ -15,8 +17,15 @@ import logging
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from penstock.sandbox.docker.engine import CALL_DEADLINE_S, calling, connect
-from penstock.sandbox.docker.host_cgroup import limit_socket_memory, oom_kills
+from penstock.sandbox.box import START_DEADLINE_S, Box, BoxEnded
+from penstock.sandbox.docker.engine import (
+    CALL_DEADLINE_S,
+    NoSuchProgram,
+    calling,
+    connect,
+    limit_socket_memory,
+    oom_kills,
+)
 from penstock.sandbox.protocol import SandboxError
 
 if TYPE_CHECKING:
@@ -25,17 +34,37 @@ if TYPE_CHECKING:
     from aiodocker.execs import Exec
     from aiodocker.stream import Stream
 
+
 logger = logging.getLogger(__name__)
 
+
 OWN_END_S = 2.0
-"""How long a first process whose stdin closed may take to end; past it the engine is told to kill."""
+
+
+"""How long a first process whose stdin closed may take to end; past it the engine is report to kill."""
+
+
 END_DEADLINE_S = 30.0
+
+
 """The engine itself may wait 10 s for word of a process that it killed."""
+
+
 OOM_DEADLINE_S = 1.0
+
+
 """How long the engine may take to tell why a container ended."""
-_LAST_WORDS_BYTES = 2000
+
+
+_STDERR_BYTES = 2000
+
+
 _GONE, _BEING_REMOVED = 404, 409
+
+
 _OUT, _ERR = 1, 2
+
+
 """Which stream a piece of output belongs to, in the engine's framing."""
 
 
@@ -73,7 +102,7 @@ class Container:
         """In a task of its own: a caller that is cancelled again must not leave a container behind."""
         # cut off in the middle, a create could make the container after its removal was tried
         await asyncio.wait([starting])
-        starting.exception()  # told to nobody where the caller was cancelled
+        starting.exception()  # report to nobody where the caller was cancelled
         await self.end()
 
     async def _start(self, spec: dict[str, Any]) -> None:
@@ -94,7 +123,7 @@ class Container:
                 if message.stream == _OUT:
                     self.stdout.feed_data(message.data)
                 else:
-                    self._last_words += message.data[: _LAST_WORDS_BYTES - len(self._last_words)]
+                    self._last_words += message.data[: _STDERR_BYTES - len(self._last_words)]
         except Exception as error:  # noqa: BLE001 - a broken connection in any of its forms: the reader sees the end
             logger.debug("docker: %s: %s", self.name, error)
         finally:
@@ -105,7 +134,7 @@ class Container:
         return self._pump is not None and not self._pump.done()
 
     @property
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         return self._last_words.decode("utf-8", "replace").strip()
 
     # ---- a writer, as asyncio's streams have one
@@ -158,7 +187,7 @@ class Container:
         return False
 
     async def end(self) -> None:
-        """Everything in it is gone afterwards; an engine that cannot say so is logged, and `leftovers` comes by."""
+        """Everything in it is gone afterwards; an engine that cannot say so is logged, and `orphans` comes by."""
         if self._pump is not None:
             self._pump.cancel()
         if self._stream is not None:
@@ -207,3 +236,70 @@ async def _still_there(container: DockerContainer) -> bool:
             return True
         raise
     return False
+
+
+UNFIT_PYTHON = ("Python 3.9 or newer is needed", "ModuleNotFoundError")
+
+
+"""What an image's python3 says where it cannot run the driver: too old, or without half of its library."""
+
+
+class ContainerBox(Box):
+    """Frames over the container's stdin and stdout. The driver counts what ran out of memory and tells it along."""
+
+    def __init__(self, container: Container) -> None:
+        super().__init__()
+        self._container = container
+        self._reader = container.stdout
+        self._writer = container
+        self._oom_kills = 0
+        self._oom_kills_seen = 0
+
+    @classmethod
+    async def open(cls, container: Container, driver: bytes) -> ContainerBox:
+        """`driver`: what its boot code reads first.
+
+        Raises:
+            NoSuchProgram: the container's python3 cannot run it.
+            SandboxError: another reason; the container is removed in both cases.
+        """
+        box = cls(container)
+        try:
+            container.write(driver)
+            async with asyncio.timeout(START_DEADLINE_S):
+                await container.drain()
+                await box._receive()
+        except (BoxEnded, ConnectionError, TimeoutError) as error:
+            reason = box.stderr_tail or f"no answer in {START_DEADLINE_S:.0f} s"
+            await box.end()
+            kind = NoSuchProgram if any(sign in reason for sign in UNFIT_PYTHON) else SandboxError
+            raise kind(f"the box did not start: {reason}") from error
+        except BaseException:
+            await box.end()
+            raise
+        return box
+
+    @property
+    def alive(self) -> bool:
+        return self._container.alive
+
+    @property
+    def stderr_tail(self) -> str:
+        return self._container.stderr_tail
+
+    async def _receive(self) -> dict[str, Any]:
+        try:
+            answer = await super()._receive()
+        except BoxEnded:
+            if await self._container.ran_out_of_memory():
+                self._oom_kills += 1
+            raise
+        self._oom_kills = answer.get("oom_kills", self._oom_kills)
+        return answer
+
+    def new_oom_kills(self) -> int:
+        new, self._oom_kills_seen = self._oom_kills - self._oom_kills_seen, self._oom_kills
+        return new
+
+    async def end(self) -> None:
+        await self._container.end()

@@ -1,12 +1,21 @@
-"""The Docker engine as the boxes see it: what it can do here, its images, and every failure with its mend."""
+"""The Docker engine as the boxes see it: what it can do here, its images, and every failure with its mend.
+
+A container's memory cgroup as its host has it, where engine and worker share a machine.
+
+Version 1 counts the buffers of sockets only where a limit of their own is set, and no current runtime sets it
+(`KernelMemoryTCP` is accepted and ignored), so it is written here: code could else fill gigabytes of the host with
+datagrams that nobody reads, whatever its container's memory is.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.sandbox.protocol import NoSuchImage, SandboxError
@@ -14,18 +23,31 @@ from penstock.sandbox.protocol import NoSuchImage, SandboxError
 if TYPE_CHECKING:
     from aiodocker import Docker
 
+
 CALL_DEADLINE_S = 20.0
+
+
 """Of one call to the engine; a loaded machine starts a container in a few seconds."""
 
+
 IMAGE_NAME = re.compile(r"\w[\w.-]*(:\d+)?(/\w[\w.-]*)*(:\w[\w.-]*)?(@\w+:[0-9a-f]+)?", re.ASCII)
+
+
 _NO_CONNECTION = 900
+
+
 """aiodocker's own status."""
 
+
 PACKAGE = "the `aiodocker` package is missing: `pip install 'penstock[docker]'`"
+
+
 UNREACHABLE = (
     "no Docker engine answers: install one (`apt-get install docker.io`, or `scripts/setup-docker` on Debian), "
     "start it (`systemctl start docker`), or set DOCKER_HOST to where it listens"
 )
+
+
 NO_PERMISSION = (
     "this user may not speak to the Docker engine: `usermod -aG docker $USER` and log in again, or use rootless Docker"
 )
@@ -36,7 +58,7 @@ class NoSuchProgram(SandboxError):
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class DockerEngine:
     """What one engine can do, as it said when it was asked."""
 
     version: str
@@ -55,7 +77,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class DockerImage:
     name: str
     image_id: str
     volumes: tuple[str, ...]
@@ -123,13 +145,13 @@ def _unreachable(error: BaseException | None) -> str:
     return f"{UNREACHABLE} ({first})"
 
 
-async def survey(client: Docker) -> Engine:
+async def survey(client: Docker) -> DockerEngine:
     """Raises `SandboxError` where no engine answers."""
     async with calling("asking the engine what it can do"):
         version = await client.version()
         info = await client.system.info()
     security = " ".join(info.get("SecurityOptions") or ())
-    return Engine(
+    return DockerEngine(
         version=version["Version"],
         api_version="v" + version["ApiVersion"],
         machine=info.get("Architecture", ""),
@@ -144,18 +166,62 @@ async def survey(client: Docker) -> Engine:
     )
 
 
-async def find_image(client: Docker, name: str) -> Image:
+async def find_image(client: Docker, name: str) -> DockerImage:
     """Raises `SandboxError` where the engine does not have it: pulling is the user's decision."""
     if not IMAGE_NAME.fullmatch(name):  # it becomes a part of a path: `../containers/NAME` would ask for another thing
         raise NoSuchImage(f"docker: {name[:100]!r} is no image's name: REGISTRY/NAME:TAG, NAME@sha256:… or an id is")
     async with calling(f"looking for image {name}"):
         found = await client.images.inspect(name)
-    return Image(name, found["Id"], tuple((found.get("Config") or {}).get("Volumes") or ()))
+    return DockerImage(name, found["Id"], tuple((found.get("Config") or {}).get("Volumes") or ()))
 
 
-def require_runtime(engine: Engine, runtime: str | None) -> None:
+def require_runtime(engine: DockerEngine, runtime: str | None) -> None:
     if runtime is not None and runtime not in engine.runtimes:
         raise SandboxError(
             f"docker: the engine has no runtime {runtime} (it has {', '.join(engine.runtimes)}): install it, add it to "
             "`runtimes` in /etc/docker/daemon.json and restart the engine"
         )
+
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+_GROUPS = ("docker/{}", "system.slice/docker-{}.scope")
+
+
+"""Where the engine's two cgroup drivers put a container."""
+
+
+_SOCKETS = "memory.kmem.tcp.limit_in_bytes"
+
+
+def limits_socket_memory(cgroup_version: str) -> bool:
+    """Whether buffers of sockets count: always in version 2, in version 1 where this process may say so."""
+    return cgroup_version != "1" or os.access(ROOT / "memory" / _SOCKETS, os.W_OK)
+
+
+def limit_socket_memory(container_id: str, memory_bytes: int) -> bool:
+    """Before the container opens its first socket. False where there is no such file, or it is not ours to write."""
+    for file in _files(container_id, f"memory/{{}}/{_SOCKETS}"):
+        try:
+            file.write_text(str(memory_bytes), encoding="ascii")
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def oom_kills(container_id: str) -> int | None:
+    """ChildTable of the container that ended for want of memory, so far; None where this process cannot see it."""
+    for file in _files(container_id, "memory/{}/memory.oom_control", "{}/memory.events"):
+        try:
+            lines = file.read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+    return None
+
+
+def _files(container_id: str, *patterns: str) -> Iterator[Path]:
+    for pattern in patterns:
+        yield from (ROOT / pattern.format(group.format(container_id)) for group in _GROUPS)

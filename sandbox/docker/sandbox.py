@@ -4,6 +4,11 @@
 
 The driver is the one that bubblewrap boxes have, run by the image's own python3; an image without one is served by a
 program execution of the engine's per call (`plain`).
+
+Whose container it is, as labels, and clearing away what a killed process left.
+
+A box ends by itself when its worker dies, and the engine removes it then. What can stay is a container whose worker was
+killed between its creation and its start, or that the engine lost while it was down itself.
 """
 
 from __future__ import annotations
@@ -11,28 +16,31 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import os
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.sandbox.bundle import driver_command_from_stdin, driver_sources
+from penstock.sandbox.cgroups import process_start
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.docker.box import ContainerBox
-from penstock.sandbox.docker.container import Container
+from penstock.sandbox.docker.container import Container, ContainerBox, remove
 from penstock.sandbox.docker.engine import (
-    Engine,
-    Image,
+    DockerEngine,
+    DockerImage,
     NoSuchProgram,
+    calling,
     connect,
     find_image,
+    limits_socket_memory,
     require_runtime,
     survey,
 )
-from penstock.sandbox.docker.host_cgroup import limits_socket_memory
-from penstock.sandbox.docker.leftovers import clear_away, labels_of
-from penstock.sandbox.docker.plain import PLAIN_COMMAND, PlainSession
+from penstock.sandbox.docker.exec_session import KEEPER_COMMAND, ExecSession
 from penstock.sandbox.docker.spec import container_spec, keeper_of
-from penstock.sandbox.maker import QUEUE_TIMEOUT_S, Place, SlottedSandbox
+from penstock.sandbox.limited import QUEUE_TIMEOUT_S, LimitedSandbox, SessionSlot
 from penstock.sandbox.protocol import SandboxError, Session
 from penstock.sandbox.seccomp import build_filter
 from penstock.sandbox.session import DriverSession
@@ -40,13 +48,17 @@ from penstock.sandbox.session import DriverSession
 if TYPE_CHECKING:
     from aiodocker import Docker
 
+
 logger = logging.getLogger(__name__)
 
+
 PYTHON = "python3"
+
+
 T = TypeVar("T")
 
 
-class DockerSandbox(SlottedSandbox):
+class DockerSandbox(LimitedSandbox):
     """Maker of containers for one process. `containment` says in words which walls stand."""
 
     def __init__(self, config: SandboxConfig, owner: str, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
@@ -57,7 +69,7 @@ class DockerSandbox(SlottedSandbox):
         """
         super().__init__(config, queue_timeout_s)
         self._owner = owner
-        self._images: dict[str, Image] = {}
+        self._images: dict[str, DockerImage] = {}
         self._without_python: set[str] = set()
         self._engine, image = _now(self._survey())
         self._images[config.image] = image
@@ -67,7 +79,7 @@ class DockerSandbox(SlottedSandbox):
         self.containment, weak = describe(self._engine, config, self._filter is not None)
         logger.log(logging.WARNING if weak else logging.INFO, "sandbox: %s", self.containment)
 
-    async def _survey(self) -> tuple[Engine, Image]:
+    async def _survey(self) -> tuple[DockerEngine, DockerImage]:
         client = connect()
         try:
             engine = await survey(client)
@@ -81,40 +93,44 @@ class DockerSandbox(SlottedSandbox):
     def check_image(self, image: str | None) -> None:
         """Any that the engine has, which is asked when a box is started."""
 
-    async def _open(self, place: Place, release: Callable[[], None]) -> Session:
-        image = await self._image(place.image or self.config.image)
+    async def _open(self, slot: SessionSlot, release: Callable[[], None]) -> Session:
+        image = await self._image(slot.image or self.config.image)
         if image.image_id not in self._without_python:
             try:
-                return await self._driver_session(image, place, release)
+                return await self._driver_session(image, slot, release)
             except NoSuchProgram:
                 self._without_python.add(image.image_id)
         try:
-            return await self._plain_session(image, place, release)
+            return await self._exec_session(image, slot, release)
         except NoSuchProgram as error:
             raise SandboxError(f"image {image.name} has neither python3 (3.9 or newer) nor sh: {error}") from error
 
-    async def _image(self, name: str) -> Image:
+    async def _image(self, name: str) -> DockerImage:
         """The same one for this maker's life, wherever its tag moves."""
         if name not in self._images:
             self._images[name] = await find_image(self._connected(), name)
         return self._images[name]
 
-    async def _driver_session(self, image: Image, place: Place, release: Callable[[], None]) -> DriverSession:
+    async def _driver_session(
+        self, image: DockerImage, slot: SessionSlot, release: Callable[[], None]
+    ) -> DriverSession:
         async def launch() -> ContainerBox:
-            return await ContainerBox.open(await self._container(image, self._driver_command(), place), self._driver)
+            return await ContainerBox.open(await self._container(image, self._driver_command(), slot), self._driver)
 
-        return DriverSession(place.session_id, self.config, await launch(), launch, release)
+        return DriverSession(slot.session_id, self.config, await launch(), launch, release)
 
-    async def _plain_session(self, image: Image, place: Place, release: Callable[[], None]) -> PlainSession:
+    async def _exec_session(self, image: DockerImage, slot: SessionSlot, release: Callable[[], None]) -> ExecSession:
         def launch() -> Awaitable[Container]:
-            return self._container(image, PLAIN_COMMAND, place, kept=True)
+            return self._container(image, KEEPER_COMMAND, slot, kept=True)
 
-        return PlainSession(place.session_id, self.config, await launch(), launch, release)
+        return ExecSession(slot.session_id, self.config, await launch(), launch, release)
 
-    async def _container(self, image: Image, command: list[str], place: Place, kept: bool = False) -> Container:
+    async def _container(
+        self, image: DockerImage, command: list[str], slot: SessionSlot, kept: bool = False
+    ) -> Container:
         """`kept`: the first process has a uid of its own, for it cannot hide from programs that share its uid."""
-        labels = labels_of(self._owner, place.label, place.session_id)
-        spec = container_spec(self.config, self._engine, image, command, slot=place.slot, labels=labels)
+        labels = labels_of(self._owner, slot.label, slot.session_id)
+        spec = container_spec(self.config, self._engine, image, command, slot=slot.slot, labels=labels)
         user = spec["User"]
         if kept:
             spec["User"] = keeper_of(self._engine.remaps_uids)
@@ -148,7 +164,7 @@ class DockerSandbox(SlottedSandbox):
         return driver_command_from_stdin(PYTHON, settings)
 
 
-def describe(engine: Engine, config: SandboxConfig, filtered: bool) -> tuple[str, bool]:
+def describe(engine: DockerEngine, config: SandboxConfig, filtered: bool) -> tuple[str, bool]:
     """(Which walls stand, in words; whether one is missing)"""
     runtime = config.runtime or engine.default_runtime
     walls = [f"docker {engine.version} ({runtime}): no network, read-only root, private /tmp, no capabilities"]
@@ -176,3 +192,48 @@ def _now(work: Coroutine[Any, Any, T]) -> T:
     """Its result, from code that may itself be called inside a running loop. `work` has deadlines of its own."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
+
+
+PREFIX = "penstock."
+
+
+ABANDONED_AFTER_S = 600.0
+
+
+"""Another machine's process cannot be looked at: its container is abandoned when it does not run at this age."""
+
+
+def labels_of(owner: str, label: str, session_id: str) -> dict[str, str]:
+    facts = {
+        "owner": owner,
+        "label": label[:256],
+        "session": session_id,
+        "machine": _machine(),
+        "process": f"{os.getpid()}-{process_start(os.getpid())}",
+    }
+    return {PREFIX + name: value for name, value in facts.items()}
+
+
+async def clear_away(client: Docker, owner: str) -> int:
+    """Removes the containers of `owner` whose process is gone; returns how many. Raises `SandboxError`."""
+    async with calling("looking for containers that a killed process left"):
+        found = await client.containers.list(all=True, filters={"label": [f"{PREFIX}owner={owner}"]})
+    left = [container for container in found if is_abandoned(container._container, time.time())]
+    for container in left:
+        await remove(client, container.id)
+    return len(left)
+
+
+def is_abandoned(listed: dict[str, Any], now: float) -> bool:
+    """`listed`: the engine's entry of a container (State, Created in seconds, Labels)."""
+    labels = listed.get("Labels") or {}
+    if labels.get(PREFIX + "machine") == _machine():
+        pid, _, start = labels.get(PREFIX + "process", "").partition("-")
+        return not pid.isdigit() or process_start(int(pid)) != start
+    return listed.get("State") != "running" and now - listed.get("Created", now) > ABANDONED_AFTER_S
+
+
+def _machine() -> str:
+    """Same boot and same process namespace: where a pid means the same process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.docker.engine import Engine, Image
+from penstock.sandbox.docker.engine import DockerEngine, DockerImage
 
 UID_BASE = 1_895_825_408
 """Right above the range of bubblewrap's boxes."""
@@ -19,7 +19,13 @@ NO_CORE = 1
 
 
 def container_spec(
-    config: SandboxConfig, engine: Engine, image: Image, command: list[str], *, slot: int, labels: dict[str, str]
+    config: SandboxConfig,
+    engine: DockerEngine,
+    image: DockerImage,
+    command: list[str],
+    *,
+    slot: int,
+    labels: dict[str, str],
 ) -> dict[str, Any]:
     """Body of the engine's create call for a box whose first process is `command`."""
     uid = uid_of(slot, engine.remaps_uids)
@@ -40,7 +46,7 @@ def container_spec(
     }
 
 
-def _host_config(config: SandboxConfig, image: Image, uid: int) -> dict[str, Any]:
+def _host_config(config: SandboxConfig, image: DockerImage, uid: int) -> dict[str, Any]:
     memory_bytes = config.memory_mb << 20
     host: dict[str, Any] = {
         "AutoRemove": True,

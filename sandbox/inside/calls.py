@@ -1,18 +1,160 @@
-"""The commands that run code: a program, a call of the interpreter, a call of the shell."""
+"""The commands that run code: a program, a call of the interpreter, a call of the shell.
+
+`pump` moves bytes in and out until the run ends, by itself or by a limit.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import os
+import select
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
-from penstock.sandbox.inside import children, interpreter, segments, shell
-from penstock.sandbox.inside.capture import Capture
-from penstock.sandbox.inside.processes import Processes, kill_session
-from penstock.sandbox.inside.residents import Resident, Residents
-from penstock.sandbox.inside.watch import Run, pump, verdict
+from penstock.sandbox.inside import interpreter, shell
+from penstock.sandbox.inside.capture import OutputCapture
+from penstock.sandbox.inside.children import ChildTable, ForkedChild, become_command, kill_session
+from penstock.sandbox.inside.interpreter import OUTCOME_BYTES
+from penstock.sandbox.inside.persistent import PersistentChild, PersistentChildren
+
+LONGEST_WAIT_S = 3600.0
+
+
+"""poll() counts milliseconds in 31 bits."""
+
+
+Handlers = dict[int, Callable[[], bool]]
+
+
+"""Descriptor → what to do when it is ready; False: stop watching it."""
+
+
+class WatchedRun:
+    """A command, fed its stdin, or a call of a resident, fed its code."""
+
+    def __init__(self, child: ForkedChild, capture: OutputCapture, feed_fd: int, feed: bytes) -> None:
+        self.child = child
+        self.capture = capture
+        self.feed_fd = feed_fd
+        self.feed = feed
+        self.number = 0
+        """Which call of a resident; 0 for a command."""
+        self.outcomes = -1
+        """Where the resident says that a call ended."""
+        self.exit_code: int | None = None
+        """Set once the resident said so; for all else the kernel's word counts."""
+
+    def expect_outcome(self, number: int, outcomes: int) -> None:
+        """Of a resident's call `number`; drops what earlier calls left in the pipe."""
+        self.number, self.outcomes = number, outcomes
+        with contextlib.suppress(BlockingIOError):
+            while os.read(outcomes, 65536):
+                continue
+
+    def feed_more(self) -> bool:
+        """False once all is written (or nobody reads it)."""
+        try:
+            self.feed = self.feed[os.write(self.feed_fd, self.feed) :]
+        except BlockingIOError:
+            return True
+        except BrokenPipeError:
+            self.feed = b""
+        if not self.feed:
+            self.end_feed()
+        return bool(self.feed)
+
+    def end_feed(self) -> None:
+        """A command's stdin ends with its text; a resident's pipe stays for the next call."""
+        if self.number == 0 and self.feed_fd >= 0:
+            os.close(self.feed_fd)
+            self.feed_fd = -1
+
+    def note_outcome(self) -> bool:
+        data = os.read(self.outcomes, OUTCOME_BYTES)
+        if len(data) == OUTCOME_BYTES and data.isdigit() and int(data[:10]) == self.number:
+            self.exit_code = int(data[10:])  # any other number: a thread of an earlier call still speaks
+        return bool(data)
+
+    def drain(self) -> None:
+        """What is in the pipes already; a daemon that holds them open is not waited for."""
+        for read, fd in ((self.capture.read_stdout, self.child.stdout), (self.capture.read_stderr, self.child.stderr)):
+            while not self.capture.flooded and read(fd):
+                continue
+        self.capture.finish()
+
+
+def pump(run: WatchedRun, deadline: float, processes: ChildTable, interrupts: Handlers) -> str | None:
+    """Move bytes until the run ends; returns the limit that it broke, if any. Raises what `interrupts` raise."""
+    poller, handlers = select.poll(), _handlers(run, interrupts)
+    for fd in handlers:
+        poller.register(fd, select.POLLOUT if fd == run.feed_fd else select.POLLIN)
+    while run.exit_code is None and run.child.pid not in processes.exits:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
+            return "wall"
+        for fd, _ in poller.poll(min(remaining_s, LONGEST_WAIT_S) * 1000 + 1):
+            if not handlers[fd]():
+                poller.unregister(fd)
+        if run.capture.flooded:
+            return "output"
+    return None
+
+
+def _handlers(run: WatchedRun, interrupts: Handlers) -> Handlers:
+    os.set_blocking(run.feed_fd, False)
+    handlers = {
+        run.child.stdout: lambda: run.capture.read_stdout(run.child.stdout),
+        run.child.stderr: lambda: run.capture.read_stderr(run.child.stderr),
+        run.feed_fd: run.feed_more,
+        **interrupts,
+    }
+    if run.number:
+        handlers[run.outcomes] = run.note_outcome
+    return handlers
+
+
+def verdict(run: WatchedRun, processes: ChildTable, broken: str | None) -> dict[str, Any]:
+    """``exit_code`` (None where a limit killed it) and ``limit`` (that ended or cut it)."""
+    if broken is not None:
+        return {"exit_code": None, "limit": broken}
+    cut = "output" if run.capture.cut else None
+    if run.exit_code is not None:
+        return {"exit_code": run.exit_code, "limit": cut}
+    status, cpu_s = processes.exits[run.child.pid]
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= processes.settings["cpu_s"]):
+        return {"exit_code": None, "limit": "cpu"}
+    return {"exit_code": code, "limit": cut}
+
+
+IPC_RMID = 0
+
+
+TABLE = "/proc/sysvipc/shm"
+
+
+"""Of the reader's own namespace. After a line of headings: key, shmid, perms, size, cpid, lpid, nattch, ..."""
+
+
+def remove_orphan_segments() -> None:
+    """Those that nobody is attached to and whose maker is gone: left to count against the box, they starve later runs.
+
+    Only for the first process of a box, whose namespace is the box's alone.
+    """
+    try:
+        with open(TABLE, encoding="ascii") as file:
+            lines = file.read().splitlines()[1:]
+    except OSError:  # a kernel without System V memory
+        return
+    for fields in map(str.split, lines):
+        segment, maker, attached = int(fields[1]), int(fields[4]), int(fields[6])
+        if attached == 0 and not os.path.exists(f"/proc/{maker}"):
+            ctypes.CDLL(None).shmctl(segment, IPC_RMID, None)
+
 
 Tell = Callable[[str, str], None]
 
@@ -20,30 +162,30 @@ Tell = Callable[[str, str], None]
 class Calls:
     def __init__(self, settings: dict[str, Any], control: int, hang_up: Callable[[], bool], tell: Tell) -> None:
         self.settings = settings
-        self.processes = Processes(settings)
-        self.residents = Residents(self.processes)
+        self.processes = ChildTable(settings)
+        self.persistent = PersistentChildren(self.processes)
         self._interrupts = {self.processes.wakeup: self.processes.reap, control: hang_up}
         self._tell = tell
 
     def run(self, command: dict[str, Any]) -> dict[str, Any]:
-        lost_before = set(self.residents.untold)
+        lost_before = set(self.persistent.unreported)
         stdin_read, stdin_write = os.pipe()
-        body = lambda: children.command(command["argv"], command.get("cwd"))  # noqa: E731
+        body = lambda: become_command(command["argv"], command.get("cwd"))  # noqa: E731
         try:
-            child = self.processes.spawn(body, stdin_read, spared=self.residents.children())
+            child = self.processes.spawn(body, stdin_read, spared=self.persistent.children())
         except OSError:
             os.close(stdin_write)
             raise
         finally:
             os.close(stdin_read)
-        run = Run(child, self._capture(command), stdin_write, command["stdin"].encode("utf-8", "replace"))
-        answer = self._watch(run, command["timeout_s"], self.residents.kill_strangers)
+        run = WatchedRun(child, self._capture(command), stdin_write, command["stdin"].encode("utf-8", "replace"))
+        answer = self._watch(run, command["timeout_s"], self.persistent.kill_strangers)
         run.end_feed()
         self.processes.forget(child)
-        return {**answer, "state_lost": bool(self.residents.untold - lost_before)}
+        return {**answer, "state_lost": bool(self.persistent.unreported - lost_before)}
 
     def python(self, command: dict[str, Any]) -> dict[str, Any]:
-        def feed(number: int, _: Resident) -> bytes:
+        def feed(number: int, _: PersistentChild) -> bytes:
             code = command["code"].encode("utf-8", "replace")
             return interpreter.REQUEST.pack(number, len(code)) + code
 
@@ -54,19 +196,21 @@ class Calls:
             raise OSError(errno.EINVAL, "the command holds a NUL character")
         return self._call("shell", command, lambda n, it: shell.request(n, command["command"], it.last_exit_code))
 
-    def _call(self, kind: str, command: dict[str, Any], feed: Callable[[int, Resident], bytes]) -> dict[str, Any]:
-        resident = self.residents.get(kind)
+    def _call(
+        self, kind: str, command: dict[str, Any], feed: Callable[[int, PersistentChild], bytes]
+    ) -> dict[str, Any]:
+        resident = self.persistent.get(kind)
         number = int.from_bytes(os.urandom(4), "big") | 1  # not to be guessed by what earlier calls left running
-        run = Run(resident.child, self._capture(command), resident.requests, feed(number, resident))
+        run = WatchedRun(resident.child, self._capture(command), resident.requests, feed(number, resident))
         run.expect_outcome(number, resident.outcomes)
-        answer = self._watch(run, command["timeout_s"], lambda: self.residents.kill(kind))
+        answer = self._watch(run, command["timeout_s"], lambda: self.persistent.kill(kind))
         resident.last_exit_code = run.exit_code or 0
-        return {**answer, "state_lost": self.residents.tell(kind)}
+        return {**answer, "state_lost": self.persistent.tell(kind)}
 
-    def _capture(self, command: dict[str, Any]) -> Capture:
-        return Capture(self.settings["output_bytes"], self._tell if command.get("tell") else None)
+    def _capture(self, command: dict[str, Any]) -> OutputCapture:
+        return OutputCapture(self.settings["output_bytes"], self._tell if command.get("tell") else None)
 
-    def _watch(self, run: Run, timeout_s: float, kill: Callable[[], None]) -> dict[str, Any]:
+    def _watch(self, run: WatchedRun, timeout_s: float, kill: Callable[[], None]) -> dict[str, Any]:
         """What the run did; whatever a limit ended is gone afterwards, with all that it had started."""
         started = time.monotonic()
         broken = pump(run, started + timeout_s, self.processes, self._interrupts)
@@ -76,8 +220,8 @@ class Calls:
         run.drain()
         duration_s = time.monotonic() - started
         outcome = verdict(run, self.processes, broken)
-        self.residents.settle()
+        self.persistent.settle()
         if self.processes.boxed:
-            segments.remove_orphans()
+            remove_orphan_segments()
         stdout, stderr = run.capture.texts()
         return {"stdout": stdout, "stderr": stderr, "duration_s": duration_s, **outcome}

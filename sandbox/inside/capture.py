@@ -12,7 +12,7 @@ FLOOD_FACTOR = 16
 FLOOD_FLOOR_BYTES = 8 << 20
 
 
-class Capture:
+class OutputCapture:
     """The first `limit_bytes` of stdout and stderr together; a quarter is kept free for stderr, where tracebacks go."""
 
     def __init__(self, limit_bytes: int, tell: Callable[[str, str], None] | None = None) -> None:

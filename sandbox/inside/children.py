@@ -1,22 +1,35 @@
-"""Processes that the driver forks: untrusted from their first own instruction on."""
+"""ChildTable that the driver forks: untrusted from their first own instruction on.
+
+`ChildTable` is the driver's table of them: fork, reap, end. As pid 1 of the box it also reaps every orphan.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PR_SET_DUMPABLE = 4
+
+
 OPEN_FILES = 256
+
+
 NICENESS = 5
+
+
 NO_CORE = 1
+
+
 """Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
 
 
-class Child:
+class ForkedChild:
     """A forked process with its output pipes (non-blocking read ends, owned by the driver)."""
 
     def __init__(self, pid: int, stdout: int, stderr: int) -> None:
@@ -34,7 +47,7 @@ def set_dumpable(allowed: bool) -> None:
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, int(allowed), 0, 0, 0)
 
 
-def spawn(body: Callable[[], int], limits: dict[str, Any], stdin: int, keep: tuple[int, ...] = ()) -> Child:
+def spawn(body: Callable[[], int], limits: dict[str, Any], stdin: int, keep: tuple[int, ...] = ()) -> ForkedChild:
     """Fork a child that gets `limits`, `stdin`, piped output and the descriptors in `keep`, then runs `body`.
 
     Raises:
@@ -54,7 +67,7 @@ def spawn(body: Callable[[], int], limits: dict[str, Any], stdin: int, keep: tup
     os.close(err_write)
     os.set_blocking(out_read, False)
     os.set_blocking(err_read, False)
-    return Child(pid, out_read, err_read)
+    return ForkedChild(pid, out_read, err_read)
 
 
 def _become_untrusted(
@@ -116,7 +129,7 @@ def _prefer_for_oom_kill() -> None:
         file.write("1000")  # out of memory must end this process, never the driver
 
 
-def command(argv: list[str], cwd: str | None = None) -> int:
+def become_command(argv: list[str], cwd: str | None = None) -> int:
     """Body of a child that becomes `argv` in the folder `cwd`; returns 126 or 127 like a shell where that fails."""
     restore_signals()
     if cwd is not None:
@@ -130,3 +143,130 @@ def command(argv: list[str], cwd: str | None = None) -> int:
     except OSError as error:
         os.write(2, f"{argv[0]}: {error.strerror}\n".encode("utf-8", "replace"))
         return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+KILL_ROUNDS = 500
+
+
+PAUSE_S = 0.002
+
+
+THREADS = 17
+
+
+"""In /proc/PID/stat, counted from the state on."""
+
+
+class ChildTable:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.exits: dict[int, tuple[int, float]] = {}
+        """pid → (wait status, CPU seconds) of those in `tracked` that ended."""
+        self.tracked: set[int] = set()
+        self.wakeup, signal_end = os.pipe()
+        """Readable after a child ended."""
+        os.set_blocking(self.wakeup, False)
+        os.set_blocking(signal_end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(signal_end, warn_on_full_buffer=False)
+
+    @property
+    def boxed(self) -> bool:
+        """True only as pid 1 of a box's own namespace: anywhere else ``kill(-1)`` would end the whole machine."""
+        return bool(self.settings["boxed"]) and os.getpid() == 1
+
+    def spawn(
+        self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = (), spared: Sequence[ForkedChild] = ()
+    ) -> ForkedChild:
+        """Where the box is full, what earlier code left running is ended first, `spared` and theirs last of all.
+
+        Raises OSError where even that makes no room.
+        """
+        for make_room in (lambda: self.kill_all_but(spared), self.kill_all):
+            try:
+                return self._track(spawn(body, self.settings, stdin, keep))
+            except BlockingIOError:
+                make_room()
+        return self._track(spawn(body, self.settings, stdin, keep))
+
+    def _track(self, child: ForkedChild) -> ForkedChild:
+        self.tracked.add(child.pid)
+        return child
+
+    def forget(self, child: ForkedChild) -> None:
+        child.close()
+        self.tracked.discard(child.pid)
+        self.exits.pop(child.pid, None)  # its number may be given to another process
+
+    def ended(self, child: ForkedChild) -> bool:
+        self.reap()
+        return child.pid in self.exits
+
+    def reap(self) -> bool:
+        """Always True: stay registered with the poller that calls this."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wakeup, 4096)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+                if pid == 0:
+                    break
+                if pid in self.tracked:
+                    self.exits[pid] = (status, usage.ru_utime + usage.ru_stime)
+        return True
+
+    def kill_all(self) -> None:
+        """Every process but the driver, atomically against forks; without a box only the children's sessions."""
+        for child in self.tracked - set(self.exits):
+            kill_session(child)
+        for _ in range(KILL_ROUNDS if self.boxed else 0):
+            try:
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                break
+            self.reap()
+            time.sleep(PAUSE_S)
+        self.reap()
+
+    def kill_all_but(self, spared: Sequence[ForkedChild]) -> bool:
+        """Every process that descends from none of `spared`; False where they fork faster than this can end them."""
+        for _ in range(20):
+            strangers = strangers_to({child.pid for child in spared}) if self.boxed else []
+            if not strangers:
+                return True
+            for pid in strangers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.reap()
+            time.sleep(PAUSE_S)
+        return False
+
+
+def strangers_to(spared: set[int]) -> list[int]:
+    """Living processes of this pid namespace but pid 1, those in `spared` and their descendants."""
+    parents = {pid: _parent_of(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != 1}
+    own = set(spared)
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    return [pid for pid, parent in parents.items() if parent and pid not in own]
+
+
+def _parent_of(pid: int) -> int:
+    """-1 would be a valid kill target, so: 0 where the process is gone or a zombie.
+
+    One whose first thread ended looks like a zombie while its other threads run on.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in (b"Z", b"X") and int(fields[THREADS]) <= 1 else int(fields[1])
+
+
+def kill_session(pid: int) -> None:
+    """A child leads its own process group, but for the moment right after its fork."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)

@@ -1,32 +1,163 @@
-"""First process of a box: takes commands from the worker, runs them in forked children, answers with what they did.
+"""First process of a box: receives commands from the worker, runs them in forked children, sends back results.
 
     worker ──frames over a socket──► driver (pid 1 of the box) ──pipes──► interpreter, shell, commands
+
+A frame is 4 bytes of length (big endian), then JSON. Before its result, a streamed run sends frames with ``out`` (the
+stream's name) and ``data``.
 
 What keeps untrusted code from answering in its place: the control descriptor is a socket (it cannot be reopened by
 way of /proc), children close it before their first own instruction, and the driver is not dumpable, so that no process
 of its uid can trace it. As pid 1 of its namespace no signal from inside ends or stops it. When it exits, the kernel
 kills everything else in the box; it exits when the worker's end of the socket closes, for whatever reason.
-
-Before its answer, a streamed run sends frames with ``out`` (the stream's name) and ``data``.
 """
 
 from __future__ import annotations
 
 import base64
+import ctypes
 import errno
 import json
 import os
+import select
+import stat
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from penstock.sandbox.inside import children, confine, files
+from penstock.sandbox.inside import children
 from penstock.sandbox.inside.calls import Calls
-from penstock.sandbox.inside.frames import Control, Hangup
-from penstock.sandbox.inside.processes import kill_session
+from penstock.sandbox.inside.children import kill_session
+
+LENGTH = struct.Struct(">I")
 
 
-class Driver:
+class Hangup(Exception):
+    """The worker is gone."""
+
+
+class Control:
+    def __init__(self, fd: int, answers: int) -> None:
+        """`fd`: where commands come from; `answers`: where answers go, the same where it is a socket."""
+        self.fd = fd
+        self.answers = answers
+
+    def receive(self, wakeup: int, reap: Callable[[], Any]) -> dict[str, Any]:
+        """The next command; reaps what ends meanwhile, so that zombies do not fill the box's process limit."""
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
+        poller.register(wakeup, select.POLLIN)
+        while self.fd not in [fd for fd, _ in poller.poll()]:
+            reap()
+        (size,) = LENGTH.unpack(self._read_exactly(LENGTH.size))
+        command: dict[str, Any] = json.loads(self._read_exactly(size))
+        return command
+
+    def _read_exactly(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            chunk = os.read(self.fd, min(size - len(data), 1 << 20))
+            if not chunk:
+                raise Hangup
+            data += chunk
+        return bytes(data)
+
+    def send(self, answer: dict[str, Any]) -> None:
+        body = json.dumps(answer).encode("ascii")
+        data = LENGTH.pack(len(body)) + body
+        while data:
+            data = data[os.write(self.answers, data) :]
+
+    def hang_up(self) -> bool:
+        """The worker sends nothing during a run: readable means gone."""
+        raise Hangup
+
+
+PR_SET_SECCOMP = 22
+
+
+PR_SET_NO_NEW_PRIVS = 38
+
+
+SECCOMP_MODE_FILTER = 2
+
+
+OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+
+
+"""Of the container's own cgroup, version 2 and 1, as container engines show it inside."""
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("steps", ctypes.c_char_p)]
+
+
+def install_filter(program: bytes) -> None:
+    """For this process and all that descend from it, on top of the engine's own. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    filled = _Program(len(program) // 8, program)
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(filled), 0, 0
+    ):
+        raise OSError(ctypes.get_errno(), "the kernel refuses the system-call filter")
+
+
+def oom_kills() -> int:
+    """ChildTable of this container that the kernel ended for want of memory; 0 where no counter is to be seen."""
+    for path in OOM_COUNTERS:
+        try:
+            with open(path, encoding="ascii") as file:
+                lines = file.read().splitlines()
+        except OSError:
+            continue
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return 0
+
+
+def write_file(path: str, data: bytes, root: str | None) -> None:
+    """Raises OSError, also where `path` is not a regular file (opening a FIFO must not block the driver)."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    fd = os.open(_checked(path, root), flags, 0o644)
+    try:
+        _require_regular(fd, path)
+        os.ftruncate(fd, 0)
+        while data:
+            data = data[os.write(fd, data) :]
+    finally:
+        os.close(fd)
+
+
+def read_file(path: str, max_bytes: int, root: str | None) -> bytes:
+    fd = os.open(_checked(path, root), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        _require_regular(fd, path)
+        data = b""
+        while len(data) < max_bytes and (chunk := os.read(fd, max_bytes - len(data))):
+            data += chunk
+        return data
+    finally:
+        os.close(fd)
+
+
+def _require_regular(fd: int, path: str) -> None:
+    """/proc has regular files too, which the driver would open with its own rights: its memory, its oom_score_adj."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise PermissionError(1, "not a regular file", path)
+    if os.path.isdir("/proc") and found.st_dev == os.stat("/proc").st_dev:
+        raise PermissionError(1, "a file of /proc", path)
+
+
+def _checked(path: str, root: str | None) -> str:
+    """Where nothing but this check keeps paths in (no box around), refuse what resolves outside `root`."""
+    if "\0" in path:
+        raise FileNotFoundError(2, "path holds a NUL", path.replace("\0", "\\0"))
+    if root is not None and not os.path.realpath(path).startswith(os.path.realpath(root) + os.sep):
+        raise PermissionError(1, "outside the session's folder", path)
+    return path
+
+
+class BoxDriver:
     """One loop: receive, do, answer."""
 
     def __init__(self, control: Control, settings: dict[str, Any]) -> None:
@@ -61,14 +192,14 @@ class Driver:
 
     def memory(self) -> dict[str, int]:
         """A container's cgroup is shown inside; of other boxes the worker reads it."""
-        return {"oom_kills": confine.oom_kills()} if self.counts_oom_kills else {}
+        return {"oom_kills": oom_kills()} if self.counts_oom_kills else {}
 
     def write(self, command: dict[str, Any]) -> dict[str, Any]:
-        files.write(command["path"], base64.b64decode(command["data"]), self.root)
+        write_file(command["path"], base64.b64decode(command["data"]), self.root)
         return {}
 
     def read(self, command: dict[str, Any]) -> dict[str, Any]:
-        data = files.read(command["path"], command["max_bytes"], self.root)
+        data = read_file(command["path"], command["max_bytes"], self.root)
         return {"data": base64.b64encode(data).decode("ascii")}
 
 
@@ -80,14 +211,14 @@ def main() -> None:
     children.set_dumpable(False)
     settings = json.loads(sys.argv[1])
     if "filter" in settings:
-        confine.install_filter(base64.b64decode(settings["filter"]))
+        install_filter(base64.b64decode(settings["filter"]))
     control = os.dup(0)
     answers = os.dup(1) if settings.get("pipes") else control
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):  # 2 stays: the driver's own last words, never a child's
         os.dup2(null, number)
     os.close(null)
-    driver = Driver(Control(control, answers), settings)
+    driver = BoxDriver(Control(control, answers), settings)
     try:
         driver.serve()
     except (Hangup, BrokenPipeError, ConnectionResetError):

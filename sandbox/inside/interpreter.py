@@ -37,7 +37,7 @@ def serve(requests: int, outcomes: int) -> int:
         exit_code = execute(sources[name], name, namespace, sources)
         _flush()
         # The code may have closed the pipe, or made reading it fail while it is empty. Found out only when the outcome
-        # is told already, that would end this process under the next call; here it ends the code's own.
+        # is report already, that would end this process under the next call; here it ends the code's own.
         os.set_blocking(requests, True)
         os.write(outcomes, OUTCOME % (number, exit_code))
     return 0

@@ -1,17 +1,24 @@
-"""Who may ask: tokens from the environment, each with its limits."""
+"""Callers: tokens from the environment, each with its quota.
+
+Refusals for quota are immediate and say when to try again; nothing was done then.
+"""
 
 from __future__ import annotations
 
-import hmac
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from penstock.common import same_token
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import SandboxError
+from penstock.sandbox.server.views import OverQuota
 
 RUN = "run"
-"""The caller who holds the run's own token: it waits for boxes as long as the queue allows, and is never refused."""
+"""The caller with the run's own token: it waits for boxes as long as the queue allows, and is never refused."""
 ANY_NUMBER = 1 << 30
+RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +44,45 @@ def callers_of(config: SandboxConfig, token: str, environment: Mapping[str, str]
     return tuple(callers)
 
 
-def find_caller(callers: Iterable[Caller], authorization: bytes) -> Caller | None:
+def find_caller(callers: Iterable[Caller], token: str) -> Caller | None:
     """Compares with every token, each in constant time."""
     found = None
     for caller in callers:
-        if hmac.compare_digest(authorization, f"Bearer {caller.token}".encode()):
+        if same_token(token, caller.token):
             found = caller
     return found
+
+
+class Quotas:
+    """Boxes and calls in use, by caller."""
+
+    def __init__(self) -> None:
+        self.boxes: Counter[str] = Counter()
+        """Sessions open, and those being waited for, so that no caller fills the queue."""
+        self.calls: Counter[str] = Counter()
+
+    def take_box(self, caller: Caller) -> None:
+        """Raises `OverQuota`. The taker calls `free_box`."""
+        if self.boxes[caller.name] >= caller.max_boxes:
+            raise OverQuota(f"{caller.name} has {caller.max_boxes} boxes, its quota", RETRY_AFTER_S)
+        self.boxes[caller.name] += 1
+
+    def free_box(self, caller: Caller) -> None:
+        self.boxes[caller.name] -= 1
+
+    def take_call(self, caller: Caller) -> None:
+        """Raises `OverQuota`. The taker calls `free_call`."""
+        if self.calls[caller.name] >= caller.max_calls:
+            raise OverQuota(f"{caller.name} has {caller.max_calls} calls running, its quota", RETRY_AFTER_S)
+        self.calls[caller.name] += 1
+
+    def free_call(self, caller: Caller) -> None:
+        self.calls[caller.name] -= 1
+
+    @contextlib.contextmanager
+    def call(self, caller: Caller) -> Iterator[None]:
+        self.take_call(caller)
+        try:
+            yield
+        finally:
+            self.free_call(caller)

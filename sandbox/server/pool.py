@@ -1,9 +1,9 @@
-"""Boxes of a server: at most `max_boxes` at any time, given out, warm, or on their way; some kept warm by image.
+"""Boxes of a server: at most `max_boxes` at any time, given out, warm, or starting; some kept warm by image.
 
-    take ─► a warm one that answers ───────────────► given out ─► give_back ─► its slot: who waits, else a warm one
+    take ─► a warm one that responds ────────────► given out ─► give_back ─► its slot: the next waiter, else a warm one
       └───► none: a slot (free, of a warm box of another image, or after a wait with a deadline) ─► started
 
-Tasks: `_refill_for_ever` waits for `_wanted` (a box was taken, a slot came free) and starts what is missing, one at a
+Tasks: `_refill_for_ever` waits for `_wanted` (a box was taken, a slot was freed) and starts what is missing, one at a
 time, in slots that nobody waits for.
 """
 
@@ -12,17 +12,80 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Mapping
 
-from penstock.sandbox.protocol import Sandbox, SandboxError, Session
-from penstock.sandbox.server.slots import Slots
+from penstock.common import Backoff, cancel_and_wait
+from penstock.sandbox.protocol import Sandbox, SandboxBusy, SandboxError, Session
+
+ASK_AGAIN_S = 2.0
+
+
+class Slots:
+    """`free` ones lie here; whoever takes one gives it back."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.free = count
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def take_now(self) -> bool:
+        """Without a wait, and never past those who wait."""
+        if self.free == 0 or self._waiting:
+            return False
+        self.free -= 1
+        return True
+
+    async def take(self, timeout_s: float) -> None:
+        """Raises `SandboxBusy` past `timeout_s`, with how long was waited."""
+        if self.take_now():
+            return
+        started = time.monotonic()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await turn
+        except BaseException as error:
+            self._leave(turn)
+            if isinstance(error, TimeoutError):
+                waited = f"all {self.count} boxes were in use; waited {time.monotonic() - started:.1f} s in the queue"
+                raise SandboxBusy(f"{waited} (sandbox.max_boxes)", ASK_AGAIN_S) from error
+            raise
+
+    def _leave(self, turn: asyncio.Future[None]) -> None:
+        """A turn that came at the very moment its waiter gave up goes to the next one."""
+        if turn in self._waiting:
+            self._waiting.remove(turn)
+        elif turn.done() and not turn.cancelled():
+            self.give()
+
+    def give(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.free += 1
+
 
 logger = logging.getLogger(__name__)
 
+
 PROBE_TIMEOUT_S = 2.0
+
+
 """A warm box that does not run a command in this time is stale."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+
+
+REFILL_PAUSES = Backoff(0.5, 30.0)
+
+
 """Between two failed refills."""
 
 
@@ -46,8 +109,7 @@ class BoxPool:
     async def stop(self) -> None:
         """Ends the warm boxes; those given out are their takers'."""
         if self._refilling is not None:
-            self._refilling.cancel()
-            await asyncio.gather(self._refilling, return_exceptions=True)
+            await cancel_and_wait([self._refilling])
         for boxes in self._warm.values():
             while boxes:
                 self._end_soon(boxes.popleft())
@@ -110,19 +172,19 @@ class BoxPool:
             self._end_soon(boxes.popleft())
 
     async def _refill_for_ever(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pauses = REFILL_PAUSES.pauses()
         while True:
             await self._wanted.wait()
             self._wanted.clear()
             failures = await self._refill()
             if not failures:
-                pause_s = FIRST_PAUSE_S
+                pauses.reset()
                 continue
+            pause_s = pauses.next_s()
             for image, error in failures.items():
                 name = "the default image" if image is None else image
                 logger.warning("sandbox: no warm box of %s, next try in %.1f s: %r", name, pause_s, error)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
             self._wanted.set()
 
     async def _refill(self) -> dict[str | None, Exception]:

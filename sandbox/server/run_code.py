@@ -15,12 +15,11 @@ from typing import Annotated, Literal
 from fastapi import APIRouter
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from penstock.common import HttpError
 from penstock.sandbox.protocol import RunResult, SandboxBusy, SandboxError, Session
-from penstock.sandbox.server.errors import BadRequest
-from penstock.sandbox.server.parts import Parts
-from penstock.sandbox.server.session_routes import ThisCaller, ThisServer
-from penstock.sandbox.server.sessions import Wish
-from penstock.sandbox.server.views import MAX_TEXT_CHARS, MAX_TIMEOUT_S, Request
+from penstock.sandbox.server.routes import ServerState, ThisCaller, ThisServer
+from penstock.sandbox.server.sessions import SessionRequest
+from penstock.sandbox.server.views import MAX_TEXT_CHARS, MAX_TIMEOUT_S, WireRequest
 from penstock.sandbox.session import MAX_FILE_BYTES
 
 router = APIRouter()
@@ -39,7 +38,7 @@ def _known(language: str) -> str:
     return language
 
 
-class RunCodeRequest(Request):
+class RunCodeRequest(WireRequest):
     model_config = ConfigDict(extra="forbid", strict=True)
     code: str = Field(max_length=MAX_TEXT_CHARS)
     language: Annotated[str, AfterValidator(_known)] = Field(
@@ -78,7 +77,7 @@ async def run_code(body: RunCodeRequest, server: ThisServer, caller: ThisCaller)
     wait_s = server.config.server.queue_timeout_s
     with server.metrics.call("run_code") as outcome, server.quotas.call(caller):
         try:
-            entry = await server.sessions.start(Wish(caller, "run_code", None, TTL_S), wait_s)
+            entry = await server.sessions.start(SessionRequest(caller, "run_code", None, TTL_S), wait_s)
         except SandboxBusy:
             raise
         except SandboxError as error:
@@ -108,7 +107,7 @@ def _decoded(body: RunCodeRequest) -> dict[str, bytes]:
         try:
             decoded[_inside(path)] = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise BadRequest("body.files", f"{path[:100]!r} is not base64: {error}") from error
+            raise HttpError(422, "body.files", f"{path[:100]!r} is not base64: {error}") from error
     return decoded
 
 
@@ -117,7 +116,7 @@ def _inside(path: str) -> str:
 
 
 async def _run(
-    session: Session, body: RunCodeRequest, files: dict[str, bytes], server: Parts
+    session: Session, body: RunCodeRequest, files: dict[str, bytes], server: ServerState
 ) -> tuple[RunResult, dict[str, str]]:
     name, program = PROGRAMS[body.language]
     await _place(session, {**files, _inside(name): body.code.encode("utf-8", "replace")})
@@ -133,7 +132,7 @@ async def _place(session: Session, files: dict[str, bytes]) -> None:
         try:
             await session.write_file(path, data)
         except OSError as error:
-            raise BadRequest("body.files", f"{path[:100]!r}: {error.strerror}") from error
+            raise HttpError(422, "body.files", f"{path[:100]!r}: {error.strerror}") from error
 
 
 def _memory_limit(asked_mb: int, box_mb: int) -> list[str]:
@@ -143,7 +142,7 @@ def _memory_limit(asked_mb: int, box_mb: int) -> list[str]:
 
 
 async def _fetch(session: Session, paths: list[str]) -> dict[str, str]:
-    """Those that are there, together as long as one file may be. Raises `BadRequest` where they are longer."""
+    """Those that are there, together as long as one file may be. Raises `HttpError` where they are longer."""
     fetched: dict[str, str] = {}
     room = MAX_FILE_BYTES
     for path in paths:
@@ -153,7 +152,7 @@ async def _fetch(session: Session, paths: list[str]) -> dict[str, str]:
             continue
         room -= len(data)
         if room < 0:
-            raise BadRequest("body.fetch_files", f"more than {MAX_FILE_BYTES} bytes together, at {path[:100]!r}")
+            raise HttpError(422, "body.fetch_files", f"more than {MAX_FILE_BYTES} bytes together, at {path[:100]!r}")
         fetched[path] = base64.b64encode(data).decode("ascii")
     return fetched
 

@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from penstock.sandbox.idempotency import IdempotencyCache
 from penstock.sandbox.protocol import SandboxLost, Session
-from penstock.sandbox.recorded import Recorded
-from penstock.sandbox.server.callers import Caller
-from penstock.sandbox.server.metrics import Metrics
+from penstock.sandbox.server.callers import Caller, Quotas
+from penstock.sandbox.server.metrics import SandboxMetrics
 from penstock.sandbox.server.pool import BoxPool
-from penstock.sandbox.server.quota import Quotas
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,7 +25,7 @@ MAX_AGE_S = 86400.0
 
 
 @dataclass(slots=True)
-class Entry:
+class SessionEntry:
     session: Session
     caller: Caller
     label: str
@@ -38,7 +37,7 @@ class Entry:
     users: int = 0
     """Calls in progress; a session in use is ended for its age alone."""
     start_key: str | None = None
-    answers: Recorded[Any] = field(default_factory=Recorded)
+    answers: IdempotencyCache[Any] = field(default_factory=IdempotencyCache)
     """What was asked under a key, and what came of it."""
 
     def touch(self) -> None:
@@ -58,7 +57,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SessionRequest:
     """What a caller asks for."""
 
     caller: Caller
@@ -68,49 +67,49 @@ class Wish:
 
 
 class Sessions:
-    def __init__(self, pool: BoxPool, quotas: Quotas, metrics: Metrics) -> None:
-        self.entries: dict[str, Entry] = {}
+    def __init__(self, pool: BoxPool, quotas: Quotas, metrics: SandboxMetrics) -> None:
+        self.entries: dict[str, SessionEntry] = {}
         self._pool = pool
         self._quotas = quotas
         self._metrics = metrics
-        self._starts: Recorded[Entry] = Recorded()
+        self._starts: IdempotencyCache[SessionEntry] = IdempotencyCache()
 
-    async def start(self, wish: Wish, wait_s: float, key: str | None = None) -> Entry:
+    async def start(self, wanted: SessionRequest, wait_s: float, key: str | None = None) -> SessionEntry:
         """A fresh session; with a `key` that a living session of this caller was started by, that one.
 
         Raises `OverQuota`, `SandboxBusy` (queue deadline), `SandboxError`.
         """
-        key = f"{wish.caller.name}/{key}" if key else None
-        entry = await self._starts.once(key, lambda: self._start(wish, wait_s, key))
+        key = f"{wanted.caller.name}/{key}" if key else None
+        entry = await self._starts.once(key, lambda: self._start(wanted, wait_s, key))
         entry.touch()
         return entry
 
-    async def _start(self, wish: Wish, wait_s: float, key: str | None) -> Entry:
-        caller = wish.caller
+    async def _start(self, wanted: SessionRequest, wait_s: float, key: str | None) -> SessionEntry:
+        caller = wanted.caller
         self._quotas.take_box(caller)
         try:
             with self._metrics.start_s.time():
-                session = await self._pool.take(wish.label, wish.image, wait_s)
+                session = await self._pool.take(wanted.label, wanted.image, wait_s)
         except BaseException:
             self._quotas.free_box(caller)
             raise
-        entry = Entry(session, caller, wish.label, wish.image, wish.ttl_s, start_key=key)
+        entry = SessionEntry(session, caller, wanted.label, wanted.image, wanted.ttl_s, start_key=key)
         self.entries[session.session_id] = entry
         return entry
 
-    def get(self, session_id: str, caller: Caller) -> Entry:
+    def get(self, session_id: str, caller: Caller) -> SessionEntry:
         """Raises `SandboxLost`, also for sessions of other callers: they are none of this one's business."""
         entry = self.entries.get(session_id)
         if entry is None or entry.caller is not caller:
             raise SandboxLost(f"no session {session_id}: ended, or its time without use was over")
         return entry
 
-    def of(self, caller: Caller, label: str) -> list[Entry]:
+    def of(self, caller: Caller, label: str) -> list[SessionEntry]:
         """This caller's sessions whose label begins with `label`."""
         return [e for e in self.entries.values() if e.caller is caller and e.label.startswith(label)]
 
     @contextlib.asynccontextmanager
-    async def using(self, entry: Entry) -> AsyncIterator[Entry]:
+    async def using(self, entry: SessionEntry) -> AsyncIterator[SessionEntry]:
         """Holds the session against reaping; counts as one running call; one whose box is lost is forgotten."""
         with self._quotas.call(entry.caller):
             entry.users += 1
@@ -123,7 +122,7 @@ class Sessions:
                 entry.users -= 1
                 entry.touch()
 
-    async def use(self, entry: Entry, key: str | None, work: Callable[[Session], Awaitable[T]]) -> T:
+    async def use(self, entry: SessionEntry, key: str | None, work: Callable[[Session], Awaitable[T]]) -> T:
         """`work` on the session; under a `key` that was used before, what came of it then.
 
         Under a key it goes on also where whoever asked is gone: the session's next owner asks for what came of it.
@@ -137,7 +136,7 @@ class Sessions:
         answer: T = await entry.answers.once(key, do)
         return answer
 
-    async def end(self, entry: Entry) -> None:
+    async def end(self, entry: SessionEntry) -> None:
         """Safe to call twice."""
         if self.entries.pop(entry.session.session_id, None) is None:
             return

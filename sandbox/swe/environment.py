@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from penstock.sandbox.protocol import RunResult, Sandbox, Session
 from penstock.sandbox.swe import scripts
-from penstock.sandbox.swe.errors import PatchError, SweTaskError
-from penstock.sandbox.swe.limits import SweLimits
-from penstock.sandbox.swe.task import SweTask
+from penstock.sandbox.swe.task import PatchError, SweLimits, SweTask, SweTaskError
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
 

@@ -1,21 +1,26 @@
-"""A task as a row tells it: SWE-bench's field names, and a few of ours for where the repository comes from."""
+"""A task as a row describes it, in SWE-bench's field names, with its limits, its test command and its errors."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.sandbox.swe.command import PytestCommand
-from penstock.sandbox.swe.errors import SweTaskError
+from pydantic import BaseModel, ConfigDict, Field
 
 PROTECTED = (
     *("conftest.py", "sitecustomize.py", "usercustomize.py", "*.pth", "*.egg-info", "*.dist-info"),
     *("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"),
     *("__pycache__", "*.pyc", ".pytest_cache", "tests", "/test", "/pytest.py", "/_pytest"),
 )
+
+
 """What steers a test run. A pattern is held against each part of a path, one that begins with / against the first."""
 
 
@@ -132,3 +137,70 @@ def _patch(row: Mapping[str, Any], key: str) -> bytes:
 
 def _path(row: Mapping[str, Any], key: str, base: Path) -> Path | None:
     return (base / str(row[key])).absolute() if row.get(key) else None
+
+
+class SweTaskError(Exception):
+    """The task or its environment is broken (row, snapshot, hidden tests, image): never the model's fault."""
+
+
+class PatchError(ValueError):
+    """A patch that does not fit its snapshot, or that no patch can be made from what the box holds."""
+
+
+class SweLimits(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    command_timeout_s: float = Field(
+        120.0, gt=0, description="Placing the repository, building, taking the diff: each."
+    )
+    test_timeout_s: float = Field(60.0, gt=0, description="One test; a longer one has failed and the next one runs.")
+    tests_timeout_s: float = Field(1800.0, gt=0, description="All tests of one grading together.")
+    patch_bytes: int = Field(1 << 20, gt=0, le=16 << 20, description="A larger patch is not graded: it earns nothing.")
+    decoys: int = Field(
+        2,
+        ge=0,
+        le=16,
+        description="Further runs of a patch that passes, with wrong expectations in hidden tests, which must fail.",
+    )
+
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
+
+
+@dataclass(frozen=True, slots=True)
+class PytestCommand:
+    """``[NAME=VALUE …] PYTHON -m pytest [ARGUMENTS]``"""
+
+    python: str
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str]
+    paths: tuple[str, ...]
+    """``PYTHONPATH`` of the command: put on the path only when the runner itself has been imported."""
+
+    @classmethod
+    def parse(cls, command: str) -> PytestCommand | None:
+        """None where it is another command."""
+        words = shlex.split(command)
+        variables = {}
+        while words and _VARIABLE.match(words[0]):
+            name, _, value = words.pop(0).partition("=")
+            variables[name] = value
+        if words[:1] in (["pytest"], ["py.test"]):
+            words[:1] = ["python3", "-m", "pytest"]
+        if words[1:3] != ["-m", "pytest"]:
+            return None
+        paths = tuple(path for path in variables.pop("PYTHONPATH", "").split(os.pathsep) if path and "$" not in path)
+        return cls(words[0], tuple(words[3:]), variables, paths)
+
+
+def is_protected(path: str, guarded: Iterable[str], patterns: Iterable[str]) -> bool:
+    """A hidden test, a file or link in its way, or what a pattern names (`task.PROTECTED`)."""
+    if any(path == one or path.startswith(f"{one}/") or one.startswith(f"{path}/") for one in guarded):
+        return True
+    parts = path.split("/")
+    return any(
+        fnmatch.fnmatchcase(parts[0], pattern[1:])
+        if pattern.startswith("/")
+        else any(fnmatch.fnmatchcase(part, pattern) for part in parts)
+        for pattern in patterns
+    )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.sandbox import leftovers
-from tests.sandbox.leftovers import MAKERS, Maker
+from tests.sandbox import orphans
+from tests.sandbox.orphans import MAKERS, Maker
 
 from penstock.sandbox import BwrapSandbox, DriverSession, SandboxConfig, SandboxError
 from penstock.sandbox.docker import DockerSandbox
@@ -27,11 +27,11 @@ MAKERS.append(Maker(os.getpid(), OWNER))
 
 def box_processes(pid: int) -> list[str]:
     """Living processes, as "pid name", of the boxes that the worker `pid` made."""
-    return leftovers.box_processes([Maker(pid, "nobody")])
+    return orphans.box_processes([Maker(pid, "nobody")])
 
 
 def box_cgroups(owner: str) -> list[str]:
-    return leftovers.cgroups([Maker(0, owner)])
+    return orphans.cgroups([Maker(0, owner)])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,9 +56,9 @@ def why_no_docker() -> str | None:
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     """The first fixture to start and the last to end: after every box, server and planted host."""
-    before = leftovers.left_behind(MAKERS)
+    before = orphans.left_behind(MAKERS)
     yield
-    assert not leftovers.wait_until_nothing_new(MAKERS, before)
+    assert not orphans.wait_until_nothing_new(MAKERS, before)
 
 
 @pytest_asyncio.fixture

@@ -73,7 +73,7 @@ async def test_a_call_that_is_cancelled_while_its_processes_are_killed_leaves_no
         await asyncio.sleep(60)
         return True
 
-    monkeypatch.setattr("penstock.sandbox.docker.plain._all_killed", held)
+    monkeypatch.setattr("penstock.sandbox.docker.exec_session._all_killed", held)
     call = asyncio.create_task(plain.run(["sh", "-c", "setsid sleep 600 & sleep 600"], timeout_s=0.2))
     await asyncio.wait_for(begun.wait(), 20)
     call.cancel()

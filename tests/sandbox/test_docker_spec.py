@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from penstock.sandbox import NoSuchImage, SandboxConfig
-from penstock.sandbox.docker import IMAGE_NAME, Engine, Image, container_spec, describe, find_image, uid_of
-from penstock.sandbox.inside import confine
+from penstock.sandbox.docker import IMAGE_NAME, DockerEngine, DockerImage, container_spec, describe, find_image, uid_of
+from penstock.sandbox.inside import driver as confine
 
-ENGINE = Engine(
+ENGINE = DockerEngine(
     version="28.2",
     api_version="v1.50",
     machine="x86_64",
@@ -24,10 +24,10 @@ ENGINE = Engine(
     limits_cpu=True,
     remaps_uids=False,
 )
-IMAGE = Image("tools:1", "sha256:abc", ("/data",))
+IMAGE = DockerImage("tools:1", "sha256:abc", ("/data",))
 
 
-def spec(config: SandboxConfig, engine: Engine = ENGINE) -> dict[str, object]:
+def spec(config: SandboxConfig, engine: DockerEngine = ENGINE) -> dict[str, object]:
     found: dict[str, object] = container_spec(config, engine, IMAGE, ["python3", "-c", ""], slot=7, labels={})
     return found
 

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.sandbox import Place, ProcessBox, SandboxConfig, UnsafeSubprocessSandbox, maker
+from penstock.sandbox import ProcessBox, SandboxConfig, SessionSlot, UnsafeSubprocessSandbox
+from penstock.sandbox import limited as maker
 
 
 class Watched(UnsafeSubprocessSandbox):
     starting = most = 0
 
-    async def _launch(self, place: Place) -> ProcessBox:
+    async def _launch(self, place: SessionSlot) -> ProcessBox:
         self.starting += 1
         self.most = max(self.most, self.starting)
         try:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from penstock.sandbox import Recorded, RunResult, SandboxError, as_call, current_call, request_key
+from penstock.sandbox import IdempotencyCache, RunResult, SandboxError, as_call, current_call, request_key
 
 
 def counting(answer, gate=None):
@@ -22,7 +22,7 @@ def counting(answer, gate=None):
 
 
 async def test_asked_again_the_first_answer_is_told_also_while_it_is_out():
-    gate, recorded = asyncio.Event(), Recorded()
+    gate, recorded = asyncio.Event(), IdempotencyCache()
     work, done = counting("first", gate)
     asked = [asyncio.create_task(recorded.once("key", work)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -33,7 +33,7 @@ async def test_asked_again_the_first_answer_is_told_also_while_it_is_out():
 
 
 async def test_work_goes_on_where_whoever_asked_is_gone():
-    gate, recorded = asyncio.Event(), Recorded()
+    gate, recorded = asyncio.Event(), IdempotencyCache()
     work, done = counting("told later", gate)
     dead = asyncio.create_task(recorded.once("key", work))
     await asyncio.sleep(0.01)
@@ -45,7 +45,7 @@ async def test_work_goes_on_where_whoever_asked_is_gone():
 
 
 async def test_without_a_key_it_is_done_each_time():
-    recorded = Recorded()
+    recorded = IdempotencyCache()
     work, done = counting("x")
     assert [await recorded.once(None, work) for _ in range(2)] == ["x", "x"]
     assert len(done) == 2
@@ -53,7 +53,7 @@ async def test_without_a_key_it_is_done_each_time():
 
 @pytest.mark.parametrize(("error", "times"), [(FileNotFoundError(2, "gone"), 1), (SandboxError("no room"), 2)])
 async def test_a_files_error_is_an_answer_and_the_sandboxs_is_none(error, times):
-    recorded = Recorded()
+    recorded = IdempotencyCache()
     work, done = counting(error)
     for _ in range(2):
         with pytest.raises(type(error)):
@@ -63,7 +63,7 @@ async def test_a_files_error_is_an_answer_and_the_sandboxs_is_none(error, times)
 
 
 async def test_what_is_kept_no_longer_is_refused_not_done_twice():
-    recorded = Recorded(kept_bytes=100)
+    recorded = IdempotencyCache(kept_bytes=100)
     works = [counting(RunResult("x" * 60, "", 0)) for _ in range(3)]
     for number, (work, _) in enumerate(works):
         await recorded.once(f"key {number}", work)
@@ -75,7 +75,7 @@ async def test_what_is_kept_no_longer_is_refused_not_done_twice():
 
 
 async def test_what_is_gone_is_done_again():
-    recorded = Recorded()
+    recorded = IdempotencyCache()
     work, done = counting("x")
     await recorded.once("key", work)
     recorded.forget("key")

@@ -5,111 +5,124 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.tools import (
-    BaseTool,
-    RetryPolicy,
-    ToolConfig,
-    ToolGuard,
-    ToolInfraError,
-    ToolResult,
-    ToolUnavailable,
-    retry,
-)
+from penstock.common import Backoff
+from penstock.tools import BaseTool, ToolConfig, ToolGuard, ToolInfraError, ToolResult, ToolUnavailable
 
 
 class Service(BaseTool):
-    """Refuses so many first calls, then answers; keeps how many calls ran at once."""
+    """Refuses its first calls, then answers; `open` holds calls back; keeps how many ran at once."""
 
     name = "service"
     description = "Answers."
     parameters: ClassVar[Any] = {"type": "object", "properties": {"q": {"type": "string"}}}
 
-    def __init__(self, refusals: int = 0, pure: bool = False, takes_s: float = 0.0) -> None:
+    def __init__(self, refusals: int = 0, pure: bool = False, broken: bool = False) -> None:
         super().__init__()
-        self.refusals, self.pure, self.takes_s = refusals, pure, takes_s
-        self.calls = self.at_once = self.most_at_once = 0
+        self.refusals, self.pure, self.broken = refusals, pure, broken
+        self.calls = self.running = self.most_running = 0
+        self.open = asyncio.Event()
+        self.open.set()
 
     async def execute(self, state: Any, arguments: Any) -> ToolResult:
         self.calls += 1
+        if self.broken:
+            raise ToolInfraError("service", "broken")
         if self.calls <= self.refusals:
             raise ToolUnavailable("service", "HTTP 429", after_s=0.01)
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
         try:
-            await asyncio.sleep(self.takes_s)
+            await asyncio.sleep(0)
+            await self.open.wait()
         finally:
-            self.at_once -= 1
+            self.running -= 1
         return ToolResult(f"answer {self.calls}", is_error=arguments.get("q") == "bad")
 
 
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.tools.guard.BACKOFF", Backoff(0.001, 30.0))
+
+
 def guard(**fields: Any) -> ToolGuard:
-    made = ToolGuard(ToolConfig(name="service", **fields))
-    made._policy = RetryPolicy(made.config.retries, first_wait_s=0.001)
-    return made
+    return ToolGuard(ToolConfig(name="service", **fields))
 
 
-async def test_a_busy_service_is_asked_again_and_the_limit_says_how_often() -> None:
-    assert (await guard(retries=2).call(Service(refusals=2), None, {})).text == "answer 3"
-    with pytest.raises(ToolUnavailable, match=r"HTTP 429 \(3 attempts\)"):
-        await guard(retries=2).call(Service(refusals=3), None, {})
+@pytest.mark.parametrize(("refusals", "calls"), [(0, 1), (2, 3), (3, 3)])
+async def test_guard_retries_a_busy_service(refusals: int, calls: int) -> None:
+    service = Service(refusals)
+    if refusals < calls:
+        assert (await guard(retries=2).call(service, None, {})).text == f"answer {calls}"
+    else:
+        with pytest.raises(ToolUnavailable) as caught:
+            await guard(retries=2).call(service, None, {})
+        assert "HTTP 429" in caught.value.reason
+        assert "3 attempts" in caught.value.reason
+    assert service.calls == calls
 
 
-async def test_other_failures_and_timeouts_are_not_repeated() -> None:
-    calls = 0
-
-    async def fail() -> None:
-        nonlocal calls
-        calls += 1
-        raise ToolInfraError("service", "broken")
-
+async def test_guard_repeats_no_other_failure() -> None:
+    service = Service(broken=True)
     with pytest.raises(ToolInfraError, match="broken"):
-        await retry(fail, RetryPolicy())
-    assert calls == 1
-    slow = Service(takes_s=5)
-    result = await guard(timeout_s=0.05).call(slow, None, {})
-    assert (result.text, result.is_error, slow.calls) == ("Error: service did not finish within 0.05 s", True, 1)
+        await guard().call(service, None, {})
+    assert service.calls == 1
 
 
-def test_waits_grow_spread_and_honour_the_service() -> None:
-    policy = RetryPolicy(first_wait_s=1, max_wait_s=4)
-    waits = [[policy.wait_s(attempt) for _ in range(50)] for attempt in (1, 2, 3, 9)]
-    for some, (low, high) in zip(waits, [(0.5, 1), (1, 2), (2, 4), (2, 4)], strict=True):
-        assert all(low <= wait <= high for wait in some)
-        assert len(set(some)) > 1
-    assert policy.wait_s(1, asked_s=3) == 3
-    assert policy.wait_s(1, asked_s=3600) == 4
+async def test_guard_repeats_no_call_past_its_deadline() -> None:
+    service = Service()
+    service.open.clear()
+    result = await guard(timeout_s=0.05).call(service, None, {})
+    assert (result.text, result.is_error, service.calls) == ("Error: service did not finish within 0.05 s", True, 1)
 
 
-async def test_no_more_calls_at_once_than_allowed_and_waiting_is_not_the_calls_time() -> None:
-    service = Service(takes_s=0.3)
-    turnstile = guard(concurrency=2, timeout_s=1.5)
-    results = await asyncio.gather(*(turnstile.call(service, None, {}) for _ in range(12)))
-    assert service.most_at_once == 2
-    assert not any(result.is_error for result in results)
+def test_backoff_grows_and_spreads_and_honours_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    from penstock.tools.guard import BACKOFF
+
+    for failures, low, high in [(1, 0.25, 0.5), (2, 0.5, 1), (3, 1, 2), (9, 15, 30)]:
+        pauses = {BACKOFF.pause_s(failures) for _ in range(50)}
+        assert all(low <= pause <= high for pause in pauses)
+        assert len(pauses) > 1
+    assert BACKOFF.pause_s(1, at_least_s=3) == 3
+    assert BACKOFF.pause_s(1, at_least_s=3600) == 30
 
 
-async def test_nobody_waits_for_a_turn_for_ever_and_a_cancelled_call_gives_its_turn_back() -> None:
-    service = Service(takes_s=5)
-    turnstile = ToolGuard(ToolConfig(name="service", concurrency=1), queue_deadline_s=0.05)
-    first = asyncio.create_task(turnstile.call(service, None, {}))
-    await asyncio.sleep(0)
+async def test_guard_limits_concurrency_outside_the_calls_time() -> None:
+    service = Service()
+    service.open.clear()
+    limited = guard(concurrency=2, timeout_s=30)
+    calls = [asyncio.create_task(limited.call(service, None, {})) for _ in range(12)]
+    while service.running < 2:
+        await asyncio.sleep(0)
+    service.open.set()
+    assert not any(result.is_error for result in await asyncio.gather(*calls))
+    assert service.most_running == 2
+
+
+async def test_guard_bounds_the_wait_for_a_turn_and_frees_cancelled_ones() -> None:
+    service = Service()
+    service.open.clear()
+    limited = ToolGuard(ToolConfig(name="service", concurrency=1), queue_deadline_s=0.05)
+    first = asyncio.create_task(limited.call(service, None, {}))
+    while service.running < 1:
+        await asyncio.sleep(0)
     with pytest.raises(ToolInfraError, match="no turn within"):
-        await turnstile.call(service, None, {})
+        await limited.call(service, None, {})
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    service.takes_s = 0
-    assert (await turnstile.call(service, None, {})).text == "answer 2"
+    service.open.set()
+    assert (await limited.call(service, None, {})).text == "answer 2"
 
 
-async def test_pure_tools_answer_from_memory_by_arguments_and_errors_are_not_kept() -> None:
-    service, remember = Service(pure=True), guard(cache_entries=2)
+async def test_guard_caches_pure_results_but_no_errors() -> None:
+    service, caching = Service(pure=True), guard(cache_entries=2)
 
     async def ask(**arguments: str) -> str:
-        return (await remember.call(service, None, arguments)).text
+        return (await caching.call(service, None, arguments)).text
 
     assert [await ask(q="a", k="1"), await ask(k="1", q="a"), await ask(q="b")] == ["answer 1", "answer 1", "answer 2"]
     assert [await ask(q="bad"), await ask(q="bad")] == ["answer 3", "answer 4"]
     await ask(q="c")
-    assert await ask(q="a", k="1") == "answer 6"
+    assert await ask(q="a", k="1") == "answer 6", "the oldest went first"
     impure = Service()
-    assert [(await remember.call(impure, None, {})).text for _ in range(2)] == ["answer 1", "answer 2"]
+    assert [(await caching.call(impure, None, {})).text for _ in range(2)] == ["answer 1", "answer 2"]

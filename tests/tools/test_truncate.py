@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.tools import Part, truncate_tokens
-from penstock.tools.truncation import truncate
+from penstock.tools import Part, truncate, truncate_tokens
 
 PARTS: tuple[Part, ...] = ("head", "tail", "middle")
 

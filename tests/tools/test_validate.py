@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.tools import check_arguments, check_schema
-from penstock.tools.truncation import truncate
+from penstock.tools import check_arguments, check_schema, truncate
 
 SCHEMA = {
     "type": "object",

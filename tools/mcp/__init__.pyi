@@ -1,1 +1,1 @@
-from .group import McpTools as McpTools
+from .tools import McpTools as McpTools

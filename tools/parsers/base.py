@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from penstock.common import Registry
+
 ParserName = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek", "glm", "harmony", "code"]
-_PARSERS: dict[str, str] = {
-    "hermes": "penstock.tools.parsers.hermes:HermesParser",
-    "qwen3_coder": "penstock.tools.parsers.qwen3_coder:Qwen3CoderParser",
-    "llama3_json": "penstock.tools.parsers.llama3_json:Llama3JsonParser",
-    "mistral": "penstock.tools.parsers.mistral:MistralParser",
-    "deepseek": "penstock.tools.parsers.deepseek:DeepSeekParser",
-    "glm": "penstock.tools.parsers.glm:GlmParser",
-    "harmony": "penstock.tools.parsers.harmony:HarmonyParser",
-    "code": "penstock.tools.parsers.code:CodeParser",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +50,21 @@ class ToolCallParser(Protocol):
         """
 
 
+PARSERS: Registry[Callable[[], ToolCallParser]] = Registry(
+    "tool-call parser",
+    {
+        "hermes": "penstock.tools.parsers.hermes:HermesParser",
+        "qwen3_coder": "penstock.tools.parsers.qwen3_coder:Qwen3CoderParser",
+        "llama3_json": "penstock.tools.parsers.llama3_json:Llama3JsonParser",
+        "mistral": "penstock.tools.parsers.mistral:MistralParser",
+        "deepseek": "penstock.tools.parsers.deepseek:DeepSeekParser",
+        "glm": "penstock.tools.parsers.glm:GlmParser",
+        "harmony": "penstock.tools.parsers.harmony:HarmonyParser",
+        "code": "penstock.tools.parsers.code:CodeParser",
+    },
+)
+
+
 def get_parser(name: str) -> ToolCallParser:
-    """Raises `ValueError` naming the nearest parser there is."""
-    if name not in _PARSERS:
-        close = difflib.get_close_matches(name, _PARSERS, n=1) or sorted(_PARSERS)
-        raise ValueError(f"no tool-call parser {name!r}; did you mean {close[0]!r}?")
-    module_name, _, class_name = _PARSERS[name].partition(":")
-    parser: ToolCallParser = getattr(importlib.import_module(module_name), class_name)()
-    return parser
+    """Raises `ValueError` with the nearest name and those known."""
+    return PARSERS.get(name)()

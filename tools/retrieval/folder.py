@@ -6,13 +6,13 @@ INDEX.building/  ──write, manifest, rename──►  INDEX/      a killed bu
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from penstock.common import FileLock
 from penstock.tools.retrieval.corpus import BadCorpus
 
 MANIFEST = "penstock.json"
@@ -63,9 +63,12 @@ def _only_builder(folder: Path) -> Iterator[None]:
     The kernel's lock goes with its holder, however that ends; the empty file stays.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = FileLock(folder.with_name(f"{folder.name}.lock"), "another process builds this index")
+    lock.wait()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _manifest_in(folder: Path) -> Manifest | None:

@@ -11,15 +11,14 @@ A DOCUMENT has `id`, `title`, `text` and `contents` (the title in quotes, a line
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-import socket
 from typing import Any
 
-import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
+from penstock.common import LimitBody, RequireToken, add_error_handlers, listen
+from penstock.common import serve as serve_http
 from penstock.tools.retrieval.corpus import Hit, Index
 from penstock.tools.retrieval.folder import IndexFailed
 
@@ -43,8 +42,11 @@ def build_app(index: Index, token: str, topk: int = 3) -> FastAPI:
     if not token:
         raise ValueError("the search server needs a token")
     turns = asyncio.Semaphore(SEARCHES_AT_ONCE)
-    # without an openapi_url there are no pages about the routes, which would not ask for the token
-    app = FastAPI(dependencies=[Depends(_authorize(token))], openapi_url=None)
+    # no openapi_url: no pages about the routes
+    app = FastAPI(openapi_url=None)
+    app.add_middleware(LimitBody)
+    app.add_middleware(RequireToken, authorize=token)
+    add_error_handlers(app)
 
     @app.post("/retrieve")
     async def retrieve(body: RetrieveRequest) -> dict[str, Any]:
@@ -67,30 +69,11 @@ def _to_json(hit: Hit, with_score: bool) -> dict[str, Any]:
     return {"document": document, "score": hit.score} if with_score else document
 
 
-def _authorize(token: str) -> Any:
-    expected = f"Bearer {token}".encode()
-
-    async def check(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode("utf-8", "replace")
-        if not hmac.compare_digest(given, expected):
-            raise HTTPException(401, "a bearer token is needed", headers={"WWW-Authenticate": "Bearer"})
-
-    return check
-
-
 async def serve(index: Index, host: str, port: int, token: str, topk: int = 3) -> None:
-    """Until cancelled or told by SIGTERM. Raises `IndexFailed` where the port is taken."""
+    """Serves until cancelled or told by SIGTERM. Raises `IndexFailed` where the port is taken."""
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family)
+        listener = listen(host, port)
     except OSError as error:
-        raise IndexFailed(f"port {port} on {host} is in use or not ours: {error.strerror}; choose another") from error
-    server = uvicorn.Server(uvicorn.Config(build_app(index, token, topk), log_level="warning"))
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    logger.info("%d passages on http://%s:%d/retrieve", len(index), host, listener.getsockname()[1])
-    try:
-        await asyncio.shield(task)
-    finally:
-        server.should_exit = True
-        await task
-        listener.close()
+        raise IndexFailed(str(error.strerror)) from error
+    app = build_app(index, token, topk)
+    await serve_http(app, listener, on_ready=lambda url: logger.info("%d passages on %s/retrieve", len(index), url))

@@ -24,7 +24,7 @@ from tests.agent_loops.kill.gated_sandbox import GatedSandbox
 from tests.agent_loops.kill.worker_process import PASSWORD, TOKEN
 
 from penstock.sandbox import SandboxConfig, make_sandbox
-from penstock.sandbox.server import Parts, build_app, callers_of
+from penstock.sandbox.server import ServerState, build_app, callers_of
 from penstock.transfer_queue import (
     JournalEntry,
     JournalKind,
@@ -126,7 +126,7 @@ async def stage(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIte
 class Boxes:
     url: str
     sandbox: GatedSandbox
-    server: Parts
+    server: ServerState
 
 
 @pytest.fixture
@@ -141,10 +141,10 @@ def boxes_of() -> Callable[[int], contextlib.AbstractAsyncContextManager[Boxes]]
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
         task = asyncio.create_task(server.serve(sockets=[listener]))
-        parts: Parts = app.state.parts
+        state: ServerState = app.state.server
         try:
-            await until(lambda: parts.pool.warm == count)
-            yield Boxes(f"http://127.0.0.1:{listener.getsockname()[1]}", sandbox, parts)
+            await until(lambda: state.pool.warm == count)
+            yield Boxes(f"http://127.0.0.1:{listener.getsockname()[1]}", sandbox, state)
         finally:
             sandbox.open.set()
             server.should_exit = True

@@ -14,6 +14,7 @@ from tests.tools.conftest import serve  # noqa: F401 - the fixture
 
 from penstock.agent_loops import InfraFailure, RewardFunction
 from penstock.agent_loops.rewards import Judge, Pace
+from penstock.common import Backoff
 
 KEY = "only-for-this-test"
 
@@ -51,7 +52,7 @@ def endpoint() -> Endpoint:
 @pytest.fixture
 async def judge(endpoint: Endpoint, serve, monkeypatch) -> AsyncIterator[Callable[..., RewardFunction]]:
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    monkeypatch.setattr("penstock.tools.retries.RetryPolicy.wait_s", lambda *_: 0.01)
+    monkeypatch.setattr("penstock.tools.guard.BACKOFF", Backoff(0.01))
     url = await serve(endpoint.app)
     made: list[RewardFunction] = []
 

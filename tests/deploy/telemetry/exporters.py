@@ -11,7 +11,7 @@ from penstock.agent_loops import WorkerMetrics
 from penstock.deploy import RoleProcess, RoleSpec
 from penstock.deploy.telemetry import head_exporter
 from penstock.rollout_server import RolloutMetrics
-from penstock.sandbox.server import Metrics as SandboxMetrics
+from penstock.sandbox.server import SandboxMetrics
 from penstock.trainer import TrainerMetrics
 from penstock.transfer_queue import LengthDecile, MemoryTransferQueue, ServerInfo, Status
 

@@ -20,6 +20,7 @@ from penstock.agent_loops import (
     RewardFunction,
 )
 from penstock.agent_loops.rewards import TOKEN_VARIABLE, RewardServer
+from penstock.common import Backoff
 from penstock.rollout_server.reward_model import (
     BadModel,
     Batcher,
@@ -117,7 +118,7 @@ async def test_every_route_asks_for_the_token_and_bad_bodies_are_named(url: str)
 async def test_a_server_that_is_gone_refuses_or_has_no_number_is_a_failure(
     reward: RewardFunction, classifier: HuggingFaceClassifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.tools.retries.RetryPolicy.wait_s", lambda *_: 0.01)
+    monkeypatch.setattr("penstock.tools.guard.BACKOFF", Backoff(0.01))
     monkeypatch.setattr(classifier, "score", lambda rows: [math.nan] * len(rows))
     with pytest.raises(InfraFailure, match="the model's score is nan") as failure:
         await reward.score(task(), "t1 t2", {})

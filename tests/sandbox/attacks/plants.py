@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.sandbox.leftovers import MARK
+from tests.sandbox.orphans import MARK
 
 SECRET = f"hush-{os.urandom(8).hex()}"
 NOBODY = 65534

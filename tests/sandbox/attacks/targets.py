@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.sandbox.containers import IMAGE
-from tests.sandbox.leftovers import MAKERS, Maker
+from tests.sandbox.orphans import MAKERS, Maker
 
 from benchmarks.support.boxes import sandbox_server
 from penstock.sandbox import RunResult, Sandbox, SandboxConfig, Session, make_sandbox

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from tests.sandbox.attacks.plants import NOBODY, SECRET, Host
 from tests.sandbox.attacks.targets import Target, attack
-from tests.sandbox.leftovers import MARK
+from tests.sandbox.orphans import MARK
 
 from penstock.sandbox import Session
 

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 from tests.sandbox.attacks.targets import CONFIG, Target, attack, ended_by
-from tests.sandbox.leftovers import MARK, marked_processes
+from tests.sandbox.orphans import MARK, marked_processes
 
 from penstock.sandbox import SandboxError, SandboxLost, Session
 

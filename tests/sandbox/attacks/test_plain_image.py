@@ -10,7 +10,7 @@ import pytest_asyncio
 from tests.sandbox.attacks.plants import SECRET, Host
 from tests.sandbox.attacks.targets import CONFIG
 from tests.sandbox.containers import PLAIN_IMAGE, make_plain_image
-from tests.sandbox.leftovers import MAKERS, MARK, Maker
+from tests.sandbox.orphans import MAKERS, MARK, Maker
 
 from penstock.sandbox import RunResult, Sandbox, Session, make_sandbox
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from penstock.sandbox import FakeSandbox, SandboxConfig
-from penstock.sandbox.server import Metrics, build_app, callers_of
+from penstock.sandbox.server import SandboxMetrics, build_app, callers_of
 
 CONFIG = SandboxConfig(max_boxes=4)
 
@@ -23,7 +23,7 @@ async def test_the_token_for_metrics_opens_them_alone() -> None:
 
 
 def test_boxes_are_counted_once_however_often_somebody_looks() -> None:
-    metrics = Metrics()
+    metrics = SandboxMetrics()
     for counts in ({"taken_warm": 2}, {"taken_warm": 2}, {"taken_warm": 3, "stale": 1}):
         metrics.count_boxes(counts)
     value = metrics.registry.get_sample_value

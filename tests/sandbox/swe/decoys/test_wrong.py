@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from penstock.sandbox.swe.decoys import apply_all, wrong_tests
+from penstock.sandbox.swe import apply_all, wrong_tests
 
 TESTS = b"""\
 import pytest

@@ -11,49 +11,48 @@ import os
 from collections.abc import Callable
 
 from penstock.sandbox.inside import interpreter, shell
-from penstock.sandbox.inside.children import Child
-from penstock.sandbox.inside.processes import Processes
+from penstock.sandbox.inside.children import ChildTable, ForkedChild
 
 BODIES: dict[str, Callable[[int, int], int]] = {"python": interpreter.serve, "shell": shell.become}
 
 
-class Resident:
+class PersistentChild:
     """A living child with the driver's ends of its two pipes."""
 
-    def __init__(self, child: Child, requests: int, outcomes: int) -> None:
+    def __init__(self, child: ForkedChild, requests: int, outcomes: int) -> None:
         self.child = child
         self.requests = requests
         self.outcomes = outcomes
         self.last_exit_code = 0
         self.doomed = False
-        """It was told to go; `settle` forgets it."""
+        """It was report to go; `settle` forgets it."""
 
     def close(self) -> None:
         os.close(self.requests)
         os.close(self.outcomes)
 
 
-class Residents:
+class PersistentChildren:
     """At most one of each kind in `BODIES`."""
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: ChildTable) -> None:
         self.processes = processes
-        self.living: dict[str, Resident] = {}
-        self.untold: set[str] = set()
-        """Kinds whose state went, which no answer to a call of that kind has told yet."""
+        self.living: dict[str, PersistentChild] = {}
+        self.unreported: set[str] = set()
+        """Kinds whose state went, which no answer to a call of that kind has report yet."""
         self._nothing = os.open(os.devnull, os.O_RDONLY)
 
-    def children(self, but: str | None = None) -> list[Child]:
+    def children(self, but: str | None = None) -> list[ForkedChild]:
         return [resident.child for kind, resident in self.living.items() if kind != but]
 
-    def get(self, kind: str) -> Resident:
+    def get(self, kind: str) -> PersistentChild:
         """The living one, else a fresh one. Raises OSError where the box has no room for it."""
         self.settle()
         if kind not in self.living:
             self.living[kind] = self._start(kind)
         return self.living[kind]
 
-    def _start(self, kind: str) -> Resident:
+    def _start(self, kind: str) -> PersistentChild:
         theirs_in, requests = os.pipe()
         outcomes, theirs_out = os.pipe()
         os.set_blocking(outcomes, False)
@@ -69,7 +68,7 @@ class Residents:
             os.close(theirs_out)
         if kind == "shell":
             os.write(requests, shell.PRELUDE)
-        return Resident(child, requests, outcomes)
+        return PersistentChild(child, requests, outcomes)
 
     def kill(self, kind: str) -> None:
         """With it goes all that its code started, unless another resident holds it: nothing lives on unwatched."""
@@ -77,21 +76,21 @@ class Residents:
         self._kill_all_but(self.children(but=kind))
 
     def kill_strangers(self) -> None:
-        """All that no resident started; the residents too where those fork faster than they can be ended."""
+        """All that no resident started; the persistent too where those fork faster than they can be ended."""
         self._kill_all_but(self.children())
 
-    def _kill_all_but(self, spared: list[Child]) -> None:
+    def _kill_all_but(self, spared: list[ForkedChild]) -> None:
         if not spared or not self.processes.kill_all_but(spared):
             self.processes.kill_all()
             for resident in self.living.values():
                 resident.doomed = True
 
     def settle(self) -> None:
-        """Forget those that ended, or were told to, with all that they started."""
+        """Forget those that ended, or were report to, with all that they started."""
         gone = [kind for kind, it in self.living.items() if it.doomed or self.processes.ended(it.child)]
         for kind in gone:
             resident = self.living.pop(kind)
-            self.untold.add(kind)
+            self.unreported.add(kind)
             self.processes.forget(resident.child)
             resident.close()
         if gone:
@@ -99,6 +98,6 @@ class Residents:
 
     def tell(self, kind: str) -> bool:
         """Whether this kind's state went since a call of it last said so."""
-        lost = kind in self.untold
-        self.untold.discard(kind)
+        lost = kind in self.unreported
+        self.unreported.discard(kind)
         return lost

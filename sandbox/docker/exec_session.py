@@ -1,7 +1,9 @@
-"""Sessions of images without a fit python3: every call is a program execution of the engine's, nothing lives on.
+"""One program that the engine runs in a container (`docker exec`): bytes in, output as it comes, its end.
+
+Sessions of images without a fit python3: every call is a program execution of the engine's, nothing lives on.
 
 What is lost against a driver: `run_python`, a shell that keeps its state, and some 60 ms per call. What is kept: the
-walls, limits told by the same names, files. A limit that ends a run ends all that runs in the box with it.
+walls, limits report by the same names, files. A limit that ends a run ends all that runs in the box with it.
 """
 
 from __future__ import annotations
@@ -10,36 +12,160 @@ import asyncio
 import contextlib
 import errno
 import os
+import time
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
+from penstock.sandbox.box import Tell
 from penstock.sandbox.docker.container import Container
-from penstock.sandbox.docker.program import Program
-from penstock.sandbox.frames import Tell
-from penstock.sandbox.inside.confine import OOM_COUNTERS
-from penstock.sandbox.one_box import OneBoxSession
+from penstock.sandbox.docker.engine import calling, translating
+from penstock.sandbox.inside.capture import OutputCapture
+from penstock.sandbox.inside.driver import OOM_COUNTERS
 from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
-from penstock.sandbox.streaming import stream_of
+from penstock.sandbox.session import OneBoxSession, stream_of
 
-PLAIN_COMMAND = ["sh", "-c", "while read -r line; do jobs; done"]
+if TYPE_CHECKING:
+    from aiodocker.execs import Exec
+    from aiodocker.stream import Stream
+
+
+_LIMITED = 'ulimit -S -t "$1"; ulimit -H -t "$(($1 + 1))"; n=$2; shift 2; '
+
+
+_RUN = _LIMITED + 'exec "$@"'
+
+
+_RUN_FED = _LIMITED + 'head -c "$n" | "$@"'
+
+
+"""The engine's client cannot close a program's stdin alone: the count says where it ends."""
+
+
+_OUT = 1
+
+
+_WRITE_BYTES = 1 << 16
+
+
+class Program:
+    """Told by `run`, once."""
+
+    def __init__(
+        self, argv: list[str], stdin: bytes = b"", *, cwd: str | None = None, cpu_s: int = 60, output_bytes: int = 4096
+    ) -> None:
+        self.output_bytes = output_bytes
+        self.exit_code: int | None = None
+        """As a shell tells it; None while it runs, and where a limit ended it or its container is gone."""
+        self.limit: str | None = None
+        self.duration_s = 0.0
+        self._argv = ["sh", "-c", _RUN_FED if stdin else _RUN, "sh", str(cpu_s), str(len(stdin)), *argv]
+        self._stdin = stdin
+        self._cwd = cwd
+
+    async def run(self, container: Container, timeout_s: float, tell: Tell | None = None) -> None:
+        """Until it ends, or breaks a limit: `limit` is set then, and it may still run.
+
+        Raises:
+            SandboxError: the engine failed.
+        """
+        self.capture = OutputCapture(self.output_bytes, tell)
+        started = time.monotonic()
+        async with calling("running a program in a box"):
+            execution = await container.prepare(self._argv, self._cwd, with_stdin=bool(self._stdin))
+            stream = execution.start()
+            await stream.__aenter__()
+        feeding = asyncio.create_task(self._feed(stream))
+        try:
+            async with asyncio.timeout(timeout_s):
+                with translating("hearing what a program in a box says"):
+                    self.limit = await self._read(stream)
+        except TimeoutError:
+            self.limit = "wall"
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+            with contextlib.suppress(AssertionError):  # aiodocker's word for a connection that is closed already
+                await stream.close()
+            self.capture.finish()
+            self.duration_s = time.monotonic() - started
+        if self.limit is None and container.alive:
+            await self._ask_exit_code(execution)
+            self.limit = "output" if self.capture.cut else None
+
+    async def _feed(self, stream: Stream) -> None:
+        for start in range(0, len(self._stdin), _WRITE_BYTES):
+            await stream.write_in(self._stdin[start : start + _WRITE_BYTES])
+
+    async def _read(self, stream: Stream) -> str | None:
+        while (message := await stream.read_out()) is not None:
+            if message.stream == _OUT:
+                self.capture.keep(self.capture.stdout, message.data, "stdout")
+            else:
+                self.capture.keep(self.capture.stderr, message.data, "stderr")
+            if self.capture.flooded:
+                return "output"
+        return None
+
+    async def _ask_exit_code(self, execution: Exec) -> None:
+        """The engine notes it a moment after the last output."""
+        async with calling("asking how a program ended"):
+            while (report := await execution.inspect())["Running"]:  # noqa: ASYNC110 - only the engine knows when
+                await asyncio.sleep(0.01)
+        self.exit_code = report["ExitCode"]
+
+
+KEEPER_COMMAND = ["sh", "-c", "while read -r line; do jobs; done"]
+
+
 """First process of such a box. It ends when its stdin does and cannot be ended from inside; `jobs` reaps orphans."""
+
+
 NO_PYTHON = "this image has no python3 of 3.9 or newer: use one that has (`python:3.12-slim`), or commands alone"
+
+
 NO_SHELL = "a shell that keeps its directory and variables needs a python3 of 3.9 or newer in the image; use `run`"
+
+
 HOUSEKEEPING_S = 20.0
+
+
 MAX_FILE_BYTES = 32 << 20
+
+
 _SIGXCPU = 128 + 24
+
+
 _SIGKILL = 128 + 9
+
+
 _KILL_ALL = ["sh", "-c", "kill -9 -1; set -- /proc/[0-9]*; [ $# -le 2 ]"]
+
+
 """Ends with 0 where nobody is there but the first process and this one; the killed are there until they are reaped."""
+
+
 _KILL_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
 _COUNT_OOM = ["sh", "-c", f"cat {' '.join(OOM_COUNTERS)} 2>/dev/null"]
+
+
 _REGULAR = '[ ! -e "$1" ] || [ -f "$1" ] || { echo "not a regular file" >&2; exit 1; }; '
+
+
 _WRITE = ["sh", "-c", _REGULAR + 'cat >"$1"', "sh"]
+
+
 _READ = ["sh", "-c", _REGULAR + 'head -c "$2" <"$1"', "sh"]
+
+
 _SHELL_WORDS = {"no such file": errno.ENOENT, "nonexistent": errno.ENOENT}
+
+
 _ERRORS = (errno.ENOENT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOSPC, errno.ENAMETOOLONG, errno.ENOTDIR)
 
 
-class PlainSession(OneBoxSession[Container]):
+class ExecSession(OneBoxSession[Container]):
     """As `DriverSession` in what it promises, but for `run_python` and `run_shell`, which are errors."""
 
     _counted: Container | None = None
@@ -79,13 +205,13 @@ class PlainSession(OneBoxSession[Container]):
         program = Program(argv, stdin.encode("utf-8", "replace"), cwd=cwd, **limits)
         async with self._turn:
             container = await self._living_box()
-            self._losses.began("run")
+            self._state_loss.record_start("run")
             await self._do(program, container, self._config.run_timeout_s if timeout_s is None else timeout_s, tell)
             exit_code, limit = await self._outcome(container, program)
             if container is self._box:
                 await _reap(container)
         stdout, stderr = program.capture.texts()
-        return self._losses.told("run", RunResult(stdout, stderr, exit_code, limit, program.duration_s))
+        return self._state_loss.report("run", RunResult(stdout, stderr, exit_code, limit, program.duration_s))
 
     async def _do(self, program: Program, container: Container, timeout_s: float, tell: Tell | None = None) -> None:
         """A caller that leaves, or an engine that breaks: what may still run must not run on."""

@@ -1,18 +1,158 @@
-"""The tool itself: one command per call, on a file of the box."""
+"""The `editor` tool: view and change files of the box, one command per call, with undo."""
 
 from __future__ import annotations
 
+import json
 import posixpath
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import xxhash
+
 from penstock.sandbox import SandboxError, Session
 from penstock.tools.base import ToolInfraError, ToolResult
-from penstock.tools.editor.history import History, is_unchanged
-from penstock.tools.editor.text import EditError, around, insert_after, line_range, numbered, replace_once
 from penstock.tools.episode_box import BoxTool, EpisodeBox
 
+CONTEXT_LINES = 4
+
+
+MAX_NAMED_LINES = 5
+
+
+class EditError(Exception):
+    """The edit does not fit the file: told to the model, word for word."""
+
+
+def replace_once(text: str, old: str, new: str, path: str) -> tuple[str, int]:
+    """(new text, first changed line, from 1). Raises `EditError` unless `old` occurs exactly once."""
+    if not old:
+        raise EditError("old_text is empty; use insert to add lines, or create for a new file")
+    if old == new:
+        raise EditError("old_text and text are the same: nothing would change")
+    count = text.count(old)
+    if count == 0:
+        raise EditError(f"old_text was not found in {path}{_whitespace_hint(text, old)}")
+    if count > 1:
+        lines = _lines_of(text, old)
+        raise EditError(
+            f"old_text is not unique in {path}: it occurs {count} times, at {lines}. Give more of the lines around it"
+        )
+    start = text.index(old)
+    return text[:start] + new + text[start + len(old) :], text.count("\n", 0, start) + 1
+
+
+def insert_after(text: str, line: int, new: str, path: str) -> tuple[str, int]:
+    """(new text, first inserted line). `line` 0 is the top. Raises `EditError` past the end."""
+    lines = text.splitlines(keepends=True)
+    if not 0 <= line <= len(lines):
+        raise EditError(f"line {line} is not in {path}: it has {len(lines)} lines (0 inserts at the top)")
+    if line and not lines[line - 1].endswith("\n"):
+        lines[line - 1] += "\n"
+    lines.insert(line, new if new.endswith("\n") else f"{new}\n")
+    return "".join(lines), line + 1
+
+
+def numbered(text: str, first: int, last: int) -> str:
+    """Lines `first` to `last` (from 1, both in), each with its number."""
+    lines = text.splitlines()
+    return "\n".join(f"{number:6}\t{lines[number - 1]}" for number in range(max(1, first), min(last, len(lines)) + 1))
+
+
+def line_range(text: str, asked: list[int] | None, path: str) -> tuple[int, int]:
+    """The lines to show; a last line of -1 is the end. Raises `EditError` where they are not in the file."""
+    count = len(text.splitlines())
+    if asked is None:
+        return 1, count
+    first, last = asked[0], count if asked[1] == -1 else asked[1]
+    if not 1 <= first <= last or first > count:
+        raise EditError(f"lines {asked[0]} to {asked[1]} are not in {path}: it has {count} lines")
+    return first, min(last, count)
+
+
+def around(text: str, first: int, new: str) -> str:
+    """What the model reads after an edit: the changed lines with some before and after."""
+    last = first + max(new.count("\n") - new.endswith("\n"), 0)
+    return numbered(text, first - CONTEXT_LINES, last + CONTEXT_LINES)
+
+
+def _whitespace_hint(text: str, old: str) -> str:
+    """Most misses are a matter of indentation: say where the passage is if white space is left out of account."""
+    words = old.split()
+    if not words:
+        return ""
+    match = re.search(r"\s+".join(map(re.escape, words)), text)
+    if match is None:
+        return ""
+    return f"; at line {text.count(chr(10), 0, match.start()) + 1} it differs in white space only: copy it exactly"
+
+
+def _lines_of(text: str, old: str) -> str:
+    lines: list[str] = []
+    start = text.find(old)
+    while start >= 0 and len(lines) < MAX_NAMED_LINES:
+        lines.append(str(text.count("\n", 0, start) + 1))
+        start = text.find(old, start + len(old))
+    return f"lines {', '.join(lines)}{' …' if start >= 0 else ''}"
+
+
+MAX_STEPS = 20
+
+
+MAX_BYTES = 4 << 20
+
+
+"""Of one file's history; the oldest steps go first."""
+
+
+class EditHistory:
+    """The earlier texts of one file, newest last. `before` None: the edit made the file."""
+
+    def __init__(self, session: Session, path: str) -> None:
+        self._session = session
+        self._file = f".penstock_editor_{xxhash.xxh3_64_hexdigest(path.encode())}"
+
+    async def push(self, before: str | None, after: str) -> None:
+        steps = [*await self._steps(), {"before": before, "after": _hash(after)}][-MAX_STEPS:]
+        await self._write(steps)
+
+    async def pop(self) -> tuple[str | None, str] | None:
+        """(text before the last edit, hash of the text after it), or None where there is no edit left."""
+        steps = await self._steps()
+        if not steps:
+            return None
+        last = steps.pop()
+        await self._write(steps)
+        return last["before"], last["after"]
+
+    async def _steps(self) -> list[dict[str, Any]]:
+        """Code in the box may have damaged the file: then there is nothing to go back to."""
+        try:
+            steps = json.loads(await self._session.read_file(self._file, MAX_BYTES + 1))
+            return [{"before": step["before"], "after": step["after"]} for step in steps]
+        except (OSError, ValueError, TypeError, KeyError):
+            return []
+
+    async def _write(self, steps: list[dict[str, Any]]) -> None:
+        data = json.dumps(steps).encode()
+        while len(data) > MAX_BYTES and steps:
+            steps = steps[1:]
+            data = json.dumps(steps).encode()
+        await self._session.write_file(self._file, data)
+
+
+def _hash(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def is_unchanged(text: str | None, after: str) -> bool:
+    """Whether the file still is as the edit left it."""
+    return text is not None and _hash(text) == after
+
+
 MAX_FILE_BYTES = 1 << 20
+
+
 NEEDS = {"create": ("text",), "replace": ("old_text", "text"), "insert": ("line", "text")}
 
 
@@ -87,7 +227,7 @@ class EditorTool(BoxTool):
         if folder:
             await session.run(["mkdir", "-p", "--", folder], timeout_s=self.run_timeout_s)
         await _write(session, path, text)
-        await History(session, path).push(None, text)
+        await EditHistory(session, path).push(None, text)
         return ToolResult(f"created {path} ({len(text.splitlines())} lines)")
 
     async def _edit(self, session: Session, path: str, arguments: Mapping[str, Any]) -> ToolResult:
@@ -97,11 +237,11 @@ class EditorTool(BoxTool):
         else:
             after, line = insert_after(before, arguments["line"], new, path)
         await _write(session, path, after)
-        await History(session, path).push(before, after)
+        await EditHistory(session, path).push(before, after)
         return ToolResult(f"{path} now reads:\n{around(after, line, new)}")
 
     async def _undo(self, session: Session, path: str) -> ToolResult:
-        history = History(session, path)
+        history = EditHistory(session, path)
         step = await history.pop()
         if step is None:
             raise EditError(f"there is no edit of {path} to undo")

@@ -1,24 +1,83 @@
-"""Answers by idempotency key: who asks again gets the first one's answer, also while that is still being worked out.
+"""Idempotency keys: a request that is sent twice is carried out once.
 
-asked first ──► work in a task of its own ──► answer, kept     (the asker may die meanwhile)
-asked again ─────────────┴── waits ───────────────┘
+    with as_call("9f3c…/python.0"):            # the same name in the worker that takes the episode over
+        await session.run_python("x += 1")     # sent with the key of (call, request, how often it was sent)
+
+Requests outside of a call carry no key: sent twice, they are carried out twice.
+
+The server keeps the results by key:
+
+    first request ──► work in a task of its own ──► result, kept     (the client may die meanwhile)
+    second request ──────────┴── waits ─────────────────┘
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
 from penstock.sandbox.protocol import RunResult, SandboxError
 
+HEADER = "Idempotency-Key"
+
+
+@dataclass(slots=True)
+class NamedCall:
+    name: str
+    asked: Counter[bytes] = field(default_factory=Counter)
+
+
+_CALL: ContextVar[NamedCall | None] = ContextVar("call of a tool", default=None)
+
+
+@contextlib.contextmanager
+def as_call(name: str) -> Iterator[None]:
+    """Requests made inside belong to the call `name`, which must name one call and no other, ever."""
+    token = _CALL.set(NamedCall(name))
+    try:
+        yield
+    finally:
+        _CALL.reset(token)
+
+
+def current_call() -> str | None:
+    """Name of the call that is under way: an idempotency key for services that a tool of yours asks itself."""
+    call = _CALL.get()
+    return call.name if call is not None else None
+
+
+def request_key(*asked: bytes) -> str | None:
+    """The key of one request; None outside of a call.
+
+    Made of what is asked, not of the order of asking: requests that a tool sends side by side find their own answers.
+    """
+    call = _CALL.get()
+    if call is None:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (call.name.encode(), *asked):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    call.asked[digest.digest()] += 1
+    return f"{digest.hexdigest()}-{call.asked[digest.digest()]}"
+
+
 KEPT_BYTES = 4 << 20
+
+
 """Of the answers of one session; the newest one is kept whatever its size."""
+
+
 T = TypeVar("T")
 
 
-class Recorded(Generic[T]):
+class IdempotencyCache(Generic[T]):
     """One per session, and one for the starts of sessions; lives as long as what was done does."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, cast
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
+
+from penstock.common import nearest
 
 
 def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
@@ -44,7 +45,6 @@ def _describe(error: ValidationError) -> str:
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
+    if hint := nearest(name, known):
+        return hint
     return f" (this tool takes: {', '.join(known)})" if known else " (this tool takes no arguments)"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.sandbox.containers import IMAGE, docker
-from tests.sandbox.leftovers import MARK, Maker, left_behind, wait_until_nothing_new
+from tests.sandbox.orphans import MARK, Maker, left_behind, wait_until_nothing_new
 
 from penstock.sandbox import UID_BASE
 

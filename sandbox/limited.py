@@ -1,4 +1,4 @@
-"""What every maker of boxes does alike: slots, session ids, closing."""
+"""Limits shared by local backends: slots, concurrent starts, session ids, closing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from penstock.sandbox.box import Box
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.frames import Box
 from penstock.sandbox.protocol import NoSuchImage, SandboxBusy, SandboxLost, Session
 from penstock.sandbox.session import DriverSession
 
@@ -27,7 +27,7 @@ HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SessionSlot:
     """What all boxes of one session have in common."""
 
     session_id: str
@@ -37,7 +37,7 @@ class Place:
     """No box of another living session of this maker has it."""
 
 
-class SlottedSandbox(ABC):
+class LimitedSandbox(ABC):
     """At most `config.max_boxes` sessions at once; further ones wait up to `queue_timeout_s`."""
 
     containment: str
@@ -53,7 +53,7 @@ class SlottedSandbox(ABC):
             self._slots.put_nowait(slot)
 
     @abstractmethod
-    async def _open(self, place: Place, release: Callable[[], None]) -> Session:
+    async def _open(self, slot: SessionSlot, release: Callable[[], None]) -> Session:
         """A session with its first box started; it calls `release` once, when it is closed.
 
         Raises `SandboxError`, and has not called `release` then.
@@ -69,19 +69,19 @@ class SlottedSandbox(ABC):
 
     async def start(self, label: str, *, image: str | None = None) -> Session:
         self.check_image(image)
-        place = Place(secrets.token_hex(12), label, image, await self._free_slot())
+        slot = SessionSlot(secrets.token_hex(12), label, image, await self._free_slot())
 
         def release() -> None:
-            self._sessions.pop(place.session_id, None)
-            self._slots.put_nowait(place.slot)
+            self._sessions.pop(slot.session_id, None)
+            self._slots.put_nowait(slot.slot)
 
         try:
-            session = await self._open(place, release)
+            session = await self._open(slot, release)
         except BaseException:
             release()
             raise
-        self._sessions[place.session_id] = session
-        logger.debug("box %s in slot %d for %s", place.session_id, place.slot, label)
+        self._sessions[slot.session_id] = session
+        logger.debug("box %s in slot %d for %s", slot.session_id, slot.slot, label)
         return session
 
     async def _free_slot(self) -> int:
@@ -107,15 +107,15 @@ class SlottedSandbox(ABC):
         await asyncio.gather(*(session.close() for session in list(self._sessions.values())))
 
 
-class DriverSandbox(SlottedSandbox):
+class DriverSandbox(LimitedSandbox):
     """Boxes of this machine's own system, with a driver in each."""
 
     @abstractmethod
-    async def _launch(self, place: Place) -> Box:
+    async def _launch(self, slot: SessionSlot) -> Box:
         """A fresh box. Raises `SandboxError`."""
 
-    async def _open(self, place: Place, release: Callable[[], None]) -> DriverSession:
+    async def _open(self, slot: SessionSlot, release: Callable[[], None]) -> DriverSession:
         def launch() -> Awaitable[Box]:
-            return self.in_turn(lambda: self._launch(place))
+            return self.in_turn(lambda: self._launch(slot))
 
-        return DriverSession(place.session_id, self.config, await launch(), launch, release)
+        return DriverSession(slot.session_id, self.config, await launch(), launch, release)

@@ -1,1 +1,0 @@
-from .tool import EditorTool as EditorTool
