@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 import pytest
 from tests.sandbox.server.conftest import TOKEN, serving
@@ -17,7 +18,25 @@ OWN_BOXES = [
 ]
 BACKENDS = [*OWN_BOXES, pytest.param("remote", marks=pytest.mark.bwrap)]
 """Where `remote` is another promise: a server lets a run go on whose caller left, and takes no limit over an hour."""
-CONFIG = SandboxConfig(max_boxes=4, output_bytes=4096, image="penstock-box:base")
+CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=30.0, output_bytes=4096, image="penstock-box:base")
+
+
+DEEP_BACKENDS = frozenset({"remote", "docker"})
+"""The same driver is inside: by default only tests marked `on_every_backend` are asked of them."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def on_every_backend(test: F) -> F:
+    """Decorator: asked of every backend by default too, not in the deep run alone."""
+    test.__dict__["on_every_backend"] = True
+    return test
+
+
+def is_deep(item: pytest.Item) -> bool:
+    """Whether a test of a backend belongs to the deep run."""
+    parameters = getattr(item, "callspec", None)
+    backends = set(parameters.params.values()) & DEEP_BACKENDS if parameters is not None else set()
+    return bool(backends) and not getattr(item.function, "on_every_backend", False)  # type: ignore[attr-defined]
 
 
 @contextlib.asynccontextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from tests.sandbox import orphans
+from tests.sandbox.backends import is_deep
 from tests.sandbox.orphans import MAKERS, Maker
 
 from penstock.sandbox import BwrapSandbox, DriverSession, SandboxConfig, SandboxError
@@ -39,6 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(item.get_closest_marker("docker") for item in items):
         missing["docker"] = why_no_docker()
     for item in items:
+        if is_deep(item):
+            item.add_marker(pytest.mark.deep)
         for marker, reason in missing.items():
             if reason is not None and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -57,7 +57,7 @@ async def test_output_comes_as_it_is_written(plain: Session) -> None:
 
 async def test_a_run_past_its_time_ends_with_all_it_started_and_files_stay(plain: Session) -> None:
     await plain.write_file("kept", b"x")
-    result = await plain.run(["sh", "-c", "setsid sleep 600 & echo started; sleep 600"], timeout_s=0.5)
+    result = await plain.run(["sh", "-c", "setsid sleep 600 & echo started; sleep 600"], timeout_s=3.0)
     assert (result.stdout, result.exit_code, result.limit, result.state_lost) == ("started\n", None, "wall", False)
     assert "sleep" not in (await plain.run(["ps", "-e"])).stdout
     assert await plain.read_file("kept") == b"x"

@@ -15,7 +15,7 @@ TASK = Task("train/00000001", "train", [], "tests", None)
 
 @pytest_asyncio.fixture
 async def sandbox() -> AsyncIterator[Sandbox]:
-    made = make_sandbox(SandboxConfig(max_boxes=2, run_timeout_s=1.0), "tests-tools")
+    made = make_sandbox(SandboxConfig(max_boxes=2, run_timeout_s=5.0), "tests-tools")
     yield made
     await made.close()
 

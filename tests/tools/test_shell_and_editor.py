@@ -73,7 +73,7 @@ async def test_the_shell_takes_up_where_the_last_call_stopped(episode: Episode) 
 
 
 async def test_a_command_that_runs_too_long_leaves_the_box_as_it_is(sandbox: Sandbox) -> None:
-    episode = await Episode(tools_of(sandbox, timeout_s=3.0)).open()
+    episode = await Episode(tools_of(sandbox, timeout_s=8.0)).open()
     await episode.shell("X=1; echo kept > file")
     text = await episode.shell("sleep 60")
     assert text == "Error: the command ran longer than it may and was stopped."

@@ -108,9 +108,9 @@ async def test_errors_keep_their_kind(url: str, remote: RemoteSandbox) -> None:
 
 
 async def test_an_unused_session_is_ended_after_its_time_and_one_in_use_is_not(url: str) -> None:
-    sandbox = remote_of(url, ttl_s=0.5)
+    sandbox = remote_of(url, ttl_s=3.0)
     forgotten, busy = await sandbox.start("forgotten"), await sandbox.start("busy")
-    work = asyncio.create_task(busy.run(["sleep", "3"]))
+    work = asyncio.create_task(busy.run(["sleep", "12"], timeout_s=60.0))
     async with httpx.AsyncClient(base_url=url, headers=headers()) as client:
         async with asyncio.timeout(60):
             while len((await client.get("/sessions")).json()) > 1:

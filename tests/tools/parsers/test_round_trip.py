@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def parsed(family: Family, text: str) -> tuple[str, list[tuple[str, Any]]]:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @given(calls=calls)
-def test_calls_come_back_as_they_were_rendered(family: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+def test_parser_reads_what_its_template_wrote(family: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     one = FAMILIES[family]
     written = repr(calls)
     if any(mark in written for mark in one.marks):
@@ -84,7 +85,7 @@ def test_calls_come_back_as_they_were_rendered(family: str, calls: list[tuple[st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_hard_text_alone(family: str) -> None:
+def test_parser_reads_every_hard_text(family: str) -> None:
     one = FAMILIES[family]
     for text in HARD_TEXTS:
         rendered = [("write_file", {"text": text, "nested": {text: [text]}})]
@@ -92,7 +93,7 @@ def test_every_hard_text_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("parser", ["qwen3_coder", "glm"])
-def test_without_schemas_plain_text_is_guessed(parser: str) -> None:
+def test_parser_guesses_types_without_a_schema(parser: str) -> None:
     one = FAMILIES[parser]
     given_arguments = {"a": 1, "b": True, "c": None, "d": [1, "x"], "e": {"k": 0.5}, "f": "text", "g": "007", "h": ""}
     text = render(one, "", [("any", given_arguments)])
@@ -104,9 +105,18 @@ def test_without_schemas_plain_text_is_guessed(parser: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["python", "shell"]), min_size=1, max_size=3), texts)
-def test_code_comes_back_as_it_was_written(names: list[str], code: str) -> None:
+def test_parser_reads_code_as_it_was_written(names: list[str], code: str) -> None:
     code = f"x = 1\n{code}".replace("```", "'''").replace("</think>", "")
     keys = {"python": "code", "shell": "command"}
     rendered = [(name, {keys[name]: code}) for name in names]
     content, found = parsed(CODE_FAMILY, render(CODE_FAMILY, "I shall look.", rendered))
     assert (content, found) == ("I shall look.", rendered)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(min_size=1), st.dictionaries(texts, json_values, max_size=4), st.text(), st.booleans())
+def test_hermes_reads_any_name_and_json(name: str, arguments: dict[str, object], before: str, ascii_only: bool) -> None:
+    body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=ascii_only)
+    turn = get_parser("hermes").parse(f"{before}<tool_call>{body}</tool_call>")
+    if "<tool_call>" not in before:
+        assert (turn.content, turn.calls) == (before.strip(), (ToolCall(name, arguments, "call_0"),))

@@ -1,13 +1,17 @@
-"""Each parser's forms, good and broken: what stays content, and what the model is told."""
+"""Golden tables: the forms of each parser's syntax, good and broken, and the calls, content and errors they give."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from tests.tools.parsers.families import CODE_FAMILY, FAMILIES, render
 
-from penstock.tools.parsers import ToolCall, get_parser
+from penstock.agent_loops import AgentConfig
+from penstock.tools.parsers import ParserName, ToolCall, get_parser, typed
 
+HERMES_CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'
+OPTIONAL_MODEL = {"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CALLS, CALL = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
 SEP, END_CALL, END_CALLS = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
@@ -18,6 +22,8 @@ F = ToolCall("f", {"x": 1}, "call_0")
 @pytest.mark.parametrize(
     ("parser", "text", "content", "calls"),
     [
+        ("hermes", "  The answer is 42.\n", "The answer is 42.", ()),
+        ("hermes", "", "", ()),
         ("qwen3_coder", f"a{OPEN}<function=f><parameter=x>1</parameter></function>{CLOSE}b", "ab", (F,)),
         ("qwen3_coder", f"{OPEN}\n<function=f>\n</function>\n{CLOSE}", "", (ToolCall("f", {}, "call_0"),)),
         ("glm", f"a{OPEN}f<arg_key>x</arg_key><arg_value>1</arg_value>{CLOSE}b", "ab", (F,)),
@@ -45,7 +51,7 @@ F = ToolCall("f", {"x": 1}, "call_0")
         ("code", "```python\nx\n```\n</think>no", "```python\nx\n```\n</think>no", ()),
     ],
 )
-def test_calls_and_what_stands_around_them(parser: str, text: str, content: str, calls: tuple[Any, ...]) -> None:
+def test_parser_separates_calls_and_content(parser: str, text: str, content: str, calls: tuple[Any, ...]) -> None:
     turn = get_parser(parser).parse(text)
     assert (turn.content, turn.calls) == (content, calls)
 
@@ -101,18 +107,117 @@ def test_calls_and_what_stands_around_them(parser: str, text: str, content: str,
         ("code", "```python\n\ud800\n```", "no Unicode text"),
     ],
 )
-def test_a_malformed_call_is_told_in_words(parser: str, text: str, message: str) -> None:
+def test_parser_names_what_is_malformed(parser: str, text: str, message: str) -> None:
     call = get_parser(parser).parse(text).calls[0]
     assert message in (call.error or "")
     assert not call.arguments
 
 
-def test_json_with_the_same_key_twice_is_refused() -> None:
+def test_parser_refuses_a_json_key_given_twice() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"path": "a", "path": "b"}}</tool_call>'
     assert "the same key twice" in (get_parser("hermes").parse(text).calls[0].error or "")
 
 
-def test_a_turn_has_at_most_so_many_calls() -> None:
+def test_parser_bounds_the_calls_of_a_turn() -> None:
     turn = get_parser("hermes").parse('<tool_call>{"name": "f", "arguments": {}}</tool_call>' * 200)
     assert [call.error for call in turn.calls[:128]] == [None] * 128
     assert [call.error for call in turn.calls[128:]] == ["only the first 128 calls of a turn are read"]
+
+
+def test_hermes_reads_several_calls() -> None:
+    turn = get_parser("hermes").parse(f"first {HERMES_CALL} then\n{HERMES_CALL.replace('print(1)', 'x</tool_call>y')}")
+    assert turn.content == "first  then"
+    assert turn.calls == (
+        ToolCall("python", {"code": "print(1)"}, "call_0"),
+        ToolCall("python", {"code": "x</tool_call>y"}, "call_1"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("{name: 1}", "no valid JSON"),
+        ('{"name": "python"}', '"arguments" must be a JSON object'),
+        ('{"name": "python", "arguments": "{}"}', '"arguments" must be a JSON object'),
+        ('{"name": 3, "arguments": {}}', '"name" must be a text'),
+        ('{"name": "", "arguments": {}}', '"name" must be a text'),
+        ('["python"]', "it must be a JSON object"),
+        ('{"name": "python", "arguments": {}, "id": 1}', "'id' has no meaning here"),
+        ('{"name": "python", "arguments": {"code": "\\ud800"}}', "no Unicode text"),
+        ('{"name": "python", "arguments": {"x": NaN}}', "NaN is no JSON"),
+        ('{"name": "python", "arguments": {"x": 1e999}}', "a number that is too large"),
+        ('{"name": "python", "arguments": {"x": ' + "9" * 5000 + "}}", "no valid JSON"),
+        ('{"name": "python", "arguments": {"x": ' + "[" * 100_000, "no valid JSON"),
+        ('{"name": "python", "arguments": {}} and more', "text follows the JSON"),
+        ("", "no valid JSON"),
+    ],
+)
+def test_hermes_error_does_not_hide_the_next_call(body: str, message: str) -> None:
+    turn = get_parser("hermes").parse(f"a <tool_call>{body}</tool_call> b {HERMES_CALL}")
+    assert turn.content == "a  b"
+    assert [call.call_id for call in turn.calls] == ["call_0", "call_1"]
+    assert message in (turn.calls[0].error or "")
+    assert not turn.calls[0].arguments
+    assert turn.calls[1] == ToolCall("python", {"code": "print(1)"}, "call_1")
+
+
+def test_hermes_names_a_call_cut_off() -> None:
+    assert "</tool_call> is missing" in (
+        get_parser("hermes").parse(HERMES_CALL.removesuffix("</tool_call>")).calls[0].error or ""
+    )
+    assert "no valid JSON" in (get_parser("hermes").parse(HERMES_CALL[:40]).calls[0].error or "")
+    two = get_parser("hermes").parse(f"<tool_call>{{ {HERMES_CALL}")
+    assert [call.error is None for call in two.calls] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("42", {"type": "string"}, "42"),
+        (" 42\n", {"type": "integer"}, 42),
+        ("4.0", {"type": "integer"}, 4.0),
+        ("many", {"type": "integer"}, "many"),
+        ("true", {"type": "integer"}, "true"),
+        ("True", {"type": "boolean"}, True),
+        ("1", {"type": "boolean"}, "1"),
+        ("null", {"type": ["string", "null"]}, None),
+        ("None", {"type": "string"}, "None"),
+        ("5", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, "5"),
+        ("5", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, 5),
+        ('{"x": 1}', OPTIONAL_MODEL, {"x": 1}),
+        ('{"x": 1}', {"type": "object"}, {"x": 1}),
+        ("[1]", {"type": "object"}, "[1]"),
+        ("2", {"enum": ["1", "2"]}, "2"),
+        ("2", {"enum": [1, 2]}, 2),
+        ("2", {"const": 2}, 2),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("1e999", {"type": "number"}, "1e999"),
+        ("9" * 5000, {"type": "integer"}, "9" * 5000),
+        ('"quoted"', None, '"quoted"'),
+        ("5", {"type": 7, "anyOf": 3}, 5),
+    ],
+)
+def test_typed_reads_a_value_by_its_schema(text: str, schema: Any, value: object) -> None:
+    found = typed(text, schema)
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("name", get_args(ParserName))
+def test_parser_marks_delimit_its_calls(name: str) -> None:
+    assert AgentConfig(parser=name).parser == name  # type: ignore[arg-type]
+    parser = get_parser(name)
+    families = [one for one in [*FAMILIES.values(), CODE_FAMILY] if one.parser == name]
+    assert families
+    for family in families:
+        text = render(family, "", [("python", {"code": "1"})])
+        assert parser.opening in text
+        assert parser.closing in text
+        whole = parser.parse(text).calls
+        assert parser.parse(text[text.find(parser.opening) :]).calls == whole
+        assert len(whole) == 1
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("herms", "hermes"), ("qwen3-coder", "qwen3_coder"), ("glm45", "glm")])
+def test_parser_unknown_name_gives_the_nearest(wrong: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"{wrong!r}; did you mean {near!r}"):
+        get_parser(wrong)
