@@ -19,7 +19,7 @@ from penstock.sandbox.swe import SweLimits, SweTask
 
 OWNER = f"tests-swe-{os.getpid()}"
 CONFIG = SandboxConfig(max_boxes=4, memory_mb=512, tmp_mb=128, run_timeout_s=20.0, pids=128)
-LIMITS = SweLimits(command_timeout_s=60.0, test_timeout_s=10.0, tests_timeout_s=60.0)
+LIMITS = SweLimits(command_timeout_s=60.0, test_timeout_s=5.0, tests_timeout_s=60.0)
 
 
 @pytest.fixture(scope="session")
