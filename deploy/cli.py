@@ -179,13 +179,13 @@ def sandbox(
     Example: penstock sandbox sandbox.max_boxes=32 "sandbox.server.warm={default: 4}"
     """
     from penstock.deploy import roles
-    from penstock.deploy.load_config import load_sandbox
+    from penstock.deploy.config import load_sandbox
 
     _run(lambda: roles.sandbox(load_sandbox(recipe, overrides or []), host, port))
 
 
 def _link(queue: str | None, run: str | None) -> Any:
-    from penstock.deploy.link import Link
+    from penstock.deploy.connection import Link
 
     return Link.from_environment(queue, run)
 

@@ -1,15 +1,20 @@
-"""The one typed tree of a run. A recipe is a YAML file of it; dotted overrides come on top."""
+"""The configuration of a run: one typed tree, read from a recipe (a YAML file) and dotted overrides.
+
+Every error names the key and how to fix it.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from penstock.agent_loops import AgentConfig
 from penstock.dashboard import DashboardConfig
-from penstock.deploy.placements.ray.config import RayConfig
-from penstock.deploy.telemetry.config import TelemetryConfig
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig, read_tools
@@ -30,6 +35,42 @@ class DataConfig(BaseModel):
     eval: str | None = Field(None, description="Same for evaluation; None: no evaluation.")
     eval_limit: int = Field(0, ge=0, description="Evaluate on the first rows only; 0 takes all.")
     shuffle: bool = Field(True, description="A new order each epoch, from the seed.")
+
+
+class TelemetryConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    metrics: bool = Field(True, description="Agent workers, trainer and `penstock run` serve /metrics too.")
+    host: str = Field("127.0.0.1", description="Address on which they do; rollout servers use rollout.host.")
+    port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="First port they try, 32 at most; 0 takes free ones: see prometheus-targets.json.",
+    )
+
+
+Bundle = dict[str, float]
+
+
+class RayConfig(BaseModel):
+    """Only for `penstock run --on ray`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rollout: Bundle = Field(
+        default_factory=dict,
+        description="What one rollout server reserves, in Ray's names, as {CPU: 8, GPU: 2}; not named: CPU 1, and GPU 1"
+        " where the cluster has any.",
+    )
+    agent: Bundle = Field(default_factory=dict, description="The same of one agent worker; not named: CPU 1.")
+    trainer: Bundle = Field(
+        default_factory=dict,
+        description="The same of the trainer; not named: a CPU per rank and thread, a GPU per rank if it has any.",
+    )
+    env: tuple[str, ...] = Field(
+        (), description="Variables of this machine's environment that every role gets too, as WANDB_API_KEY."
+    )
 
 
 class RunConfig(BaseModel):
@@ -70,3 +111,177 @@ class RunConfig(BaseModel):
     dashboard: DashboardConfig = DashboardConfig()
     ray: RayConfig = RayConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+
+
+class ConfigError(Exception):
+    """The recipe or an override is wrong; the message is for people and may have several lines."""
+
+
+def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `recipe`, apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
+
+    Paths of `model`, `data.train`, `data.eval`, `agent.loop`, rewards and tools become absolute, so that every role
+    finds them: those in the file relative to its folder, those in overrides relative to the current directory, each to
+    the other where there is nothing. Raises `ConfigError`.
+    """
+    tree = _read_yaml(recipe)
+    folders = [recipe.parent.resolve(), Path.cwd()]
+    _resolve_paths(tree, folders)
+    for override in overrides:
+        _apply_override(tree, override)
+    _resolve_paths(tree, folders[::-1])
+    return parse_config(tree, source=str(recipe))
+
+
+def load_sandbox(recipe: Path | None, overrides: Sequence[str] = ()) -> SandboxConfig:
+    """The `sandbox` section alone, of a recipe (whose other sections may be missing) and overrides.
+
+    Raises `ConfigError`.
+    """
+    tree = {"sandbox": (_read_yaml(recipe) if recipe is not None else {}).get("sandbox") or {}}
+    for override in overrides:
+        _apply_override(tree, override)
+    if strangers := sorted(set(tree) - {"sandbox"}):
+        raise ConfigError(f"a sandbox server reads sandbox.* alone, not {', '.join(strangers)}")
+    try:
+        return SandboxConfig.model_validate(tree["sandbox"])
+    except ValidationError as error:
+        problems = [{**problem, "loc": ("sandbox", *problem["loc"])} for problem in error.errors()]
+        lines = [f"  {_explain(dict(problem), tree)}" for problem in problems]
+        raise ConfigError("\n".join([f"{recipe or 'overrides'}: {len(lines)} problem(s)", *lines])) from None
+
+
+def parse_config(tree: Mapping[str, Any], source: str) -> RunConfig:
+    """Check a plain tree. Raises `ConfigError` with one line per problem."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [f"  {_explain(dict(problem), tree)}" for problem in error.errors()]
+        raise ConfigError("\n".join([f"{source}: {len(lines)} problem(s)", *lines])) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved tree as YAML; `parse_config(yaml.safe_load(text))` gives the same config again."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _read_yaml(recipe: Path) -> dict[str, Any]:
+    if not recipe.is_file():
+        raise ConfigError(f"{recipe}: no such recipe file; the ones that come with Penstock are in recipes/*.yaml")
+    try:
+        tree = yaml.safe_load(recipe.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{recipe}: not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{recipe}: a recipe is a mapping of sections (model, data, trainer …), not {type(tree).__name__}"
+        )
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise ConfigError(f"override {override!r}: write it as section.key=value, for example trainer.lr=1e-6")
+    node = tree
+    *sections, leaf = dotted.split(".")
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {section!r} is a value, not a section")
+    node[leaf] = _parse_value(text)
+
+
+def _parse_value(text: str) -> Any:
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:  # YAML 1.1 reads 1e-6 as a string; people mean the number
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+_PATH_KEYS = (("model",), ("data", "train"), ("data", "eval"), ("agent", "loop"), ("tools",))
+
+
+def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
+    for *sections, leaf in _PATH_KEYS:
+        node: Any = tree
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if isinstance(node, dict) and isinstance(node.get(leaf), str):
+            node[leaf] = _resolve_path(node[leaf], roots)
+    for holder, key in (*_named_rewards(tree), *_named_tools(tree)):
+        holder[key] = _resolve_path(holder[key], roots)
+
+
+def _named_rewards(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where `agent.reward` and `agent.rewards.sources` name a file; a name such as `code` is no path, whatever folder
+    has it."""
+    agent = tree.get("agent")
+    rewards = agent.get("rewards") if isinstance(agent, dict) else None
+    sources = rewards.get("sources") if isinstance(rewards, dict) else None
+    places = [(agent, "reward")] if isinstance(agent, dict) else []
+    if isinstance(sources, dict):
+        places += [(choice, "name") if isinstance(choice, dict) else (sources, key) for key, choice in sources.items()]
+    yield from ((holder, key) for holder, key in places if ".py:" in str(holder.get(key)))
+
+
+def _named_tools(tree: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where an entry of `tools` names a file."""
+    tools = tree.get("tools")
+    entries = tools if isinstance(tools, list) else []
+    yield from ((entry, "name") for entry in entries if isinstance(entry, dict) and ".py:" in str(entry.get("name")))
+
+
+def _resolve_path(text: str, roots: Sequence[Path]) -> str:
+    """`FILE.py:name` keeps its name; hub names, dotted paths and generators stay as they are."""
+    file, colon, name = text.partition(":") if ".py:" in text else (text, "", "")
+    for root in roots:
+        if file and (root / file).exists():
+            return f"{(root / file).resolve()}{colon}{name}"
+    return text
+
+
+def _explain(problem: dict[str, Any], tree: Mapping[str, Any]) -> str:
+    location = [str(part) for part in problem["loc"] if not str(part).startswith("function-")]
+    dotted = ".".join(location)
+    if problem["type"] == "extra_forbidden":
+        return f"{dotted}: no such key{_nearest(location)}"
+    if problem["type"] == "missing":
+        return f"{dotted}: is needed; {_description(location)}"
+    return f"{dotted}: {problem['msg'].lower()} (got {problem['input']!r}); {_description(location)}"
+
+
+def _nearest(location: Sequence[str]) -> str:
+    model = _section(location[:-1])
+    valid = list(model.model_fields) if model else []
+    close = difflib.get_close_matches(location[-1], valid, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {'.'.join([*location[:-1], close[0]])!r}?"
+    return f"; valid keys here are {', '.join(valid)}"
+
+
+def _description(location: Sequence[str]) -> str:
+    model = _section(location[:-1])
+    field = model.model_fields.get(location[-1]) if model else None
+    return (field.description if field else None) or "see docs/configuration.md"
+
+
+def _section(location: Sequence[str]) -> type[BaseModel] | None:
+    """The model class of a section, by its path; list positions are passed over."""
+    model: type[BaseModel] = RunConfig
+    for name in location:
+        if name.isdigit():
+            continue
+        annotation = model.model_fields[name].annotation if name in model.model_fields else None
+        found = next((t for t in (annotation, *get_args(annotation)) if _is_model(t)), None)
+        if found is None:
+            return None
+        model = found
+    return model
+
+
+def _is_model(candidate: Any) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, BaseModel)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.deploy.link import Link
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError
+from penstock.deploy.connection import Link
 from penstock.transfer_queue import TransferQueue, TransferQueueConfig
 
 SETTINGS = TransferQueueConfig(deadline_s=4.0)

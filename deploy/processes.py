@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.common import Backoff, kill_group
+
+_RESTART_BACKOFF = Backoff(0.5, 10.0)
+_HEALTHY_AFTER_S = 60.0
 STOP_FILE_VARIABLE = "PENSTOCK_STOP_FILE"
 """Where a role writes why it must not be started again, before it exits."""
 
@@ -58,7 +60,7 @@ class RoleProcess:
         self.restarts = 0
         self._stopping = False
         self._ended = asyncio.Event()
-        self._backoff_s = _FIRST_BACKOFF_S
+        self._pauses = _RESTART_BACKOFF.pauses()
 
     @property
     def state(self) -> str:
@@ -77,13 +79,12 @@ class RoleProcess:
             if self.spec.stop_file.exists():
                 raise RoleFailed(f"{self.spec.name} stopped the run: {self.spec.stop_file.read_text().strip()}")
             if time.monotonic() - started > _HEALTHY_AFTER_S:
-                self._backoff_s = _FIRST_BACKOFF_S
+                self._pauses.reset()
             self.restarts += 1
             if self.restarts > self.spec.max_restarts:
                 cause = f"exit status {status}, {self.spec.max_restarts} restarts used up"
                 raise RoleFailed(f"{self.spec.name} failed ({cause}); {self.spec.log} ends:\n{self._log_tail()}")
-            await asyncio.sleep(self._backoff_s)
-            self._backoff_s = min(self._backoff_s * 2, 10.0)
+            await self._pauses.sleep()
 
     async def stop(self) -> None:
         """SIGTERM to the role, a grace period, then SIGKILL to its whole session."""
@@ -99,9 +100,7 @@ class RoleProcess:
 
     def kill(self) -> None:
         """SIGKILL to everything in the role's session that is still in its process group."""
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        kill_group(self.pid)
 
     async def _run_once(self) -> int:
         self.spec.stop_file.unlink(missing_ok=True)
@@ -127,18 +126,3 @@ class RoleProcess:
     def _log_tail(self, lines: int = 12) -> str:
         text = self.spec.log.read_text(errors="replace") if self.spec.log.exists() else ""
         return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
-
-
-_FIRST_BACKOFF_S = 0.5
-_HEALTHY_AFTER_S = 60.0
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Called first thing in every role: SIGTERM when the parent dies, however it dies. Linux only; else a no-op."""
-    if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died between the two calls
-        os.kill(os.getpid(), signal.SIGTERM)

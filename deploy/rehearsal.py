@@ -9,9 +9,8 @@ from pathlib import Path
 
 from penstock.agent_loops import SPLIT, Policy, Rehearsal, rehearse
 from penstock.datasets import materialise
-from penstock.deploy.config import RunConfig
-from penstock.deploy.link import TOKEN_VARIABLE
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.connection import TOKEN_VARIABLE
 from penstock.trainer import load_rows
 from penstock.trainer.data import Row
 

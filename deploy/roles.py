@@ -1,4 +1,4 @@
-"""The roles of a run, each the main of one process: join the queue, build the job, run it until told to stop."""
+"""The roles of a run, each the main function of one process: join the queue, build the job, run it until SIGTERM."""
 
 from __future__ import annotations
 
@@ -8,31 +8,29 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.heartbeat import beat
-from penstock.deploy.link import TOKEN_VARIABLE, Link, limits_of
-from penstock.deploy.load_config import ConfigError
-from penstock.deploy.open_files import raise_open_files
-from penstock.deploy.processes import STOP_FILE_VARIABLE, die_with_parent
-from penstock.deploy.run_dir import RunDir
-from penstock.deploy.sole_trainer import sole_trainer
+from penstock.common import FileLock, die_with_parent, metrics_token, raise_open_files
+from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.connection import TOKEN_VARIABLE, Link, limits_of
+from penstock.deploy.plan import TRAINER_STOP_S
+from penstock.deploy.processes import STOP_FILE_VARIABLE
+from penstock.deploy.run_dir import RunDir, local_weights_dir, weights_dir
 from penstock.deploy.stacks import answer_with_stacks
-from penstock.deploy.telemetry.access import metrics_token
-from penstock.deploy.telemetry.addresses import Target
-from penstock.deploy.telemetry.served import metrics_served
-from penstock.deploy.telemetry.spans import with_spans
-from penstock.deploy.weights_dir import local_weights_dir, weights_dir
+from penstock.deploy.telemetry import Target, metrics_served, with_spans
 from penstock.sandbox import SandboxConfig
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-TRAINER_STOP_S = 25.0
-"""For the last checkpoint; torchrun gives its ranks 30 s after SIGTERM."""
+logger = logging.getLogger("penstock.run")
+HEARTBEAT_VARIABLE = "PENSTOCK_HEARTBEAT"
+HEARTBEAT_S = 5.0
+TRAINER_LOCK_S = 90.0
+"""An earlier trainer saves a checkpoint and ends (`TRAINER_STOP_S`); a shared disk releases the lock of a dead machine
+later still."""
 
 
 def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: bool = True) -> None:
@@ -242,3 +240,35 @@ async def _closing(resource: Any, work: Awaitable[None]) -> None:
         await work
     finally:
         await resource.close()
+
+
+async def beat() -> None:
+    """Touches the file that the environment names, for a container's health check, while the event loop runs."""
+    path = os.environ.get(HEARTBEAT_VARIABLE)
+    while path:
+        Path(path).touch()  # noqa: ASYNC240 - a file in memory, and one call
+        await asyncio.sleep(HEARTBEAT_S)
+
+
+class TrainerAlive(Exception):
+    """An earlier trainer of this run still holds its folder."""
+
+
+@contextlib.asynccontextmanager
+async def sole_trainer(run: RunDir, wait_s: float = TRAINER_LOCK_S) -> AsyncIterator[None]:
+    """Entered by rank 0 when no other trainer is alive; other ranks wait for rank 0 when they form their group.
+
+    Two trainers would write the same checkpoints and publish the same versions. The kernel, or the shared disk's
+    server, releases the lock when its process dies. Raises `TrainerAlive` after `wait_s`.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    run.root.mkdir(parents=True, exist_ok=True)
+    cause = "another trainer of this run is still alive; stop it, or wait until it has ended"
+    lock = FileLock(run.root / "trainer.lock", cause, error=TrainerAlive)
+    await lock.acquire_within(wait_s, lambda: logger.info("waiting for an earlier trainer of this run to end"))
+    try:
+        yield
+    finally:
+        lock.release()

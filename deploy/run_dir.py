@@ -1,16 +1,18 @@
-"""What a run leaves on disk, and the lock that keeps two runs out of one folder."""
+"""The files of a run: its folder, the lock against a second run in it, and the folders of its published weights."""
 
 from __future__ import annotations
 
-import fcntl
-import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.load_config import ConfigError
+from xxhash import xxh3_64_hexdigest
+
+from penstock.common import FileLock
+from penstock.deploy.config import ConfigError, RunConfig
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there belong to one run, mode 0600, and the run removes them
 
 
 @dataclass(frozen=True)
@@ -118,33 +120,47 @@ class RunDir:
 
 
 class RunLock:
-    """Held while a run lives; the operating system lets go of it when the process dies, however it dies."""
+    """Held while a run lives; the operating system releases it when the process dies."""
 
     def __init__(self, run: RunDir, *, resume: bool) -> None:
-        self._run = run
+        self._root = run.root
         self._resume = resume
-        self._file: IO[str] | None = None
+        self._lock = FileLock(run.root / "lock", "another run is running there")
 
     def __enter__(self) -> RunLock:
-        root = self._run.root
+        root = self._root
         used = root.exists() and any(root.iterdir())
         root.mkdir(parents=True, exist_ok=True)
-        self._file = (root / "lock").open("a+")
-        os.set_inheritable(self._file.fileno(), False)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise ConfigError(
-                f"name: a run called {root.name!r} is going on in {root}; choose another name=…"
-            ) from None
+        if not self._lock.try_acquire():
+            raise ConfigError(f"name: a run called {root.name!r} is running in {root}; choose another name=…")
         if used and not self._resume:
-            self._file.close()
-            raise ConfigError(f"name: {root} holds an earlier run; --resume goes on with it, name=… starts another")
+            self._lock.release()
+            raise ConfigError(f"name: {root} holds an earlier run; --resume continues it, name=… starts another")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._lock.release()
+
+
+def weights_dir(config: RunConfig) -> Path:
+    """Shared memory, also where HTTP serves them; or the run's folder on a shared disk."""
+    if config.rollout.weight_transport == "disk":
+        return RunDir.of(config).root / "weights"
+    return local_weights_dir(config)
+
+
+def local_weights_dir(config: RunConfig) -> Path:
+    """Where servers of this machine keep what they fetched or merged; under a shared disk not that disk.
+
+    Runs of one name in two folders have two of them: the first to end would take the other's weights away.
+    """
+    place = xxh3_64_hexdigest(bytes(RunDir.of(config).root))[:8]
+    return SHARED_MEMORY / f"penstock-{config.name}-{place}"
+
+
+def remove_weights(config: RunConfig) -> None:
+    """Both folders, of this machine; nobody of the run reads them any more."""
+    for directory in {weights_dir(config), local_weights_dir(config)}:
+        shutil.rmtree(directory, ignore_errors=True)

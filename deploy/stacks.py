@@ -1,15 +1,16 @@
-"""What a role is doing right now, on request: SIGUSR1 writes it into the role's log.
+"""Stacks on request: SIGUSR1 writes what a role is doing into its log.
 
-    SIGUSR1 ──► faulthandler, in C: the Python stack of every thread, whatever holds the process up
-            └─► the event loop, where it still turns: what each asyncio task awaits, call by call
+    SIGUSR1 ──► faulthandler, in C: the Python stack of every thread, even if the process hangs
+            └─► the event loop, if it still runs: what each asyncio task awaits, call by call
 
 A suspended task is on no thread's stack: without the second part a worker with a thousand stuck episodes would show one
-idle loop.
+idle loop. `ask_for_stacks` signals a tree of processes (from /proc, Linux only).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import os
 import signal
@@ -17,6 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
+
+from penstock.common import ProcessTable, command_line, handles_signal
 
 STDERR = 2
 MOST_STACKS = 40
@@ -66,3 +69,30 @@ def _first_of(awaited: Any, names: Iterable[str]) -> Any:
 
 def _line_of(frame: FrameType) -> str:
     return f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_qualname}'
+
+
+OURS = b"penstock.deploy.cli"
+
+
+def ask_for_stacks(roots: Iterable[int]) -> list[int]:
+    """Sends SIGUSR1 to every role of ours in these process trees, including a trainer's ranks; returns their pids.
+
+    Only processes with a handler get it: the signal would end engines, boxes and torchrun itself.
+    """
+    table = ProcessTable.now()
+    asked = [
+        pid for root in roots for pid in table.tree_of(root) if handles_signal(pid, signal.SIGUSR1) and _is_ours(pid)
+    ]
+    for pid in asked:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    return asked
+
+
+def is_held(table: ProcessTable, root: int) -> bool:
+    """Whether SIGSTOP or a debugger holds a role of ours in the tree. Stopped processes of boxes do not count."""
+    return any(_is_ours(pid) for pid in table.stopped(root))
+
+
+def _is_ours(pid: int) -> bool:
+    return OURS in command_line(pid)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.crew import Member
 from penstock.deploy.run_dir import RunDir
+from penstock.deploy.supervisor import Member
 from penstock.trainer import last_by_step, read_lines, rewrite_lines
 from penstock.transfer_queue import Status, TransferQueue, WeightUpdate
 

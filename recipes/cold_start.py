@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from penstock.agent_loops import AgentError, Budget, ChatTokens, chat_of, load_object
-from penstock.deploy import ConfigError, RunConfig, rehearse_recipe, rows_of
-from penstock.deploy.load_config import load_config
+from penstock.deploy import ConfigError, RunConfig, load_config, rehearse_recipe, rows_of
 from penstock.sandbox import SandboxError
 from penstock.tools import ToolConfigError, close_tools, make_tools
 from penstock.trainer import (
@@ -122,7 +121,7 @@ def read(path: Path, config: RunConfig) -> Iterator[Segment]:
 
 async def schemas_of(config: RunConfig) -> list[Any]:
     """What the recipe's prompts show of its tools; nothing is run."""
-    from penstock.deploy.preflight.boxes import open_sandbox
+    from penstock.deploy.preflight import open_sandbox
 
     sandbox = open_sandbox(config) if config.tools else None
     tools = make_tools(config.tools, sandbox, partial(load_object, recipe_dir=Path.cwd()))

@@ -18,8 +18,7 @@ from typing import Any
 from benchmarks.support import far_python, uncorrected
 from benchmarks.support.child import ROOT
 from benchmarks.support.comparison import say
-from penstock.deploy import RunDir, RunLock
-from penstock.deploy.load_config import load_config
+from penstock.deploy import RunDir, RunLock, load_config
 from penstock.trainer import LineTail, last_by_step, read_lines
 
 RECIPE = ROOT / "recipes" / "calculator.yaml"

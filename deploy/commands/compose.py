@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError
 
 app = typer.Typer(
     help="A run in containers: Redis, rollout servers, workers, sandbox, trainer, page.", no_args_is_help=True

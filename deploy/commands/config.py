@@ -35,7 +35,7 @@ def from_verl(
 
     Example: penstock config from-verl run_grpo.sh trainer.total_training_steps=100 --out recipe.yaml
     """
-    from penstock.deploy.load_config import ConfigError
+    from penstock.deploy.config import ConfigError
     from penstock.deploy.migrate.convert import migrate
     from penstock.deploy.migrate.given import BadSource, read_given
     from penstock.deploy.migrate.table import load_table

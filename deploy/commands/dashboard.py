@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError
 
 if TYPE_CHECKING:
     from penstock.dashboard import Tokens
-    from penstock.deploy.link import Link
+    from penstock.deploy.connection import Link
 
 VIEW_TOKEN_VARIABLE = "PENSTOCK_VIEW_TOKEN"  # noqa: S105 - the variable's name, not a secret
 
@@ -51,7 +51,7 @@ def _say(url: str) -> None:
 
 def _tokens() -> Tokens:
     from penstock.dashboard import Tokens
-    from penstock.deploy.link import TOKEN_VARIABLE
+    from penstock.deploy.connection import TOKEN_VARIABLE
 
     write, read = os.environ.get(TOKEN_VARIABLE), os.environ.get(VIEW_TOKEN_VARIABLE, "")
     if not write:
@@ -64,7 +64,7 @@ def _tokens() -> Tokens:
 
 def _own_link() -> Link | None:
     """The run that this shell or supervisor belongs to; None: only those in the folder."""
-    from penstock.deploy.link import RUN_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE, Link
+    from penstock.deploy.connection import RUN_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE, Link
 
     named = all(os.environ.get(name) for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE))
     return Link.from_environment() if named else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from penstock.deploy.load_config import ConfigError, load_config
+from penstock.deploy.config import ConfigError, load_config
 
 if TYPE_CHECKING:
     from penstock.deploy.preflight import Check
@@ -63,18 +63,19 @@ def _running(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
 
 def _joining(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
     """Of the run in the environment, else of the recipe's living run in its folder. Raises `ConfigError`."""
-    from penstock.deploy.link import TOKEN_VARIABLE, Link, link_of_run
-    from penstock.deploy.preflight import joining_checks, reach
+    from penstock.deploy.connection import TOKEN_VARIABLE, Link, link_of_run
+    from penstock.deploy.preflight import joining_checks
+    from penstock.deploy.preflight.network import check_run, config_of, why_not
     from penstock.transfer_queue import QueueError
 
     link = link_of_run(load_config(recipe, overrides)) if recipe is not None else Link.from_environment()
     os.environ.setdefault(TOKEN_VARIABLE, link.token)  # a sandbox server is asked with the run's
     try:
-        config = asyncio.run(reach.config_of(link))
+        config = asyncio.run(config_of(link))
     except QueueError as error:
-        yield from asyncio.run(reach.why_not(link, error))
+        yield from asyncio.run(why_not(link, error))
         return
-    yield from asyncio.run(reach.check_run(link, config))
+    yield from asyncio.run(check_run(link, config))
     yield from joining_checks(config)
 
 

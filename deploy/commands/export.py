@@ -18,7 +18,7 @@ def export(
 
     Example: penstock train export runs/mine models/mine --step 40
     """
-    from penstock.deploy.load_config import ConfigError, parse_config
+    from penstock.deploy.config import ConfigError, parse_config
     from penstock.deploy.run_dir import RunDir
     from penstock.trainer import export_checkpoint
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import typer
 
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError
 
 
 def guarded(work: Callable[[], None], *mistakes: type[Exception]) -> None:

@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from penstock.deploy.link import PASSWORD_VARIABLE, RUN_VARIABLE, USER_VARIABLE, Link
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError
+from penstock.deploy.connection import PASSWORD_VARIABLE, RUN_VARIABLE, USER_VARIABLE, Link
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, exposition, version_lags
 from penstock.transfer_queue.redis import RIGHTS, setuser_commands
 
@@ -50,7 +50,7 @@ def export(
     every_s: Annotated[float, typer.Option(help="Seconds between two looks at the queue.", min=0.1)] = 5.0,
 ) -> None:
     """Serve the queue's numbers to Prometheus, with the run's token as bearer credentials, until interrupted."""
-    from penstock.deploy.exporter import serve
+    from penstock.deploy.telemetry import serve
 
     _run(lambda: serve(Link.from_environment(run=run), host, port, every_s))
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError
 
 app = typer.Typer(
     help="Runs on a Ray cluster: where their roles are, more and fewer of them while they run.", no_args_is_help=True
@@ -43,7 +43,7 @@ def scale(
 
     Those that are added wait until the cluster has room for them. Example: penstock ray scale calculator rollout=4
     """
-    from penstock.deploy.placements.ray.board import parse_counts
+    from penstock.deploy.placements.ray.registry import parse_counts
 
     try:
         wanted = parse_counts(counts)
@@ -66,18 +66,18 @@ def _guarded(run: str, address: str | None, wanted: Mapping[str, int], wait_s: f
 
 
 def _ask(run: str, wanted: Mapping[str, int], wait_s: float) -> dict[str, Any]:
-    """Leave a wish, if there is one, and read the board once it is met, or after `wait_s`. Raises `ConfigError`."""
+    """Leave a wish, if there is one, and read the registry once it is met, or after `wait_s`. Raises `ConfigError`."""
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
-    from penstock.deploy.placements.ray.board import find_board
+    from penstock.deploy.placements.ray.registry import find_registry
 
-    board = find_board(run)
+    registry = find_registry(run)
     deadline = time.monotonic() + wait_s
     try:
-        ray.get(board.ask.remote(dict(wanted)), timeout=ANSWER_S)
+        ray.get(registry.ask.remote(dict(wanted)), timeout=ANSWER_S)
         while True:
-            shown: dict[str, Any] = ray.get(board.shown.remote(), timeout=ANSWER_S)
+            shown: dict[str, Any] = ray.get(registry.shown.remote(), timeout=ANSWER_S)
             met = wanted.items() <= shown.get("count", {}).items()
             if met or time.monotonic() >= deadline:
                 return shown

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import typer
 
 from penstock.deploy.commands.guard import guarded
-from penstock.deploy.link import PASSWORD_VARIABLE
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError
+from penstock.deploy.connection import PASSWORD_VARIABLE
 
 
 def redis_server(
@@ -30,8 +30,8 @@ def redis_server(
 
     Example: penstock ledger runs/mine/redis --host 10.0.0.5 --port 6379
     """
+    from penstock.deploy.connection import serve
     from penstock.deploy.roles import run_role
-    from penstock.deploy.shared_redis import serve
     from penstock.transfer_queue import QueueError, RedisServer
 
     def work() -> None:

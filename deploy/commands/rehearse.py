@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError
 
 if TYPE_CHECKING:
     from penstock.agent_loops import Policy, Rehearsal
@@ -39,7 +39,7 @@ def rehearse(
     Example: penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:oracle --expect 1
     """
     from penstock.agent_loops import AgentError
-    from penstock.deploy.load_config import load_config
+    from penstock.deploy.config import load_config
     from penstock.deploy.rehearsal import rows_of
     from penstock.sandbox import SandboxError
     from penstock.tools import ToolConfigError

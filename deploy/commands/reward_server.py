@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError
 
 
 def reward_server(  # noqa: PLR0917 - typer reads the options off the parameters

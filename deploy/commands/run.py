@@ -8,10 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.crew import Placement
-from penstock.deploy.load_config import ConfigError, dump_config, load_config
+from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
 from penstock.deploy.preflight import run_checks
+from penstock.deploy.supervisor import Placement
 from penstock.transfer_queue import QueueError
 
 console = Console(stderr=True, highlight=False)
@@ -27,7 +26,7 @@ def run_recipe(
     ray_address: str | None = None,
 ) -> int:
     """Returns the exit status: 0 done, 1 the run failed, 2 the recipe is wrong, 130 interrupted."""
-    from penstock.deploy.launch import Interrupted, launch
+    from penstock.deploy.launcher import Interrupted, launch
     from penstock.deploy.processes import RoleFailed
     from penstock.deploy.report import StalledRun, describe
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError
 
 if TYPE_CHECKING:
     from penstock.tools.retrieval import Index

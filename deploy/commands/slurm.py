@@ -10,9 +10,9 @@ import yaml
 from typer.core import TyperGroup
 
 from penstock.deploy.commands.guard import guarded
-from penstock.deploy.load_config import ConfigError, load_config, parse_config
+from penstock.deploy.config import ConfigError, load_config, parse_config
 from penstock.deploy.placements.slurm.placement import place, server_gpus
-from penstock.deploy.placements.slurm.request import Job, Runtime
+from penstock.deploy.placements.slurm.script import Job, Runtime
 from penstock.deploy.run_dir import RunDir
 
 
@@ -30,7 +30,6 @@ app = typer.Typer(
     help="Run a recipe under Slurm: penstock slurm RECIPE [KEY=VALUE]… --nodes N, see `penstock slurm run --help`.",
     no_args_is_help=True,
 )
-
 Partition = Annotated[str | None, typer.Option(help="Slurm partition; default: the cluster's.")]
 Account = Annotated[str | None, typer.Option(help="Slurm account.")]
 Time = Annotated[str | None, typer.Option(help="Time limit as Slurm writes it, 12:00:00; the run goes on after it.")]
@@ -81,8 +80,7 @@ def run(
     Example: penstock slurm recipes/calculator.yaml rollout.servers=8 --nodes 3 --gpus-per-node 4 --time 12:00:00
     """
     from penstock.deploy.placements.slurm.script import Recipe, run_script
-    from penstock.deploy.placements.slurm.secrets import write_secrets
-    from penstock.deploy.placements.slurm.submit import submit
+    from penstock.deploy.placements.slurm.submit import submit, write_secrets
 
     def work() -> None:
         job = Job(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,

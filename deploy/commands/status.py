@@ -45,7 +45,7 @@ def status(
 
 def _place(run: str | None, runs_dir: Path) -> tuple[Path, str]:
     """Folder of the runs, and the run's name."""
-    from penstock.deploy.link import RUN_VARIABLE
+    from penstock.deploy.connection import RUN_VARIABLE
 
     name = run or os.environ.get(RUN_VARIABLE, "")
     if not name:
@@ -86,10 +86,10 @@ async def _watch(folder: Path, name: str) -> None:
 async def _looking(folder: Path, name: str) -> AsyncIterator[Callable[[], Awaitable[dict[str, Any]]]]:
     """What asks for the run's state, as often as it is called; what it holds open is closed."""
     from penstock.dashboard import Pulse, RunFiles
-    from penstock.deploy.link import Link
+    from penstock.deploy.config import ConfigError
+    from penstock.deploy.connection import Link
     from penstock.deploy.live_queues import FolderQueues
-    from penstock.deploy.load_config import ConfigError
-    from penstock.deploy.run_state import run_state
+    from penstock.deploy.report import run_state
 
     own = None
     with contextlib.suppress(ConfigError):

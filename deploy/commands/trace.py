@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from penstock.deploy.run_trace.collect import Steps
+    from penstock.deploy.trace import Steps
 
 
 def trace(
@@ -29,8 +29,7 @@ def trace(
 
     Example: penstock trace mine --steps 100:110 --out mine.json
     """
-    from penstock.deploy.run_trace.chrome import chrome_trace
-    from penstock.deploy.run_trace.collect import NothingToDraw, collect
+    from penstock.deploy.trace import NothingToDraw, chrome_trace, collect
 
     root = Path(run) if Path(run).is_dir() else runs_dir / run
     try:
@@ -50,7 +49,7 @@ def trace(
 
 def steps_of(text: str) -> Steps:
     """Raises `ValueError` with the mend."""
-    from penstock.deploy.run_trace.collect import Steps
+    from penstock.deploy.trace import Steps
 
     first, colon, end = text.partition(":")
     if not colon or not all(part.isdigit() for part in (first, end) if part):
@@ -60,7 +59,7 @@ def steps_of(text: str) -> Steps:
 
 def weight_updates(root: Path) -> list[dict[str, Any]]:
     """Of a run that lives from its queue, else as the run wrote them when it ended."""
-    from penstock.deploy.load_config import ConfigError
+    from penstock.deploy.config import ConfigError
     from penstock.trainer import read_lines
     from penstock.transfer_queue import QueueError
 
@@ -74,7 +73,7 @@ def weight_updates(root: Path) -> list[dict[str, Any]]:
 
 
 async def _from_queue(connect_env: str) -> list[dict[str, Any]]:
-    from penstock.deploy.link import Link
+    from penstock.deploy.connection import Link
     from penstock.deploy.live_queues import SETTINGS
 
     queue = await Link.from_lines(connect_env).connect(SETTINGS)

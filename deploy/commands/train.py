@@ -10,11 +10,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.link import Link
-from penstock.deploy.load_config import ConfigError
-from penstock.deploy.processes import die_with_parent
-from penstock.deploy.weights_dir import local_weights_dir
+from penstock.common import die_with_parent
+from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.connection import Link
+from penstock.deploy.run_dir import local_weights_dir
 from penstock.trainer import RANKS_FILE_VARIABLE, TrainerConfig
 
 NODES_VARIABLE = "PENSTOCK_TRAIN_NODES"

@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.load_config import parse_config
+from penstock.deploy.config import RunConfig, parse_config
 from penstock.deploy.migrate.algorithm_rules import ALGORITHM_RULES
 from penstock.deploy.migrate.given import BadSource
 from penstock.deploy.migrate.run_rules import RUN_RULES

@@ -1,8 +1,12 @@
-"""What a check says."""
+"""The result of a check, and the resources of this machine or container."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -32,3 +36,48 @@ def skipped(name: str, why: str) -> Check:
 
 def warning(name: str, found: str, mend: str) -> Check:
     return Check(name, True, found, mend, warns=True)
+
+
+CGROUP_V2 = Path("/sys/fs/cgroup")
+CGROUP_V1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def memory_bytes() -> int:
+    """Of the machine, or of our cgroup where that is less."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = (_number(file) for file in (CGROUP_V2 / "memory.max", CGROUP_V1))
+    return min([machine, *(limit for limit in limits if limit)])
+
+
+def available_bytes() -> int:
+    """Not taken by other programs now; caches count as free."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(line for line in lines if line.startswith("MemAvailable:"))
+        return min(int(free.split()[1]) << 10, memory_bytes())
+    return memory_bytes()
+
+
+def cores() -> int:
+    """That this process may run on, a container's share of the CPU included."""
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (CGROUP_V2 / "cpu.max").read_text().split()
+        return max(1, min(mine, math.ceil(int(quota) / int(period))))  # "max": no quota
+    return mine
+
+
+def _number(file: Path) -> int:
+    """0 where there is no file, or no limit in it."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(file.read_text())
+    return 0
+
+
+def human(size: float) -> str:
+    """Bytes for people: 512 B, 3.2 MiB, 1.5 TiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,19 +1,52 @@
-"""Whether the rows can be read, every one of them, and their prompts leave room for an answer."""
+"""Checks of the data: every row is valid."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from penstock.datasets import PREFIX, BadSpec, check_spec
+from penstock.datasets import PREFIX, BadSpec, check_spec, materialise
 from penstock.deploy.config import RunConfig
-from penstock.deploy.preflight.check import Check, skipped
-from penstock.deploy.preflight.sources import first_rows
-from penstock.deploy.preflight.tools import opened_tools
+from penstock.deploy.preflight.check import Check
 
-ROWS = 512
-"""Whose prompts are rendered."""
+if TYPE_CHECKING:
+    from penstock.trainer.data import Row
+
+
+def data_sources(config: RunConfig) -> set[str]:
+    """Every data_source of the training data; none where it is generated for the run, or is no dataset."""
+    from penstock.trainer import DataError, load_rows
+
+    if config.data.train.startswith(PREFIX):
+        return set()
+    try:
+        return {row.data_source for row in load_rows(config.data.train)}
+    except DataError:
+        return set()  # `check_data` says so
+
+
+def first_rows(config: RunConfig, limit: int) -> list[Row]:
+    """Of the training data, generated where the recipe says so. Raises `DataError`, `BadSpec`."""
+    from penstock.trainer import load_rows
+
+    with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as folder:
+        return load_rows(materialise(config.data.train, Path(folder)), limit)
+
+
+def rewards_of(config: RunConfig) -> set[str]:
+    """Names of the rewards that its rows need. A source that has none is left out: `check_reward` says so."""
+    from penstock.agent_loops import BY_SOURCE, LoadError
+    from penstock.agent_loops.rewards import choice_for
+
+    if config.agent.reward != BY_SOURCE:
+        return {config.agent.reward}
+    names = set()
+    for source in data_sources(config):
+        with contextlib.suppress(LoadError):
+            names.add(choice_for(source, config.agent.rewards.sources).name)
+    return names
 
 
 def check_data(config: RunConfig) -> Check:
@@ -32,36 +65,3 @@ def check_data(config: RunConfig) -> Check:
         except (DataError, BadSpec) as error:
             return Check("data", False, spec, str(error))
     return Check("data", True, "; ".join(counts) or "generated for the run")
-
-
-def check_prompts(config: RunConfig) -> Check | None:
-    """Prompts as the workers will render them, tools included, against what is left of the context for them."""
-    from penstock.agent_loops import AgentError
-    from penstock.trainer import DataError
-
-    if not Path(config.model).is_dir():
-        return skipped("prompts", f"{config.model} is not here yet: nothing to render them with")
-    try:
-        rows = first_rows(config, ROWS)
-        lengths = _lengths(config, [row.messages for row in rows])
-    except (AgentError, DataError, BadSpec, ValueError, OSError):
-        return None  # `check_data` or `check_template` says so
-    room = config.rollout.max_model_len - config.agent.max_response_tokens
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
-    return Check(
-        "prompts",
-        lengths[longest] <= room,
-        f"the longest of {len(lengths)}, row {longest + 1}, has {lengths[longest]} tokens; {room} fit beside an answer",
-        f"set rollout.max_model_len to {lengths[longest] + config.agent.max_response_tokens} or more, lower"
-        " agent.max_response_tokens, or leave long rows out of the data",
-    )
-
-
-def _lengths(config: RunConfig, prompts: Sequence[Sequence[Mapping[str, Any]]]) -> list[int]:
-    from penstock.agent_loops import chat_of, new_budget
-
-    chat = chat_of(config.model, config.agent)
-    with opened_tools(config) as tools:
-        schemas = [tool.schema for tool in tools.values()]
-        fresh = (chat.for_episode(new_budget(config.agent)) for _ in prompts)
-        return [one.start(messages, schemas).context_len for one, messages in zip(fresh, prompts, strict=True)]

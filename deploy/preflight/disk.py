@@ -1,4 +1,4 @@
-"""Whether the run's folder has room for what the run keeps there, and writes it fast enough."""
+"""Checks of the run's folder: enough free space, and writes fast enough."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import time
 from pathlib import Path
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.preflight.check import Check, warning
-from penstock.deploy.preflight.memory import model_shape, needs_critic
-from penstock.deploy.preflight.memory_sums import MASTER, Shape, published_bytes
-from penstock.deploy.preflight.resources import human
+from penstock.deploy.preflight.check import Check, human, warning
+from penstock.deploy.preflight.memory import MASTER, Shape, model_shape, needs_critic, published_bytes
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import BYTES_PER_TOKEN
 

@@ -1,11 +1,50 @@
-"""Whether a box can be had for tools and rewards that run code."""
+"""Checks of the sandbox: a box starts, and contains three attacks from inside: network, fork bomb, host files.
+
+The code in the box reports what it could do; real listeners outside also observe what it reached on the network.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
 from penstock.deploy.config import RunConfig
-from penstock.deploy.preflight.boxes import try_sandbox
-from penstock.deploy.preflight.check import Check
-from penstock.deploy.preflight.sources import rewards_of
+from penstock.deploy.connection import TOKEN_VARIABLE
+from penstock.deploy.preflight.check import Check, skipped
+from penstock.deploy.preflight.data import rewards_of
+from penstock.sandbox import Sandbox, SandboxError, Session
+
+OWNER = "doctor"
+ANSWER_DEADLINE_S = 10.0
+
+
+def open_sandbox(config: RunConfig) -> Sandbox:
+    """As a worker has it; a server's token is the run's, from the environment. Raises `SandboxError`."""
+    from penstock.sandbox import make_sandbox
+
+    return make_sandbox(config.sandbox, OWNER, os.environ.get(TOKEN_VARIABLE))
+
+
+def try_sandbox(config: RunConfig) -> None:
+    """Raises `SandboxError` where no box can be had, of a server where it does not answer or refuses the token."""
+    asyncio.run(_try(config))
+
+
+async def _try(config: RunConfig) -> None:
+    from penstock.sandbox import RemoteSandbox
+
+    sandbox = open_sandbox(config)
+    try:
+        if isinstance(sandbox, RemoteSandbox):
+            await sandbox.client.request("GET", "/health", ANSWER_DEADLINE_S)
+    finally:
+        await sandbox.close()
 
 
 def needs_boxes(config: RunConfig) -> bool:
@@ -22,3 +61,169 @@ def check_sandbox(config: RunConfig) -> Check | None:
     except SandboxError as error:
         return Check("sandbox", False, config.sandbox.backend, str(error))
     return Check("sandbox", True, config.sandbox.backend)
+
+
+ATTACK_S = 30.0
+OUTSIDE = ("1.1.1.1", 53)
+"""A name server that everybody reaches who reaches the internet; connected to, never asked."""
+NO_PYTHON = "no python3"
+"""What boxes of an image without it say."""
+BACKEND = "use sandbox.backend=bwrap or docker on this machine, or remote with a server that does"
+_CONNECT = """
+import socket
+for address in {addresses!r}:
+    try:
+        socket.create_connection(tuple(address), timeout=2).close()
+        print('REACHED', address)
+    except OSError as error:
+        print('walled', type(error).__name__)
+"""
+_FORK = """
+import os, time
+children = []
+try:
+    for _ in range({tries}):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        children.append(child)
+    print('UNLIMITED', len(children))
+except OSError:
+    print('walled', len(children))
+finally:
+    for child in children:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+"""
+_READ = """
+import os
+found = []
+for path in {paths!r}:
+    try:
+        with open(path, 'rb') as file:
+            file.read(1)
+        found.append(path)
+    except OSError:
+        pass
+for entry in os.listdir('/proc'):
+    try:
+        with open('/proc/' + entry + '/environ', 'rb') as file:
+            if entry.isdigit() and b'PENSTOCK_TOKEN=' in file.read():
+                found.append('environment of process ' + entry)
+    except OSError:
+        pass
+print('READ' if found else 'walled', ', '.join(found))
+"""
+
+
+def check_containment(config: RunConfig) -> list[Check]:
+    if not needs_boxes(config):
+        return []
+    try:
+        return asyncio.run(_attack(config))
+    except SandboxError as error:
+        if NO_PYTHON in str(error):
+            return [skipped("containment", f"the attacks are written in Python: {error}")]
+        return [Check("containment", False, f"no box to attack from: {error}", "see the check `sandbox`")]
+
+
+async def _attack(config: RunConfig) -> list[Check]:
+    sandbox = open_sandbox(config)
+    try:
+        session = await sandbox.start(f"{OWNER}/containment")
+        try:
+            return [await _network(session, config), await _processes(session, config), await _files(session, config)]
+        finally:
+            await session.close()
+    finally:
+        await sandbox.close()
+
+
+async def _network(session: Session, config: RunConfig) -> Check:
+    with _listeners(config) as listeners:
+        addresses = [listener.getsockname()[:2] for listener in listeners]
+        said = await _run(session, _CONNECT.format(addresses=[*addresses, *_servers(config), OUTSIDE]))
+        visited = [str(listener.getsockname()[:2]) for listener in listeners if _was_visited(listener)]
+    reached = [line.removeprefix("REACHED ") for line in said.splitlines() if line.startswith("REACHED")] + visited
+    return _judged("network", reached, said, "code in a box reaches nothing")
+
+
+async def _processes(session: Session, config: RunConfig) -> Check:
+    said = await _run(session, _FORK.format(tries=config.sandbox.pids + 64))
+    beyond = [f"{config.sandbox.pids + 64} processes where sandbox.pids is {config.sandbox.pids}"]
+    answers = (await session.run_python("print(6 * 7)")).stdout.strip() == "42"
+    if not answers:
+        return Check("containment: processes", False, "the box does not answer after a burst of processes", BACKEND)
+    return _judged("processes", beyond if "UNLIMITED" in said else [], said, f"at most {config.sandbox.pids}")
+
+
+async def _files(session: Session, config: RunConfig) -> Check:
+    with _secret() as secret:
+        said = await _run(session, _READ.format(paths=[str(secret), os.path.join(config.model, "config.json")]))
+    read = [said.removeprefix("READ ")] if said.startswith("READ") else []
+    return _judged("host files", read, said, "neither files nor secrets of this machine")
+
+
+@contextlib.contextmanager
+def _secret() -> Iterator[Path]:
+    """A file as open as it can be: the box's walls alone are in the way."""
+    with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as folder:
+        Path(folder).chmod(0o755)
+        secret = Path(folder) / "secret"
+        secret.write_text("of the host")
+        secret.chmod(0o644)
+        yield secret
+
+
+async def _run(session: Session, code: str) -> str:
+    """What the attack printed. A box that ended it by a limit has held: its kind is printed instead."""
+    result = await session.run_python(code, timeout_s=ATTACK_S)
+    if NO_PYTHON in result.stderr and not result.stdout:
+        raise SandboxError(result.stderr.strip())
+    return result.stdout.strip() or (f"walled {result.limit}" if result.limit else result.stderr.strip()[-300:])
+
+
+def _judged(attack: str, reached: list[str], said: str, held: str) -> Check:
+    name = f"containment: {attack}"
+    if reached:
+        return Check(name, False, f"code in a box reached {', '.join(reached)}", BACKEND)
+    if "walled" not in said:
+        return Check(name, False, f"the attack could not be tried: {said or 'it said nothing'}", BACKEND)
+    return Check(name, True, held)
+
+
+@contextlib.contextmanager
+def _listeners(config: RunConfig) -> Iterator[list[socket.socket]]:
+    """On loopback and on the address that leads out of this machine: boxes elsewhere could only reach that one."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for host in dict.fromkeys(("127.0.0.1", _outward(config))):
+            listener = stack.enter_context(socket.create_server((host, 0)))
+            listener.setblocking(False)
+            made.append(listener)
+        yield made
+
+
+def _outward(config: RunConfig) -> str:
+    """Our address as the sandbox server, or the internet, would see it; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((_servers(config) or [OUTSIDE])[0])
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _servers(config: RunConfig) -> list[tuple[str, int]]:
+    """The sandbox server itself must not be within reach of its boxes."""
+    url = urlsplit(config.sandbox.url or "") if config.sandbox.backend == "remote" else None
+    return [(url.hostname, url.port or 80)] if url and url.hostname else []
+
+
+def _was_visited(listener: socket.socket) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        connection, _ = listener.accept()
+        connection.close()
+        return True
+    return False

@@ -8,7 +8,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def test_the_page_is_the_tree() -> None:
-    assert PAGE.read_text() == render(), "run: python -m penstock.deploy.config_docs > docs/configuration.md"
+    assert PAGE.read_text() == render(), "run: python -m scripts.reference.configuration > docs/configuration.md"
 
 
 def test_every_key_is_described() -> None:

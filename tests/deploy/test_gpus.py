@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from tests.deploy.conftest import RECIPE
 
-from penstock.deploy import Link, LocalPlacement, RunDir, gpus_of, gpus_of_server, roles_of, visible_gpus
-from penstock.deploy.load_config import load_config
+from penstock.deploy import Link, LocalPlacement, RunDir, gpus_of, gpus_of_server, load_config, roles_of, visible_gpus
 
 LINK = Link("redis://127.0.0.1:1", "r", None, "token")
 EIGHT = tuple("01234567")
@@ -79,7 +78,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with a driver; the program that is nvidia-smi there."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("penstock.deploy.gpus.DRIVER", tmp_path)
+    monkeypatch.setattr("penstock.deploy.plan.DRIVER", tmp_path)
     return tmp_path / "nvidia-smi"
 
 

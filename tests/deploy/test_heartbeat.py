@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import _until_told, heartbeat
+from penstock.deploy import _until_told
+from penstock.deploy import roles as heartbeat
 
 
 async def _touched(file: Path) -> None:

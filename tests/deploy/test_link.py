@@ -18,10 +18,10 @@ from penstock.deploy import (
     dump_config,
     limits_of,
     link_of_run,
+    own_redis,
     roles_of,
 )
-from penstock.deploy import own_redis as module
-from penstock.deploy.own_redis import own_redis
+from penstock.deploy import connection as module
 from penstock.rollout_server import RolloutConfig
 from penstock.transfer_queue import NoSuchRun, QueueError
 from penstock.transfer_queue.redis import Connection, RedisBinary, find_redis_server

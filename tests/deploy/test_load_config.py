@@ -3,9 +3,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.deploy import ConfigError, dump_config, parse_config
-from penstock.deploy import load_config as load_config_module
-from penstock.deploy.load_config import load_config
+from penstock.deploy import ConfigError, dump_config, load_config, parse_config
+from penstock.deploy import config as load_config_module
 
 RECIPE = """
 model: some-org/some-model
@@ -124,7 +123,7 @@ def convert(euros: float) -> str:
 
 
 def test_a_file_of_tools_is_found_beside_the_recipe_from_anywhere(recipe: Path, monkeypatch) -> None:
-    from penstock.deploy.preflight.tools import opened_tools
+    from penstock.deploy.preflight import opened_tools
 
     (recipe.parent / "money.py").write_text(TOOL)
     recipe.write_text(RECIPE + "tools: [{name: 'money.py:convert', timeout_s: 3}]\n")
@@ -140,7 +139,7 @@ def test_a_file_of_tools_is_found_beside_the_recipe_from_anywhere(recipe: Path, 
 
 def test_a_file_of_tools_that_is_not_there_is_named(recipe: Path) -> None:
     from penstock.agent_loops import LoadError
-    from penstock.deploy.preflight.tools import opened_tools
+    from penstock.deploy.preflight import opened_tools
 
     recipe.write_text(RECIPE + "tools: [{name: 'money.py:convert'}]\n")
     with pytest.raises(LoadError, match=r"no file 'money\.py'"), opened_tools(load_config(recipe)):

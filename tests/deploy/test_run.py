@@ -12,9 +12,8 @@ from tests.deploy.conftest import RECIPE, LivingRun, assert_accounts_balance, as
 from tests.deploy.run_trace.checked import check
 from typer.testing import CliRunner
 
-from penstock.deploy import app
-from penstock.deploy.load_config import load_config
-from penstock.deploy.preflight.packages import check_engine
+from penstock.deploy import app, load_config
+from penstock.deploy.preflight import check_engine
 
 DOCS = Path(__file__).parents[2] / "docs" / "telemetry.md"
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(1500)]

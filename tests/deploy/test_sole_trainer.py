@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import RunDir, TrainerAlive
-from penstock.deploy.sole_trainer import sole_trainer
+from penstock.deploy import RunDir, TrainerAlive, sole_trainer
 
 HOLDER = """
 import asyncio, pathlib, sys
 from penstock.deploy import RunDir
-from penstock.deploy.sole_trainer import sole_trainer
+from penstock.deploy import sole_trainer
 async def hold():
     async with sole_trainer(RunDir(pathlib.Path(sys.argv[1]))):
         print("held", flush=True)

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 from tests.deploy.conftest import RECIPE
 
-from penstock.deploy import ConfigError, Link, remove_weights
-from penstock.deploy.commands import train
-from penstock.deploy.commands.train import Meeting, exec_trainer
-from penstock.deploy.load_config import load_config
+from penstock.deploy import ConfigError, Link, Meeting, exec_trainer, load_config, remove_weights, train
 
 HERE = Path("/dev/shm/here")
 

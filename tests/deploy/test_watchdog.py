@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from tests.deploy.conftest import RECIPE, assert_nothing_left
 
-from penstock.deploy import StalledRun, Watchdog
-from penstock.deploy.load_config import load_config
+from penstock.deploy import StalledRun, Watchdog, load_config
 from penstock.transfer_queue import ServerInfo, Status
 
 HANGS = """

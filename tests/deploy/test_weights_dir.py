@@ -4,9 +4,7 @@ from pathlib import Path
 
 from tests.deploy.conftest import RECIPE
 
-from penstock.deploy import local_weights_dir, remove_weights
-from penstock.deploy.load_config import load_config
-from penstock.deploy.weights_dir import weights_dir
+from penstock.deploy import load_config, local_weights_dir, remove_weights, weights_dir
 
 
 def config_of(runs_dir: Path, *words: str):
@@ -14,7 +12,7 @@ def config_of(runs_dir: Path, *words: str):
 
 
 def test_runs_of_one_name_in_two_folders_keep_their_weights_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.deploy.weights_dir.SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr("penstock.deploy.run_dir.SHARED_MEMORY", tmp_path / "shm")
     first, second = config_of(tmp_path / "a"), config_of(tmp_path / "b")
     for config in (first, second):
         weights_dir(config).mkdir(parents=True)

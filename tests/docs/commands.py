@@ -17,8 +17,7 @@ from tests.docs.pages import ROOT
 from tests.docs.shell import simple_commands
 
 from penstock.agent_loops import find_loop, load_object
-from penstock.deploy import app, load_sandbox
-from penstock.deploy.load_config import load_config
+from penstock.deploy import app, load_config, load_sandbox
 from penstock.simulator import changed, of_case, of_file
 from penstock.tools import make_tools
 

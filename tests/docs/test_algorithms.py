@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 from tests.tiny_model import save_tiny_model
 from tests.trainer.trainer_support import make_trajectory
 
-from penstock.deploy.load_config import load_config
+from penstock.deploy import load_config
 from penstock.trainer import (
     FSDPEngine,
     Learner,

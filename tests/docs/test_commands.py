@@ -11,9 +11,8 @@ from tests.docs.pages import WITH_COMMANDS, WRITTEN, command_texts, fences, inli
 from tests.docs.settings import unknown_key
 from tests.docs.shell import simple_commands
 
-from penstock.deploy import ConfigError
+from penstock.deploy import ConfigError, load_config
 from penstock.deploy import preflight as checks
-from penstock.deploy.load_config import load_config
 from penstock.simulator import BadSetup
 
 __all__ = ["desk"]

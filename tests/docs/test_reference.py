@@ -6,14 +6,13 @@ import importlib
 from pathlib import Path
 
 import pytest
-
-from penstock.deploy.reference import PAGES, PUBLIC, describe, main, python, stale, type_text
+from scripts.reference import PAGES, PUBLIC, describe, main, python, stale, type_text
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_generated_pages_are_current() -> None:
-    assert stale(DOCS) == [], "run: python -m penstock.deploy.reference"
+    assert stale(DOCS) == [], "run: python -m scripts.reference"
 
 
 def test_stale_and_missing_pages_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from tests.sandbox.swe.wordkit import make_repository, rows_of
 
 from penstock.agent_loops import find_loop
 from penstock.datasets.swe import write_box_packages
-from penstock.deploy.load_config import load_config
+from penstock.deploy import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "tutorials" / name for name in ("my_first_loop.md", "openai_agent.md")]

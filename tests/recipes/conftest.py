@@ -17,8 +17,7 @@ import pytest
 from tests.deploy.conftest import start_run  # noqa: F401 - a fixture
 
 from penstock.agent_loops import Rehearsal, load_object
-from penstock.deploy import rehearse_recipe, rows_of
-from penstock.deploy.load_config import load_config
+from penstock.deploy import load_config, rehearse_recipe, rows_of
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = REPOSITORY / "recipes"

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
 
 from penstock.agent_loops import Budget, chat_of
-from penstock.deploy.load_config import load_config
+from penstock.deploy import load_config
 
 pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]
 cold_start = script("cold_start.py")

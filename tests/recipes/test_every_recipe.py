@@ -9,10 +9,8 @@ import pytest
 import yaml
 
 from penstock.agent_loops import load_object, load_reward
-from penstock.deploy import load_sandbox, parse_config
-from penstock.deploy.commands.run import run_recipe
-from penstock.deploy.load_config import load_config
-from penstock.deploy.preflight.settings import (
+from penstock.deploy import load_config, load_sandbox, parse_config, run_recipe
+from penstock.deploy.preflight import (
     check_algorithm,
     check_correction,
     check_lengths,

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from penstock.deploy.load_config import load_config
+from penstock.deploy import load_config
 from penstock.trainer import check_algorithm
 from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.megatron.settings import check_model

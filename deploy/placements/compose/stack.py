@@ -1,27 +1,126 @@
-"""A *stack*: the folder that `docker compose up` runs in. Made whole or not at all.
+"""A stack: the folder that `docker compose up` runs in. Written completely or not at all.
 
-compose.yaml  prometheus.yaml  sandbox-seccomp.json     from here; yours to change
-gpu.yaml                                                where GPUs were named
-.env                                                    what compose.yaml leaves open; no secret
-secrets/                                                0700, a file per login, 0600
-models/  runs/  logs/  redis/  prometheus/              what you put in, what the run leaves
+    compose.yaml  prometheus.yaml  sandbox-seccomp.json     from this package; yours to edit
+    gpu.yaml                                                if GPUs were named
+    .env                                                    what compose.yaml leaves open; no secret
+    secrets/                                                0700, a file per login, 0600
+    models/  runs/  logs/  redis/  prometheus/              inputs and outputs of the run
+
+Compose gives every copy of a service the same devices, so `--scale` cannot spread servers over GPUs: in gpu.yaml each
+server with its own GPUs is a separate service.
+
+| secret | service | contents |
+|---|---|---|
+| owner_login, rollout_login, agent_login | head; rollout; agent | the token, a user of the queue |
+| watch_login | exporter; the queue's health check | the same |
+| page_login | page | the same as an agent, and a read-only token |
+| sandbox_login, token | sandbox; Prometheus and you | the token |
+| redis_users | redis | the users, with hashes of their passwords |
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import re
+import secrets
 import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.load_config import ConfigError, load_config
-from penstock.deploy.placements.compose.gpus import gpu_file
-from penstock.deploy.placements.compose.logins import make_secrets, own, write_secrets
+import yaml
+
+from penstock.deploy.commands.dashboard import VIEW_TOKEN_VARIABLE
+from penstock.deploy.config import ConfigError, RunConfig, load_config
+from penstock.deploy.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE
+from penstock.transfer_queue.redis import user_rules
+
+HEADER = "# Which NVIDIA GPUs each service has, by their numbers in nvidia-smi. Needs the NVIDIA container toolkit.\n"
+
+
+def gpu_file(compose: Path, trainer: str, rollouts: Sequence[str]) -> str:
+    """The override file: `trainer`'s and each server's GPUs as in ``0,1``. Raises `ConfigError` for one given twice."""
+    groups = [_numbers(group) for group in (trainer, *rollouts)]
+    given = [number for group in groups for number in group]
+    if twice := sorted({number for number in given if given.count(number) > 1}):
+        raise ConfigError(f"GPU {', '.join(twice)} is given twice: trainer {trainer!r}, rollouts {list(rollouts)}")
+    rollout = yaml.safe_load(compose.read_text())["services"]["rollout"]
+    services: dict[str, Any] = {"head": _reservation(groups[0])}
+    for number, devices in enumerate(groups[1:]):
+        # the first is the service that is there already; the others answer to its name, where Prometheus looks for it
+        services[f"rollout-{number}" if number else "rollout"] = {
+            **(_another(rollout) if number else {}),
+            **_reservation(devices),
+        }
+    return HEADER + yaml.safe_dump({"services": services}, sort_keys=False, width=200)
+
+
+def _numbers(group: str) -> list[str]:
+    numbers = [number.strip() for number in group.split(",")]
+    if not all(number.isdecimal() for number in numbers):
+        raise ConfigError(f"GPUs {group!r}: write their numbers as 0,1")
+    return numbers
+
+
+def _reservation(devices: Sequence[str]) -> dict[str, Any]:
+    device = {"driver": "nvidia", "device_ids": list(devices), "capabilities": ["gpu"]}
+    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
+
+
+def _another(service: dict[str, Any]) -> dict[str, Any]:
+    """A copy of its own: YAML aliases between services would say that they are one."""
+    another = copy.deepcopy(service)
+    another["networks"] = {name: {"aliases": ["rollout"]} for name in service["networks"]}
+    return another
+
+
+USERS = ("owner", "agent", "rollout", "watch")
+NOBODY = "user default off resetpass resetkeys resetchannels -@all"
+"""Redis's own user, who would need no password."""
+
+
+def make_secrets(run: str) -> dict[str, str]:
+    """File name → content, new at every call. Raises `QueueError` for a run's name that Redis's rules cannot hold."""
+    token, view_token = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+    passwords = {role: secrets.token_urlsafe(32) for role in USERS}
+    shared = {TOKEN_VARIABLE: token}
+    users = {role: {USER_VARIABLE: f"{run}-{role}", PASSWORD_VARIABLE: passwords[role]} for role in USERS}
+    logins = {f"{role}_login": _exports({**shared, **users[role]}) for role in USERS}
+    lines = [f"user {run}-{role} {user_rules(run, role, password)}" for role, password in passwords.items()]
+    return {
+        **logins,
+        "page_login": _exports({**shared, **users["agent"], VIEW_TOKEN_VARIABLE: view_token}),
+        "sandbox_login": _exports(shared),
+        "token": token,
+        "redis_users": "\n".join([NOBODY, *lines, ""]),
+    }
+
+
+def write_secrets(folder: Path, contents: Mapping[str, str], uid: int, gid: int) -> None:
+    """Into a new folder that the containers' user alone may read, before there is anything in it to read."""
+    folder.mkdir(mode=0o700)
+    for name, content in contents.items():
+        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            own(descriptor, uid, gid)
+            file.write(content)
+    own(folder, uid, gid)
+
+
+def own(path: Path | int, uid: int, gid: int) -> None:
+    """Give `path` to the containers' user. Only root may, and only root has to: else that user is this one."""
+    if os.geteuid() == 0:
+        os.chown(path, uid, gid)
+
+
+def _exports(values: Mapping[str, str]) -> str:
+    """For a shell, and read by `probe` too. What `token_urlsafe` makes and names of runs need no quotes."""
+    return "".join(f"export {name}={value}\n" for name, value in values.items())
+
 
 FILES = Path(__file__).parent / "files"
 SOURCE = Path(__file__).resolve().parents[2]

@@ -1,3 +1,3 @@
-from .board import parse_counts as parse_counts
-from .bundles import bundle_of as bundle_of
-from .bundles import check_machines as check_machines
+from .cluster import bundle_of as bundle_of
+from .cluster import check_machines as check_machines
+from .registry import parse_counts as parse_counts

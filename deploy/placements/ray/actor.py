@@ -1,24 +1,69 @@
-"""What runs on a node of the cluster: an actor that owns one role's process.
+"""The actor on a node of the Ray cluster: owns one role's process.
 
     driver ──run(order)──► RoleActor ──► penstock rollout | agent | train   (restarted by `RoleProcess`, with back-off)
-       │ hello, state         │ dies with its worker or node: Ray makes the actor again, empty; the process is told
-       └──────────────────────┘ by the kernel to stop, and the driver gives the order to the actor's next life
+       │ hello, state         │ dies with its worker or node: Ray creates the actor again, empty; the kernel signals
+       └──────────────────────┘ the process to stop, and the driver gives the order to the new actor
 
-Secrets are in the order, an argument of a method call. Ray hands it from the driver's memory to the actor's and keeps
+Secrets are in the order, an argument of a method call. Ray passes it from the driver's memory to the actor's and stores
 it nowhere else: creation arguments and `runtime_env` stay in the cluster's tables, and its state API shows the latter.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import secrets
+import socket
+import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.deploy.placements.ray.marker import Marker
 from penstock.deploy.plan import Role
 from penstock.deploy.processes import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy.run_dir import RunDir
+
+LOOK_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True)
+class Marker:
+    """A file that the driver wrote, and what is in it."""
+
+    path: Path
+    text: str
+
+    @classmethod
+    @contextlib.contextmanager
+    def planted(cls, run: RunDir) -> Iterator[Marker]:
+        """Lies in the run's folder while the block is open."""
+        marker = cls(run.root / "ray.marker", secrets.token_hex(16))
+        marker.path.write_text(marker.text)
+        try:
+            yield marker
+        finally:
+            marker.path.unlink(missing_ok=True)
+
+    async def look_for(self, within_s: float = 10.0) -> str | None:
+        """None once this machine sees it, else what to tell people. A shared disk may show new files late."""
+        deadline = time.monotonic() + within_s
+        while not self._seen():
+            if time.monotonic() >= deadline:
+                return (
+                    f"machine {socket.gethostname()} does not see {self.path.parent}: metrics and checkpoints are"
+                    " written there and read by `penstock run`. Set runs_dir to a folder on a disk they share"
+                )
+            await asyncio.sleep(LOOK_AGAIN_S)
+        return None
+
+    def _seen(self) -> bool:
+        try:
+            return self.path.read_text() == self.text
+        except OSError:
+            return False
+
 
 RAYS_OWN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """A role has no business with the cluster."""

@@ -1,4 +1,9 @@
-"""A `Placement` on a Ray cluster: this process is the driver and keeps queue, reports, summary; roles are actors."""
+"""A `Placement` on a Ray cluster: this process is the driver and keeps queue, reports, summary; roles are actors.
+
+reserved ──► actor lives ──► process runs ──exit 0──► finished
+    ▲            │ worker or node died: Ray creates it again, here or on another node (at most max_restarts times)
+    └────────────┘ waiting for resources is no failure: the run's watchdog ends a stalled run
+"""
 
 from __future__ import annotations
 
@@ -12,21 +17,176 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from penstock.deploy.config import RunConfig
-from penstock.deploy.crew import Crew
-from penstock.deploy.placements.ray import board
-from penstock.deploy.placements.ray.actor import Order
-from penstock.deploy.placements.ray.bundles import bundle_of, check_machines
-from penstock.deploy.placements.ray.cluster import connected, has_gpus, living_nodes, machines_of
-from penstock.deploy.placements.ray.marker import Marker
-from penstock.deploy.placements.ray.member import RayMember
+from penstock.deploy.config import Bundle, RunConfig
+from penstock.deploy.placements.ray import registry
+from penstock.deploy.placements.ray.actor import Life, Marker, Order, RoleActor, State
+from penstock.deploy.placements.ray.cluster import (
+    bundle_of,
+    check_machines,
+    connected,
+    has_gpus,
+    living_nodes,
+    machines_of,
+)
 from penstock.deploy.plan import Role
-from penstock.deploy.run_dir import RunDir
-from penstock.deploy.weights_dir import remove_weights
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from penstock.deploy.processes import RoleFailed, RoleSpec
+from penstock.deploy.run_dir import RunDir, remove_weights
+from penstock.deploy.supervisor import Crew
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 logger = logging.getLogger("penstock.run")
+LOOK_S = 1.0
+"""Between two looks at a role's process."""
+ANSWER_S = 10.0
+AGAIN_S = 0.5
+"""After a broken connection, before the actor is asked again."""
+
+
+class RayMember:
+    """A `Member` of the crew. Everything of it on the cluster is released by `stop`."""
+
+    def __init__(self, spec: RoleSpec, order: Order, bundle: Bundle) -> None:
+        self.spec = spec
+        self.bundle = bundle
+        self.life: Life | None = None
+        """The actor's; None while it has none."""
+        self.nodes: set[str] = set()
+        """Ids of all the nodes it ever was on."""
+        self._order = order
+        self._process = State(None, 0, "")
+        self._last_id: str | None = None
+        self._earlier_restarts = 0
+        """Of the actor, and of processes in its earlier lives."""
+        self._stopping = False
+        self._group = placement_group([bundle], strategy="STRICT_PACK", name=spec.name)
+        self._actor = _make_actor(spec, bundle, self._group)
+
+    @property
+    def pid(self) -> None:
+        """Its process is another machine's, as a rule: nothing here may send it a signal."""
+        return None
+
+    @property
+    def restarts(self) -> int:
+        return self._earlier_restarts + self._process.restarts
+
+    @property
+    def state(self) -> str:
+        if self._stopping:
+            return "stopped"
+        if self.life is None:
+            return f"waiting for a node with {describe(self.bundle)} free"
+        return f"{'running' if self._process.pid else 'not running'} on {self.life.machine}"
+
+    async def run(self) -> None:
+        """See `Member`. Raises `RoleFailed`, also where Ray gives the actor up."""
+        while await self._meet():
+            try:
+                failure = await self._until_ended()
+            except RayActorError as error:
+                await self._away(error)
+                continue
+            if failure is not None:
+                raise RoleFailed(failure)
+            return
+
+    async def _meet(self) -> bool:
+        """Wait until the actor lives; False once the member is to stop."""
+        try:
+            life = await self._actor.hello.remote()
+        except RayError as error:  # this call is tried again in every life: there is none left
+            if self._stopping:
+                return False
+            cause = f"{self.spec.max_restarts} restarts used up, or its actor cannot be made"
+            raise RoleFailed(f"{self.spec.name} failed ({cause}): {error}") from error
+        if self._last_id not in (None, life.id):
+            self._earlier_restarts += self._process.restarts + 1
+            self._process = State(None, 0, life.id)
+            if self._earlier_restarts > self.spec.max_restarts:
+                raise RoleFailed(f"{self.spec.name} failed ({self.spec.max_restarts} restarts used up); its actor died")
+        if self._last_id != life.id:
+            logger.info("%s: on %s", self.spec.name, life.machine)
+        self.life, self._last_id = life, life.id
+        self.nodes.add(life.node_id)
+        return not self._stopping
+
+    async def _until_ended(self) -> str | None:
+        """The order is never given again by Ray itself: a new life is to be counted, and has fewer restarts left."""
+        left = max(self.spec.max_restarts - self._earlier_restarts, 0)
+        order = dataclasses.replace(self._order, max_restarts=left)
+        ended = asyncio.ensure_future(_answer(self._actor.run.options(max_task_retries=0).remote(order)))
+        try:
+            while not ended.done():
+                await asyncio.wait({ended}, timeout=LOOK_S)
+                if not ended.done():
+                    await self._look()
+            return await ended
+        finally:
+            ended.cancel()
+
+    async def _look(self) -> None:
+        with contextlib.suppress(TimeoutError, RayActorError):  # `run` fails too where the actor is gone
+            async with asyncio.timeout(ANSWER_S):
+                found = await self._actor.state.options(max_task_retries=0).remote()
+            # The next life may answer before `run` fails: what is known of this one must still be counted.
+            if self.life is not None and found.life_id == self.life.id:
+                self._process = found
+
+    async def _away(self, error: RayActorError) -> None:
+        """The actor, or the way to it: `_meet` waits for its next life, or learns that there is none."""
+        self.life = None
+        if not self._stopping:
+            logger.warning("%s: its actor is away, Ray makes it again: %s", self.spec.name, _first_line(error))
+            await asyncio.sleep(AGAIN_S)
+
+    async def stop(self) -> None:
+        """End the process as `RoleProcess.stop` does, then let go of the actor and what it reserved."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self.life is not None:
+            try:
+                async with asyncio.timeout(self.spec.stop_grace_s + ANSWER_S):
+                    await self._actor.stop.options(max_task_retries=0).remote()
+            except (RayError, TimeoutError) as error:
+                logger.warning("%s could not be asked to stop, and is ended: %s", self.spec.name, _first_line(error))
+        try:
+            ray.kill(self._actor, no_restart=True)
+            remove_placement_group(self._group)
+        except RayError as error:
+            logger.warning("%s: not released, Ray does it when the run ends: %s", self.spec.name, _first_line(error))
+
+
+def _make_actor(spec: RoleSpec, bundle: Bundle, group: Any) -> ActorHandle:
+    """No secret is among its arguments, and it has no environment of its own: see `actor`."""
+    further = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+    made = ray.remote(RoleActor).options(
+        num_cpus=bundle.get("CPU", 0),
+        num_gpus=bundle.get("GPU", 0),
+        resources=further,
+        max_restarts=spec.max_restarts,
+        max_task_retries=-1,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+    )
+    actor: ActorHandle[Any] = made.remote()  # type: ignore[assignment]
+    return actor
+
+
+async def _answer(reference: Any) -> Any:
+    return await reference
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0]
+
+
+def describe(bundle: Bundle) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
+
+
 CLEAN_S = 20.0
 
 
@@ -36,7 +196,7 @@ class RayPlacement:
     def __init__(self, address: str | None) -> None:
         self._address = address
         self._config: RunConfig | None = None
-        self._board: Any = None
+        self._registry: Any = None
         self._marker: Marker | None = None
         self._gpus = False
         self._members: list[RayMember] = []
@@ -47,7 +207,7 @@ class RayPlacement:
         async with connected(self._address, config.name):
             nodes = living_nodes()
             check_machines(config, len(machines_of(nodes)))
-            self._config, self._gpus, self._board = config, has_gpus(nodes), await board.put_up()
+            self._config, self._gpus, self._registry = config, has_gpus(nodes), await registry.create()
             with Marker.planted(run) as self._marker:
                 try:
                     yield
@@ -66,7 +226,7 @@ class RayPlacement:
         return member
 
     def helpers(self, crew: Crew) -> Sequence[Coroutine[Any, Any, None]]:
-        return (board.serve(self._board, crew),)
+        return (registry.serve(self._registry, crew),)
 
     def _opened(self) -> RunConfig:
         if self._config is None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.deploy.config import RunConfig
-from penstock.deploy.gpus import gpus_of_server
-from penstock.deploy.load_config import ConfigError
+from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.plan import gpus_of_server
 from penstock.rollout_server import RolloutConfig
 
 

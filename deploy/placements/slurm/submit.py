@@ -1,13 +1,83 @@
-"""A script into the run's folder and into Slurm's queue."""
+"""Secrets of a run under Slurm, and submission of its scripts.
+
+    runs/NAME/slurm/ (0700)    owner.env  trainer.env  agent.env  rollout.env  sandbox.env  users.acl   (0600)
+
+Each step reads its role's file on its own node. Slurm, command lines and the batch script contain no secret.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
+import shlex
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
-from penstock.deploy.load_config import ConfigError
-from penstock.deploy.placements.slurm.secrets import SECRET_VARIABLES, write_private
+from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, redis_login
+from penstock.transfer_queue import QueueError
+from penstock.transfer_queue.redis import USERS_VERSION, find_redis_server, role_users
+
+OWNER, SANDBOX = "owner", "sandbox"
+ROLES = ("trainer", "agent", "rollout")
+USERS_FILE = "users.acl"
+SECRET_VARIABLES = (USER_VARIABLE, PASSWORD_VARIABLE, TOKEN_VARIABLE)
+logger = logging.getLogger("penstock.run")
+
+
+def write_secrets(folder: Path, config: RunConfig) -> None:
+    """Make what is not there yet. An earlier job of the run may wait in the queue: its files stay as they are."""
+    if (folder / USERS_FILE).exists():  # written last
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+    logins = _outside_logins() if config.transfer_queue.url else _new_logins()
+    for role, (user, password) in logins.items():
+        _write(folder / f"{role}.env", {USER_VARIABLE: user, PASSWORD_VARIABLE: password, TOKEN_VARIABLE: token})
+    _write(folder / f"{SANDBOX}.env", {TOKEN_VARIABLE: token})
+    passwords = {role: password for role, (user, password) in logins.items() if user == role}
+    write_private(folder / USERS_FILE, "".join(f"{line}\n" for line in role_users(config.name, passwords)))
+
+
+def write_private(path: Path, text: str) -> None:
+    """For its owner alone, from the first byte on; another process sees the old file or the whole new one."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    fresh.replace(path)
+
+
+def _outside_logins() -> dict[str, tuple[str, str]]:
+    """Of a Redis that the recipe names: the login in this environment, for every role."""
+    user, password = redis_login()
+    return dict.fromkeys((OWNER, *ROLES), (user or "", password or ""))
+
+
+def _new_logins() -> dict[str, tuple[str, str]]:
+    """Of the run's own Redis: the default user is the owner, and each role has one of its own where Redis is 7.0."""
+    owner = ("", secrets.token_urlsafe(32))
+    if not _knows_rights():
+        return dict.fromkeys((OWNER, *ROLES), owner)
+    return {OWNER: owner, **{role: (role, secrets.token_urlsafe(32)) for role in ROLES}}
+
+
+def _knows_rights() -> bool:
+    """A submit host without redis-server says nothing of the nodes; those that a container brings are new enough."""
+    try:
+        binary = find_redis_server()
+    except QueueError:
+        return True
+    if binary.version < USERS_VERSION:
+        logger.warning("%s is older than 7.0: all roles share the queue's one password", binary.path)
+    return binary.version >= USERS_VERSION
+
+
+def _write(path: Path, values: Mapping[str, str]) -> None:
+    write_private(path, "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items()))
+
 
 SBATCH_TIMEOUT_S = 60.0
 

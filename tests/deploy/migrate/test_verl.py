@@ -10,8 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from penstock.deploy import RunConfig, app
-from penstock.deploy.load_config import load_config
+from penstock.deploy import RunConfig, app, load_config
 from penstock.deploy.migrate import ABSENT, BadSource, Migrated, load_table, migrate, read_given
 
 ROOT = Path(__file__).parents[3]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.datasets import write_parquet
-from penstock.deploy import rehearse_recipe, rows_of
-from penstock.deploy.load_config import load_config
+from penstock.deploy import load_config, rehearse_recipe, rows_of
 from penstock.deploy.migrate import load_table, migrate, read_given
 
 MODEL = Path(__file__).parents[3] / "recipes/calculator/model"

@@ -8,14 +8,19 @@ from collections.abc import Iterator, Sequence
 
 from tests.deploy.preflight.planting import Place, planted, small_disk, taken_port, write_huge_model
 
-from penstock.deploy.preflight.disk import check_disk, check_room
-from penstock.deploy.preflight.limits import check_open_files, check_threads
-from penstock.deploy.preflight.memory import check_memory
-from penstock.deploy.preflight.packages import check_versions
-from penstock.deploy.preflight.ports import check_advertised, check_ports
-from penstock.deploy.preflight.redis import check_redis
-from penstock.deploy.preflight.sandbox import check_sandbox
-from penstock.deploy.preflight.shared_memory import check_shared_memory
+from penstock.deploy.preflight import (
+    check_advertised,
+    check_disk,
+    check_memory,
+    check_open_files,
+    check_ports,
+    check_redis,
+    check_room,
+    check_sandbox,
+    check_shared_memory,
+    check_threads,
+    check_versions,
+)
 
 Opened = Iterator[Sequence[str]]
 HUGE = 10**11
@@ -79,7 +84,7 @@ def no_room_for_checkpoints(place: Place) -> Opened:
 @contextlib.contextmanager
 def a_container_with_little_shared_memory(place: Place) -> Opened:
     with small_disk(place.folder / "shm", 8) as disk:
-        place.monkeypatch.setattr("penstock.deploy.preflight.shared_memory.SHARED_MEMORY", disk)
+        place.monkeypatch.setattr("penstock.deploy.preflight.memory.SHARED_MEMORY", disk)
         yield []
 
 

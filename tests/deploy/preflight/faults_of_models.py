@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from tests.deploy.preflight.planting import Place, planted
 
-from penstock.deploy.preflight.model import check_context, check_model, check_vocabulary
-from penstock.deploy.preflight.template import check_template
+from penstock.deploy.preflight import check_context, check_model, check_template, check_vocabulary
 
 
 @planted(check_model, "model", r"config\.json, tokenizer")

@@ -12,10 +12,7 @@ from tests.deploy.preflight.planting import Place, planted, unused_port
 from tests.deploy.preflight.skewed_clock import skewed
 
 from benchmarks.support.boxes import sandbox_server
-from penstock.deploy.preflight.containment import check_containment
-from penstock.deploy.preflight.redis import check_own_redis
-from penstock.deploy.preflight.sandbox import check_sandbox
-from penstock.deploy.preflight.services import check_search
+from penstock.deploy.preflight import check_containment, check_own_redis, check_sandbox, check_search
 from penstock.sandbox import SandboxConfig
 from penstock.transfer_queue import RedisServer
 
@@ -66,7 +63,7 @@ async def a_wrong_password(place: Place) -> Opened:
 
 @planted(check_own_redis, "redis", r"reach its port, or correct transfer_queue\.url")
 def a_redis_that_is_away(place: Place) -> Sequence[str]:
-    place.monkeypatch.setattr("penstock.deploy.preflight.redis.ANSWER_DEADLINE_S", 0.2)
+    place.monkeypatch.setattr("penstock.deploy.preflight.network.ANSWER_DEADLINE_S", 0.2)
     return [f"transfer_queue.url=redis://127.0.0.1:{unused_port()}"]
 
 

@@ -13,8 +13,7 @@ from tests.deploy.preflight import faults_of_machines, faults_of_models, faults_
 from tests.deploy.preflight.planting import FAULTS, MODEL, RECIPE, Fault, Place
 from typer.testing import CliRunner, Result
 
-from penstock.deploy import app
-from penstock.deploy.load_config import load_config
+from penstock.deploy import app, load_config
 from penstock.deploy.preflight import FACTS, TRIALS, Check
 
 pytestmark = [pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch]

@@ -14,10 +14,8 @@ from tests.deploy.preflight.planting import RECIPE, unused_port
 from tests.rollout_server.conftest import small_config
 from typer.testing import CliRunner
 
-from penstock.deploy import Link, RunConfig, app, dump_config, limits_of
-from penstock.deploy.load_config import load_config
-from penstock.deploy.preflight import Check
-from penstock.deploy.preflight.reach import check_run
+from penstock.deploy import Link, RunConfig, app, dump_config, limits_of, load_config
+from penstock.deploy.preflight import Check, check_run
 from penstock.rollout_server import FakeEngine, ServerJob, serve
 from penstock.transfer_queue import (
     Announcement,

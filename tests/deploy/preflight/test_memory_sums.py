@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from tests.deploy.preflight.planting import MODEL, RECIPE, write_huge_model
 
-from penstock.deploy.load_config import load_config
-from penstock.deploy.preflight.memory_sums import (
+from penstock.deploy import load_config
+from penstock.deploy.preflight import (
     Shape,
     in_flight_bytes,
     published_bytes,
+    read_config,
+    read_weights,
     server_bytes,
     shape_of,
     trainer_bytes,
 )
-from penstock.deploy.preflight.model import read_config
-from penstock.deploy.preflight.model_files import read_weights
 from penstock.trainer import TrainerConfig
 
 GIGA = 10**9

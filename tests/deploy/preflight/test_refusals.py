@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy.load_config import load_config
+from penstock.deploy import load_config
 from penstock.deploy.preflight import Check, run_checks
 
 REPOSITORY = Path(__file__).parents[3]
@@ -129,9 +129,7 @@ def test_an_unknown_tool_names_the_nearest() -> None:
 
 def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(
-        "penstock.deploy.preflight.shared_memory.shutil.disk_usage", lambda _: usage._replace(free=1 << 20)
-    )
+    monkeypatch.setattr("penstock.deploy.preflight.memory.shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
     assert "--shm-size" in failures()["shared memory"].mend
 
 

@@ -6,7 +6,7 @@ import random
 
 from tests.deploy.run_trace.checked import check
 
-from penstock.deploy.run_trace import Process, Slice, chrome_trace, lanes
+from penstock.deploy import Process, Slice, chrome_trace, lanes
 
 
 def names(lane: list[Slice]) -> list[str]:

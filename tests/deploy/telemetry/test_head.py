@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.deploy import Link, RoleProcess, RoleSpec, RunDir, parse_config
-from penstock.deploy.telemetry import Target, announced, head, target_list
+from penstock.deploy import Link, RoleProcess, RoleSpec, RunDir, Target, announced, parse_config, target_list
+from penstock.deploy import telemetry as head
 from penstock.transfer_queue import ServerInfo
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from penstock.deploy.telemetry import Target, TelemetryConfig, metrics_served, metrics_token
+from penstock.deploy import Target, TelemetryConfig, metrics_served, metrics_token
 
 TOKEN = "the run's"
 WHO = Target("", "mine", "agent", "agent-0")

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from penstock.deploy.telemetry import asked_for, spans_exported
-from penstock.deploy.telemetry import spans as spans_module
+from penstock.deploy import asked_for, spans_exported
+from penstock.deploy import telemetry as spans_module
 from penstock.rollout_server import tracing
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"

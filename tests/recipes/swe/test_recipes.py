@@ -6,8 +6,7 @@ import pytest
 import yaml
 from tests.recipes.swe.conftest import RECIPE, penstock
 
-from penstock.deploy import load_sandbox
-from penstock.deploy.load_config import load_config
+from penstock.deploy import load_config, load_sandbox
 from penstock.tools import SweSettings
 
 pytestmark = pytest.mark.recipes

@@ -16,8 +16,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from tests.deploy.placements.kubernetes.chart import CHART, ChartRefused, Objects, render
 from typer.testing import CliRunner
 
-from penstock.deploy import app
-from penstock.deploy.load_config import load_config
+from penstock.deploy import app, load_config
 from penstock.transfer_queue.redis import find_redis_server, free_port
 
 kubernetes_validate = pytest.importorskip(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.deploy.conftest import RECIPE
 
-from penstock.deploy.load_config import load_config
+from penstock.deploy import load_config
 from penstock.deploy.placements.slurm import Job, Recipe, place, run_script
 
 

@@ -3,8 +3,7 @@
 import pytest
 from tests.deploy.conftest import RECIPE
 
-from penstock.deploy import ConfigError
-from penstock.deploy.load_config import load_config
+from penstock.deploy import ConfigError, load_config
 from penstock.deploy.placements.slurm import place, server_gpus
 
 

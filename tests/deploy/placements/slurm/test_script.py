@@ -12,8 +12,7 @@ import pytest
 from tests.deploy.conftest import RECIPE
 from tests.deploy.placements.slurm.desk import Desk
 
-from penstock.deploy import ConfigError, RunDir
-from penstock.deploy.load_config import load_config
+from penstock.deploy import ConfigError, RunDir, load_config
 from penstock.deploy.placements.slurm import Job, join_script
 
 GPUS = Job("gpu", "team", "12:00:00", gpus_per_node=4, sbatch=("qos=high",), setup=("module load cuda",))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.deploy.conftest import RECIPE
 
-from penstock.deploy.load_config import load_config
+from penstock.deploy import load_config
 from penstock.deploy.placements.slurm import write_secrets
 
 FILES = {"owner.env", "trainer.env", "agent.env", "rollout.env", "sandbox.env", "users.acl"}

@@ -1,0 +1,243 @@
+"""How a role connects to its run: the queue's URL and the run's name as options, secrets in the environment.
+
+`own_redis` is the redis-server of a run whose recipe names none: it starts and ends with the run. `serve_redis` is one
+for roles on other machines, which stops last:
+
+    start ─► keep alive ─► SIGTERM ─► `linger_while` is gone, or `linger_s` has passed ─► stop
+
+A scheduler that stops a job signals all of its processes at once, redis-server included: the trainer's last checkpoint
+and commit, and the head's summary, come after that and still need the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shlex
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import yaml
+
+from penstock.deploy.config import ConfigError, RunConfig, parse_config
+from penstock.deploy.run_dir import RunDir
+from penstock.transfer_queue import BatchLog, Limits, NoSuchRun, QueueUnavailable, RedisServer, RedisTransferQueue, TransferQueueConfig
+from penstock.transfer_queue.redis import ROLES, USERS_VERSION, find_redis_server, role_users
+
+logger = logging.getLogger("penstock.run")
+JOIN_AGAIN_S = 0.5
+URL_VARIABLE = "PENSTOCK_QUEUE"
+RUN_VARIABLE = "PENSTOCK_RUN"
+USER_VARIABLE = "PENSTOCK_REDIS_USER"
+PASSWORD_VARIABLE = "PENSTOCK_REDIS_PASSWORD"  # noqa: S105 - the variable's name, not a secret
+TOKEN_VARIABLE = "PENSTOCK_TOKEN"  # noqa: S105
+
+
+@dataclass(frozen=True)
+class Link:
+    """Everything a role needs to join a run from this or another machine."""
+
+    url: str
+    run: str
+    password: str | None
+    token: str
+    username: str | None = None
+    """None: Redis's default user."""
+    role_passwords: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Role → password of the Redis user that has this role's name and rights; empty where the queue has none."""
+
+    @classmethod
+    def from_environment(cls, url: str | None = None, run: str | None = None) -> Link:
+        """Explicit values win over the environment. Raises `ConfigError` naming what is missing."""
+        url = url or os.environ.get(URL_VARIABLE)
+        run = run or os.environ.get(RUN_VARIABLE)
+        token = os.environ.get(TOKEN_VARIABLE)
+        for value, mend in (
+            (url, f"--queue or {URL_VARIABLE}"),
+            (run, f"--run or {RUN_VARIABLE}"),
+            (token, TOKEN_VARIABLE),
+        ):
+            if not value:
+                raise ConfigError(f"{mend} is not set; a living run writes them to runs/NAME/connect.env (source it)")
+        username, password = redis_login()
+        return cls(str(url), str(run), password, str(token), username)
+
+    @classmethod
+    def from_lines(cls, text: str) -> Link:
+        """What `shell_lines` wrote, without the logins of single roles. Raises `ConfigError` naming what is missing."""
+        words = [word for line in text.splitlines() if line.startswith("export ") for word in shlex.split(line[7:])]
+        found = dict(word.split("=", 1) for word in words if "=" in word)
+        for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE):
+            if not found.get(name):
+                raise ConfigError(f"{name} is not among the lines of this connect.env")
+        password, username = (found.get(name) or None for name in (PASSWORD_VARIABLE, USER_VARIABLE))
+        return cls(found[URL_VARIABLE], found[RUN_VARIABLE], password, found[TOKEN_VARIABLE], username)
+
+    def of_role(self, role: str) -> Link:
+        """What a process of that role is told: its own user of the queue, and nobody else's password."""
+        if role not in self.role_passwords:
+            return replace(self, role_passwords={})
+        return replace(self, username=role, password=self.role_passwords[role], role_passwords={})
+
+    def environment(self) -> Mapping[str, str]:
+        login = {USER_VARIABLE: self.username or "", PASSWORD_VARIABLE: self.password or ""}
+        return {URL_VARIABLE: self.url, RUN_VARIABLE: self.run, **login, TOKEN_VARIABLE: self.token}
+
+    def shell_lines(self) -> str:
+        """For a person's shell: the environment as it is here, and as comments the logins of single roles."""
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in self.environment().items()]
+        for role, password in self.role_passwords.items():
+            lines.append(f"# {role} alone: export {USER_VARIABLE}={role} {PASSWORD_VARIABLE}={shlex.quote(password)}")
+        return "\n".join(lines) + "\n"
+
+    async def connect(
+        self, settings: TransferQueueConfig | None = None, batch_log: BatchLog | None = None
+    ) -> RedisTransferQueue:
+        settings = settings or TransferQueueConfig()
+        return await RedisTransferQueue.connect(
+            self.url,
+            run=self.run,
+            config=settings,
+            password=self.password,
+            username=self.username,
+            batch_log=batch_log,
+        )
+
+    async def join(self, *, with_batch_log: bool = False, wait_s: float = 0.0) -> tuple[RedisTransferQueue, RunConfig]:
+        """The queue and the run's configuration, as `penstock run` stored it there. A trainer asks for a batch log.
+
+        A queue that is away and a run that has not begun are waited for, `wait_s` seconds. Raises `QueueError` then.
+        """
+        text = await self._config_of_run(time.monotonic() + wait_s)
+        config = parse_config(yaml.safe_load(text), source=f"the queue's run {self.run!r}")
+        batch_log = BatchLog(RunDir.of(config).batches) if with_batch_log else None
+        return await self.connect(config.transfer_queue, batch_log), config
+
+    async def _config_of_run(self, deadline: float) -> str:
+        told = False
+        while True:
+            try:
+                queue = await self.connect()
+                try:
+                    return await queue.config()
+                finally:
+                    await queue.close()
+            except (NoSuchRun, QueueUnavailable) as error:
+                if time.monotonic() >= deadline:
+                    raise
+                if not told:
+                    logger.info("waiting for run %s: %s", self.run, error)
+                    told = True
+            await asyncio.sleep(JOIN_AGAIN_S)
+
+
+def link_of_run(config: RunConfig) -> Link:
+    """To the living run of a recipe: this shell's, where its environment names that one, else by the run's folder.
+
+    Raises `ConfigError`.
+    """
+    if os.environ.get(RUN_VARIABLE) == config.name:
+        return Link.from_environment()
+    file = RunDir.of(config).connect_env
+    try:
+        return Link.from_lines(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: {error.strerror}: run {config.name} does not live here; source its connect.env"
+        ) from None
+
+
+def redis_login() -> tuple[str | None, str | None]:
+    """User and password for the queue, from the environment; an empty one counts as none."""
+    return os.environ.get(USER_VARIABLE) or None, os.environ.get(PASSWORD_VARIABLE) or None
+
+
+def limits_of(config: RunConfig) -> Limits:
+    """What the queue enforces, from the run's configuration."""
+    knobs = config.transfer_queue
+    return Limits(
+        group_size=config.group_size,
+        groups_per_step=config.groups_per_step,
+        max_staleness=config.max_staleness,
+        overage=knobs.overage,
+        min_group=min(knobs.min_group, config.group_size),
+        max_attempts=knobs.max_attempts,
+        lease_ttl_s=knobs.lease_ttl_s,
+        max_bytes=knobs.max_bytes,
+        max_groups=knobs.max_groups,
+        filter_groups=knobs.filter_groups,
+        max_filtered_steps=knobs.max_filtered_steps,
+        quotas=knobs.quotas,
+    )
+
+
+@contextlib.asynccontextmanager
+async def own_redis(config: RunConfig, run: RunDir, token: str) -> AsyncIterator[Link]:
+    """A redis-server that lives as long as the run, with a user for each role; started again when it dies."""
+    password = secrets.token_urlsafe(32)
+    roles = await _role_passwords()
+    users = role_users(config.name, roles)
+    server = RedisServer(run.redis, password, appendfsync=config.transfer_queue.appendfsync, users=users)
+    await server.start()
+    keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
+    try:
+        yield Link(server.url, config.name, password, token, role_passwords=roles)
+    finally:
+        keeper.cancel()
+        await asyncio.wait([keeper])
+        await server.stop()
+
+
+async def _role_passwords() -> dict[str, str]:
+    """Role → password, made for this run; none where redis-server is too old for rights to read only."""
+    binary = await asyncio.to_thread(find_redis_server)
+    if binary.version < USERS_VERSION:
+        logger.warning("%s is older than 7.0: all roles share the queue's one password", binary.path)
+        return {}
+    return {role: secrets.token_urlsafe(32) for role in ROLES}
+
+
+async def keep_alive(server: RedisServer) -> None:
+    """Redis killed from outside comes back with its append-only file; clients retry meanwhile. Raises `QueueError`."""
+    while True:
+        await asyncio.sleep(0.2)
+        if server.alive:
+            continue
+        logger.warning("redis-server ended unexpectedly; starting it again from its append-only file")
+        await server.restart()
+
+
+LOOK_S = 0.2
+
+
+async def serve(server: RedisServer, linger_while: Path | None, linger_s: float) -> None:
+    """Until cancelled, and then while the file is there: the head takes its ``connect.env`` away when it is done.
+
+    Raises `QueueError` where redis-server does not come up, or not again.
+    """
+    await server.start()
+    logger.info("queue at %s:%d and loopback", server.host, server.port)
+    keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
+    try:
+        await asyncio.shield(keeper)
+    except asyncio.CancelledError:
+        if linger_while is not None:
+            await _until_gone(linger_while, linger_s)
+        raise
+    finally:
+        keeper.cancel()
+        await asyncio.wait([keeper])
+        await server.stop()
+
+
+async def _until_gone(path: Path, timeout_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            # A shared disk tells nobody of its changes.
+            while await asyncio.to_thread(path.exists):  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)

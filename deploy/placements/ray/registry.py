@@ -1,0 +1,106 @@
+"""The registry of a run on Ray: accepts scaling requests and shows where the roles are.
+
+penstock ray scale ──request──► RunRegistry (a named actor on the driver's node) ◄──exchange── the driver, each s
+penstock ray status ◄──shown──┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.deploy.config import ConfigError
+from penstock.deploy.plan import ADDED
+from penstock.deploy.supervisor import Crew
+
+logger = logging.getLogger("penstock.run")
+NAME = "registry"
+LOOK_S = 1.0
+NAME_FREE_S = 30.0
+"""An earlier driver of this run, killed, keeps the name until Ray has noticed."""
+
+
+class Board:
+    """No secret ever lies here: everybody in the cluster may read it."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[str, int] = {}
+        self._shown: dict[str, Any] = {}
+
+    def ask(self, counts: dict[str, int]) -> None:
+        self._wanted.update(counts)
+
+    def take(self, shown: dict[str, Any]) -> dict[str, int]:
+        """What was asked for since the last call; `shown` is what people see from now on."""
+        self._shown = shown
+        wanted, self._wanted = self._wanted, {}
+        return wanted
+
+    def shown(self) -> dict[str, Any]:
+        return self._shown
+
+
+async def create() -> Any:
+    """A registry on this node, which ends with this driver. Raises `ConfigError` where another one has the run's name."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    deadline = time.monotonic() + NAME_FREE_S
+    while True:
+        try:
+            return (
+                ray.remote(Board)
+                .options(name=NAME, num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
+                .remote()
+            )
+        except ValueError as error:  # the name is taken
+            if time.monotonic() > deadline:
+                raise ConfigError(f"name: a run of this name is going on in this Ray cluster ({error})") from error
+        await asyncio.sleep(LOOK_S)
+
+
+async def serve(registry: Any, crew: Crew) -> None:
+    """Until cancelled, or until the registry is gone for good: the run goes on without."""
+    from ray.exceptions import RayError
+
+    while True:
+        try:
+            wanted = await registry.take.remote(describe(crew))
+        except RayError as error:
+            logger.warning("`penstock ray` has no way to this run any more: %s", error)
+            return
+        for kind, count in wanted.items():
+            logger.info("from now on %d of role %s", count, kind)
+            crew.resize(kind, count)
+        await asyncio.sleep(LOOK_S)
+
+
+def describe(crew: Crew) -> dict[str, Any]:
+    """Counts by kind, and each role's state."""
+    roles = {m.spec.name: {"state": m.state, "restarts": m.restarts} for m in crew.members}
+    return {"count": {kind: len(crew.present(kind)) for kind in ADDED}, "roles": roles}
+
+
+def find_registry(run: str) -> Any:
+    """From a driver of its own in the run's namespace. Raises `ConfigError`."""
+    import ray
+
+    try:
+        return ray.get_actor(NAME)
+    except ValueError:
+        raise ConfigError(f"no run {run} is going on in this Ray cluster (was it started with --on ray?)") from None
+
+
+def parse_counts(words: list[str]) -> Mapping[str, int]:
+    """``rollout=4 agent=3``. Raises `ConfigError` that names the word."""
+    counts = {}
+    for word in words:
+        kind, _, number = word.partition("=")
+        if kind not in ADDED or not number.isdecimal():
+            raise ConfigError(f"{word!r}: write KIND=COUNT, where KIND is {' or '.join(ADDED)}, for example rollout=4")
+        counts[kind] = int(number)
+    return counts

@@ -1,0 +1,236 @@
+"""Checks of what an episode needs: tools, chat template, agent loop, prompts, rewards, search servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.agent_loops import load_object
+from penstock.datasets import PREFIX, BadSpec
+from penstock.deploy.config import RunConfig
+from penstock.deploy.preflight.check import Check, skipped
+from penstock.deploy.preflight.data import data_sources, first_rows
+from penstock.deploy.preflight.sandbox import open_sandbox
+from penstock.tools import BaseTool, close_tools, make_tools
+
+if TYPE_CHECKING:
+    from penstock.sandbox import Sandbox
+    from penstock.trainer.data import Row
+
+
+ROWS = 512
+"""Whose prompts are rendered."""
+
+
+@contextlib.contextmanager
+def opened_tools(config: RunConfig) -> Iterator[Mapping[str, BaseTool]]:
+    """Users' tools are found from the current directory, as a worker finds them.
+
+    Raises `SandboxError`, `ToolConfigError`, `LoadError`.
+    """
+    sandbox = open_sandbox(config) if config.tools else None
+    tools: Mapping[str, BaseTool] = {}
+    try:
+        tools = make_tools(config.tools, sandbox, partial(load_object, recipe_dir=Path.cwd()))
+        yield tools
+    finally:
+        asyncio.run(close_tools(tools.values()))
+        if sandbox is not None:
+            asyncio.run(sandbox.close())
+
+
+def check_template(config: RunConfig) -> Check | None:
+    if not Path(config.model).is_dir():
+        return None
+    from penstock.agent_loops import AgentError, chat_of
+    from penstock.sandbox import SandboxError
+
+    try:
+        with opened_tools(config) as tools:
+            proof = chat_of(config.model, config.agent).prove([tool.schema for tool in tools.values()])
+    except (AgentError, SandboxError, OSError, ValueError) as error:
+        return Check("chat template", False, config.model, str(error))
+    return Check("chat template", True, f"splices exactly, proven on {proof.conversations} conversations")
+
+
+def check_loop(config: RunConfig) -> Check | None:
+    from penstock.agent_loops import LoadError, find_loop
+
+    if not config.agent.workers:
+        return None  # episodes are leased by somebody else
+    names = [config.agent.loop, *sorted(_named_by_rows(config))]
+    for name in names:
+        try:
+            find_loop(name, Path())
+        except LoadError as error:
+            return Check("agent.loop", False, name, str(error))
+    return Check("agent.loop", True, ", ".join(names))
+
+
+def _named_by_rows(config: RunConfig) -> set[str]:
+    from penstock.trainer import DataError, load_rows
+
+    files = [spec for spec in (config.data.train, config.data.eval) if spec and not spec.startswith(PREFIX)]
+    try:
+        return {row.agent_name for spec in files for row in load_rows(spec) if row.agent_name}
+    except DataError:
+        return set()  # `check_data` says so
+
+
+NAME = "agent.reward"
+ANSWER = "penstock doctor asks whether this can be scored"
+SAMPLE: Mapping[str, Any] = {
+    "num_turns": 1,
+    "tool_calls": 0,
+    "final_answer": None,
+    "tool_rewards": {},
+    "final_text": ANSWER,
+}
+"""What a worker tells a reward beside the row."""
+
+
+def check_reward(config: RunConfig) -> Check | None:
+    """Rewards in the box and their settings, and under by_data_source whether every row has one."""
+    from penstock.agent_loops import BY_SOURCE, LoadError, check_reward
+    from penstock.agent_loops.rewards import REWARDS
+
+    if config.agent.reward not in (*REWARDS, BY_SOURCE):
+        return None  # a function of the user's: loaded by the workers, and by `check_score`
+    try:
+        check_reward(config.agent, data_sources(config))
+    except LoadError as error:
+        return Check(NAME, False, config.agent.reward, str(error))
+    return Check(NAME, True, config.agent.reward)
+
+
+def check_score(config: RunConfig) -> Check | None:
+    """The first row of the data is scored, by a reward server or judge for real."""
+    from penstock.agent_loops import InfraFailure, LoadError
+    from penstock.trainer import DataError
+
+    if not config.agent.reward:
+        return None  # loops or tools give the rewards
+    try:
+        row = first_rows(config, 1)[0]
+    except (DataError, BadSpec):
+        return None  # `check_data` says so
+    try:
+        reward = asyncio.run(_score(config, row))
+    except LoadError as error:
+        return Check("reward of a row", False, config.agent.reward, str(error))
+    except InfraFailure as error:
+        return Check("reward of a row", False, f"{config.agent.reward} on row 1: {error}", _mend(config, error.reason))
+    return Check("reward of a row", True, f"{config.agent.reward} scores row 1: {reward:g} for a wrong answer")
+
+
+async def _score(config: RunConfig, row: Row) -> float:
+    """As a worker does it. Raises `LoadError`, `InfraFailure`."""
+    from penstock.agent_loops import load_reward
+
+    async with _sandbox(config) as sandbox:
+        reward = load_reward(config.agent, Path(), sandbox)
+        assert reward is not None
+        try:
+            return (await reward.score(row.task("doctor/0", "train"), ANSWER, SAMPLE)).reward
+        finally:
+            await reward.close()
+
+
+@contextlib.asynccontextmanager
+async def _sandbox(config: RunConfig) -> AsyncIterator[Sandbox | None]:
+    """The run's, where its rewards may need one and one can be made; `check_sandbox` says where it cannot."""
+    from penstock.agent_loops import may_need_sandbox
+    from penstock.sandbox import SandboxError
+
+    sandbox: Sandbox | None = None
+    if may_need_sandbox(config.agent):
+        with contextlib.suppress(SandboxError):
+            sandbox = open_sandbox(config)
+    try:
+        yield sandbox
+    finally:
+        if sandbox is not None:
+            await sandbox.close()
+
+
+def _mend(config: RunConfig, reason: str) -> str:
+    if "ClientConnector" in reason or "Cannot connect" in reason:
+        return "start the service that agent.rewards names, or correct its url"
+    if "HTTP 401" in reason or "HTTP 403" in reason:
+        return "the service refuses the token: set the environment variable of its key as the service has it"
+    return f"make {config.agent.reward} return a finite number for this row, see docs/rewards.md"
+
+
+QUESTION = {"query": "penstock doctor"}
+
+
+def check_search(config: RunConfig) -> list[Check]:
+    """Search servers of the recipe. A web search is paid for by the question and is not asked."""
+    found = [entry for entry in config.tools if entry.name == "search" or entry.name.endswith(":SearchTool")]
+    return asyncio.run(_ask_all([entry.settings for entry in found]))
+
+
+async def _ask_all(settings: list[dict[str, Any]]) -> list[Check]:
+    return [await _ask(given) for given in settings]
+
+
+async def _ask(given: dict[str, Any]) -> Check:
+    from penstock.tools import SearchTool, ToolInfraError
+
+    where = str(given.get("url", "its usual address"))
+    try:
+        tool = SearchTool(**given)
+    except (TypeError, ValueError) as error:
+        return Check("search server", False, where, str(error))
+    try:
+        await tool.execute(None, QUESTION)
+    except ToolInfraError as error:
+        return Check("search server", False, error.reason, _search_mend(error.reason))
+    finally:
+        await tool.close()
+    return Check("search server", True, f"{where} answers")
+
+
+def _search_mend(reason: str) -> str:
+    from penstock.tools import TOKEN_VARIABLE
+
+    if "HTTP 401" in reason or "HTTP 403" in reason:
+        return f"set {TOKEN_VARIABLE} to the token that the search server was started with"
+    return "start it (`penstock search-server`), let this machine reach it, or correct url in the tool's settings"
+
+
+def check_prompts(config: RunConfig) -> Check | None:
+    """Prompts as the workers will render them, tools included, against what is left of the context for them."""
+    from penstock.agent_loops import AgentError
+    from penstock.trainer import DataError
+
+    if not Path(config.model).is_dir():
+        return skipped("prompts", f"{config.model} is not here yet: nothing to render them with")
+    try:
+        rows = first_rows(config, ROWS)
+        lengths = _lengths(config, [row.messages for row in rows])
+    except (AgentError, DataError, BadSpec, ValueError, OSError):
+        return None  # `check_data` or `check_template` says so
+    room = config.rollout.max_model_len - config.agent.max_response_tokens
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    return Check(
+        "prompts",
+        lengths[longest] <= room,
+        f"the longest of {len(lengths)}, row {longest + 1}, has {lengths[longest]} tokens; {room} fit beside an answer",
+        f"set rollout.max_model_len to {lengths[longest] + config.agent.max_response_tokens} or more, lower"
+        " agent.max_response_tokens, or leave long rows out of the data",
+    )
+
+
+def _lengths(config: RunConfig, prompts: Sequence[Sequence[Mapping[str, Any]]]) -> list[int]:
+    from penstock.agent_loops import chat_of, new_budget
+
+    chat = chat_of(config.model, config.agent)
+    with opened_tools(config) as tools:
+        schemas = [tool.schema for tool in tools.values()]
+        fresh = (chat.for_episode(new_budget(config.agent)) for _ in prompts)
+        return [one.start(messages, schemas).context_len for one, messages in zip(fresh, prompts, strict=True)]

@@ -1,0 +1,126 @@
+"""Checks of this machine's limits: open files, threads, and the number, connections and memory of its GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+import resource
+from collections.abc import Iterator
+from itertools import permutations
+from typing import Any
+
+from penstock.deploy.config import RunConfig
+from penstock.deploy.plan import gpus_of_server, has_gpu
+from penstock.deploy.preflight.check import Check, cores, human, skipped, warning
+from penstock.deploy.preflight.memory import Shape, model_shape, needs_critic, server_bytes, trainer_bytes
+
+BASE_FILES = 256
+"""Libraries, logs, the queue's connections (64 at most), the model's files."""
+FILES_PER_EPISODE = 6
+"""A box's sockets and pipes, a request, a tool's connection."""
+FILES_PER_REQUEST = 2
+"""On a server: the client's connection and the engine's."""
+QUEUE = 5
+"""Requests in a server per slot: one is decoded, four wait."""
+
+
+def check_open_files(config: RunConfig) -> Check:
+    """Roles raise the soft limit themselves; the hard one is what counts."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    worker = config.agent.concurrency * FILES_PER_EPISODE if config.agent.workers else 0
+    server = config.rollout.max_concurrent * QUEUE * FILES_PER_REQUEST if config.rollout.servers else 0
+    needed = BASE_FILES + max(worker, server)
+    granted = "any number of" if hard == resource.RLIM_INFINITY else hard
+    return Check(
+        "open files",
+        hard == resource.RLIM_INFINITY or hard >= needed,
+        f"a role may open {granted} files, the busiest needs about {needed}",
+        f"`ulimit -Hn {needed}` before the run (limits.conf, LimitNOFILE= or --ulimit nofile={needed}), or lower"
+        " agent.concurrency and rollout.max_concurrent",
+    )
+
+
+def check_threads(config: RunConfig) -> Check | None:
+    rollout, trainer, have = config.rollout, config.trainer, cores()
+    if not rollout.servers and not trainer.ranks:
+        return None
+    wanted = {"rollout.threads": rollout.threads if rollout.servers else 0, "trainer.threads": trainer.threads}
+    key, most = max(wanted.items(), key=lambda item: item[1])
+    servers, ranks = f"{rollout.servers} servers of {rollout.threads}", f"{trainer.ranks} ranks of {trainer.threads}"
+    found = f"{have} cores; threads: {servers}, {ranks}"
+    if most > have:
+        return Check(
+            "threads", False, found, f"set {key}={have:g} or less: threads that share a core wait for each other"
+        )
+    if rollout.servers * rollout.threads + trainer.ranks * trainer.threads > have:
+        return warning("threads", found, "fewer servers, ranks or threads: together they ask for more than there is")
+    return Check("threads", True, found)
+
+
+USABLE = 0.9
+"""Of a device's memory: the rest is the driver's, fragments, and NCCL's buffers."""
+
+
+def check_gpus(config: RunConfig) -> Iterator[Check]:
+    if not has_gpu():
+        yield skipped("gpus", "no NVIDIA driver on this machine: everything runs on CPUs")
+        return
+    if importlib.util.find_spec("torch") is None:
+        yield skipped("gpus", "torch is not installed here")
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        mend = "install a torch that was built for this driver's CUDA, or give the container its devices (--gpus all)"
+        yield Check("gpus", False, f"a driver is here, and torch {torch.__version__} sees no device", mend)
+        return
+    yield _enough(config, count, [torch.cuda.get_device_name(index) for index in range(count)])
+    if config.trainer.ranks > 1:
+        yield _together(torch, min(config.trainer.ranks, count))
+    shape = model_shape(config)
+    if shape is not None:
+        yield _memory(config, shape, min(torch.cuda.get_device_properties(i).total_memory for i in range(count)))
+
+
+def _enough(config: RunConfig, count: int, names: list[str]) -> Check:
+    ranks, each = config.trainer.ranks, gpus_of_server(config.rollout)
+    servers = config.rollout.servers
+    found = f"{count} ({', '.join(sorted(set(names)))}); {ranks} ranks, {servers} servers of {each}"
+    if ranks > count or (servers and each > count):
+        mend = f"set trainer.ranks to {count} or less, and each engine's tensor parallelism, or start parts elsewhere"
+        return Check("gpus", False, found, mend)
+    if ranks + servers * each > count:
+        mend = "start servers on other machines, or let each engine take a part of its device (gpu_memory_utilization)"
+        return warning("gpus", f"{found}: trainer and engines share devices", mend)
+    return Check("gpus", True, found)
+
+
+def _together(torch: Any, ranks: int) -> Check:
+    if not torch.distributed.is_nccl_available():
+        mend = "install a torch with NCCL: the ranks' collectives need it"
+        return Check("nccl", False, "this torch has none", mend)
+    apart = [pair for pair in permutations(range(ranks), 2) if not torch.cuda.can_device_access_peer(*pair)]
+    version = ".".join(map(str, torch.cuda.nccl.version()))
+    if apart:
+        found = f"NCCL {version}; {len(apart)} pairs of devices, such as {apart[0]}, do not reach each other's memory"
+        return warning(
+            "nccl", found, "collectives go through the host there: choose devices under one switch or NVLink"
+        )
+    return Check("nccl", True, f"NCCL {version}; all {ranks} devices reach each other")
+
+
+def _memory(config: RunConfig, shape: Shape, have: int) -> Check:
+    rank = trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
+    if config.trainer.offload:
+        rank = {name: size for name, size in rank.items() if name in ("gathered layers", "activations")}
+    each = gpus_of_server(config.rollout)
+    server = sum(server_bytes(shape, config, config.rollout.max_model_len).values()) / each if each else 0.0
+    training = sum(rank.values())
+    found = f"a rank takes about {human(training)}, an engine {human(server)} at least, a device has {human(have)}"
+    if training > USABLE * have:
+        mend = "more ranks, trainer.recompute=true, trainer.offload=true, a smaller trainer.micro_batch_tokens, or LoRA"
+        return Check("gpu memory", False, found, mend)
+    if server > USABLE * have:
+        mend = "raise tensor_parallel_size (vllm_args) or tp_size (sglang_args), or lower rollout.max_model_len"
+        return Check("gpu memory", False, found, mend)
+    return Check("gpu memory", True, found)

@@ -1,0 +1,123 @@
+"""Which checks are run when.
+
+`penstock run` refuses a run on a failure in `FACTS`: cheap, and certain to end the run. `penstock doctor` also runs
+`TRIALS`: they take seconds, write, connect, start boxes, run the user's code, or estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from penstock.agent_loops import allow_imports_from
+from penstock.deploy.config import RunConfig
+from penstock.deploy.preflight.agent import (
+    check_loop,
+    check_prompts,
+    check_reward,
+    check_score,
+    check_search,
+    check_template,
+)
+from penstock.deploy.preflight.check import Check
+from penstock.deploy.preflight.data import check_data
+from penstock.deploy.preflight.disk import check_disk, check_room
+from penstock.deploy.preflight.machine import check_gpus, check_open_files, check_threads
+from penstock.deploy.preflight.memory import check_memory, check_shared_memory
+from penstock.deploy.preflight.model import check_context, check_model, check_vocabulary
+from penstock.deploy.preflight.network import check_advertised, check_own_redis, check_ports, check_redis
+from penstock.deploy.preflight.sandbox import check_containment, check_sandbox
+from penstock.deploy.preflight.settings import (
+    check_algorithm,
+    check_capacity,
+    check_correction,
+    check_engine,
+    check_lengths,
+    check_sampling,
+    check_trainer,
+    check_training_engine,
+    check_training_job,
+    check_versions,
+)
+
+Asked = Callable[[RunConfig], Check | Iterable[Check] | None]
+
+FACTS: tuple[Asked, ...] = (
+    check_correction,
+    check_algorithm,
+    check_training_engine,
+    check_training_job,
+    check_lengths,
+    check_sampling,
+    check_capacity,
+    check_ports,
+    check_redis,
+    check_engine,
+    check_trainer,
+    check_model,
+    check_vocabulary,
+    check_context,
+    check_shared_memory,
+    check_room,
+    check_reward,
+    check_sandbox,
+    check_data,
+    check_template,
+)
+TRIALS: tuple[Asked, ...] = (
+    check_versions,
+    check_open_files,
+    check_threads,
+    check_advertised,
+    check_memory,
+    check_gpus,
+    check_disk,
+    check_own_redis,
+    check_loop,
+    check_prompts,
+    check_score,
+    check_search,
+    check_containment,
+)
+JOINING: tuple[Asked, ...] = (
+    check_versions,
+    check_open_files,
+    check_gpus,
+    check_model,
+    check_vocabulary,
+    check_template,
+    check_loop,
+    check_sandbox,
+    check_search,
+)
+"""What a machine needs that joins a living run with servers or workers."""
+OF_THIS_MACHINE: frozenset[Asked] = frozenset(
+    (check_ports, check_engine, check_trainer, check_shared_memory, check_room)
+)
+"""They say nothing about a run whose roles are elsewhere."""
+
+
+def run_checks(config: RunConfig, *, here: bool = True) -> Iterator[Check]:
+    """Those that refuse a run, cheapest first, one at a time so that a person sees them come.
+
+    `here`: the roles run on this machine.
+    """
+    return _ask([check for check in FACTS if here or check not in OF_THIS_MACHINE], config)
+
+
+def all_checks(config: RunConfig) -> Iterator[Check]:
+    return _ask([*FACTS, *TRIALS], config)
+
+
+def joining_checks(config: RunConfig) -> Iterator[Check]:
+    return _ask(JOINING, config)
+
+
+def _ask(checks: Iterable[Asked], config: RunConfig) -> Iterator[Check]:
+    allow_imports_from(Path.cwd())  # as workers do: a recipe's tools and rewards may lie there
+    for check in checks:
+        found = check(config)
+        if isinstance(found, Check):
+            yield found
+        elif found is not None:
+            yield from found

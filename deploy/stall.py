@@ -1,0 +1,182 @@
+"""Diagnoses a stalled run: names the component that should have made progress.
+
+Input: the queue's status, the server registry and the local processes. The rules follow a task backwards from the
+trainer; the first that matches names the component. Components before it in the pipeline wait for it, components after
+it have no work.
+
+    not running · stopped by a signal · queue unreachable · trainer has a batch · no server · servers too old ·
+    requests in flight · episodes held without a request · nobody leases · nothing to lease
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.transfer_queue import ServerInfo, Status
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRole:
+    """A role's process on this machine, as its supervisor sees it."""
+
+    name: str
+    running: bool
+    held: bool = False
+    """By SIGSTOP or a debugger."""
+    restarts: int = 0
+    cpu_s: float = 0.0
+    """CPU time of it and what it started, since something last moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A run at the moment in which it is called stuck."""
+
+    status: Status | None
+    """None: the queue did not answer."""
+    servers: Sequence[ServerInfo]
+    roles: Sequence[LocalRole]
+    groups_per_step: int
+    max_staleness: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    part: str
+    """Names of roles, or ``queue``."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.why}"
+
+
+Rule = Callable[[Scene, Status], Stuck | None]
+
+
+def find_stuck(scene: Scene) -> Stuck:
+    return _local(scene) or _by_the_queue(scene)
+
+
+def _local(scene: Scene) -> Stuck | None:
+    for role in scene.roles:
+        if role.held:
+            return Stuck(role.name, "its process is stopped (SIGSTOP or a debugger); `kill -CONT` lets it go on")
+    away = [role for role in scene.roles if not role.running]
+    if away:
+        told = ", ".join(f"{role.name} after {role.restarts} restarts" for role in away)
+        return Stuck(", ".join(role.name for role in away), f"not running ({told})")
+    return None
+
+
+def _by_the_queue(scene: Scene) -> Stuck:
+    if scene.status is None:
+        return Stuck("queue", "it does not answer: every other part waits for it")
+    for rule in RULES:
+        found = rule(scene, scene.status)
+        if found is not None:
+            return found
+    return Stuck("trainer", "every group is accounted for, no part has work, and no step is trained")
+
+
+def _trainer_has_a_batch(scene: Scene, status: Status) -> Stuck | None:
+    groups = status.groups
+    if status.version >= scene.steps:  # the last evaluation is what the trainer waits for
+        return None
+    if groups.get("shipped", 0):
+        return Stuck("trainer", f"it has leased step {status.step - 1} and published only version {status.version}")
+    if groups.get("ready", 0) >= scene.groups_per_step and not groups.get("admitted", 0):
+        return Stuck(
+            "trainer", f"{groups['ready']} groups are ready, {scene.groups_per_step} make a step: none is taken"
+        )
+    return None
+
+
+def _no_server(scene: Scene, status: Status) -> Stuck | None:
+    if not _has_work(status):
+        return None
+    if not scene.servers:
+        names = _named(scene.roles, "rollout") or "rollout servers"
+        return Stuck(names, "no server is in the registry: none has opened its engine yet, or none was started")
+    if not any(server.accepting for server in scene.servers):
+        return Stuck(_ids(scene.servers), "none of them takes requests; GET /health of each says why")
+    return None
+
+
+def _servers_too_old(scene: Scene, status: Status) -> Stuck | None:
+    newest = max((server.version for server in scene.servers), default=status.version)
+    if not _has_work(status) or newest >= status.version - scene.max_staleness:
+        return None
+    return Stuck(
+        _ids(scene.servers),
+        f"the newest weights there are version {newest}, published is {status.version}, and max_staleness "
+        f"{scene.max_staleness} lets none older than {status.version - scene.max_staleness} sample: they do not pull",
+    )
+
+
+def _requests_in_flight(scene: Scene, status: Status) -> Stuck | None:
+    busy = [server for server in scene.servers if server.in_flight]
+    if not busy or not _leased(status):
+        return None
+    return Stuck(_ids(busy), f"{sum(server.in_flight for server in busy)} requests are in flight and no episode ends")
+
+
+def _episodes_without_a_request(scene: Scene, status: Status) -> Stuck | None:
+    leased = _leased(status)
+    if not leased:
+        return None
+    holders = {name: held for name, held in status.workers.items() if held}
+    names = ", ".join(sorted(holders)) or _named(scene.roles, "agent") or "agent workers"
+    return Stuck(names, f"{leased} episodes are held and no server has a request of them: tools, rewards or the loop")
+
+
+def _nobody_leases(scene: Scene, status: Status) -> Stuck | None:
+    queued = status.groups.get("queued", 0)
+    if not queued:
+        return None
+    in_system = sum(status.groups.get(name, 0) for name in ("admitted", "ready", "shipped"))
+    room = (scene.max_staleness + 1) * scene.groups_per_step - in_system
+    if room <= 0:
+        return Stuck("trainer", f"{in_system} groups are in the system, which is all that admission allows")
+    names = _named(scene.roles, "agent") or "agent workers"
+    return Stuck(names, f"{queued} groups are queued, admission has room for {room}, and nobody leases an episode")
+
+
+def _nothing_to_lease(_scene: Scene, status: Status) -> Stuck | None:
+    if status.groups.get("queued", 0) or status.groups.get("admitted", 0):
+        return None
+    if not status.groups.get("submitted", 0):
+        return Stuck("trainer", "it has submitted no task yet: it still loads the model, or waits for its ranks")
+    return Stuck("trainer", "no task is queued: its feeder submits none")
+
+
+RULES: Sequence[Rule] = (
+    _trainer_has_a_batch,
+    _no_server,
+    _servers_too_old,
+    _requests_in_flight,
+    _episodes_without_a_request,
+    _nobody_leases,
+    _nothing_to_lease,
+)
+
+
+def _has_work(status: Status) -> bool:
+    return bool(status.groups.get("queued", 0) or _leased(status) or _splits(status, "queued"))
+
+
+def _leased(status: Status) -> int:
+    return status.episodes.get("leased", 0) + _splits(status, "leased")
+
+
+def _splits(status: Status, state: str) -> int:
+    return sum(split.get(state, 0) for split in status.other_splits.values())
+
+
+def _named(roles: Sequence[LocalRole], kind: str) -> str:
+    return ", ".join(role.name for role in roles if role.name.startswith(kind))
+
+
+def _ids(servers: Sequence[ServerInfo]) -> str:
+    return ", ".join(sorted(server.server_id for server in servers))

@@ -1,0 +1,342 @@
+"""Metrics of every role for Prometheus, spans for OpenTelemetry, and the queue's exporter.
+
+    role ──announced──► runs/NAME/metrics/NAME.json ─┐
+    rollout servers, in the queue's registry ───────┼──► runs/NAME/prometheus-targets.json
+    sandbox.url ─────────────────────────────────────┘
+    penstock run: poll the queue every `EVERY_S` ──► gauges; targets file
+    penstock queue export: poll the queue ──► GET /metrics
+
+A role on another machine is listed if both share the runs folder; otherwise add its address by hand. Prometheus sends
+the run's token, or the one for metrics only, with ``authorization: {credentials: TOKEN}`` of its scrape configuration.
+
+Spans follow OpenTelemetry's standard environment variables, and are off without a collector:
+
+    OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 penstock run RECIPE
+
+Text of prompts, answers and tools: OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=true.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from penstock.common import (
+    HttpServer,
+    cancel_and_wait,
+    counter_family,
+    gauge_family,
+    listen,
+    metrics_app,
+    metrics_token,
+    serve,
+    url_host,
+    write_atomically,
+)
+from penstock.deploy.config import RunConfig, TelemetryConfig
+from penstock.deploy.connection import Link
+from penstock.deploy.run_dir import RunDir
+from penstock.deploy.supervisor import Member
+from penstock.rollout_server import install
+from penstock.transfer_queue import QueueError, QueueGauges, ServerInfo, Status, TransferQueue
+
+if TYPE_CHECKING:
+    import socket
+
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+logger = logging.getLogger(__name__)
+EVERY_S = 5.0
+HEAD = "head"
+PORTS_TRIED = 32
+ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+TEXT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+FLUSH_S = 5.0
+"""What a role that ends has not sent by then is lost."""
+STOP_S = 2
+Members = Callable[[], Sequence[Member]]
+"""Called at every scrape, because servers and workers come and go."""
+
+
+# targets -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A process that serves metrics."""
+
+    address: str
+    """host:port"""
+    run: str
+    role: str
+    name: str
+    """Of the process: ``agent-0``."""
+
+    def plain(self) -> dict[str, Any]:
+        """An entry of Prometheus' file-based discovery."""
+        return {"targets": [self.address], "labels": {"run": self.run, "role": self.role, "name": self.name}}
+
+
+@contextlib.contextmanager
+def announced(folder: Path, target: Target) -> Iterator[None]:
+    """Writes the role's file, and removes it at the end. After kill -9 it stays, so Prometheus shows the role down."""
+    path = folder / f"{target.name}.json"
+    try:
+        folder.mkdir(exist_ok=True)  # without parents: a run whose folder is on another machine gets none here
+        write_atomically(path, json.dumps(target.plain()) + "\n")
+    except OSError as error:
+        logger.info("metrics of %s at %s; not listed in %s: %s", target.name, target.address, folder, error)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def target_list(
+    folder: Path, run: str, servers: Sequence[ServerInfo] = (), sandbox_url: str | None = None
+) -> list[dict[str, Any]]:
+    """All known targets, ordered, each address once."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found += [Target(urlsplit(s.url).netloc, run, "rollout", s.server_id).plain() for s in servers]
+    if sandbox_url:
+        found.append(Target(urlsplit(sandbox_url).netloc, run, "sandbox", "sandbox").plain())
+    return list({entry["targets"][0]: entry for entry in found}.values())
+
+
+def _write_targets(path: Path, targets: Sequence[dict[str, Any]]) -> None:
+    """Written only if changed, and atomically: Prometheus reads the file at every change."""
+    text = json.dumps(targets, indent=2) + "\n"
+    if not path.exists() or path.read_text() != text:
+        write_atomically(path, text)
+
+
+# a role's metrics --------------------------------------------------------------------------------------------------
+@contextlib.asynccontextmanager
+async def metrics_served(
+    config: TelemetryConfig, registry: CollectorRegistry, token: str, folder: Path, who: Target
+) -> AsyncIterator[None]:
+    """Serves `registry` for the length of the block and lists it in `folder`; `who.address` is filled in here.
+
+    If no port is free, logs a warning and continues without.
+    """
+    listener = _listen(config) if config.metrics else None
+    if listener is None:
+        yield
+        return
+    address = f"{url_host(config.host)}:{listener.getsockname()[1]}"
+    app = metrics_app(registry, token)
+    async with HttpServer(app, listener, lifespan="off", stop_s=STOP_S, deadline_s=2 * STOP_S):
+        logger.info("metrics of %s at http://%s/metrics", who.name, address)
+        with announced(folder, Target(address, who.run, who.role, who.name)):
+            yield
+
+
+def _listen(config: TelemetryConfig) -> socket.socket | None:
+    """On the first free port; None, and a warning, if there is none."""
+    ports = min(PORTS_TRIED, 65536 - config.port) if config.port else 1
+    try:
+        return listen(config.host, config.port, ports=ports)
+    except OSError as error:
+        logger.warning("no metrics: no port on %s from %d on: %s", config.host, config.port, error.strerror)
+        return None
+
+
+def asked_for(environment: Mapping[str, str]) -> bool:
+    """Whether a collector is named, and spans are not switched off."""
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return False
+    return any(environment.get(name) for name in ENDPOINTS)
+
+
+@contextlib.asynccontextmanager
+async def spans_exported(role: str, run: str, name: str, exporter: SpanExporter | None = None) -> AsyncIterator[None]:
+    """Spans of this process for the length of the block; nothing where none are asked for.
+
+    `exporter` in place of the one that the environment names.
+    """
+    if exporter is None and not asked_for(os.environ):
+        yield
+        return
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        chosen = exporter or _otlp(os.environ)
+    except ImportError as error:
+        logger.warning("no spans, although a collector is named: %s; pip install 'penstock[otel]'", error)
+        yield
+        return
+    facts = {"service.instance.id": name, "penstock.run": run, "penstock.role": role}
+    if not os.environ.get("OTEL_SERVICE_NAME"):
+        facts["service.name"] = f"penstock-{role}"
+    provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(chosen))
+    with_text = os.environ.get(TEXT_VARIABLE, "").lower() == "true"
+    install(provider.get_tracer("penstock"), {"penstock.run": run}, with_text=with_text)
+    try:
+        yield
+    finally:
+        install(None)
+        await _shut_down(provider.shutdown)
+
+
+async def with_spans(role: str, run: str, name: str, work: Awaitable[None]) -> None:
+    """`work`, its spans exported meanwhile."""
+    async with spans_exported(role, run, name):
+        await work
+
+
+def _otlp(environment: Mapping[str, str]) -> SpanExporter:
+    """Raises `ImportError`. HTTP unless gRPC is asked for, whose exporter is a package of its own."""
+    protocol = next((environment[name] for name in PROTOCOLS if environment.get(name)), "http/protobuf")
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
+
+        return OverGrpc()
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as OverHttp
+
+    return OverHttp()
+
+
+async def _shut_down(shutdown: Callable[[], None]) -> None:
+    """In a daemon thread: a collector that is away must not hold a role up."""
+    thread = threading.Thread(target=shutdown, name="last spans", daemon=True)
+    thread.start()
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + FLUSH_S
+    while thread.is_alive() and loop.time() < deadline:  # noqa: ASYNC110 - a thread sets no event of a loop
+        await asyncio.sleep(0.02)
+    if thread.is_alive():
+        logger.warning("the last spans were not sent within %.0f s", FLUSH_S)
+
+
+# the queue's exporter ----------------------------------------------------------------------------------------------
+class QueueExporter:
+    """Keeps the newest status. An unreachable queue exports no gauges, so that alerts on absence fire."""
+
+    def __init__(self, queue: TransferQueue, run: str, every_s: float) -> None:
+        self._queue = queue
+        self._every_s = every_s
+        self.newest: Status | None = None
+        """None: the queue did not answer."""
+        self.servers: list[ServerInfo] = []
+        self.registry = CollectorRegistry()
+        self.registry.register(QueueGauges(run, lambda: self.newest, lambda: self.servers))
+
+    async def poll(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            try:
+                self.newest, self.servers = await self._queue.status(), await self._queue.servers()
+            except QueueError as error:
+                logger.warning("queue: %s", error)
+                self.newest = None
+            await asyncio.sleep(self._every_s)
+
+
+async def serve_queue_metrics(link: Link, host: str, port: int, every_s: float) -> None:
+    """Serves until interrupted. Raises `QueueError` if the queue cannot be reached, `OSError` if the port is taken."""
+    queue = await link.connect()
+    try:
+        exporter = QueueExporter(queue, link.run, every_s)
+        await serve(make_app(exporter, link.token), listen(host, port))
+    finally:
+        await queue.close()
+
+
+def make_app(exporter: QueueExporter, token: str) -> ASGIApp:
+    """``GET /metrics`` of an exporter that polls while the app runs."""
+
+    @contextlib.asynccontextmanager
+    async def polling(_: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(exporter.poll(), name="poll the queue")
+        try:
+            yield
+        finally:
+            await cancel_and_wait([task])
+
+    return metrics_app(exporter.registry, token, polling)
+
+
+# the head's metrics ------------------------------------------------------------------------------------------------
+class RoleGauges(Collector):
+    """Which processes of `penstock run` are up, and how often each was restarted."""
+
+    def __init__(self, run: str, members: Members) -> None:
+        self._run = run
+        self._members = members
+
+    def collect(self) -> Iterator[Metric]:
+        members = self._members()
+        labels = ["run", "process"]
+        up = [((self._run, m.spec.name), float(m.state.startswith("running"))) for m in members]
+        yield gauge_family("penstock_run_role_up", "1: its process runs", labels, up)
+        restarts = [((self._run, m.spec.name), m.restarts) for m in members]
+        yield counter_family("penstock_run_role_restarts", "Starts after the first one", labels, restarts)
+
+
+def head_exporter(queue: TransferQueue, run: str, members: Members, every_s: float) -> QueueExporter:
+    """The queue's exporter with the head's own metrics in its registry."""
+    exporter = QueueExporter(queue, run, every_s)
+    exporter.registry.register(RoleGauges(run, members))
+    ProcessCollector(namespace="penstock", registry=exporter.registry)
+    return exporter
+
+
+@contextlib.asynccontextmanager
+async def head_served(
+    config: RunConfig, run: RunDir, link: Link, queue: TransferQueue, members: Members
+) -> AsyncIterator[None]:
+    """Serves the head's metrics for the length of the block. Files written for Prometheus are removed afterwards."""
+    if not config.telemetry.metrics:
+        yield
+        return
+    exporter = head_exporter(queue, config.name, members, EVERY_S)
+    write_atomically(run.metrics_token, metrics_token(link.token), mode=0o600)
+    _remove_addresses(run)
+    who = Target("", config.name, HEAD, HEAD)
+    async with metrics_served(config.telemetry, exporter.registry, link.token, run.metric_addresses, who):
+        tasks = [asyncio.create_task(exporter.poll()), asyncio.create_task(_update_targets(config, run, exporter))]
+        try:
+            yield
+        finally:
+            await cancel_and_wait(tasks)
+            run.prometheus_targets.unlink(missing_ok=True)
+            run.metrics_token.unlink(missing_ok=True)
+            _remove_addresses(run)
+
+
+async def _update_targets(config: RunConfig, run: RunDir, exporter: QueueExporter) -> None:
+    logged = ""
+    while True:
+        try:
+            targets = target_list(run.metric_addresses, config.name, exporter.servers, config.sandbox.url)
+            await asyncio.to_thread(_write_targets, run.prometheus_targets, targets)
+        except (OSError, ValueError) as error:  # a full disk; a partly written file on a shared one
+            if str(error) != logged:
+                logger.warning("%s: %s", run.prometheus_targets, error)
+            logged = str(error)
+        await asyncio.sleep(min(EVERY_S, 1.0))
+
+
+def _remove_addresses(run: RunDir) -> None:
+    """Also those of roles of an earlier life that were killed."""
+    for path in run.metric_addresses.glob("*.json"):
+        path.unlink(missing_ok=True)

@@ -1,9 +1,0 @@
-from .access import metrics_token as metrics_token
-from .addresses import Target as Target
-from .addresses import announced as announced
-from .addresses import target_list as target_list
-from .config import TelemetryConfig as TelemetryConfig
-from .head import head_exporter as head_exporter
-from .served import metrics_served as metrics_served
-from .spans import asked_for as asked_for
-from .spans import spans_exported as spans_exported

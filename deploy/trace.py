@@ -1,0 +1,275 @@
+"""A run as a trace for Perfetto or Chrome: slices of time per role, in the JSON trace event format.
+
+    timeline.jsonl ───────────────► trainer: steps with their phases; publish, checkpoint · evaluation
+    metrics.jsonl ────────────────► counters of the trainer
+    trajectories/step_*.jsonl ────► agent workers: episodes with turns, model and tool calls, reward
+    weight_updates.jsonl | queue ─► rollout servers: fetch, pause with load
+
+Slices that overlap without nesting are drawn in separate lanes. Times are each machine's own clock: roles on machines
+whose clocks differ are shifted against one another.
+
+Format: "B" and "E" events per lane, "C" for counters, "M" for names, in microseconds from 0
+(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.trainer import CHECKPOINT, EVALUATION, FILE, PUBLISH, STEPS, last_by_step, read_lines, read_timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    name: str
+    start_s: float
+    """By some clock that all roles share, such as Unix time."""
+    end_s: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    children: Sequence[Slice] = ()
+    """Within this one as far as they can be; in any order."""
+
+    def within(self, start_s: float, end_s: float) -> Slice:
+        """Cut to these bounds."""
+        start = min(max(self.start_s, start_s), end_s)
+        return replace(self, start_s=start, end_s=min(max(self.end_s, start), end_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One role."""
+
+    name: str
+    slices: Sequence[Slice]
+    lane: str = "lane"
+    """What a lane of it is called."""
+    counters: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    """name → (seconds, value)"""
+
+
+def lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
+    """Each lane in order and without overlap; so are the children of each slice. Nothing is lost: a child that
+    overlaps its neighbour goes to a lane of its own."""
+    found: list[list[Slice]] = []
+    waiting = [(one.start_s, number, one) for number, one in enumerate(slices)]
+    heapq.heapify(waiting)
+    number = len(waiting)
+    while waiting:
+        _, _, one = heapq.heappop(waiting)
+        kept, beside = _nested(one)
+        lane = next((lane for lane in found if lane[-1].end_s <= kept.start_s), None)
+        if lane is None:
+            found.append(lane := [])
+        lane.append(kept)
+        for other in beside:  # none starts before `one`: the heap's order holds
+            number += 1
+            heapq.heappush(waiting, (other.start_s, number, other))
+    return found
+
+
+def _nested(one: Slice) -> tuple[Slice, list[Slice]]:
+    """The slice with those children, in order, that do not overlap one another; and the others."""
+    kept: list[Slice] = []
+    beside: list[Slice] = []
+    end_s = one.start_s
+    for child in sorted(one.children, key=lambda child: (child.start_s, -child.end_s)):
+        cut = child.within(one.start_s, one.end_s)
+        if cut.start_s < end_s:
+            beside.append(cut)
+            continue
+        inner, more = _nested(cut)
+        kept.append(inner)
+        beside += more
+        end_s = inner.end_s
+    return replace(one, children=kept), beside
+
+
+Line = Mapping[str, Any]
+COUNTERS = ("reward", "staleness_mean", "tokens_per_s")
+
+
+class NothingToDraw(Exception):
+    """The folder is no run's, or the run left nothing of those steps; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Those to draw: first ≤ step < end."""
+
+    first: int = 0
+    end: int | None = None
+
+    def __contains__(self, step: int) -> bool:
+        return self.first <= step and (self.end is None or step < self.end)
+
+    def version(self, version: int) -> bool:
+        """Whether a step of these made the version, or was trained at it."""
+        return version in self or version - 1 in self
+
+
+def collect(root: Path, updates: Sequence[Line], steps: Steps) -> list[Process]:
+    """The trainer first. `updates`: weight updates as plain data. Raises `NothingToDraw`."""
+    if not (root / FILE).exists():
+        raise NothingToDraw(f"{root} has no {FILE}: it is no run's folder, or no step of the run has ended yet")
+    lines = read_timeline(root / FILE)
+    processes = [
+        _trainer(lines, read_lines(root / "metrics.jsonl"), steps),
+        Process("evaluation", _plain(lines, EVALUATION, steps), "evaluation"),
+        *_servers(updates, steps),
+        *_workers(root / "trajectories", steps),
+    ]
+    found = [process for process in processes if process.slices]
+    if not found:
+        raise NothingToDraw(f"{root} has nothing of these steps; there are {_known(lines)}")
+    return found
+
+
+def _trainer(lines: Sequence[Line], metrics: Sequence[dict[str, Any]], steps: Steps) -> Process:
+    drawn = [*_steps(lines, steps), *_plain(lines, PUBLISH, steps), *_plain(lines, CHECKPOINT, steps)]
+    ends = {line["number"]: line["at_unix_s"] for line in lines if line["name"] == "record"}
+    rows = [row for row in last_by_step(metrics) if row["step"] in steps and row["step"] in ends]
+    counters = {name: [(ends[row["step"]], row[name]) for row in rows if name in row] for name in COUNTERS}
+    return Process("trainer", drawn, "trainer", counters)
+
+
+def _steps(lines: Sequence[Line], steps: Steps) -> Iterator[Slice]:
+    """A step begins with its wait. One that was trained again after a crash is there twice."""
+    phases: list[Line] = []
+    for line in (*(line for line in lines if line["track"] == STEPS), {"name": "wait", "number": None}):
+        if phases and (line["name"] == "wait" or line["number"] != phases[0]["number"]):
+            if phases[0]["number"] in steps:
+                yield _step(phases)
+            phases = []
+        phases.append(line)
+
+
+def _step(phases: Sequence[Line]) -> Slice:
+    children = [_slice(line, line["name"]) for line in phases]
+    start, end = min(one.start_s for one in children), max(one.end_s for one in children)
+    number = phases[0]["number"]
+    return Slice(f"step {number}", start, end, {"step": number}, children)
+
+
+def _plain(lines: Sequence[Line], track: str, steps: Steps) -> list[Slice]:
+    chosen = [line for line in lines if line["track"] == track and steps.version(line["number"])]
+    return [_slice(line, f"{line['name']} version {line['number']}") for line in chosen]
+
+
+def _slice(line: Line, name: str) -> Slice:
+    return Slice(name, line["at_unix_s"], line["at_unix_s"] + line["s"])
+
+
+def _servers(updates: Sequence[Line], steps: Steps) -> list[Process]:
+    by_server: dict[str, list[Slice]] = defaultdict(list)
+    for update in updates:
+        if steps.version(update["version"]) and update.get("at_unix_s"):
+            by_server[update["server_id"]].append(_swap(update))
+    return [Process(name, by_server[name], "weights") for name in sorted(by_server)]
+
+
+def _swap(update: Line) -> Slice:
+    """Fetched while tokens are sampled, then a pause with the load in it, at the end of which it was reported."""
+    end = update["at_unix_s"]
+    paused = end - update["pause_s"]
+    load = Slice("load", end - min(update["load_s"], update["pause_s"]), end)
+    facts = {"requests in flight": update["in_flight"]}
+    parts = [Slice("fetch", paused - update["fetch_s"], paused), Slice("pause", paused, end, facts, [load])]
+    version = {"version": update["version"]}
+    return Slice(f"swap to version {update['version']}", parts[0].start_s, end, version, parts)
+
+
+def _workers(folder: Path, steps: Steps) -> list[Process]:
+    by_worker: dict[str, list[Slice]] = defaultdict(list)
+    for path in sorted(folder.glob("step_*.jsonl")):
+        step = int(path.stem.removeprefix("step_"))
+        for record in read_lines(path) if step in steps else ():
+            if (drawn := episode_slice(record, step)) is not None:
+                by_worker[str(record["extra"].get("worker", "agents"))].append(drawn)
+    return [Process(name, by_worker[name], "episodes") for name in sorted(by_worker)]
+
+
+def _known(lines: Sequence[Line]) -> str:
+    numbers = [line["number"] for line in lines if line["track"] == STEPS]
+    return f"steps {min(numbers)} to {max(numbers)}" if numbers else "no steps"
+
+
+MODEL, REWARD = "model", "reward"
+
+
+def episode_slice(record: Mapping[str, Any], step: int) -> Slice | None:
+    """None where the record says nothing about times: an older recorder's, or an OpenAI client's episode."""
+    began_s, spans = record["extra"].get("began_unix_s"), record["extra"].get("trace")
+    if began_s is None or not spans:
+        return None
+    parts = sorted((_part(began_s, span) for span in spans), key=lambda part: part.start_s)
+    ends = [part.end_s for part in parts]
+    end_s = max([*ends, began_s + float(record["metrics"].get("latency_s", 0.0))])
+    facts = {"reward": record["reward"], "outcome": record["outcome"]["kind"], "turns": record["num_turns"]}
+    children = [*_turns([part for part in parts if part.name != REWARD]), *(p for p in parts if p.name == REWARD)]
+    return Slice(record["episode_id"], began_s, end_s, {**facts, "step": step}, children)
+
+
+def _part(began_s: float, span: Sequence[Any]) -> Slice:
+    kind, name, start, seconds = span
+    title = f"{kind} {name}" if name else kind
+    return Slice(title, began_s + start, began_s + start + seconds)
+
+
+def _turns(parts: Sequence[Slice]) -> list[Slice]:
+    """A turn begins with each model call; what comes before the first one stands by itself."""
+    turns: list[list[Slice]] = []
+    before: list[Slice] = []
+    for part in parts:
+        if part.name == MODEL:
+            turns.append([part])
+        else:
+            (turns[-1] if turns else before).append(part)
+    return [*before, *(_turn(number, turn) for number, turn in enumerate(turns))]
+
+
+def _turn(number: int, parts: Sequence[Slice]) -> Slice:
+    return Slice(f"turn {number}", parts[0].start_s, max(part.end_s for part in parts), {}, parts)
+
+
+Event = dict[str, Any]
+
+
+def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
+    """``{"traceEvents": […]}``. The first thing that happens in any process is at 0."""
+    starts = [one.start_s for process in processes for one in process.slices]
+    zero_s = min(starts, default=0.0)
+    events = [event for pid, process in enumerate(processes, start=1) for event in _events(pid, process, zero_s)]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began_unix_s": zero_s}}
+
+
+def _events(pid: int, process: Process, zero_s: float) -> Iterator[Event]:
+    yield _named("process_name", pid, 0, name=process.name)
+    yield _named("process_sort_index", pid, 0, sort_index=pid)
+    for tid, lane in enumerate(lanes(process.slices), start=1):
+        yield _named("thread_name", pid, tid, name=f"{process.lane} {tid}")
+        for one in lane:
+            yield from _slice_events(pid, tid, one, zero_s)
+    for name, values in process.counters.items():
+        for at_s, value in values:
+            yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _us(at_s, zero_s), "args": {name: value}}
+
+
+def _slice_events(pid: int, tid: int, one: Slice, zero_s: float) -> Iterator[Event]:
+    where = {"name": one.name, "pid": pid, "tid": tid}
+    yield {**where, "ph": "B", "ts": _us(one.start_s, zero_s), "args": dict(one.facts)}
+    for child in one.children:
+        yield from _slice_events(pid, tid, child, zero_s)
+    yield {**where, "ph": "E", "ts": _us(one.end_s, zero_s)}
+
+
+def _named(kind: str, pid: int, tid: int, **facts: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": facts}
+
+
+def _us(at_s: float, zero_s: float) -> int:
+    return max(0, round((at_s - zero_s) * 1e6))
