@@ -1,4 +1,6 @@
 from .__main__ import main as main
+from .configuration import render_configuration as render_configuration
+from .configuration import section_of as section_of
 from .pages import PAGES as PAGES
 from .pages import stale as stale
 from .public import PUBLIC as PUBLIC

@@ -20,7 +20,7 @@ Unknown keys are errors that name the nearest valid one.
 """
 
 
-def render() -> str:
+def render_configuration() -> str:
     return "\n".join([HEADER, *_section("", RunConfig), ""])
 
 
@@ -30,7 +30,7 @@ def _section(prefix: str, model: type[BaseModel]) -> Iterator[str]:
     yield "| key | default | what it does |\n| --- | --- | --- |"
     for name, field in model.model_fields.items():
         dotted = f"{prefix}.{name}" if prefix else name
-        inner = _model_in(field.annotation)
+        inner = section_of(field.annotation)
         if inner is not None:
             nested.append((dotted + ("[]" if inner is not field.annotation else ""), inner))
         if inner is None or inner is not field.annotation:
@@ -46,7 +46,7 @@ def _default(field: Any) -> str:
     return f"`{field.default!r}`".replace("|", "\\|")
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[BaseModel] | None:
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate

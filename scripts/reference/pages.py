@@ -8,7 +8,7 @@ from pathlib import Path
 from scripts.reference import command_line, configuration, http, python
 
 PAGES: Mapping[str, Callable[[], str]] = {
-    "configuration.md": configuration.render,
+    "configuration.md": configuration.render_configuration,
     "reference/cli.md": command_line.render,
     "reference/http.md": http.render,
     "reference/python.md": python.render,

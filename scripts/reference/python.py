@@ -51,7 +51,7 @@ def find(module: str, name: str) -> Documented:
             return node
         if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == name for alias in node.names):
             return find(node.module, name)
-    raise LookupError(f"{module} has no {name}: mend penstock/scripts/reference/public.py")
+    raise LookupError(f"{module} has no {name}: fix scripts/reference/public.py")
 
 
 @cache

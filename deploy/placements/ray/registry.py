@@ -44,7 +44,7 @@ class Board:
 
 
 async def create() -> Any:
-    """A registry on this node, which ends with this driver. Raises `ConfigError` where another one has the run's name."""
+    """Creates the registry on this node; it ends with this driver. Raises `ConfigError` if the run's name is taken."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -22,7 +22,7 @@ from faults.gaps import ANYWHERE, Gaps
 from planted import die_anywhere, plant
 from trainer_support import make_job
 
-from penstock.deploy import die_with_parent
+from penstock.common import die_with_parent
 from penstock.trainer import train
 from penstock.transfer_queue import BatchLog, RedisTransferQueue, TransferQueueConfig
 

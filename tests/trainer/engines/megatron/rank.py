@@ -29,7 +29,7 @@ from parallel_ranks import become_ranks
 from safetensors.torch import save_file
 from trainer_support import make_job, make_trajectory
 
-from penstock.deploy import die_with_parent
+from penstock.common import die_with_parent
 from penstock.trainer import (
     CheckpointStore,
     Learner,
