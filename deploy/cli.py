@@ -146,10 +146,10 @@ def train(
 
     Over several machines: the same command on each, with its own --node-rank.
     """
-    from penstock.deploy.commands.train import Meeting, exec_trainer
+    from penstock.deploy.commands.train import Rendezvous, exec_trainer
 
     def work() -> None:
-        exec_trainer(_link(queue, run), Meeting.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)
+        exec_trainer(_link(queue, run), Rendezvous.of(nnodes, node_rank, rdzv_endpoint), wait_s=wait_s)
 
     if context.invoked_subcommand is None:
         _guarded(work)
@@ -185,9 +185,9 @@ def sandbox(
 
 
 def _link(queue: str | None, run: str | None) -> Any:
-    from penstock.deploy.connection import Link
+    from penstock.deploy.connection import RunConnection
 
-    return Link.from_environment(queue, run)
+    return RunConnection.from_environment(queue, run)
 
 
 def _run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

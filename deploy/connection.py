@@ -39,7 +39,7 @@ TOKEN_VARIABLE = "PENSTOCK_TOKEN"  # noqa: S105
 
 
 @dataclass(frozen=True)
-class Link:
+class RunConnection:
     """Everything a role needs to join a run from this or another machine."""
 
     url: str
@@ -52,7 +52,7 @@ class Link:
     """Role → password of the Redis user that has this role's name and rights; empty where the queue has none."""
 
     @classmethod
-    def from_environment(cls, url: str | None = None, run: str | None = None) -> Link:
+    def from_environment(cls, url: str | None = None, run: str | None = None) -> RunConnection:
         """Explicit values win over the environment. Raises `ConfigError` naming what is missing."""
         url = url or os.environ.get(URL_VARIABLE)
         run = run or os.environ.get(RUN_VARIABLE)
@@ -68,7 +68,7 @@ class Link:
         return cls(str(url), str(run), password, str(token), username)
 
     @classmethod
-    def from_lines(cls, text: str) -> Link:
+    def from_lines(cls, text: str) -> RunConnection:
         """What `shell_lines` wrote, without the logins of single roles. Raises `ConfigError` naming what is missing."""
         words = [word for line in text.splitlines() if line.startswith("export ") for word in shlex.split(line[7:])]
         found = dict(word.split("=", 1) for word in words if "=" in word)
@@ -78,7 +78,7 @@ class Link:
         password, username = (found.get(name) or None for name in (PASSWORD_VARIABLE, USER_VARIABLE))
         return cls(found[URL_VARIABLE], found[RUN_VARIABLE], password, found[TOKEN_VARIABLE], username)
 
-    def of_role(self, role: str) -> Link:
+    def of_role(self, role: str) -> RunConnection:
         """What a process of that role is told: its own user of the queue, and nobody else's password."""
         if role not in self.role_passwords:
             return replace(self, role_passwords={})
@@ -136,16 +136,16 @@ class Link:
             await asyncio.sleep(JOIN_AGAIN_S)
 
 
-def link_of_run(config: RunConfig) -> Link:
+def connection_of_run(config: RunConfig) -> RunConnection:
     """To the living run of a recipe: this shell's, where its environment names that one, else by the run's folder.
 
     Raises `ConfigError`.
     """
     if os.environ.get(RUN_VARIABLE) == config.name:
-        return Link.from_environment()
+        return RunConnection.from_environment()
     file = RunDir.of(config).connect_env
     try:
-        return Link.from_lines(file.read_text(encoding="utf-8"))
+        return RunConnection.from_lines(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{file}: {error.strerror}: run {config.name} does not live here; source its connect.env"
@@ -177,7 +177,7 @@ def limits_of(config: RunConfig) -> Limits:
 
 
 @contextlib.asynccontextmanager
-async def own_redis(config: RunConfig, run: RunDir, token: str) -> AsyncIterator[Link]:
+async def own_redis(config: RunConfig, run: RunDir, token: str) -> AsyncIterator[RunConnection]:
     """A redis-server that lives as long as the run, with a user for each role; started again when it dies."""
     password = secrets.token_urlsafe(32)
     roles = await _role_passwords()
@@ -186,7 +186,7 @@ async def own_redis(config: RunConfig, run: RunDir, token: str) -> AsyncIterator
     await server.start()
     keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
     try:
-        yield Link(server.url, config.name, password, token, role_passwords=roles)
+        yield RunConnection(server.url, config.name, password, token, role_passwords=roles)
     finally:
         keeper.cancel()
         await asyncio.wait([keeper])

@@ -1,6 +1,6 @@
 """`penstock run`: every role a supervised process, here or where a placement puts it, from a recipe to a summary.
 
-    check ─► lock the run's folder ─► redis ─► queue ─► data ─► rollout servers, agent workers, trainer (`crew`)
+    check ─► lock the run's folder ─► redis ─► queue ─► data ─► rollout servers, agent workers, trainer (`supervisor`)
                                                                     │ restarted with back-off when they die
     summary ◄─ stop everything we started ◄─ trainer finished, a role failed for good, stalled, or Ctrl-C
 
@@ -23,13 +23,13 @@ from pathlib import Path
 
 from penstock.datasets import materialise
 from penstock.deploy.config import RunConfig, dump_config
-from penstock.deploy.connection import TOKEN_VARIABLE, Link, limits_of, own_redis, redis_login
+from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection, limits_of, own_redis, redis_login
 from penstock.deploy.plan import ADDED, page_roles, roles_of
 from penstock.deploy.processes import RoleFailed, RoleProcess
 from penstock.deploy.report import Reporter, StalledRun
 from penstock.deploy.run_dir import RunDir, RunLock, remove_weights
 from penstock.deploy.summary import write_summary
-from penstock.deploy.supervisor import Crew, LocalPlacement, Placement
+from penstock.deploy.supervisor import LocalPlacement, Placement, Supervisor
 from penstock.deploy.telemetry import head_served
 from penstock.trainer import rewrite_lines
 from penstock.transfer_queue import RedisTransferQueue, check_step_bytes
@@ -79,13 +79,13 @@ def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
 
 
 @contextlib.asynccontextmanager
-async def _queue(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[Link, RedisTransferQueue]]:
+async def _queue(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[RunConnection, RedisTransferQueue]]:
     """A connection to the run's Redis: the one the recipe names, or one of our own that ends with the run."""
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
     url = config.transfer_queue.url
     if url:
         username, password = redis_login()
-        link = Link(url, config.name, password, token, username)
+        link = RunConnection(url, config.name, password, token, username)
         async with _connected(link, config, run) as queue:
             yield link, queue
         return
@@ -94,7 +94,7 @@ async def _queue(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[Link, Re
 
 
 @contextlib.asynccontextmanager
-async def _connected(link: Link, config: RunConfig, run: RunDir) -> AsyncIterator[RedisTransferQueue]:
+async def _connected(link: RunConnection, config: RunConfig, run: RunDir) -> AsyncIterator[RedisTransferQueue]:
     queue = await link.connect(config.transfer_queue)
     with os.fdopen(os.open(run.connect_env, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(link.shell_lines())
@@ -115,37 +115,39 @@ async def _cleaned(config: RunConfig) -> AsyncIterator[None]:
 
 
 async def _run_roles(
-    config: RunConfig, run: RunDir, link: Link, queue: RedisTransferQueue, placement: Placement
+    config: RunConfig, run: RunDir, link: RunConnection, queue: RedisTransferQueue, placement: Placement
 ) -> None:
     started = time.time()
-    crew = Crew(lambda role: placement.place(role, run), lambda kind, number: ADDED[kind](config, link, number))
-    reporter = Reporter(config, run, queue, crew.members)
+    supervisor = Supervisor(
+        lambda role: placement.place(role, run), lambda kind, number: ADDED[kind](config, link, number)
+    )
+    reporter = Reporter(config, run, queue, supervisor.members)
     page = [RoleProcess(role.spec(run.logs)) for role in page_roles(config, run, link)]
     beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
     watchers = [
         asyncio.create_task(reporter.run(), name="reporter"),
         asyncio.create_task(_raise_when_set(_interrupt_event()), name="interrupt"),
-        *(asyncio.create_task(helper, name="placement") for helper in placement.helpers(crew)),
+        *(asyncio.create_task(helper, name="placement") for helper in placement.helpers(supervisor)),
     ]
     why = ""
     try:
         for role in roles_of(config, link):
-            crew.add(role)
-        async with head_served(config, run, link, queue, lambda: [*crew.members, *page]):
-            await crew.run(watchers)
+            supervisor.add(role)
+        async with head_served(config, run, link, queue, lambda: [*supervisor.members, *page]):
+            await supervisor.run(watchers)
     except (RoleFailed, StalledRun) as error:
         why = error.why
         raise
     finally:
         for watcher in watchers:
             watcher.cancel()
-        await crew.stop()
+        await supervisor.stop()
         await asyncio.gather(*(p.stop() for p in page))
         await asyncio.gather(*watchers, *beside, return_exceptions=True)
         reporter.close()
         if why:
             rewrite_lines(run.ended, [{"version": reporter.steps_done, "why": why}])
-        await write_summary(config, run, queue, wall_s=time.time() - started, members=crew.members)
+        await write_summary(config, run, queue, wall_s=time.time() - started, members=supervisor.members)
 
 
 async def _beside(process: RoleProcess) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.deploy.config import ConfigError
-from penstock.deploy.connection import Link
+from penstock.deploy.connection import RunConnection
 from penstock.transfer_queue import TransferQueue, TransferQueueConfig
 
 SETTINGS = TransferQueueConfig(deadline_s=4.0)
@@ -18,7 +18,7 @@ SETTINGS = TransferQueueConfig(deadline_s=4.0)
 
 @dataclass(slots=True)
 class _Open:
-    link: Link
+    link: RunConnection
     queue: TransferQueue
 
 
@@ -28,7 +28,7 @@ class FolderQueues:
     A run that ended takes its ``connect.env`` away; one that was resumed has another, and is connected anew.
     """
 
-    def __init__(self, runs_dir: Path, own: Link | None) -> None:
+    def __init__(self, runs_dir: Path, own: RunConnection | None) -> None:
         self._runs_dir = runs_dir
         self._own = own
         self._open: dict[str, _Open] = {}
@@ -57,10 +57,10 @@ class FolderQueues:
             _, opened = self._open.popitem()
             await opened.queue.close()
 
-    def _link(self, run: str) -> Link | None:
+    def _link(self, run: str) -> RunConnection | None:
         if self._own is not None and run == self._own.run:
             return self._own
         try:
-            return Link.from_lines((self._runs_dir / run / "connect.env").read_text(encoding="utf-8"))
+            return RunConnection.from_lines((self._runs_dir / run / "connect.env").read_text(encoding="utf-8"))
         except (OSError, ConfigError):  # it ended, is another person's, or is being written
             return None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.connection import Link
+from penstock.deploy.connection import RunConnection
 from penstock.deploy.processes import RoleSpec
 from penstock.deploy.run_dir import RunDir
 from penstock.rollout_server import RolloutConfig
@@ -57,7 +57,7 @@ class Role:
         return RoleSpec(self.name, argv, env, logs / f"{self.name}.log", self.max_restarts, self.stop_grace_s, cwd)
 
 
-def roles_of(config: RunConfig, link: Link) -> list[Role]:
+def roles_of(config: RunConfig, link: RunConnection) -> list[Role]:
     """The run's processes as its recipe counts them, the trainer last."""
     rollouts = [rollout_role(config, link, number) for number in range(config.rollout.servers)]
     if config.rollout.evaluation_server:
@@ -70,18 +70,18 @@ def roles_of(config: RunConfig, link: Link) -> list[Role]:
     return [*rollouts, *agents, trainer]
 
 
-def rollout_role(config: RunConfig, link: Link, number: int) -> Role:
+def rollout_role(config: RunConfig, link: RunConnection, number: int) -> Role:
     name = f"rollout-{number}"
     words = ("rollout", "--name", name, "--port", _port(config, number))
     return _role(link, name, "rollout", *words, max_restarts=config.rollout.max_restarts, number=number)
 
 
-def agent_role(config: RunConfig, link: Link, number: int) -> Role:
+def agent_role(config: RunConfig, link: RunConnection, number: int) -> Role:
     name = f"agent-{number}"
     return _role(link, name, "agent", "agent", "--name", name, max_restarts=config.agent.max_restarts, number=number)
 
 
-def page_roles(config: RunConfig, run: RunDir, link: Link) -> list[Role]:
+def page_roles(config: RunConfig, run: RunDir, link: RunConnection) -> list[Role]:
     """The page beside the run, where it is configured. An agent's rights are enough to queue dead letters again."""
     page = config.dashboard
     if not page.enabled:
@@ -95,7 +95,7 @@ def _port(config: RunConfig, server: int) -> str:
 
 
 def _role(
-    link: Link,
+    link: RunConnection,
     name: str,
     kind: Kind,
     *words: str,

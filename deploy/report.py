@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.dashboard import Pulse, RunFiles, advise, flat
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run_dir import RunDir
-from penstock.deploy.supervisor import Member, StalledRun, Watchdog
+from penstock.deploy.supervisor import StalledRun, SupervisedRole, Watchdog
 from penstock.trainer import LineTail, rewrite_lines
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue
 
@@ -30,7 +30,7 @@ __all__ = ["Reporter", "StalledRun", "describe"]
 class Reporter:
     """Draws one progress bar on a terminal, or prints one line per step elsewhere."""
 
-    def __init__(self, config: RunConfig, run: RunDir, queue: TransferQueue, members: Sequence[Member]) -> None:
+    def __init__(self, config: RunConfig, run: RunDir, queue: TransferQueue, members: Sequence[SupervisedRole]) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._config = config
         self._run = run
@@ -127,7 +127,7 @@ def _pipeline(status: Status | None) -> str:
 class RolesFile:
     """Written when something changed, replaced at once: a reader never sees half of it."""
 
-    def __init__(self, path: Path, processes: Sequence[Member]) -> None:
+    def __init__(self, path: Path, processes: Sequence[SupervisedRole]) -> None:
         self._path = path
         self._processes = processes
         self._written: dict[str, Any] = {}

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.common import FileLock, die_with_parent, metrics_token, raise_open_files
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.connection import TOKEN_VARIABLE, Link, limits_of
+from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection, limits_of
 from penstock.deploy.plan import TRAINER_STOP_S
 from penstock.deploy.processes import STOP_FILE_VARIABLE
 from penstock.deploy.run_dir import RunDir, local_weights_dir, weights_dir
 from penstock.deploy.stacks import answer_with_stacks
-from penstock.deploy.telemetry import Target, metrics_served, with_spans
+from penstock.deploy.telemetry import MetricsTarget, metrics_served, with_spans
 from penstock.sandbox import SandboxConfig
 
 if TYPE_CHECKING:
@@ -46,23 +46,23 @@ def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: boo
     raise_open_files()
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         try:
-            runner.run(_until_told(main()))
-        except GaveUp as reason:
+            runner.run(_until_stopped(main()))
+        except FatalError as reason:
             _write_stop_file(str(reason))
             logging.getLogger("penstock").exception("starting this role again would not help")
             raise SystemExit(1) from None
 
 
-class GaveUp(Exception):
+class FatalError(Exception):
     """The role failed for a cause that a restart does not mend: the run stops and shows it."""
 
 
 @contextlib.contextmanager
-def _no_use_restarting(*kinds: type[Exception]) -> Iterator[None]:
+def _fatal(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise GaveUp(f"{type(error).__name__}: {error}") from error
+        raise FatalError(f"{type(error).__name__}: {error}") from error
 
 
 def _write_stop_file(reason: str) -> None:
@@ -77,7 +77,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-async def _until_told(main: Coroutine[Any, Any, None]) -> None:
+async def _until_stopped(main: Coroutine[Any, Any, None]) -> None:
     task = asyncio.ensure_future(main)
     beating = asyncio.create_task(beat(), name="heartbeat")
     loop = asyncio.get_running_loop()
@@ -95,7 +95,7 @@ async def _until_told(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def rollout(
-    link: Link, name: str, host: str | None, port: int | None, *, evaluates: bool = False, wait_s: float = 0.0
+    link: RunConnection, name: str, host: str | None, port: int | None, *, evaluates: bool = False, wait_s: float = 0.0
 ) -> None:
     from penstock.gateway import CaptureJob
     from penstock.gateway.app import mount
@@ -127,11 +127,11 @@ async def rollout(
         metrics_token=metrics_token(link.token),
         mount=mount(recorded),
     )
-    with _no_use_restarting(EngineError, OSError):  # the sidecar has restarted its engine as often as it may
+    with _fatal(EngineError, OSError):  # the sidecar has restarted its engine as often as it may
         await _closing(queue, with_spans("rollout", config.name, name, serve(job)))
 
 
-async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
+async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
     from penstock.agent_loops import AgentError, WorkerJob, run_worker
     from penstock.rollout_server import RolloutClient
     from penstock.sandbox import SandboxError
@@ -156,12 +156,12 @@ async def agent(link: Link, name: str, *, wait_s: float = 0.0) -> None:
         server_slots=config.rollout.max_concurrent,
     )
     spans = with_spans("agent", config.name, name, run_worker(job))
-    work = _watched(config, link, Target("", config.name, "agent", name), job.metrics.registry, spans)
-    with _no_use_restarting(AgentError, SandboxError, ToolConfigError):
+    work = _watched(config, link, MetricsTarget("", config.name, "agent", name), job.metrics.registry, spans)
+    with _fatal(AgentError, SandboxError, ToolConfigError):
         await _closing(client, _closing(queue, work))
 
 
-async def train_rank(link: Link) -> None:
+async def train_rank(link: RunConnection) -> None:
     """One rank of the trainer: the only one, or one of those that torchrun starts."""
     from penstock.trainer import (
         BadBatch,
@@ -205,9 +205,9 @@ async def train_rank(link: Link) -> None:
     )
     work = train(job)
     if os.environ.get("RANK", "0") == "0":
-        work = _watched(config, link, Target("", config.name, "trainer", "trainer"), metrics.registry, work)
+        work = _watched(config, link, MetricsTarget("", config.name, "trainer", "trainer"), metrics.registry, work)
     final = (BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered)
-    with _no_use_restarting(*final):
+    with _fatal(*final):
         async with sole_trainer(run):
             await _closing(queue, work)
 
@@ -227,7 +227,11 @@ async def sandbox(config: SandboxConfig, host: str, port: int) -> None:
 
 
 async def _watched(
-    config: RunConfig, link: Link, who: Target, registry: CollectorRegistry, work: Coroutine[Any, Any, None]
+    config: RunConfig,
+    link: RunConnection,
+    who: MetricsTarget,
+    registry: CollectorRegistry,
+    work: Coroutine[Any, Any, None],
 ) -> None:
     """`work`, its metrics served meanwhile."""
     folder = RunDir.of(config).metric_addresses

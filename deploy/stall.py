@@ -30,7 +30,7 @@ class LocalRole:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class Snapshot:
     """A run at the moment in which it is called stuck."""
 
     status: Status | None
@@ -43,7 +43,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
+class StallCause:
     part: str
     """Names of roles, or ``queue``."""
     why: str
@@ -52,103 +52,109 @@ class Stuck:
         return f"{self.part}: {self.why}"
 
 
-Rule = Callable[[Scene, Status], Stuck | None]
+Rule = Callable[[Snapshot, Status], StallCause | None]
 
 
-def find_stuck(scene: Scene) -> Stuck:
-    return _local(scene) or _by_the_queue(scene)
+def diagnose_stall(snapshot: Snapshot) -> StallCause:
+    return _local(snapshot) or _by_the_queue(snapshot)
 
 
-def _local(scene: Scene) -> Stuck | None:
-    for role in scene.roles:
+def _local(snapshot: Snapshot) -> StallCause | None:
+    for role in snapshot.roles:
         if role.held:
-            return Stuck(role.name, "its process is stopped (SIGSTOP or a debugger); `kill -CONT` lets it go on")
-    away = [role for role in scene.roles if not role.running]
+            return StallCause(role.name, "its process is stopped (SIGSTOP or a debugger); `kill -CONT` lets it go on")
+    away = [role for role in snapshot.roles if not role.running]
     if away:
         told = ", ".join(f"{role.name} after {role.restarts} restarts" for role in away)
-        return Stuck(", ".join(role.name for role in away), f"not running ({told})")
+        return StallCause(", ".join(role.name for role in away), f"not running ({told})")
     return None
 
 
-def _by_the_queue(scene: Scene) -> Stuck:
-    if scene.status is None:
-        return Stuck("queue", "it does not answer: every other part waits for it")
+def _by_the_queue(snapshot: Snapshot) -> StallCause:
+    if snapshot.status is None:
+        return StallCause("queue", "it does not answer: every other part waits for it")
     for rule in RULES:
-        found = rule(scene, scene.status)
+        found = rule(snapshot, snapshot.status)
         if found is not None:
             return found
-    return Stuck("trainer", "every group is accounted for, no part has work, and no step is trained")
+    return StallCause("trainer", "every group is accounted for, no part has work, and no step is trained")
 
 
-def _trainer_has_a_batch(scene: Scene, status: Status) -> Stuck | None:
+def _trainer_has_a_batch(snapshot: Snapshot, status: Status) -> StallCause | None:
     groups = status.groups
-    if status.version >= scene.steps:  # the last evaluation is what the trainer waits for
+    if status.version >= snapshot.steps:  # the last evaluation is what the trainer waits for
         return None
     if groups.get("shipped", 0):
-        return Stuck("trainer", f"it has leased step {status.step - 1} and published only version {status.version}")
-    if groups.get("ready", 0) >= scene.groups_per_step and not groups.get("admitted", 0):
-        return Stuck(
-            "trainer", f"{groups['ready']} groups are ready, {scene.groups_per_step} make a step: none is taken"
+        return StallCause(
+            "trainer", f"it has leased step {status.step - 1} and published only version {status.version}"
+        )
+    if groups.get("ready", 0) >= snapshot.groups_per_step and not groups.get("admitted", 0):
+        return StallCause(
+            "trainer", f"{groups['ready']} groups are ready, {snapshot.groups_per_step} make a step: none is taken"
         )
     return None
 
 
-def _no_server(scene: Scene, status: Status) -> Stuck | None:
+def _no_server(snapshot: Snapshot, status: Status) -> StallCause | None:
     if not _has_work(status):
         return None
-    if not scene.servers:
-        names = _named(scene.roles, "rollout") or "rollout servers"
-        return Stuck(names, "no server is in the registry: none has opened its engine yet, or none was started")
-    if not any(server.accepting for server in scene.servers):
-        return Stuck(_ids(scene.servers), "none of them takes requests; GET /health of each says why")
+    if not snapshot.servers:
+        names = _named(snapshot.roles, "rollout") or "rollout servers"
+        return StallCause(names, "no server is in the registry: none has opened its engine yet, or none was started")
+    if not any(server.accepting for server in snapshot.servers):
+        return StallCause(_ids(snapshot.servers), "none of them takes requests; GET /health of each says why")
     return None
 
 
-def _servers_too_old(scene: Scene, status: Status) -> Stuck | None:
-    newest = max((server.version for server in scene.servers), default=status.version)
-    if not _has_work(status) or newest >= status.version - scene.max_staleness:
+def _servers_too_old(snapshot: Snapshot, status: Status) -> StallCause | None:
+    newest = max((server.version for server in snapshot.servers), default=status.version)
+    if not _has_work(status) or newest >= status.version - snapshot.max_staleness:
         return None
-    return Stuck(
-        _ids(scene.servers),
-        f"the newest weights there are version {newest}, published is {status.version}, and max_staleness "
-        f"{scene.max_staleness} lets none older than {status.version - scene.max_staleness} sample: they do not pull",
+    return StallCause(
+        _ids(snapshot.servers),
+        f"their newest weights are version {newest}, version {status.version} is published, and max_staleness "
+        f"{snapshot.max_staleness} requires at least {status.version - snapshot.max_staleness}: they do not pull",
     )
 
 
-def _requests_in_flight(scene: Scene, status: Status) -> Stuck | None:
-    busy = [server for server in scene.servers if server.in_flight]
+def _requests_in_flight(snapshot: Snapshot, status: Status) -> StallCause | None:
+    busy = [server for server in snapshot.servers if server.in_flight]
     if not busy or not _leased(status):
         return None
-    return Stuck(_ids(busy), f"{sum(server.in_flight for server in busy)} requests are in flight and no episode ends")
+    return StallCause(
+        _ids(busy), f"{sum(server.in_flight for server in busy)} requests are in flight and no episode ends"
+    )
 
 
-def _episodes_without_a_request(scene: Scene, status: Status) -> Stuck | None:
+def _episodes_without_a_request(snapshot: Snapshot, status: Status) -> StallCause | None:
     leased = _leased(status)
     if not leased:
         return None
     holders = {name: held for name, held in status.workers.items() if held}
-    names = ", ".join(sorted(holders)) or _named(scene.roles, "agent") or "agent workers"
-    return Stuck(names, f"{leased} episodes are held and no server has a request of them: tools, rewards or the loop")
+    names = ", ".join(sorted(holders)) or _named(snapshot.roles, "agent") or "agent workers"
+    return StallCause(
+        names, f"{leased} episodes are held and no server has a request of them: tools, rewards or the loop"
+    )
 
 
-def _nobody_leases(scene: Scene, status: Status) -> Stuck | None:
+def _nobody_leases(snapshot: Snapshot, status: Status) -> StallCause | None:
     queued = status.groups.get("queued", 0)
     if not queued:
         return None
     in_system = sum(status.groups.get(name, 0) for name in ("admitted", "ready", "shipped"))
-    room = (scene.max_staleness + 1) * scene.groups_per_step - in_system
+    room = (snapshot.max_staleness + 1) * snapshot.groups_per_step - in_system
     if room <= 0:
-        return Stuck("trainer", f"{in_system} groups are in the system, which is all that admission allows")
-    names = _named(scene.roles, "agent") or "agent workers"
-    return Stuck(names, f"{queued} groups are queued, admission has room for {room}, and nobody leases an episode")
+        return StallCause("trainer", f"{in_system} groups are in the system, which is all that admission allows")
+    names = _named(snapshot.roles, "agent") or "agent workers"
+    return StallCause(names, f"{queued} groups are queued, admission has room for {room}, and nobody leases an episode")
 
 
-def _nothing_to_lease(_scene: Scene, status: Status) -> Stuck | None:
+def _nothing_to_lease(_scene: Snapshot, status: Status) -> StallCause | None:
     if status.groups.get("queued", 0) or status.groups.get("admitted", 0):
         return None
     if not status.groups.get("submitted", 0):
-        return Stuck("trainer", "it has submitted no task yet: it still loads the model, or waits for its ranks")
-    return Stuck("trainer", "no task is queued: its feeder submits none")
+        return StallCause("trainer", "it has submitted no task yet: it still loads the model, or waits for its ranks")
+    return StallCause("trainer", "no task is queued: its feeder submits none")
 
 
 RULES: Sequence[Rule] = (

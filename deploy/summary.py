@@ -13,13 +13,13 @@ import numpy as np
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run_dir import RunDir
-from penstock.deploy.supervisor import Member
+from penstock.deploy.supervisor import SupervisedRole
 from penstock.trainer import last_by_step, read_lines, rewrite_lines
 from penstock.transfer_queue import Status, TransferQueue, WeightUpdate
 
 
 async def write_summary(
-    config: RunConfig, run: RunDir, queue: TransferQueue, *, wall_s: float, members: Sequence[Member]
+    config: RunConfig, run: RunDir, queue: TransferQueue, *, wall_s: float, members: Sequence[SupervisedRole]
 ) -> dict[str, Any]:
     """Collect, write and return the summary. Also draws the reward curve."""
     rows = last_by_step(read_lines(run.metrics))

@@ -1,6 +1,6 @@
 """Supervises the roles of a run wherever they run: starts, adds, removes and stops them, and detects stalls.
 
-    Placement ──place(role)──► Member: one role's process over all its restarts, here or on another machine
+    Placement ──place(role)──► SupervisedRole: one role's process over all its restarts, here or on another machine
         ▲                         │ one task each; the first permanent failure ends the run
     Supervisor ◄──────────────────┘ done when the trainer has finished
 
@@ -27,11 +27,11 @@ from penstock.deploy.plan import VARIABLE, Role, gpus_of, visible_gpus
 from penstock.deploy.processes import RoleProcess, RoleSpec
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.stacks import ask_for_stacks, is_held
-from penstock.deploy.stall import LocalRole, Scene, Stuck, find_stuck
+from penstock.deploy.stall import LocalRole, Snapshot, StallCause, diagnose_stall
 from penstock.transfer_queue import ServerInfo, Status
 
 
-class Member(Protocol):
+class SupervisedRole(Protocol):
     """One role's process. `run` is called once; `stop` at any time, also before and after."""
 
     spec: RoleSpec
@@ -63,9 +63,9 @@ class Placement(Protocol):
         """Entered before the first `place`, left when every member has been stopped. Raises `ConfigError`."""
         ...
 
-    def place(self, role: Role, run: RunDir) -> Member: ...
+    def place(self, role: Role, run: RunDir) -> SupervisedRole: ...
 
-    def helpers(self, crew: Crew) -> Sequence[Coroutine[Any, Any, None]]:
+    def helpers(self, supervisor: Supervisor) -> Sequence[Coroutine[Any, Any, None]]:
         """What else goes on while the run does; cancelled at its end. An error of theirs ends the run."""
         ...
 
@@ -88,16 +88,16 @@ class LocalPlacement:
             role = replace(role, env={**role.env, VARIABLE: ",".join(own)})
         return RoleProcess(role.spec(run.logs))
 
-    def helpers(self, crew: Crew) -> Sequence[Coroutine[Any, Any, None]]:
+    def helpers(self, supervisor: Supervisor) -> Sequence[Coroutine[Any, Any, None]]:
         return ()
 
 
-class Crew:
+class Supervisor:
     """`add` the roles, `run` until the trainer has finished, `stop`."""
 
-    def __init__(self, place: Callable[[Role], Member], more: Callable[[str, int], Role]) -> None:
+    def __init__(self, place: Callable[[Role], SupervisedRole], more: Callable[[str, int], Role]) -> None:
         """`more(kind, number)` makes the role of one more server or worker."""
-        self.members: list[Member] = []
+        self.members: list[SupervisedRole] = []
         """All there ever were, in the order in which they came."""
         self._place, self._more = place, more
         self._roles: dict[str, Role] = {}
@@ -132,7 +132,7 @@ class Crew:
     async def run(self, beside: Sequence[asyncio.Task[None]]) -> None:
         """Until the trainer has finished. Raises what a role or a task of `beside` raised first."""
         while not self._over(beside):
-            changed = asyncio.create_task(self._changed.wait(), name="crew changed")
+            changed = asyncio.create_task(self._changed.wait(), name="supervisor changed")
             try:
                 pending = {task for task in (*self._tasks.values(), *beside) if not task.done()}
                 await asyncio.wait({*pending, changed}, return_when=asyncio.FIRST_COMPLETED)
@@ -162,8 +162,8 @@ STACKS_S = 2.0
 class StalledRun(Exception):
     """Nothing moved for longer than `stall_timeout_s`; the message says which part holds the others up."""
 
-    def __init__(self, quiet_s: float, stuck: Stuck, scene: str) -> None:
-        super().__init__(f"no progress for {quiet_s:.0f} s; stuck is {stuck}\n{scene}")
+    def __init__(self, quiet_s: float, stuck: StallCause, snapshot: str) -> None:
+        super().__init__(f"no progress for {quiet_s:.0f} s; stuck is {stuck}\n{snapshot}")
         self.why = f"no progress for {quiet_s:.0f} s; stuck is {stuck}"
         """In one line."""
 
@@ -171,7 +171,7 @@ class StalledRun(Exception):
 class Watchdog:
     """`look` is called once a second by the reporter."""
 
-    def __init__(self, config: RunConfig, processes: Sequence[Member], say: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, processes: Sequence[SupervisedRole], say: Callable[[str], None]) -> None:
         self._config = config
         self._processes = processes
         self._say = say
@@ -192,8 +192,8 @@ class Watchdog:
         quiet_s = time.monotonic() - self._quiet_since
         if quiet_s <= self._config.stall_timeout_s:
             return
-        scene = await asyncio.to_thread(self._scene, status, servers)
-        stalled = StalledRun(quiet_s, find_stuck(scene), self._who_waits(scene))
+        snapshot = await asyncio.to_thread(self._scene, status, servers)
+        stalled = StalledRun(quiet_s, diagnose_stall(snapshot), self._who_waits(snapshot))
         self._say(str(stalled))
         await self._have_stacks_written()
         if self._config.stall_action == "stop":
@@ -226,12 +226,12 @@ class Watchdog:
             self._say(f"  stacks of {len(asked)} local processes are at the ends of logs/NAME.log")
             await asyncio.sleep(STACKS_S)
 
-    def _scene(self, status: Status | None, servers: Sequence[ServerInfo]) -> Scene:
+    def _scene(self, status: Status | None, servers: Sequence[ServerInfo]) -> Snapshot:
         config, now = self._config, ProcessTable.now()
         roles = [self._local(process, now) for process in self._processes]
-        return Scene(status, servers, roles, config.groups_per_step, config.max_staleness, config.trainer.steps)
+        return Snapshot(status, servers, roles, config.groups_per_step, config.max_staleness, config.trainer.steps)
 
-    def _local(self, process: Member, now: ProcessTable) -> LocalRole:
+    def _local(self, process: SupervisedRole, now: ProcessTable) -> LocalRole:
         name, running = process.spec.name, not process.state.startswith("not running")
         pid = self._pids().get(name)
         if pid is None:
@@ -239,18 +239,18 @@ class Watchdog:
         used_s = max(0.0, now.cpu_s(pid) - (self._used_s or {}).get(pid, 0.0))
         return LocalRole(name, running=running, held=is_held(now, pid), restarts=process.restarts, cpu_s=used_s)
 
-    def _who_waits(self, scene: Scene) -> str:
+    def _who_waits(self, snapshot: Snapshot) -> str:
         logs = {process.spec.name: process.spec.log for process in self._processes}
         lines = [
             f"  {role.name}: {'running' if role.running else 'not running'}, {role.restarts} restarts, "
             f"{role.cpu_s:.1f} s of CPU meanwhile, see {logs[role.name]}"
-            for role in scene.roles
+            for role in snapshot.roles
         ]
-        for server in scene.servers:
+        for server in snapshot.servers:
             taking = "takes requests" if server.accepting else "takes none"
             lines.append(f"  {server.server_id}: version {server.version}, {server.in_flight} in flight, {taking}")
-        if scene.status is not None:
-            found = scene.status
+        if snapshot.status is not None:
+            found = snapshot.status
             lines.append(
                 f"  queue: version {found.version}, groups {dict(found.groups)}, episodes {dict(found.episodes)}"
             )

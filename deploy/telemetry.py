@@ -49,9 +49,9 @@ from penstock.common import (
     write_atomically,
 )
 from penstock.deploy.config import RunConfig, TelemetryConfig
-from penstock.deploy.connection import Link
+from penstock.deploy.connection import RunConnection
 from penstock.deploy.run_dir import RunDir
-from penstock.deploy.supervisor import Member
+from penstock.deploy.supervisor import SupervisedRole
 from penstock.rollout_server import install
 from penstock.transfer_queue import QueueError, QueueGauges, ServerInfo, Status, TransferQueue
 
@@ -70,13 +70,13 @@ PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
 FLUSH_S = 5.0
 """What a role that ends has not sent by then is lost."""
 STOP_S = 2
-Members = Callable[[], Sequence[Member]]
+Members = Callable[[], Sequence[SupervisedRole]]
 """Called at every scrape, because servers and workers come and go."""
 
 
 # targets -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Target:
+class MetricsTarget:
     """A process that serves metrics."""
 
     address: str
@@ -92,7 +92,7 @@ class Target:
 
 
 @contextlib.contextmanager
-def announced(folder: Path, target: Target) -> Iterator[None]:
+def announced(folder: Path, target: MetricsTarget) -> Iterator[None]:
     """Writes the role's file, and removes it at the end. After kill -9 it stays, so Prometheus shows the role down."""
     path = folder / f"{target.name}.json"
     try:
@@ -111,9 +111,9 @@ def target_list(
 ) -> list[dict[str, Any]]:
     """All known targets, ordered, each address once."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    found += [Target(urlsplit(s.url).netloc, run, "rollout", s.server_id).plain() for s in servers]
+    found += [MetricsTarget(urlsplit(s.url).netloc, run, "rollout", s.server_id).plain() for s in servers]
     if sandbox_url:
-        found.append(Target(urlsplit(sandbox_url).netloc, run, "sandbox", "sandbox").plain())
+        found.append(MetricsTarget(urlsplit(sandbox_url).netloc, run, "sandbox", "sandbox").plain())
     return list({entry["targets"][0]: entry for entry in found}.values())
 
 
@@ -127,7 +127,7 @@ def _write_targets(path: Path, targets: Sequence[dict[str, Any]]) -> None:
 # a role's metrics --------------------------------------------------------------------------------------------------
 @contextlib.asynccontextmanager
 async def metrics_served(
-    config: TelemetryConfig, registry: CollectorRegistry, token: str, folder: Path, who: Target
+    config: TelemetryConfig, registry: CollectorRegistry, token: str, folder: Path, who: MetricsTarget
 ) -> AsyncIterator[None]:
     """Serves `registry` for the length of the block and lists it in `folder`; `who.address` is filled in here.
 
@@ -141,7 +141,7 @@ async def metrics_served(
     app = metrics_app(registry, token)
     async with HttpServer(app, listener, lifespan="off", stop_s=STOP_S, deadline_s=2 * STOP_S):
         logger.info("metrics of %s at http://%s/metrics", who.name, address)
-        with announced(folder, Target(address, who.run, who.role, who.name)):
+        with announced(folder, MetricsTarget(address, who.run, who.role, who.name)):
             yield
 
 
@@ -251,7 +251,7 @@ class QueueExporter:
             await asyncio.sleep(self._every_s)
 
 
-async def serve_queue_metrics(link: Link, host: str, port: int, every_s: float) -> None:
+async def serve_queue_metrics(link: RunConnection, host: str, port: int, every_s: float) -> None:
     """Serves until interrupted. Raises `QueueError` if the queue cannot be reached, `OSError` if the port is taken."""
     queue = await link.connect()
     try:
@@ -302,7 +302,7 @@ def head_exporter(queue: TransferQueue, run: str, members: Members, every_s: flo
 
 @contextlib.asynccontextmanager
 async def head_served(
-    config: RunConfig, run: RunDir, link: Link, queue: TransferQueue, members: Members
+    config: RunConfig, run: RunDir, link: RunConnection, queue: TransferQueue, members: Members
 ) -> AsyncIterator[None]:
     """Serves the head's metrics for the length of the block. Files written for Prometheus are removed afterwards."""
     if not config.telemetry.metrics:
@@ -311,7 +311,7 @@ async def head_served(
     exporter = head_exporter(queue, config.name, members, EVERY_S)
     write_atomically(run.metrics_token, metrics_token(link.token), mode=0o600)
     _remove_addresses(run)
-    who = Target("", config.name, HEAD, HEAD)
+    who = MetricsTarget("", config.name, HEAD, HEAD)
     async with metrics_served(config.telemetry, exporter.registry, link.token, run.metric_addresses, who):
         tasks = [asyncio.create_task(exporter.poll()), asyncio.create_task(_update_targets(config, run, exporter))]
         try:

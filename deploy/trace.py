@@ -25,37 +25,37 @@ from penstock.trainer import CHECKPOINT, EVALUATION, FILE, PUBLISH, STEPS, last_
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TraceSlice:
     name: str
     start_s: float
     """By some clock that all roles share, such as Unix time."""
     end_s: float
     facts: Mapping[str, Any] = field(default_factory=dict)
-    children: Sequence[Slice] = ()
+    children: Sequence[TraceSlice] = ()
     """Within this one as far as they can be; in any order."""
 
-    def within(self, start_s: float, end_s: float) -> Slice:
+    def within(self, start_s: float, end_s: float) -> TraceSlice:
         """Cut to these bounds."""
         start = min(max(self.start_s, start_s), end_s)
         return replace(self, start_s=start, end_s=min(max(self.end_s, start), end_s))
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class TraceProcess:
     """One role."""
 
     name: str
-    slices: Sequence[Slice]
+    slices: Sequence[TraceSlice]
     lane: str = "lane"
     """What a lane of it is called."""
     counters: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     """name → (seconds, value)"""
 
 
-def lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
+def lanes(slices: Iterable[TraceSlice]) -> list[list[TraceSlice]]:
     """Each lane in order and without overlap; so are the children of each slice. Nothing is lost: a child that
     overlaps its neighbour goes to a lane of its own."""
-    found: list[list[Slice]] = []
+    found: list[list[TraceSlice]] = []
     waiting = [(one.start_s, number, one) for number, one in enumerate(slices)]
     heapq.heapify(waiting)
     number = len(waiting)
@@ -72,10 +72,10 @@ def lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
     return found
 
 
-def _nested(one: Slice) -> tuple[Slice, list[Slice]]:
+def _nested(one: TraceSlice) -> tuple[TraceSlice, list[TraceSlice]]:
     """The slice with those children, in order, that do not overlap one another; and the others."""
-    kept: list[Slice] = []
-    beside: list[Slice] = []
+    kept: list[TraceSlice] = []
+    beside: list[TraceSlice] = []
     end_s = one.start_s
     for child in sorted(one.children, key=lambda child: (child.start_s, -child.end_s)):
         cut = child.within(one.start_s, one.end_s)
@@ -98,7 +98,7 @@ class NothingToDraw(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class StepRange:
     """Those to draw: first ≤ step < end."""
 
     first: int = 0
@@ -112,14 +112,14 @@ class Steps:
         return version in self or version - 1 in self
 
 
-def collect(root: Path, updates: Sequence[Line], steps: Steps) -> list[Process]:
+def collect(root: Path, updates: Sequence[Line], steps: StepRange) -> list[TraceProcess]:
     """The trainer first. `updates`: weight updates as plain data. Raises `NothingToDraw`."""
     if not (root / FILE).exists():
         raise NothingToDraw(f"{root} has no {FILE}: it is no run's folder, or no step of the run has ended yet")
     lines = read_timeline(root / FILE)
     processes = [
         _trainer(lines, read_lines(root / "metrics.jsonl"), steps),
-        Process("evaluation", _plain(lines, EVALUATION, steps), "evaluation"),
+        TraceProcess("evaluation", _plain(lines, EVALUATION, steps), "evaluation"),
         *_servers(updates, steps),
         *_workers(root / "trajectories", steps),
     ]
@@ -129,15 +129,15 @@ def collect(root: Path, updates: Sequence[Line], steps: Steps) -> list[Process]:
     return found
 
 
-def _trainer(lines: Sequence[Line], metrics: Sequence[dict[str, Any]], steps: Steps) -> Process:
+def _trainer(lines: Sequence[Line], metrics: Sequence[dict[str, Any]], steps: StepRange) -> TraceProcess:
     drawn = [*_steps(lines, steps), *_plain(lines, PUBLISH, steps), *_plain(lines, CHECKPOINT, steps)]
     ends = {line["number"]: line["at_unix_s"] for line in lines if line["name"] == "record"}
     rows = [row for row in last_by_step(metrics) if row["step"] in steps and row["step"] in ends]
     counters = {name: [(ends[row["step"]], row[name]) for row in rows if name in row] for name in COUNTERS}
-    return Process("trainer", drawn, "trainer", counters)
+    return TraceProcess("trainer", drawn, "trainer", counters)
 
 
-def _steps(lines: Sequence[Line], steps: Steps) -> Iterator[Slice]:
+def _steps(lines: Sequence[Line], steps: StepRange) -> Iterator[TraceSlice]:
     """A step begins with its wait. One that was trained again after a crash is there twice."""
     phases: list[Line] = []
     for line in (*(line for line in lines if line["track"] == STEPS), {"name": "wait", "number": None}):
@@ -148,49 +148,49 @@ def _steps(lines: Sequence[Line], steps: Steps) -> Iterator[Slice]:
         phases.append(line)
 
 
-def _step(phases: Sequence[Line]) -> Slice:
+def _step(phases: Sequence[Line]) -> TraceSlice:
     children = [_slice(line, line["name"]) for line in phases]
     start, end = min(one.start_s for one in children), max(one.end_s for one in children)
     number = phases[0]["number"]
-    return Slice(f"step {number}", start, end, {"step": number}, children)
+    return TraceSlice(f"step {number}", start, end, {"step": number}, children)
 
 
-def _plain(lines: Sequence[Line], track: str, steps: Steps) -> list[Slice]:
+def _plain(lines: Sequence[Line], track: str, steps: StepRange) -> list[TraceSlice]:
     chosen = [line for line in lines if line["track"] == track and steps.version(line["number"])]
     return [_slice(line, f"{line['name']} version {line['number']}") for line in chosen]
 
 
-def _slice(line: Line, name: str) -> Slice:
-    return Slice(name, line["at_unix_s"], line["at_unix_s"] + line["s"])
+def _slice(line: Line, name: str) -> TraceSlice:
+    return TraceSlice(name, line["at_unix_s"], line["at_unix_s"] + line["s"])
 
 
-def _servers(updates: Sequence[Line], steps: Steps) -> list[Process]:
-    by_server: dict[str, list[Slice]] = defaultdict(list)
+def _servers(updates: Sequence[Line], steps: StepRange) -> list[TraceProcess]:
+    by_server: dict[str, list[TraceSlice]] = defaultdict(list)
     for update in updates:
         if steps.version(update["version"]) and update.get("at_unix_s"):
             by_server[update["server_id"]].append(_swap(update))
-    return [Process(name, by_server[name], "weights") for name in sorted(by_server)]
+    return [TraceProcess(name, by_server[name], "weights") for name in sorted(by_server)]
 
 
-def _swap(update: Line) -> Slice:
+def _swap(update: Line) -> TraceSlice:
     """Fetched while tokens are sampled, then a pause with the load in it, at the end of which it was reported."""
     end = update["at_unix_s"]
     paused = end - update["pause_s"]
-    load = Slice("load", end - min(update["load_s"], update["pause_s"]), end)
+    load = TraceSlice("load", end - min(update["load_s"], update["pause_s"]), end)
     facts = {"requests in flight": update["in_flight"]}
-    parts = [Slice("fetch", paused - update["fetch_s"], paused), Slice("pause", paused, end, facts, [load])]
+    parts = [TraceSlice("fetch", paused - update["fetch_s"], paused), TraceSlice("pause", paused, end, facts, [load])]
     version = {"version": update["version"]}
-    return Slice(f"swap to version {update['version']}", parts[0].start_s, end, version, parts)
+    return TraceSlice(f"swap to version {update['version']}", parts[0].start_s, end, version, parts)
 
 
-def _workers(folder: Path, steps: Steps) -> list[Process]:
-    by_worker: dict[str, list[Slice]] = defaultdict(list)
+def _workers(folder: Path, steps: StepRange) -> list[TraceProcess]:
+    by_worker: dict[str, list[TraceSlice]] = defaultdict(list)
     for path in sorted(folder.glob("step_*.jsonl")):
         step = int(path.stem.removeprefix("step_"))
         for record in read_lines(path) if step in steps else ():
             if (drawn := episode_slice(record, step)) is not None:
                 by_worker[str(record["extra"].get("worker", "agents"))].append(drawn)
-    return [Process(name, by_worker[name], "episodes") for name in sorted(by_worker)]
+    return [TraceProcess(name, by_worker[name], "episodes") for name in sorted(by_worker)]
 
 
 def _known(lines: Sequence[Line]) -> str:
@@ -201,7 +201,7 @@ def _known(lines: Sequence[Line]) -> str:
 MODEL, REWARD = "model", "reward"
 
 
-def episode_slice(record: Mapping[str, Any], step: int) -> Slice | None:
+def episode_slice(record: Mapping[str, Any], step: int) -> TraceSlice | None:
     """None where the record says nothing about times: an older recorder's, or an OpenAI client's episode."""
     began_s, spans = record["extra"].get("began_unix_s"), record["extra"].get("trace")
     if began_s is None or not spans:
@@ -211,19 +211,19 @@ def episode_slice(record: Mapping[str, Any], step: int) -> Slice | None:
     end_s = max([*ends, began_s + float(record["metrics"].get("latency_s", 0.0))])
     facts = {"reward": record["reward"], "outcome": record["outcome"]["kind"], "turns": record["num_turns"]}
     children = [*_turns([part for part in parts if part.name != REWARD]), *(p for p in parts if p.name == REWARD)]
-    return Slice(record["episode_id"], began_s, end_s, {**facts, "step": step}, children)
+    return TraceSlice(record["episode_id"], began_s, end_s, {**facts, "step": step}, children)
 
 
-def _part(began_s: float, span: Sequence[Any]) -> Slice:
+def _part(began_s: float, span: Sequence[Any]) -> TraceSlice:
     kind, name, start, seconds = span
     title = f"{kind} {name}" if name else kind
-    return Slice(title, began_s + start, began_s + start + seconds)
+    return TraceSlice(title, began_s + start, began_s + start + seconds)
 
 
-def _turns(parts: Sequence[Slice]) -> list[Slice]:
+def _turns(parts: Sequence[TraceSlice]) -> list[TraceSlice]:
     """A turn begins with each model call; what comes before the first one stands by itself."""
-    turns: list[list[Slice]] = []
-    before: list[Slice] = []
+    turns: list[list[TraceSlice]] = []
+    before: list[TraceSlice] = []
     for part in parts:
         if part.name == MODEL:
             turns.append([part])
@@ -232,14 +232,14 @@ def _turns(parts: Sequence[Slice]) -> list[Slice]:
     return [*before, *(_turn(number, turn) for number, turn in enumerate(turns))]
 
 
-def _turn(number: int, parts: Sequence[Slice]) -> Slice:
-    return Slice(f"turn {number}", parts[0].start_s, max(part.end_s for part in parts), {}, parts)
+def _turn(number: int, parts: Sequence[TraceSlice]) -> TraceSlice:
+    return TraceSlice(f"turn {number}", parts[0].start_s, max(part.end_s for part in parts), {}, parts)
 
 
 Event = dict[str, Any]
 
 
-def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
+def chrome_trace(processes: Sequence[TraceProcess]) -> dict[str, Any]:
     """``{"traceEvents": […]}``. The first thing that happens in any process is at 0."""
     starts = [one.start_s for process in processes for one in process.slices]
     zero_s = min(starts, default=0.0)
@@ -247,7 +247,7 @@ def chrome_trace(processes: Sequence[Process]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"began_unix_s": zero_s}}
 
 
-def _events(pid: int, process: Process, zero_s: float) -> Iterator[Event]:
+def _events(pid: int, process: TraceProcess, zero_s: float) -> Iterator[Event]:
     yield _named("process_name", pid, 0, name=process.name)
     yield _named("process_sort_index", pid, 0, sort_index=pid)
     for tid, lane in enumerate(lanes(process.slices), start=1):
@@ -259,7 +259,7 @@ def _events(pid: int, process: Process, zero_s: float) -> Iterator[Event]:
             yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _us(at_s, zero_s), "args": {name: value}}
 
 
-def _slice_events(pid: int, tid: int, one: Slice, zero_s: float) -> Iterator[Event]:
+def _slice_events(pid: int, tid: int, one: TraceSlice, zero_s: float) -> Iterator[Event]:
     where = {"name": one.name, "pid": pid, "tid": tid}
     yield {**where, "ph": "B", "ts": _us(one.start_s, zero_s), "args": dict(one.facts)}
     for child in one.children:

@@ -29,7 +29,7 @@ from benchmarks.support.bare import BareEngine
 from benchmarks.support.child import own_stdout
 from benchmarks.support.load import Ask, Load, Stream, Tally, Took, run_load
 from benchmarks.support.turns import Turns, run_turns
-from penstock.deploy import Link
+from penstock.deploy import RunConnection
 from penstock.rollout_server import Chunk, Engine, GenerateRequest, RolloutClient, RolloutConfig, Sampling
 from penstock.rollout_server.engines import make_engine
 from penstock.transfer_queue import RedisTransferQueue
@@ -69,7 +69,7 @@ class Generator:
 
     async def _client(self) -> RolloutClient:
         if self._client_of_run is None:
-            link = Link.from_environment()
+            link = RunConnection.from_environment()
             self._queue = await link.connect()
             self._client_of_run = RolloutClient(self._queue, link.token, TIMEOUT_S)
         return self._client_of_run

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.support.child import ROOT, Child
 from benchmarks.support.measure import PROC, family
-from penstock.deploy import Link, RoleProcess, RoleSpec, RunConfig, dump_config, limits_of
+from penstock.deploy import RoleProcess, RoleSpec, RunConfig, RunConnection, dump_config, limits_of
 from penstock.transfer_queue import RedisServer, RedisTransferQueue
 
 
@@ -89,7 +89,7 @@ class Server:
     url: str
     pid: int
     """Of the sidecar."""
-    link: Link
+    link: RunConnection
     queue: RedisTransferQueue
 
     def engine_pids(self) -> list[int]:
@@ -117,7 +117,7 @@ async def rollout_servers(
     `settings` are a recipe's. `cores`: which ones each server, its engine included, may use; empty: all.
     """
     config = RunConfig(data={"train": "generate:calculator"}, **ONE_EPISODE, **settings)
-    link = Link(redis[0], config.name, redis[1], secrets.token_urlsafe(16))
+    link = RunConnection(redis[0], config.name, redis[1], secrets.token_urlsafe(16))
     queue = await link.connect(config.transfer_queue)
     await queue.create_run(limits_of(config), dump_config(config))
     roles = [_role(name, link, Path(config.runs_dir)) for name in names]
@@ -145,7 +145,7 @@ async def load_process(server: Server, cores: set[int] | None = None) -> Child:
     return child
 
 
-def _role(name: str, link: Link, folder: Path) -> RoleProcess:
+def _role(name: str, link: RunConnection, folder: Path) -> RoleProcess:
     paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": paths, "PENSTOCK_SUPERVISED": "1", "PENSTOCK_LOG": "WARNING"}
     argv = [sys.executable, "-m", "penstock.deploy.cli", "rollout", "--name", name]

@@ -13,7 +13,7 @@ from penstock.deploy.config import ConfigError
 
 if TYPE_CHECKING:
     from penstock.dashboard import Tokens
-    from penstock.deploy.connection import Link
+    from penstock.deploy.connection import RunConnection
 
 VIEW_TOKEN_VARIABLE = "PENSTOCK_VIEW_TOKEN"  # noqa: S105 - the variable's name, not a secret
 
@@ -62,9 +62,9 @@ def _tokens() -> Tokens:
     return Tokens(write, read)
 
 
-def _own_link() -> Link | None:
+def _own_link() -> RunConnection | None:
     """The run that this shell or supervisor belongs to; None: only those in the folder."""
-    from penstock.deploy.connection import RUN_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE, Link
+    from penstock.deploy.connection import RUN_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE, RunConnection
 
     named = all(os.environ.get(name) for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE))
-    return Link.from_environment() if named else None
+    return RunConnection.from_environment() if named else None

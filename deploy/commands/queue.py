@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from penstock.deploy.config import ConfigError
-from penstock.deploy.connection import PASSWORD_VARIABLE, RUN_VARIABLE, USER_VARIABLE, Link
+from penstock.deploy.connection import PASSWORD_VARIABLE, RUN_VARIABLE, USER_VARIABLE, RunConnection
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, exposition, version_lags
 from penstock.transfer_queue.redis import RIGHTS, setuser_commands
 
@@ -35,7 +35,7 @@ def status(
     """Counts by state, versions, ages, bytes, waits, and rollout servers with their lag, as JSON."""
     found, servers = _ask(run, _status_and_servers)
     if prometheus:
-        print(exposition(Link.from_environment(run=run).run, found, servers).decode(), end="")
+        print(exposition(RunConnection.from_environment(run=run).run, found, servers).decode(), end="")
         return
     lags = version_lags(found, servers)
     listed = {s.server_id: {**_plain(s), "version_lag": lags[s.server_id]} for s in servers}
@@ -52,7 +52,7 @@ def export(
     """Serve the queue's numbers to Prometheus, with the run's token as bearer credentials, until interrupted."""
     from penstock.deploy.telemetry import serve
 
-    _run(lambda: serve(Link.from_environment(run=run), host, port, every_s))
+    _run(lambda: serve(RunConnection.from_environment(run=run), host, port, every_s))
 
 
 @app.command()
@@ -135,7 +135,7 @@ def _mistake(error: Exception) -> typer.Exit:
 
 
 async def _asked(run: str | None, question: Callable[[TransferQueue], Awaitable[Answer]]) -> Answer:
-    queue = await Link.from_environment(run=run).connect()
+    queue = await RunConnection.from_environment(run=run).connect()
     try:
         return await question(queue)
     finally:

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from penstock.deploy.commands.guard import guarded
 from penstock.deploy.config import ConfigError, load_config, parse_config
 from penstock.deploy.placements.slurm.placement import place, server_gpus
-from penstock.deploy.placements.slurm.script import Job, Runtime
+from penstock.deploy.placements.slurm.script import Runtime, SlurmJob
 from penstock.deploy.run_dir import RunDir
 
 
@@ -79,18 +79,18 @@ def run(
 
     Example: penstock slurm recipes/calculator.yaml rollout.servers=8 --nodes 3 --gpus-per-node 4 --time 12:00:00
     """
-    from penstock.deploy.placements.slurm.script import Recipe, run_script
+    from penstock.deploy.placements.slurm.script import SlurmRecipe, run_script
     from penstock.deploy.placements.slurm.submit import submit, write_secrets
 
     def work() -> None:
-        job = Job(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,
+        job = SlurmJob(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,
                   container_runtime, mount or ())  # fmt: skip
         config = load_config(recipe, overrides or [])
         at = place(
             config, nodes, trainer_nodes=trainer_nodes, gpus_per_node=gpus_per_node, gpus_per_server=gpus_per_server
         )
         text = run_script(
-            Recipe(recipe, overrides or [], config), job, at, sandbox=sandbox_server, max_requeues=max_requeues
+            SlurmRecipe(recipe, overrides or [], config), job, at, sandbox=sandbox_server, max_requeues=max_requeues
         )
         if print_:
             print(text, end="")
@@ -134,7 +134,7 @@ def join(
     from penstock.deploy.placements.slurm.submit import submit
 
     def work() -> None:
-        job = Job(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,
+        job = SlurmJob(partition, account, time, gpus_per_node, cpus_per_node, sbatch or (), setup or (), container,
                   container_runtime, mount or ())  # fmt: skip
         folder = RunDir(run_folder.resolve())
         if not folder.config.is_file():

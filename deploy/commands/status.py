@@ -87,13 +87,13 @@ async def _looking(folder: Path, name: str) -> AsyncIterator[Callable[[], Awaita
     """What asks for the run's state, as often as it is called; what it holds open is closed."""
     from penstock.dashboard import Pulse, RunFiles
     from penstock.deploy.config import ConfigError
-    from penstock.deploy.connection import Link
+    from penstock.deploy.connection import RunConnection
     from penstock.deploy.live_queues import FolderQueues
     from penstock.deploy.report import run_state
 
     own = None
     with contextlib.suppress(ConfigError):
-        own = Link.from_environment()
+        own = RunConnection.from_environment()
     queues, files = FolderQueues(folder, own), RunFiles(folder / name)
     pulse = Pulse(queues)
     try:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from penstock.deploy.trace import Steps
+    from penstock.deploy.trace import StepRange
 
 
 def trace(
     run: Annotated[str, typer.Argument(help="A run's folder, or its name in --runs-dir.", metavar="RUN")],
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
-    steps: Annotated[str, typer.Option(metavar="A:B", help="Steps A to B-1; either may be left out.")] = ":",
+    steps: Annotated[str, typer.Option(metavar="A:B", help="StepRange A to B-1; either may be left out.")] = ":",
     runs_dir: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
 ) -> None:
     """Write what every role of a run did and when, for https://ui.perfetto.dev or chrome://tracing.
@@ -47,14 +47,14 @@ def trace(
     typer.echo(f"{out}: {len(text) / 1e6:.1f} MB; {told}", err=True)
 
 
-def steps_of(text: str) -> Steps:
+def steps_of(text: str) -> StepRange:
     """Raises `ValueError` with the mend."""
-    from penstock.deploy.trace import Steps
+    from penstock.deploy.trace import StepRange
 
     first, colon, end = text.partition(":")
     if not colon or not all(part.isdigit() for part in (first, end) if part):
         raise ValueError(f"--steps {text!r}: write A:B, for example 100:110, 100: or :10")
-    return Steps(int(first or 0), int(end) if end else None)
+    return StepRange(int(first or 0), int(end) if end else None)
 
 
 def weight_updates(root: Path) -> list[dict[str, Any]]:
@@ -73,10 +73,10 @@ def weight_updates(root: Path) -> list[dict[str, Any]]:
 
 
 async def _from_queue(connect_env: str) -> list[dict[str, Any]]:
-    from penstock.deploy.connection import Link
+    from penstock.deploy.connection import RunConnection
     from penstock.deploy.live_queues import SETTINGS
 
-    queue = await Link.from_lines(connect_env).connect(SETTINGS)
+    queue = await RunConnection.from_lines(connect_env).connect(SETTINGS)
     try:
         return [asdict(update) for update in await queue.updates()]
     finally:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.common import die_with_parent
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.connection import Link
+from penstock.deploy.connection import RunConnection
 from penstock.deploy.run_dir import local_weights_dir
 from penstock.trainer import RANKS_FILE_VARIABLE, TrainerConfig
 
@@ -25,7 +25,7 @@ TORCHRUN_TELLS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of one machine, or of several, meet."""
 
     nodes: int = 1
@@ -35,7 +35,7 @@ class Meeting:
     """HOST:PORT on node 0; empty on one machine."""
 
     @classmethod
-    def of(cls, nodes: int | None, node_rank: int, endpoint: str | None) -> Meeting:
+    def of(cls, nodes: int | None, node_rank: int, endpoint: str | None) -> Rendezvous:
         """Explicit values win over the environment. Raises `ConfigError`."""
         named = os.environ.get(NODES_VARIABLE) or "1"
         if nodes is None and not re.fullmatch(r"[1-9]\d*", named):
@@ -68,7 +68,7 @@ class Meeting:
         ]
 
 
-def exec_trainer(link: Link, meeting: Meeting = Meeting(), *, wait_s: float = 0.0) -> None:
+def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, wait_s: float = 0.0) -> None:
     """Replace this process by the trainer's one rank, or by torchrun with this machine's share of `trainer.ranks`.
 
     On one machine they meet in files, and listen on loopback alone. Raises `ConfigError`.
@@ -80,12 +80,12 @@ def exec_trainer(link: Link, meeting: Meeting = Meeting(), *, wait_s: float = 0.
     python = _python(trainer)
     environment = {**os.environ, **link.environment(), "OMP_NUM_THREADS": str(trainer.threads)}
     words = [python]
-    if (meeting.nodes, trainer.ranks) == (1, 1):
+    if (rendezvous.nodes, trainer.ranks) == (1, 1):
         environment = {name: value for name, value in environment.items() if name not in TORCHRUN_TELLS}
     else:
         folder = _new_folder(local_weights_dir(config))
-        words += ["-m", "torch.distributed.run", *meeting.arguments(trainer.ranks, link.run, folder)]
-        if meeting.nodes == 1:
+        words += ["-m", "torch.distributed.run", *rendezvous.arguments(trainer.ranks, link.run, folder)]
+        if rendezvous.nodes == 1:
             environment |= {RANKS_FILE_VARIABLE: str(folder / "ranks"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     os.execve(python, [*words, "-m", "penstock.deploy.cli", "train-rank"], environment)  # noqa: S606
 
@@ -96,7 +96,7 @@ def _new_folder(weights: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix="ranks-", dir=weights))
 
 
-async def _config(link: Link, wait_s: float) -> RunConfig:
+async def _config(link: RunConnection, wait_s: float) -> RunConfig:
     queue, config = await link.join(wait_s=wait_s)
     await queue.close()
     return config

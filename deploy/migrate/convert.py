@@ -29,7 +29,7 @@ class Left:
 
 
 @dataclass(slots=True)
-class Account:
+class KeyAccount:
     """Every key that was given is in exactly one of the three."""
 
     taken: dict[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Migrated:
     """A recipe, and what became of each key."""
 
     recipe: Mapping[str, Any]
-    account: Account
+    account: KeyAccount
     notes: Sequence[str]
     """What a person must know about what was taken over."""
 
@@ -66,7 +66,7 @@ def migrate(flat: Mapping[str, Any], table: Table) -> Migrated:
 
     Raises `BadSource` where a value that must be a number is none.
     """
-    account, settings = Account(), dict(_defaults(flat, table))
+    account, settings = KeyAccount(), dict(_defaults(flat, table))
     for key, value in flat.items():
         _enter(key, value, table, account, settings)
     given = Given(flat, table)
@@ -81,7 +81,7 @@ def migrate(flat: Mapping[str, Any], table: Table) -> Migrated:
     return Migrated(_nested(settings), account, given.notes)
 
 
-def _enter(key: str, value: Any, table: Table, account: Account, settings: dict[str, Any]) -> None:
+def _enter(key: str, value: Any, table: Table, account: KeyAccount, settings: dict[str, Any]) -> None:
     name = table.find(key)
     if name is None or (name.kind == "always" and not table.knows(key)):
         account.left.append(Left(key, value, f"{table.source} has no such setting"))
@@ -97,7 +97,7 @@ def _enter(key: str, value: Any, table: Table, account: Account, settings: dict[
         _copy(name, key, value, account, settings)
 
 
-def _copy(name: Name, key: str, value: Any, account: Account, settings: dict[str, Any]) -> None:
+def _copy(name: Name, key: str, value: Any, account: KeyAccount, settings: dict[str, Any]) -> None:
     if name.values and value not in name.values:
         account.left.append(Left(key, value, f"{name.ours} is one of {', '.join(map(str, name.values.values()))}"))
         return

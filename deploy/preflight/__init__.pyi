@@ -10,7 +10,7 @@ from .disk import check_disk as check_disk
 from .disk import check_room as check_room
 from .machine import check_open_files as check_open_files
 from .machine import check_threads as check_threads
-from .memory import Shape as Shape
+from .memory import ModelShape as ModelShape
 from .memory import check_memory as check_memory
 from .memory import check_shared_memory as check_shared_memory
 from .memory import in_flight_bytes as in_flight_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, human, warning
-from penstock.deploy.preflight.memory import MASTER, Shape, model_shape, needs_critic, published_bytes
+from penstock.deploy.preflight.memory import MASTER, ModelShape, model_shape, needs_critic, published_bytes
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import BYTES_PER_TOKEN
 
@@ -47,7 +47,7 @@ def check_room(config: RunConfig) -> Check | None:
     )
 
 
-def checkpoint_bytes(config: RunConfig, shape: Shape) -> float:
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> float:
     """Weights and two moments in float32, of the matrices that learn, and of the critic where there is one."""
     learning = shape.lora * config.trainer.lora.rank or shape.parameters
     return (1 + needs_critic(config)) * 3 * MASTER * learning

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.deploy.config import RunConfig
 from penstock.deploy.plan import gpus_of_server, has_gpu
 from penstock.deploy.preflight.check import Check, cores, human, skipped, warning
-from penstock.deploy.preflight.memory import Shape, model_shape, needs_critic, server_bytes, trainer_bytes
+from penstock.deploy.preflight.memory import ModelShape, model_shape, needs_critic, server_bytes, trainer_bytes
 
 BASE_FILES = 256
 """Libraries, logs, the queue's connections (64 at most), the model's files."""
@@ -109,7 +109,7 @@ def _together(torch: Any, ranks: int) -> Check:
     return Check("nccl", True, f"NCCL {version}; all {ranks} devices reach each other")
 
 
-def _memory(config: RunConfig, shape: Shape, have: int) -> Check:
+def _memory(config: RunConfig, shape: ModelShape, have: int) -> Check:
     rank = trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
     if config.trainer.offload:
         rank = {name: size for name, size in rank.items() if name in ("gathered layers", "activations")}

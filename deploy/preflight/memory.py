@@ -29,7 +29,7 @@ from typing import Any
 from penstock.deploy.config import RunConfig
 from penstock.deploy.plan import has_gpu
 from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
-from penstock.deploy.preflight.model import BadModel, Weights, read_config, read_weights
+from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config, read_weights
 from penstock.deploy.run_dir import SHARED_MEMORY
 from penstock.trainer import TrainerConfig
 from penstock.transfer_queue import BYTES_PER_TOKEN
@@ -40,7 +40,7 @@ MASTER = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """Of one model; widths in elements."""
 
     parameters: int
@@ -53,7 +53,7 @@ class Shape:
     """Parameters of LoRA's matrices per rank of theirs: Σ (rows + columns) of the layers' matrices."""
 
 
-def shape_of(told: Mapping[str, Any], weights: Weights) -> Shape | None:
+def shape_of(told: Mapping[str, Any], weights: WeightFiles) -> ModelShape | None:
     """From ``config.json`` and the headers of the weights; None for a model whose config names its sizes otherwise."""
     try:
         hidden, heads = int(told["hidden_size"]), int(told["num_attention_heads"])
@@ -64,10 +64,10 @@ def shape_of(told: Mapping[str, Any], weights: Weights) -> Shape | None:
     except (KeyError, TypeError, ValueError):
         return None
     matrices = (shape for name, shape in weights.shapes.items() if len(shape) == 2 and ".layers." in f".{name}")
-    return Shape(weights.parameters, layers, hidden, heads * head, key_value, mlp, sum(map(sum, matrices)))
+    return ModelShape(weights.parameters, layers, hidden, heads * head, key_value, mlp, sum(map(sum, matrices)))
 
 
-def trainer_bytes(shape: Shape, trainer: TrainerConfig, longest: int, *, critic: bool) -> dict[str, float]:
+def trainer_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int, *, critic: bool) -> dict[str, float]:
     """Of one rank, by part. `longest`: tokens of the longest sequence."""
     learning = shape.lora * trainer.lora.rank or shape.parameters
     width = BYTES[trainer.dtype]
@@ -81,14 +81,14 @@ def trainer_bytes(shape: Shape, trainer: TrainerConfig, longest: int, *, critic:
     }
 
 
-def _activations(shape: Shape, trainer: TrainerConfig, tokens: int) -> float:
+def _activations(shape: ModelShape, trainer: TrainerConfig, tokens: int) -> float:
     layer = 6 * shape.hidden + 2 * shape.query + 2 * shape.key_value + 3 * shape.mlp
     kept = shape.layers * shape.hidden + layer if trainer.recompute else shape.layers * layer
     row = tokens / trainer.parallel.context
     return BYTES[trainer.dtype] * row * kept / (trainer.parallel.tensor * trainer.parallel.pipeline)
 
 
-def server_bytes(shape: Shape, config: RunConfig, cached_tokens: int) -> dict[str, float]:
+def server_bytes(shape: ModelShape, config: RunConfig, cached_tokens: int) -> dict[str, float]:
     """Of one rollout server: `cached_tokens` is what its KV cache holds."""
     width = BYTES[config.rollout.dtype]
     return {
@@ -97,7 +97,7 @@ def server_bytes(shape: Shape, config: RunConfig, cached_tokens: int) -> dict[st
     }
 
 
-def published_bytes(shape: Shape, config: RunConfig) -> float:
+def published_bytes(shape: ModelShape, config: RunConfig) -> float:
     """Three versions at once: the one that is read, the one that is written, and one in between."""
     return 3 * BYTES[config.rollout.dtype] * shape.parameters
 
@@ -130,7 +130,7 @@ def check_memory(config: RunConfig) -> Iterator[Check]:
     yield _in_flight(config)
 
 
-def model_shape(config: RunConfig) -> Shape | None:
+def model_shape(config: RunConfig) -> ModelShape | None:
     """None where there is nothing to reckon with; what is wrong with the folder `check_model` says."""
     folder = Path(config.model)
     if not folder.is_dir():
@@ -138,11 +138,11 @@ def model_shape(config: RunConfig) -> Shape | None:
     try:
         weights = read_weights(folder)
         return shape_of(read_config(folder), weights) if weights else None
-    except BadModel:
+    except BadModelFiles:
         return None
 
 
-def host_parts(config: RunConfig, shape: Shape) -> dict[str, float]:
+def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     """Bytes of the host's memory by part of the run; where there are GPUs, what stays on the host beside them."""
     trainer, rollout = config.trainer, config.rollout
     on_gpu = has_gpu()

@@ -23,7 +23,7 @@ LFS = b"version https://git-lfs"
 AGAIN = "download the model again, for example with `huggingface-cli download NAME --local-dir FOLDER`"
 
 
-class BadModel(ValueError):
+class BadModelFiles(ValueError):
     """What is wrong with a file of the model, and in `mend` what to do."""
 
     def __init__(self, problem: str, mend: str = AGAIN) -> None:
@@ -32,7 +32,7 @@ class BadModel(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightFiles:
     shapes: Mapping[str, tuple[int, ...]]
     bytes: int
     """Of the files."""
@@ -42,8 +42,8 @@ class Weights:
         return sum(map(math.prod, self.shapes.values()))
 
 
-def read_weights(folder: Path) -> Weights | None:
-    """None where there is no such file. Raises `BadModel` for a shard that is missing, cut short or no weights."""
+def read_weights(folder: Path) -> WeightFiles | None:
+    """None where there is no such file. Raises `BadModelFiles` for a shard that is missing, cut short or no weights."""
     files = _shards(folder)
     if not files:
         return None
@@ -53,15 +53,15 @@ def read_weights(folder: Path) -> Weights | None:
         shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
     lost = sorted(_indexed(folder).keys() - shapes.keys())
     if lost:
-        raise BadModel(f"{INDEX} names {lost[0]} and {len(lost) - 1} more tensors that no file has")
-    return Weights(shapes, sum(file.stat().st_size for file in files))
+        raise BadModelFiles(f"{INDEX} names {lost[0]} and {len(lost) - 1} more tensors that no file has")
+    return WeightFiles(shapes, sum(file.stat().st_size for file in files))
 
 
 def _shards(folder: Path) -> list[Path]:
     indexed = sorted(set(_indexed(folder).values()))
     missing = [name for name in indexed if not (folder / name).is_file()]
     if missing:
-        raise BadModel(
+        raise BadModelFiles(
             f"{len(missing)} of {len(indexed)} shards that {INDEX} names are missing: {', '.join(missing[:5])}"
         )
     return [folder / name for name in indexed] or sorted(folder.glob("*.safetensors"))
@@ -75,7 +75,7 @@ def _indexed(folder: Path) -> Mapping[str, str]:
     try:
         names: Mapping[str, str] = json.loads(file.read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise BadModel(f"{INDEX} cannot be read: {error}") from error
+        raise BadModelFiles(f"{INDEX} cannot be read: {error}") from error
     return names
 
 
@@ -84,15 +84,17 @@ def _read_header(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         first = opened.read(8)
         if first + opened.read(len(LFS) - 8) == LFS:
-            raise BadModel(f"{file.name} is a pointer of git-lfs, not the weights", "run `git lfs pull` in the folder")
+            raise BadModelFiles(
+                f"{file.name} is a pointer of git-lfs, not the weights", "run `git lfs pull` in the folder"
+            )
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > min(size, MOST_HEADER_BYTES):
-            raise BadModel(f"{file.name} is no .safetensors file, or cut short: {size} bytes")
+            raise BadModelFiles(f"{file.name} is no .safetensors file, or cut short: {size} bytes")
         opened.seek(8)
         header = _parsed(file, opened.read(length))
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if size < end:
-        raise BadModel(f"{file.name} is cut short: {size} of {end} bytes")
+        raise BadModelFiles(f"{file.name} is cut short: {size} of {end} bytes")
     return header
 
 
@@ -103,7 +105,7 @@ def _parsed(file: Path, header: bytes) -> dict[str, Any]:
         for entry in found.values():
             entry["shape"], entry["data_offsets"][1]
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise BadModel(f"the header of {file.name} cannot be read: {error}") from error
+        raise BadModelFiles(f"the header of {file.name} cannot be read: {error}") from error
     checked: dict[str, Any] = found
     return checked
 
@@ -130,7 +132,7 @@ def _check_weights(folder: Path) -> Check:
     try:
         read_config(folder)
         weights = read_weights(folder)
-    except BadModel as error:
+    except BadModelFiles as error:
         return Check("model", False, f"{folder}: {error}", error.mend)
     if weights is None and not any(folder.glob("*.bin")):
         return Check("model", False, f"{folder} has no weights: no *.safetensors", SAVE)
@@ -139,12 +141,12 @@ def _check_weights(folder: Path) -> Check:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json``, of a model with several parts that of its text. Raises `BadModel`."""
+    """``config.json``, of a model with several parts that of its text. Raises `BadModelFiles`."""
     try:
         told = json.loads((folder / "config.json").read_text())
         found: dict[str, Any] = told.get("text_config", told)
     except (OSError, ValueError, AttributeError) as error:
-        raise BadModel(f"config.json cannot be read: {error}") from error
+        raise BadModelFiles(f"config.json cannot be read: {error}") from error
     return found
 
 
@@ -159,7 +161,7 @@ def check_vocabulary(config: RunConfig) -> Check | None:
             (shape[0] for name, shape in (weights.shapes if weights else {}).items() if name.endswith(EMBEDDING)), 0
         )
         highest = _highest_id(folder / "tokenizer.json")
-    except BadModel as error:
+    except BadModelFiles as error:
         return Check("vocabulary", False, str(error), error.mend)
     if not rows:
         return skipped("vocabulary", "no embedding of a known name among the weights")
@@ -178,7 +180,7 @@ def _highest_id(file: Path) -> int:
     try:
         return max(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values())
     except Exception as error:  # what tokenizers raises, from Rust, has no other type
-        raise BadModel(f"tokenizer.json cannot be read: {error}") from error
+        raise BadModelFiles(f"tokenizer.json cannot be read: {error}") from error
 
 
 def check_context(config: RunConfig) -> Check | None:
@@ -188,7 +190,7 @@ def check_context(config: RunConfig) -> Check | None:
         return None
     try:
         told = read_config(folder)
-    except BadModel:
+    except BadModelFiles:
         return None  # `check_model` says so
     most, wanted = told.get("max_position_embeddings"), config.rollout.max_model_len
     if not isinstance(most, int) or wanted <= most or _is_stretched(told):

@@ -21,7 +21,7 @@ import httpx
 import yaml
 
 from penstock.deploy.config import RunConfig, parse_config
-from penstock.deploy.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, Link, redis_login
+from penstock.deploy.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, RunConnection, redis_login
 from penstock.deploy.preflight.check import Check, human, skipped, warning
 from penstock.transfer_queue import Announcement, QueueError, QueueUnavailable, ServerInfo, TransferQueue, TransferQueueConfig
 from penstock.transfer_queue.redis import Connection, redact
@@ -210,7 +210,7 @@ PULL_S = 30.0
 SERVED = ("http", "collective")
 
 
-async def config_of(link: Link) -> RunConfig:
+async def config_of(link: RunConnection) -> RunConfig:
     """As the queue has it. Raises `QueueError`, soon."""
     queue = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
     try:
@@ -220,14 +220,14 @@ async def config_of(link: Link) -> RunConfig:
     return parse_config(yaml.safe_load(text), source=f"the queue's run {link.run!r}")
 
 
-async def why_not(link: Link, error: QueueError) -> list[Check]:
+async def why_not(link: RunConnection, error: QueueError) -> list[Check]:
     """Of a queue that `config_of` could not read."""
     redis = await examine_redis(link.url, link.username, link.password, TransferQueueConfig().max_bytes)
     mend = "start it (`penstock run`), or name another with PENSTOCK_RUN; docs/deploy.md has each role's rights"
     return [*redis, Check("queue", False, str(error), mend)]
 
 
-async def check_run(link: Link, config: RunConfig) -> list[Check]:
+async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
     """`config` is what the queue holds of the run."""
     redis = await examine_redis(link.url, link.username, link.password, config.transfer_queue.max_bytes)
     if not all(check.ok for check in redis if check.name == "redis"):
@@ -246,7 +246,7 @@ async def check_run(link: Link, config: RunConfig) -> list[Check]:
         await queue.close()
 
 
-async def _ask_all(queue: TransferQueue, http: httpx.AsyncClient, link: Link) -> list[Check]:
+async def _ask_all(queue: TransferQueue, http: httpx.AsyncClient, link: RunConnection) -> list[Check]:
     status, servers, newest = await queue.status(), await queue.servers(), await queue.latest_version()
     workers = ", ".join(f"{name} ({held})" for name, held in sorted(status.workers.items())) or "none holds an episode"
     told = Check("queue", True, f"run {link.run}, version {status.version}; workers: {workers}")
@@ -257,7 +257,7 @@ async def _ask_all(queue: TransferQueue, http: httpx.AsyncClient, link: Link) ->
     return [told, *(check for checks in answers for check in checks), *await _weights(http, newest)]
 
 
-async def _server(http: httpx.AsyncClient, server: ServerInfo, link: Link) -> list[Check]:
+async def _server(http: httpx.AsyncClient, server: ServerInfo, link: RunConnection) -> list[Check]:
     name = f"server {server.server_id}"
     try:
         answer = await http.get(f"{server.url}/health")
@@ -318,7 +318,7 @@ async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list
     return [Check("weights", answer.is_success, f"{url}: HTTP {answer.status_code}", mend)]
 
 
-def _unreached(server: ServerInfo, link: Link) -> str:
+def _unreached(server: ServerInfo, link: RunConnection) -> str:
     host = urlsplit(server.url).hostname
     if host in LOOPBACK and urlsplit(link.url).hostname not in (*LOOPBACK, None):
         return "it is told as a loopback address: set rollout.host=0.0.0.0 (or `penstock rollout --host`) where it runs"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.deploy import Link
+from penstock.deploy import RunConnection
 from penstock.trainer import ModelLimits, StopConfig, Stopping, make_step_batch
 from penstock.transfer_queue import (
     COMPLETED,
@@ -54,7 +54,7 @@ class LivingRun:
         from penstock.trainer import Recorder
 
         await self.redis.start()
-        link = Link(self.redis.url, self.name, "only-for-this-test", "writes")
+        link = RunConnection(self.redis.url, self.name, "only-for-this-test", "writes")
         self.queue: RedisTransferQueue = await link.connect(TransferQueueConfig())
         await self.queue.create_run(LIMITS, "config: true")
         self.root.mkdir(parents=True)

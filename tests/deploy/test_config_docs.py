@@ -1,9 +1,9 @@
 from pathlib import Path
 
 from pydantic import BaseModel
+from scripts.reference import render_configuration, section_of
 
 from penstock.deploy import RunConfig
-from scripts.reference import render_configuration, section_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 

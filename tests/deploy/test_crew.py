@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import Crew, Kind, Role, RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy import Kind, Role, RoleFailed, RoleProcess, RoleSpec, Supervisor
 
 
 class Roles:
@@ -48,11 +48,11 @@ def roles(tmp_path: Path) -> Roles:
     return Roles(tmp_path)
 
 
-def crew_of(roles: Roles) -> Crew:
-    crew = Crew(roles.place, roles.role)
+def crew_of(roles: Roles) -> Supervisor:
+    supervisor = Supervisor(roles.place, roles.role)
     for role in (roles.role("rollout", 0), roles.role("agent", 0), roles.role("agent", 1), roles.role("trainer", None)):
-        crew.add(role)
-    return crew
+        supervisor.add(role)
+    return supervisor
 
 
 async def until(condition) -> None:
@@ -61,49 +61,49 @@ async def until(condition) -> None:
             await asyncio.sleep(0.01)
 
 
-def names(crew: Crew, kind: str) -> list[str]:
-    return [role.name for role in crew.present(kind)]
+def names(supervisor: Supervisor, kind: str) -> list[str]:
+    return [role.name for role in supervisor.present(kind)]
 
 
 async def test_roles_come_and_go_and_the_trainer_ends_it(roles: Roles) -> None:
-    crew = crew_of(roles)
-    running = asyncio.create_task(crew.run([]))
-    await until(lambda: all(member.pid for member in crew.members))
-    crew.resize("rollout", 3)
-    crew.resize("agent", 1)
-    assert names(crew, "rollout") == ["rollout-0", "rollout-1", "rollout-2"]
-    assert names(crew, "agent") == ["agent-0"]
+    supervisor = crew_of(roles)
+    running = asyncio.create_task(supervisor.run([]))
+    await until(lambda: all(member.pid for member in supervisor.members))
+    supervisor.resize("rollout", 3)
+    supervisor.resize("agent", 1)
+    assert names(supervisor, "rollout") == ["rollout-0", "rollout-1", "rollout-2"]
+    assert names(supervisor, "agent") == ["agent-0"]
     await until(lambda: "agent-1" in roles.ended)
-    crew.resize("agent", 2)
-    assert names(crew, "agent") == ["agent-0", "agent-2"], "no name is given twice: its lease may still run"
-    await until(lambda: all(m.pid for m in crew.members if m.spec.name != "agent-1"))
+    supervisor.resize("agent", 2)
+    assert names(supervisor, "agent") == ["agent-0", "agent-2"], "no name is given twice: its lease may still run"
+    await until(lambda: all(m.pid for m in supervisor.members if m.spec.name != "agent-1"))
     assert not running.done()
     (roles.folder / "trained").touch()
     async with asyncio.timeout(60):
         await running
-    await crew.stop()
+    await supervisor.stop()
     assert roles.ended[:2] == ["agent-1", "trainer"]
     assert sorted(roles.ended[2:4]) == ["agent-0", "agent-2"], "workers hand their leases back before servers go"
     assert sorted(roles.ended[4:]) == ["rollout-0", "rollout-1", "rollout-2"]
 
 
 async def test_one_that_was_added_and_fails_for_good_ends_the_run(roles: Roles) -> None:
-    crew = crew_of(roles)
-    running = asyncio.create_task(crew.run([]))
-    crew.add(roles.role("agent", 9))
+    supervisor = crew_of(roles)
+    running = asyncio.create_task(supervisor.run([]))
+    supervisor.add(roles.role("agent", 9))
     with pytest.raises(RoleFailed, match="no such model"):
         async with asyncio.timeout(60):
             await running
-    await crew.stop()
-    assert all(member.pid is None for member in crew.members)
+    await supervisor.stop()
+    assert all(member.pid is None for member in supervisor.members)
 
 
 async def test_a_helper_that_fails_ends_the_run(roles: Roles) -> None:
     async def fails() -> None:
         raise RuntimeError("the board is gone")
 
-    crew = crew_of(roles)
+    supervisor = crew_of(roles)
     with pytest.raises(RuntimeError, match="the board is gone"):
-        await crew.run([asyncio.create_task(fails())])
-    await crew.stop()
-    assert all(member.pid is None for member in crew.members)
+        await supervisor.run([asyncio.create_task(fails())])
+    await supervisor.stop()
+    assert all(member.pid is None for member in supervisor.members)

@@ -6,9 +6,18 @@ from pathlib import Path
 import pytest
 from tests.deploy.conftest import RECIPE
 
-from penstock.deploy import Link, LocalPlacement, RunDir, gpus_of, gpus_of_server, load_config, roles_of, visible_gpus
+from penstock.deploy import (
+    LocalPlacement,
+    RunConnection,
+    RunDir,
+    gpus_of,
+    gpus_of_server,
+    load_config,
+    roles_of,
+    visible_gpus,
+)
 
-LINK = Link("redis://127.0.0.1:1", "r", None, "token")
+LINK = RunConnection("redis://127.0.0.1:1", "r", None, "token")
 EIGHT = tuple("01234567")
 VLLM = ("rollout.engine=vllm", "agent.workers=1")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import _until_told
+from penstock.deploy import _until_stopped
 from penstock.deploy import roles as heartbeat
 
 
@@ -27,7 +27,7 @@ async def test_a_role_touches_its_file_again_and_again(tmp_path: Path, monkeypat
             await _touched(file)
             file.unlink()
 
-    await _until_told(role())
+    await _until_stopped(role())
     file.unlink(missing_ok=True)
     await asyncio.sleep(0.1)  # nothing to wait for: that it is not touched any more shows only in time
     assert not file.exists()

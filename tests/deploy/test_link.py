@@ -12,12 +12,12 @@ import pytest
 from penstock.deploy import (
     ConfigError,
     DataConfig,
-    Link,
     RunConfig,
+    RunConnection,
     RunDir,
+    connection_of_run,
     dump_config,
     limits_of,
-    link_of_run,
     own_redis,
     roles_of,
 )
@@ -28,7 +28,7 @@ from penstock.transfer_queue.redis import Connection, RedisBinary, find_redis_se
 
 CONFIG = RunConfig(name="mine", model="m", data=DataConfig(train="t"))
 PASSWORDS = {"trainer": "trainers-own", "agent": "agents-own", "rollout": "rollouts-own", "watch": "for-onlookers"}
-LINK = Link("redis://127.0.0.1:1", "mine", "owners-own", "token", role_passwords=PASSWORDS)
+LINK = RunConnection("redis://127.0.0.1:1", "mine", "owners-own", "token", role_passwords=PASSWORDS)
 
 
 def test_a_recipes_living_run_is_found_by_its_folder_or_its_shell(
@@ -37,14 +37,14 @@ def test_a_recipes_living_run_is_found_by_its_folder_or_its_shell(
     monkeypatch.delenv("PENSTOCK_RUN", raising=False)
     config = CONFIG.model_copy(update={"runs_dir": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"run mine does not live here; source its connect\.env"):
-        link_of_run(config)
+        connection_of_run(config)
     run = RunDir.of(config)
     run.root.mkdir()
     run.connect_env.write_text(LINK.shell_lines())
-    assert link_of_run(config).password == "owners-own"
+    assert connection_of_run(config).password == "owners-own"
     for name, value in LINK.of_role("agent").environment().items():
         monkeypatch.setenv(name, value)
-    assert link_of_run(config).username == "agent", "the shell's own rights, not the owner's"
+    assert connection_of_run(config).username == "agent", "the shell's own rights, not the owner's"
 
 
 def test_each_role_gets_its_own_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,21 +69,21 @@ def test_a_server_for_evaluations_is_one_more(tmp_path: Path) -> None:
 
 
 def test_a_queue_without_users_of_roles_is_joined_as_given(tmp_path: Path) -> None:
-    link = Link("redis://127.0.0.1:1", "mine", "password", "token", "mine-agent")
+    link = RunConnection("redis://127.0.0.1:1", "mine", "password", "token", "mine-agent")
     for spec in (role.spec(tmp_path) for role in roles_of(CONFIG, link)):
         assert spec.env["PENSTOCK_REDIS_USER"] == "mine-agent"
         assert spec.env["PENSTOCK_REDIS_PASSWORD"] == "password"
 
 
 def test_a_link_goes_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for link in (LINK.of_role("agent"), Link("unix:///s", "mine", None, "token")):
+    for link in (LINK.of_role("agent"), RunConnection("unix:///s", "mine", None, "token")):
         for name, value in link.environment().items():
             monkeypatch.setenv(name, value)
-        assert Link.from_environment() == link
+        assert RunConnection.from_environment() == link
 
 
 def test_the_lines_for_a_shell_are_safe_to_source() -> None:
-    link = Link(
+    link = RunConnection(
         "rediss://host?ssl_ca_certs=/my ca&ssl_check_hostname=no", "mine", "a'b", "token", role_passwords=PASSWORDS
     )
     exports = [line for line in link.shell_lines().splitlines() if not line.startswith("#")]

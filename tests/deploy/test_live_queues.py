@@ -6,22 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import ConfigError, FolderQueues, Link, RunConfig, RunDir, page_roles
+from penstock.deploy import ConfigError, FolderQueues, RunConfig, RunConnection, RunDir, page_roles
 from penstock.transfer_queue import Limits, RedisServer
 
 PASSWORD = "only-for-this-test"
-LINK = Link("redis://h:1", "mine", "p q'\"$x", "token=with=signs", "agent", {"trainer": "other", "agent": "its-own"})
+LINK = RunConnection(
+    "redis://h:1", "mine", "p q'\"$x", "token=with=signs", "agent", {"trainer": "other", "agent": "its-own"}
+)
 
 
 def test_a_link_is_read_back_from_the_lines_for_the_shell() -> None:
-    read = Link.from_lines(LINK.shell_lines())
+    read = RunConnection.from_lines(LINK.shell_lines())
     assert (read.url, read.run, read.password, read.token, read.username) == (*astuple(LINK), "agent")
     assert read.role_passwords == {}, "the logins of roles are comments"
     with pytest.raises(ConfigError, match="PENSTOCK_TOKEN"):
-        Link.from_lines("export PENSTOCK_QUEUE=redis://h PENSTOCK_RUN=mine")
+        RunConnection.from_lines("export PENSTOCK_QUEUE=redis://h PENSTOCK_RUN=mine")
 
 
-def astuple(link: Link) -> tuple[str, str, str | None, str]:
+def astuple(link: RunConnection) -> tuple[str, str, str | None, str]:
     return link.url, link.run, link.password, link.token
 
 
@@ -32,7 +34,7 @@ async def test_a_run_is_found_while_it_lives_and_found_again(tmp_path: Path) -> 
         env = tmp_path / "runs" / "mine" / "connect.env"
         env.parent.mkdir(parents=True)
         assert (queues.names(), await queues.queue("mine")) == ([], None)
-        link = Link(server.url, "mine", PASSWORD, "token")
+        link = RunConnection(server.url, "mine", PASSWORD, "token")
         owner = await link.connect()
         await owner.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1), "x")
         env.write_text(link.shell_lines())

@@ -13,12 +13,12 @@ from penstock.deploy import app
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = str(RECIPES / "calculator.yaml")
 RIGHT = """
-def right(scene):
-    if scene.turn:
-        return scene.results[-1]
-    return scene.call("python", code=f"print({scene.task.extra_info['expression']})")
+def right(snapshot):
+    if snapshot.turn:
+        return snapshot.results[-1]
+    return snapshot.call("python", code=f"print({snapshot.task.extra_info['expression']})")
 
-def lazy(scene):
+def lazy(snapshot):
     return "0.5"
 """
 pytestmark = pytest.mark.bwrap

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import Processes, ask_for_stacks, task_lines
+from penstock.common import ProcessTable
+from penstock.deploy import ask_for_stacks, is_held, task_lines
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 ANSWERS = """
@@ -74,7 +75,7 @@ def test_threads_and_tasks_are_written_and_nobody_is_ended(answering: Child) -> 
             answering.until("3 task(s), such as walker")
     assert said.index("in go_home") < said.index("in wait_for_a_bus"), "from the outermost call inwards"
     assert "in read_a_book" in said, "threads, too"
-    assert below in Processes.now().tree_of(answering.process.pid), "a process that does not answer lives on"
+    assert below in ProcessTable.now().tree_of(answering.process.pid), "a process that does not answer lives on"
 
 
 def test_a_program_of_others_is_not_asked(tmp_path: Path) -> None:
@@ -93,10 +94,10 @@ def test_a_program_of_others_is_not_asked(tmp_path: Path) -> None:
 def test_a_role_that_is_stopped_is_seen_and_its_cpu_counted(answering: Child) -> None:
     answering.until("up ")
     pid = answering.process.pid
-    assert not Processes.now().is_held(pid)
-    assert Processes.now().cpu_s(pid) > 0
+    assert not is_held(ProcessTable.now(), pid)
+    assert ProcessTable.now().cpu_s(pid) > 0
     os.kill(pid, signal.SIGSTOP)
-    while not Processes.now().is_held(pid):
+    while not is_held(ProcessTable.now(), pid):
         time.sleep(0.01)
     os.kill(pid, signal.SIGCONT)
 

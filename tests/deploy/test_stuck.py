@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.deploy import LocalRole, Scene, find_stuck
+from penstock.deploy import LocalRole, Snapshot, diagnose_stall
 from penstock.transfer_queue import ServerInfo, Status
 
 ROLES = tuple(LocalRole(name, running=True) for name in ("rollout-0", "agent-0", "agent-1", "trainer"))
@@ -14,8 +14,10 @@ UP = ServerInfo("rollout-0", "http://a", 3)
 IDLE = Status(3, 3, 0, {"queued": 9}, {"leased": 0}, 0, {}, {"agent-0": 0, "agent-1": 0})
 
 
-def scene(status: Status | None = IDLE, servers: tuple[ServerInfo, ...] = (UP,), roles: tuple[LocalRole, ...] = ROLES):
-    return Scene(status, servers, roles, groups_per_step=4, max_staleness=1, steps=10)
+def snapshot(
+    status: Status | None = IDLE, servers: tuple[ServerInfo, ...] = (UP,), roles: tuple[LocalRole, ...] = ROLES
+):
+    return Snapshot(status, servers, roles, groups_per_step=4, max_staleness=1, steps=10)
 
 
 def groups(**counts: int) -> Status:
@@ -28,27 +30,31 @@ EVALUATION = replace(
 )
 
 CASES = {
-    "held": (scene(roles=(*ROLES[:3], LocalRole("trainer", running=True, held=True))), "trainer", "SIGSTOP"),
-    "dead": (scene(roles=(LocalRole("agent-0", running=False, restarts=4), *ROLES)), "agent-0", "4 restarts"),
-    "queue": (scene(None), "queue", "does not answer"),
-    "a batch": (scene(groups(shipped=4)), "trainer", "has leased step 2"),
-    "ready": (scene(groups(ready=4)), "trainer", "4 make a step"),
-    "no server": (scene(LEASED, ()), "rollout-0", "no server is in the registry"),
-    "closed": (scene(LEASED, (replace(UP, accepting=False),)), "rollout-0", "GET /health"),
-    "old": (scene(LEASED, (replace(UP, version=1),)), "rollout-0", "version 1, published is 3"),
-    "in flight": (scene(LEASED, (replace(UP, in_flight=7), replace(UP, server_id="b"))), "rollout-0", "7 requests"),
-    "tools": (scene(LEASED), "agent-1", "12 episodes are held and no server has a request"),
-    "slow groups": (scene(replace(LEASED, groups={"queued": 1, "ready": 5, "admitted": 2})), "agent-1", "12 episodes"),
-    "nobody": (scene(), "agent-0, agent-1", "room for 8, and nobody leases"),
-    "full": (scene(groups(admitted=8)), "trainer", "all that admission allows"),
-    "no tasks": (scene(replace(IDLE, groups={"ready": 3, "submitted": 9})), "trainer", "submits none"),
-    "loading": (scene(replace(IDLE, groups={})), "trainer", "submitted no task yet"),
-    "evaluation": (scene(EVALUATION, (replace(UP, version=10),)), "agent-0, agent-1", "3 episodes are held"),
+    "held": (snapshot(roles=(*ROLES[:3], LocalRole("trainer", running=True, held=True))), "trainer", "SIGSTOP"),
+    "dead": (snapshot(roles=(LocalRole("agent-0", running=False, restarts=4), *ROLES)), "agent-0", "4 restarts"),
+    "queue": (snapshot(None), "queue", "does not answer"),
+    "a batch": (snapshot(groups(shipped=4)), "trainer", "has leased step 2"),
+    "ready": (snapshot(groups(ready=4)), "trainer", "4 make a step"),
+    "no server": (snapshot(LEASED, ()), "rollout-0", "no server is in the registry"),
+    "closed": (snapshot(LEASED, (replace(UP, accepting=False),)), "rollout-0", "GET /health"),
+    "old": (snapshot(LEASED, (replace(UP, version=1),)), "rollout-0", "version 1, published is 3"),
+    "in flight": (snapshot(LEASED, (replace(UP, in_flight=7), replace(UP, server_id="b"))), "rollout-0", "7 requests"),
+    "tools": (snapshot(LEASED), "agent-1", "12 episodes are held and no server has a request"),
+    "slow groups": (
+        snapshot(replace(LEASED, groups={"queued": 1, "ready": 5, "admitted": 2})),
+        "agent-1",
+        "12 episodes",
+    ),
+    "nobody": (snapshot(), "agent-0, agent-1", "room for 8, and nobody leases"),
+    "full": (snapshot(groups(admitted=8)), "trainer", "all that admission allows"),
+    "no tasks": (snapshot(replace(IDLE, groups={"ready": 3, "submitted": 9})), "trainer", "submits none"),
+    "loading": (snapshot(replace(IDLE, groups={})), "trainer", "submitted no task yet"),
+    "evaluation": (snapshot(EVALUATION, (replace(UP, version=10),)), "agent-0, agent-1", "3 episodes are held"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_part_that_should_have_moved_is_named(case: str) -> None:
     given, part, why = CASES[case]
-    found = find_stuck(given)
+    found = diagnose_stall(given)
     assert (found.part, why in found.why) == (part, True), found

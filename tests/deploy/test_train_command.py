@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.deploy.conftest import RECIPE
 
-from penstock.deploy import ConfigError, Link, Meeting, exec_trainer, load_config, remove_weights, train
+from penstock.deploy import ConfigError, Rendezvous, RunConnection, exec_trainer, load_config, remove_weights, train
 
 HERE = Path("/dev/shm/here")
 
@@ -34,7 +34,7 @@ def test_only_several_ranks_are_started_by_torchrun(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "3")  # of somebody else's torchrun: a rank that has them waits for two more
     try:
-        exec_trainer(Link("redis://127.0.0.1:1", "mine", None, "a token"))
+        exec_trainer(RunConnection("redis://127.0.0.1:1", "mine", None, "a token"))
     finally:
         remove_weights(config)
     [(words, environment)] = became
@@ -52,14 +52,14 @@ def test_only_several_ranks_are_started_by_torchrun(
 
 
 def test_one_machine_meets_in_a_file() -> None:
-    words = Meeting.of(None, 0, None).arguments(2, "mine", HERE)
+    words = Rendezvous.of(None, 0, None).arguments(2, "mine", HERE)
     told = dict(zip(words[::2], words[1::2], strict=True))
     assert (told["--nproc-per-node"], told["--rdzv-id"], told["--local-addr"]) == ("2", "mine", "127.0.0.1")
     assert (told["--rdzv-conf"], told["--rdzv-endpoint"]) == ("store_type=file", "/dev/shm/here/nodes")
 
 
 def test_several_machines_share_the_ranks_out_evenly() -> None:
-    words = Meeting.of(2, 1, "n1:4000").arguments(8, "mine", HERE)
+    words = Rendezvous.of(2, 1, "n1:4000").arguments(8, "mine", HERE)
     told = dict(zip(words[::2], words[1::2], strict=True))
     assert (told["--nnodes"], told["--node-rank"], told["--nproc-per-node"]) == ("2", "1", "4")
     assert (told["--rdzv-backend"], told["--rdzv-endpoint"], told["--rdzv-id"]) == ("static", "n1:4000", "mine")
@@ -68,8 +68,8 @@ def test_several_machines_share_the_ranks_out_evenly() -> None:
 def test_the_head_passes_it_on_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "4")
     monkeypatch.setenv("PENSTOCK_TRAIN_RENDEZVOUS", "n1:4000")
-    assert Meeting.of(None, 0, None) == Meeting(4, 0, "n1:4000")
-    assert Meeting.of(2, 1, "n2:5000") == Meeting(2, 1, "n2:5000"), "explicit values win"
+    assert Rendezvous.of(None, 0, None) == Rendezvous(4, 0, "n1:4000")
+    assert Rendezvous.of(2, 1, "n2:5000") == Rendezvous(2, 1, "n2:5000"), "explicit values win"
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_the_head_passes_it_on_in_the_environment(monkeypatch: pytest.MonkeyPatc
 )
 def test_what_cannot_meet_is_refused(given, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Meeting.of(*given)
+        Rendezvous.of(*given)
 
 
 def test_ranks_that_cannot_be_shared_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.ranks=3 cannot"):
-        Meeting(2, 0, "n1:4000").arguments(3, "mine", HERE)
+        Rendezvous(2, 0, "n1:4000").arguments(3, "mine", HERE)
     monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "two")
     with pytest.raises(ConfigError, match="PENSTOCK_TRAIN_NODES='two'"):
-        Meeting.of(None, 0, None)
+        Rendezvous.of(None, 0, None)

@@ -29,7 +29,7 @@ LOOK_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True)
-class Marker:
+class FsProbe:
     """A file that the driver wrote, and what is in it."""
 
     path: Path
@@ -37,14 +37,14 @@ class Marker:
 
     @classmethod
     @contextlib.contextmanager
-    def planted(cls, run: RunDir) -> Iterator[Marker]:
+    def planted(cls, run: RunDir) -> Iterator[FsProbe]:
         """Lies in the run's folder while the block is open."""
-        marker = cls(run.root / "ray.marker", secrets.token_hex(16))
-        marker.path.write_text(marker.text)
+        fs_probe = cls(run.root / "ray.probe", secrets.token_hex(16))
+        fs_probe.path.write_text(fs_probe.text)
         try:
-            yield marker
+            yield fs_probe
         finally:
-            marker.path.unlink(missing_ok=True)
+            fs_probe.path.unlink(missing_ok=True)
 
     async def look_for(self, within_s: float = 10.0) -> str | None:
         """None once this machine sees it, else what to tell people. A shared disk may show new files late."""
@@ -70,7 +70,7 @@ RAYS_OWN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 @dataclass(frozen=True)
-class Order:
+class RoleOrder:
     """What an actor is told to run."""
 
     role: Role
@@ -78,12 +78,12 @@ class Order:
     cwd: Path
     max_restarts: int
     """Of the process, in this life of the actor."""
-    marker: Marker | None
+    fs_probe: FsProbe | None
     """Where it must see the run's folder, the proof that it does."""
 
 
 @dataclass(frozen=True)
-class Life:
+class ActorLife:
     """One incarnation of an actor."""
 
     id: str
@@ -92,7 +92,7 @@ class Life:
 
 
 @dataclass(frozen=True)
-class State:
+class ProcessState:
     """Of the role's process, in one life of its actor."""
 
     pid: int | None
@@ -108,13 +108,13 @@ class RoleActor:
         self._process: RoleProcess | None = None
         self._ending: asyncio.Task[str | None] | None = None
 
-    async def hello(self) -> Life:
+    async def hello(self) -> ActorLife:
         import ray
 
         context = ray.get_runtime_context()
-        return Life(self._id, context.get_node_id(), ray.util.get_node_ip_address())
+        return ActorLife(self._id, context.get_node_id(), ray.util.get_node_ip_address())
 
-    async def run(self, order: Order) -> str | None:
+    async def run(self, order: RoleOrder) -> str | None:
         """Start the role and wait: None when it finished or was stopped, else why it failed for good.
 
         A second call in one life (the connection broke, not the actor) waits for the same process.
@@ -123,9 +123,9 @@ class RoleActor:
             self._ending = asyncio.create_task(self._until_ended(order))
         return await asyncio.shield(self._ending)
 
-    async def state(self) -> State:
+    async def state(self) -> ProcessState:
         process = self._process
-        return State(process.pid, process.restarts, self._id) if process else State(None, 0, self._id)
+        return ProcessState(process.pid, process.restarts, self._id) if process else ProcessState(None, 0, self._id)
 
     async def stop(self) -> None:
         """SIGTERM, the role's grace, SIGKILL; returns when its process is gone."""
@@ -133,8 +133,8 @@ class RoleActor:
             await self._process.stop()
             await asyncio.wait({self._ending})
 
-    async def _until_ended(self, order: Order) -> str | None:
-        if order.marker is not None and (unseen := await order.marker.look_for()):
+    async def _until_ended(self, order: RoleOrder) -> str | None:
+        if order.fs_probe is not None and (unseen := await order.fs_probe.look_for()):
             return unseen
         order.logs.mkdir(parents=True, exist_ok=True)
         self._process = RoleProcess(_spec_here(order))
@@ -145,7 +145,7 @@ class RoleActor:
         return None
 
 
-def _spec_here(order: Order) -> RoleSpec:
+def _spec_here(order: RoleOrder) -> RoleSpec:
     spec = order.role.spec(order.logs, order.cwd if order.cwd.is_dir() else None)
     env = {name: value for name, value in spec.env.items() if name not in RAYS_OWN}
     return dataclasses.replace(spec, env=env, max_restarts=order.max_restarts)

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from penstock.deploy.config import Bundle, RunConfig
 from penstock.deploy.placements.ray import registry
-from penstock.deploy.placements.ray.actor import Life, Marker, Order, RoleActor, State
+from penstock.deploy.placements.ray.actor import ActorLife, FsProbe, ProcessState, RoleActor, RoleOrder
 from penstock.deploy.placements.ray.cluster import (
     bundle_of,
     check_machines,
@@ -31,7 +31,7 @@ from penstock.deploy.placements.ray.cluster import (
 from penstock.deploy.plan import Role
 from penstock.deploy.processes import RoleFailed, RoleSpec
 from penstock.deploy.run_dir import RunDir, remove_weights
-from penstock.deploy.supervisor import Crew
+from penstock.deploy.supervisor import Supervisor
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -46,17 +46,17 @@ AGAIN_S = 0.5
 
 
 class RayMember:
-    """A `Member` of the crew. Everything of it on the cluster is released by `stop`."""
+    """A `SupervisedRole` of the supervisor. Everything of it on the cluster is released by `stop`."""
 
-    def __init__(self, spec: RoleSpec, order: Order, bundle: Bundle) -> None:
+    def __init__(self, spec: RoleSpec, order: RoleOrder, bundle: Bundle) -> None:
         self.spec = spec
         self.bundle = bundle
-        self.life: Life | None = None
+        self.life: ActorLife | None = None
         """The actor's; None while it has none."""
         self.nodes: set[str] = set()
         """Ids of all the nodes it ever was on."""
         self._order = order
-        self._process = State(None, 0, "")
+        self._process = ProcessState(None, 0, "")
         self._last_id: str | None = None
         self._earlier_restarts = 0
         """Of the actor, and of processes in its earlier lives."""
@@ -82,7 +82,7 @@ class RayMember:
         return f"{'running' if self._process.pid else 'not running'} on {self.life.machine}"
 
     async def run(self) -> None:
-        """See `Member`. Raises `RoleFailed`, also where Ray gives the actor up."""
+        """See `SupervisedRole`. Raises `RoleFailed`, also where Ray gives the actor up."""
         while await self._meet():
             try:
                 failure = await self._until_ended()
@@ -104,7 +104,7 @@ class RayMember:
             raise RoleFailed(f"{self.spec.name} failed ({cause}): {error}") from error
         if self._last_id not in (None, life.id):
             self._earlier_restarts += self._process.restarts + 1
-            self._process = State(None, 0, life.id)
+            self._process = ProcessState(None, 0, life.id)
             if self._earlier_restarts > self.spec.max_restarts:
                 raise RoleFailed(f"{self.spec.name} failed ({self.spec.max_restarts} restarts used up); its actor died")
         if self._last_id != life.id:
@@ -197,7 +197,7 @@ class RayPlacement:
         self._address = address
         self._config: RunConfig | None = None
         self._registry: Any = None
-        self._marker: Marker | None = None
+        self._fs_probe: FsProbe | None = None
         self._gpus = False
         self._members: list[RayMember] = []
 
@@ -208,7 +208,7 @@ class RayPlacement:
             nodes = living_nodes()
             check_machines(config, len(machines_of(nodes)))
             self._config, self._gpus, self._registry = config, has_gpus(nodes), await registry.create()
-            with Marker.planted(run) as self._marker:
+            with FsProbe.planted(run) as self._fs_probe:
                 try:
                     yield
                 finally:
@@ -219,14 +219,14 @@ class RayPlacement:
         config = self._opened()
         told = {name: os.environ[name] for name in config.ray.env if name in os.environ}
         role = dataclasses.replace(role, env={**told, **role.env})
-        marker = self._marker if role.kind == "trainer" else None
-        order = Order(role, run.logs, Path.cwd(), role.max_restarts, marker)
+        fs_probe = self._fs_probe if role.kind == "trainer" else None
+        order = RoleOrder(role, run.logs, Path.cwd(), role.max_restarts, fs_probe)
         member = RayMember(role.spec(run.logs), order, bundle_of(role.kind, config, gpus=self._gpus))
         self._members.append(member)
         return member
 
-    def helpers(self, crew: Crew) -> Sequence[Coroutine[Any, Any, None]]:
-        return (registry.serve(self._registry, crew),)
+    def helpers(self, supervisor: Supervisor) -> Sequence[Coroutine[Any, Any, None]]:
+        return (registry.serve(self._registry, supervisor),)
 
     def _opened(self) -> RunConfig:
         if self._config is None:

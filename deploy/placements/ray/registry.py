@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.deploy.config import ConfigError
 from penstock.deploy.plan import ADDED
-from penstock.deploy.supervisor import Crew
+from penstock.deploy.supervisor import Supervisor
 
 logger = logging.getLogger("penstock.run")
 NAME = "registry"
@@ -23,7 +23,7 @@ NAME_FREE_S = 30.0
 """An earlier driver of this run, killed, keeps the name until Ray has noticed."""
 
 
-class Board:
+class RunRegistry:
     """No secret ever lies here: everybody in the cluster may read it."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ async def create() -> Any:
     while True:
         try:
             return (
-                ray.remote(Board)
+                ray.remote(RunRegistry)
                 .options(name=NAME, num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
                 .remote()
             )
@@ -63,26 +63,26 @@ async def create() -> Any:
         await asyncio.sleep(LOOK_S)
 
 
-async def serve(registry: Any, crew: Crew) -> None:
+async def serve(registry: Any, supervisor: Supervisor) -> None:
     """Until cancelled, or until the registry is gone for good: the run goes on without."""
     from ray.exceptions import RayError
 
     while True:
         try:
-            wanted = await registry.take.remote(describe(crew))
+            wanted = await registry.take.remote(describe(supervisor))
         except RayError as error:
             logger.warning("`penstock ray` has no way to this run any more: %s", error)
             return
         for kind, count in wanted.items():
             logger.info("from now on %d of role %s", count, kind)
-            crew.resize(kind, count)
+            supervisor.resize(kind, count)
         await asyncio.sleep(LOOK_S)
 
 
-def describe(crew: Crew) -> dict[str, Any]:
+def describe(supervisor: Supervisor) -> dict[str, Any]:
     """Counts by kind, and each role's state."""
-    roles = {m.spec.name: {"state": m.state, "restarts": m.restarts} for m in crew.members}
-    return {"count": {kind: len(crew.present(kind)) for kind in ADDED}, "roles": roles}
+    roles = {m.spec.name: {"state": m.state, "restarts": m.restarts} for m in supervisor.members}
+    return {"count": {kind: len(supervisor.present(kind)) for kind in ADDED}, "roles": roles}
 
 
 def find_registry(run: str) -> Any:

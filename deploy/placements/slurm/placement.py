@@ -15,7 +15,7 @@ from penstock.rollout_server import RolloutConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class JobLayout:
     """Counts and indices; node i is the i-th of the job."""
 
     nodes: int
@@ -49,9 +49,9 @@ def place(
     trainer_nodes: int | None = None,
     gpus_per_node: int = 0,
     gpus_per_server: int | None = None,
-) -> Placement:
+) -> JobLayout:
     """As many servers and workers as the recipe says, spread evenly. Raises `ConfigError` where they do not fit."""
-    found = Placement(
+    found = JobLayout(
         nodes=nodes,
         trainer_nodes=trainer_nodes or _nodes_needed(config.trainer.ranks, gpus_per_node),
         ranks_per_node=0,
@@ -82,7 +82,7 @@ def _nodes_needed(ranks: int, gpus_per_node: int) -> int:
     return -(-ranks // gpus_per_node) if gpus_per_node else 1
 
 
-def _check_gpus(found: Placement) -> None:
+def _check_gpus(found: JobLayout) -> None:
     """Every node has the GPUs for what is on it."""
     if not found.gpus_per_node:
         return

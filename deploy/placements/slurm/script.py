@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 import jinja2
 
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.placements.slurm.placement import Placement
+from penstock.deploy.placements.slurm.placement import JobLayout
 from penstock.deploy.run_dir import RunDir, local_weights_dir
 
 Runtime = Literal["pyxis", "apptainer"]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SlurmJob:
     """One Slurm job. Checked when made; raises `ConfigError` naming the option."""
 
     partition: str | None = None
@@ -66,7 +66,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class SlurmRecipe:
     """What is run, as it was given."""
 
     path: Path
@@ -77,7 +77,7 @@ class Recipe:
         return [override for override in self.overrides if override.startswith("sandbox.")]
 
 
-def run_script(recipe: Recipe, job: Job, at: Placement, *, sandbox: bool, max_requeues: int) -> str:
+def run_script(recipe: SlurmRecipe, job: SlurmJob, at: JobLayout, *, sandbox: bool, max_requeues: int) -> str:
     """The job of a whole run. Raises `ConfigError`."""
     config, run = recipe.config, RunDir.of(recipe.config)
     url = _outside_queue(config)
@@ -105,7 +105,7 @@ def run_script(recipe: Recipe, job: Job, at: Placement, *, sandbox: bool, max_re
 def join_script(
     run: RunDir,
     config: RunConfig,
-    job: Job,
+    job: SlurmJob,
     *,
     array: str,
     servers: int,
@@ -171,7 +171,7 @@ def _outside_queue(config: RunConfig) -> str | None:
     return url
 
 
-def _directives(config: RunConfig, job: Job, nodes: int) -> list[str]:
+def _directives(config: RunConfig, job: SlurmJob, nodes: int) -> list[str]:
     """Singleton: a second job of this run waits until the first is over, and goes on with it."""
     return [
         f"job-name=penstock-{config.name}",
@@ -186,7 +186,7 @@ def _directives(config: RunConfig, job: Job, nodes: int) -> list[str]:
     ]
 
 
-def _common(config: RunConfig, job: Job, recipe: Path | None) -> dict[str, Any]:
+def _common(config: RunConfig, job: SlurmJob, recipe: Path | None) -> dict[str, Any]:
     return {
         "setup": list(job.setup),
         "penstock": _command(config, job, recipe),
@@ -196,7 +196,7 @@ def _common(config: RunConfig, job: Job, recipe: Path | None) -> dict[str, Any]:
     }
 
 
-def _command(config: RunConfig, job: Job, recipe: Path | None) -> str:
+def _command(config: RunConfig, job: SlurmJob, recipe: Path | None) -> str:
     if not job.container:
         return shlex.join([sys.executable, "-m", "penstock.deploy.cli"])
     if job.runtime == "pyxis":
@@ -206,7 +206,7 @@ def _command(config: RunConfig, job: Job, recipe: Path | None) -> str:
     return shlex.join(["apptainer", "exec", *gpus, *binds, "--pwd", str(Path.cwd()), job.container, "penstock"])
 
 
-def _srun_options(config: RunConfig, job: Job, recipe: Path | None) -> str:
+def _srun_options(config: RunConfig, job: SlurmJob, recipe: Path | None) -> str:
     if not job.container or job.runtime != "pyxis":
         return ""
     mounts = ",".join(f"{folder}:{folder}" for folder in _mounts(config, job, recipe))
@@ -219,7 +219,7 @@ def _srun_options(config: RunConfig, job: Job, recipe: Path | None) -> str:
     return "".join(" '" + option.replace("'", "'\\''") + "'" for option in options)
 
 
-def _mounts(config: RunConfig, job: Job, recipe: Path | None) -> list[Path]:
+def _mounts(config: RunConfig, job: SlurmJob, recipe: Path | None) -> list[Path]:
     """Folders that the roles read and write, none inside another."""
     named = [config.model, config.data.train, config.data.eval, config.agent.loop, config.agent.reward]
     files = [Path(str(name).partition(".py:")[0]) for name in named if str(name).startswith("/")]
@@ -229,7 +229,7 @@ def _mounts(config: RunConfig, job: Job, recipe: Path | None) -> list[Path]:
     return sorted({one for one in folders if not any(other in one.parents for other in folders)})
 
 
-def _picture(at: Placement, url: str | None, *, sandbox: bool) -> Iterator[str]:
+def _picture(at: JobLayout, url: str | None, *, sandbox: bool) -> Iterator[str]:
     """The job's nodes in a few lines."""
     queue = "queue (redis-server)" if url is None else f"(the queue is {url})"
     yield f"node 0        {queue}, head (penstock run) with {at.ranks_per_node} trainer rank(s)"

@@ -63,12 +63,12 @@ async def test_data_tools_and_reward_are_the_same(tmp_path: Path) -> None:
     config = load_config(tmp_path / "recipe.yaml", ["sandbox.run_timeout_s=80", "agent.episode_deadline_s=250"])
     assert config.trainer.steps == 3, "two rows, three epochs, two prompts a step"
 
-    def compute(scene):
-        if scene.turn:
-            return f"It is {scene.results[-1]}"
-        return scene.call("code_interpreter", code=scene.task.extra_info["code"])
+    def compute(snapshot):
+        if snapshot.turn:
+            return f"It is {snapshot.results[-1]}"
+        return snapshot.call("code_interpreter", code=snapshot.task.extra_info["code"])
 
     found = await rehearse_recipe(config, compute, rows_of(config, "train"))
     assert (found.rewards, found.failures) == ([1.0, 1.0], [])
-    idle = await rehearse_recipe(config, lambda scene: "I do not know", rows_of(config, "train"))
+    idle = await rehearse_recipe(config, lambda snapshot: "I do not know", rows_of(config, "train"))
     assert idle.rewards == [0.0, 0.0]

@@ -14,7 +14,7 @@ from tests.deploy.preflight.planting import RECIPE, unused_port
 from tests.rollout_server.conftest import small_config
 from typer.testing import CliRunner
 
-from penstock.deploy import Link, RunConfig, app, dump_config, limits_of, load_config
+from penstock.deploy import RunConfig, RunConnection, app, dump_config, limits_of, load_config
 from penstock.deploy.preflight import Check, check_run
 from penstock.rollout_server import FakeEngine, ServerJob, serve
 from penstock.transfer_queue import (
@@ -32,13 +32,13 @@ CONFIG = load_config(RECIPE, ["name=mine"])
 
 
 @pytest.fixture
-async def link(tmp_path: Path) -> AsyncIterator[Link]:
+async def link(tmp_path: Path) -> AsyncIterator[RunConnection]:
     async with RedisServer(tmp_path / "redis", PASSWORD) as redis:
-        yield Link(redis.url, "mine", PASSWORD, TOKEN)
+        yield RunConnection(redis.url, "mine", PASSWORD, TOKEN)
 
 
 @pytest.fixture
-async def queue(link: Link) -> AsyncIterator[RedisTransferQueue]:
+async def queue(link: RunConnection) -> AsyncIterator[RedisTransferQueue]:
     queue = await link.connect(TransferQueueConfig())
     await queue.create_run(limits_of(CONFIG), dump_config(CONFIG))
     yield queue
@@ -63,12 +63,12 @@ async def served(queue: TransferQueue, folder: Path, token: str) -> AsyncIterato
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def asked(link: Link, config: RunConfig = CONFIG) -> dict[str, Check]:
+async def asked(link: RunConnection, config: RunConfig = CONFIG) -> dict[str, Check]:
     return {check.name: check for check in await check_run(link, config)}
 
 
 @pytest.mark.usefixtures("server")
-async def test_everybody_reaches_everybody(link: Link) -> None:
+async def test_everybody_reaches_everybody(link: RunConnection) -> None:
     found = await asked(link)
     assert [check for check in found.values() if not check.ok and check.name != "redis memory"] == []
     names = {"redis", "clock", "queue", "server s0", "server s0 → queue", "server s0 → weights"}
@@ -76,25 +76,25 @@ async def test_everybody_reaches_everybody(link: Link) -> None:
 
 
 @pytest.mark.usefixtures("server")
-async def test_another_token_is_named(link: Link) -> None:
+async def test_another_token_is_named(link: RunConnection) -> None:
     found = (await asked(replace(link, token="of another run")))["server s0"]
     assert "PENSTOCK_TOKEN" in found.mend
     assert not found.ok
 
 
-async def test_a_server_that_cannot_be_reached_from_here(link: Link, queue: RedisTransferQueue) -> None:
+async def test_a_server_that_cannot_be_reached_from_here(link: RunConnection, queue: RedisTransferQueue) -> None:
     await queue.heartbeat(ServerInfo("far", f"http://127.0.0.1:{unused_port()}", 0))
     found = (await asked(link))["server far"]
     assert not found.ok
     assert "reach its port" in found.mend
 
 
-async def test_without_a_server_it_says_how_to_start_one(link: Link, queue: RedisTransferQueue) -> None:
+async def test_without_a_server_it_says_how_to_start_one(link: RunConnection, queue: RedisTransferQueue) -> None:
     found = (await asked(link))["servers"]
     assert (found.verdict, "penstock rollout" in found.mend) == ("warn", True)
 
 
-async def test_weights_that_this_machine_cannot_fetch(link: Link, queue: RedisTransferQueue) -> None:
+async def test_weights_that_this_machine_cannot_fetch(link: RunConnection, queue: RedisTransferQueue) -> None:
     manifest = {"transport": "http", "url": f"http://127.0.0.1:{unused_port()}/weights-00000000.safetensors"}
     assert await queue.renew_manifest(Announcement(0, manifest))
     found = (await asked(link))["weights"]
@@ -109,7 +109,7 @@ async def test_weights_that_a_server_cannot_fetch(tmp_path: Path) -> None:
 
     async with LivingRun(tmp_path / "runs", "mine") as run:
         run.beating.cancel()
-        link = Link.from_lines((run.root / "connect.env").read_text())
+        link = RunConnection.from_lines((run.root / "connect.env").read_text())
         url = f"http://127.0.0.1:{unused_port()}/weights-00000001.safetensors"
         async for _ in served(run.queue, tmp_path, link.token):
             await run.train(build_manifest("http", [File(1, None, url, 10, "0" * 16, "0" * 16)], []))
@@ -118,7 +118,7 @@ async def test_weights_that_a_server_cannot_fetch(tmp_path: Path) -> None:
         assert "weights_host" in found["server s0 → weights"].mend
 
 
-async def test_a_wrong_login_ends_it_there(link: Link, queue: RedisTransferQueue) -> None:
+async def test_a_wrong_login_ends_it_there(link: RunConnection, queue: RedisTransferQueue) -> None:
     found = await asked(replace(link, password="somebody-elses"))
     assert list(found) == ["redis"]
     assert "PENSTOCK_REDIS_PASSWORD" in found["redis"].mend
@@ -126,7 +126,9 @@ async def test_a_wrong_login_ends_it_there(link: Link, queue: RedisTransferQueue
 
 @pytest.mark.bwrap
 @pytest.mark.usefixtures("server")
-async def test_the_command_asks_the_run_that_the_shell_names(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_command_asks_the_run_that_the_shell_names(
+    link: RunConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in link.environment().items():
         monkeypatch.setenv(name, value)
     result = await asyncio.to_thread(CliRunner().invoke, app, ["doctor", "--join", "--json"])

@@ -10,7 +10,7 @@ from tests.deploy.preflight.planting import MODEL, RECIPE, write_huge_model
 
 from penstock.deploy import load_config
 from penstock.deploy.preflight import (
-    Shape,
+    ModelShape,
     in_flight_bytes,
     published_bytes,
     read_config,
@@ -22,7 +22,7 @@ from penstock.deploy.preflight import (
 from penstock.trainer import TrainerConfig
 
 GIGA = 10**9
-BIG = Shape(8 * GIGA, layers=32, hidden=4096, query=4096, key_value=1024, mlp=14336, lora=2_000_000)
+BIG = ModelShape(8 * GIGA, layers=32, hidden=4096, query=4096, key_value=1024, mlp=14336, lora=2_000_000)
 LAYER = 6 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336
 """What a layer of BIG keeps for its backward, per token, in elements."""
 

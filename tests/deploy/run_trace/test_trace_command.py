@@ -11,7 +11,7 @@ import pytest
 from tests.deploy.run_trace.checked import check
 from typer.testing import CliRunner, Result
 
-from penstock.deploy import Link, app
+from penstock.deploy import RunConnection, app
 from penstock.transfer_queue import Limits, RedisServer, WeightUpdate
 
 PHASES = ["wait", "score", "advantages", "update", "announce", "record"]
@@ -102,7 +102,7 @@ def test_a_run_is_found_by_its_name(root: Path, tmp_path: Path) -> None:
 async def test_swaps_of_a_living_run_come_from_its_queue(root: Path, tmp_path: Path) -> None:
     began = json.loads((root / "timeline.jsonl").read_text().splitlines()[0])["at_unix_s"]
     async with RedisServer(tmp_path / "redis", "only-for-this-test") as server:
-        link = Link(server.url, "mine", "only-for-this-test", "token")
+        link = RunConnection(server.url, "mine", "only-for-this-test", "token")
         queue = await link.connect()
         await queue.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1), "x")
         await queue.report_update(WeightUpdate("far-away", 1, 0.02, 0.1, 0.01, 5, at_unix_s=began + 3))

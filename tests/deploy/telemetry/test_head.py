@@ -10,7 +10,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock.deploy import Link, RoleProcess, RoleSpec, RunDir, Target, announced, parse_config, target_list
+from penstock.deploy import (
+    MetricsTarget,
+    RoleProcess,
+    RoleSpec,
+    RunConnection,
+    RunDir,
+    announced,
+    parse_config,
+    target_list,
+)
 from penstock.deploy import telemetry as head
 from penstock.transfer_queue import ServerInfo
 
@@ -41,7 +50,7 @@ async def test_targets_follow_the_run_and_end_with_it(run, queue, tmp_path, monk
     monkeypatch.setattr(head, "EVERY_S", 0.05)
     dead = RoleProcess(RoleSpec("agent-0", ["true"], {}, tmp_path / "log", 3))
     dead.restarts = 2
-    link = Link("redis://x", "mine", None, "the run's")
+    link = RunConnection("redis://x", "mine", None, "the run's")
     run.metric_addresses.mkdir()
     (run.metric_addresses / "of-a-killed-life.json").write_text("{}")
     async with head.head_served(config_of(run), run, link, queue, lambda: [dead]):
@@ -49,7 +58,7 @@ async def test_targets_follow_the_run_and_end_with_it(run, queue, tmp_path, monk
         assert "the run's" not in run.metrics_token.read_text()
         assert set(await targets_with(run, 2)) == {"head", "sandbox"}
         await queue.heartbeat(ServerInfo("rollout-7", "http://10.0.0.7:8101", 0))
-        with announced(run.metric_addresses, Target("127.0.0.1:5", "mine", "agent", "agent-0")):
+        with announced(run.metric_addresses, MetricsTarget("127.0.0.1:5", "mine", "agent", "agent-0")):
             found = await targets_with(run, 4)
             assert (found["rollout-7"], found["sandbox"]) == ("10.0.0.7:8101", "box:8700")
         assert set(await targets_with(run, 3)) == {"head", "sandbox", "rollout-7"}

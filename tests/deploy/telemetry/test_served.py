@@ -10,10 +10,11 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from penstock.deploy import Target, TelemetryConfig, metrics_served, metrics_token
+from penstock.common import metrics_token
+from penstock.deploy import MetricsTarget, TelemetryConfig, metrics_served
 
 TOKEN = "the run's"
-WHO = Target("", "mine", "agent", "agent-0")
+WHO = MetricsTarget("", "mine", "agent", "agent-0")
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from kill_stage import PASSWORD, SETTINGS, STEPS, KilledRun
 from trainer_support import write_rows
 
 from penstock.deploy import (
-    Link,
     RoleFailed,
     RoleProcess,
     RoleSpec,
     RunConfig,
+    RunConnection,
     RunDir,
     dump_config,
     limits_of,
@@ -80,7 +80,7 @@ class RankedRun(KilledRun):
         config = self.config()
         run = RunDir.of(config)
         run.logs.mkdir(parents=True)
-        spec = roles_of(config, Link(self.server.url, self.name, PASSWORD, token="t"))[-1].spec(run.logs)
+        spec = roles_of(config, RunConnection(self.server.url, self.name, PASSWORD, token="t"))[-1].spec(run.logs)
         source = str(Path(__file__).parents[3] / "src")
         return replace(spec, env={**spec.env, "PYTHONPATH": source})
 

@@ -104,7 +104,7 @@ def test_actors_and_a_whole_node_die_and_the_accounts_balance(
     assert not second.below("penstock.deploy.cli")
     assert_released(cluster)
     assert not (run.root / "connect.env").exists()
-    assert not (run.root / "ray.marker").exists()
+    assert not (run.root / "ray.fs_probe").exists()
 
 
 def assert_secrets_stay(run: LivingRun, cluster: RayCluster) -> None:
@@ -143,7 +143,7 @@ def assert_released(cluster: RayCluster) -> None:
         "import ray, time; from ray._private import state; ray.init(address='auto', log_to_driver=False)\n"
         "def busy():\n"
         "    free, all = ray.available_resources().get('CPU', 0), ray.cluster_resources().get('CPU', 0)\n"
-        "    alive = [a for a in state.actors().values() if a['State'] != 'DEAD']\n"
+        "    alive = [a for a in state.actors().values() if a['ProcessState'] != 'DEAD']\n"
         "    return free != all or alive\n"
         "deadline = time.monotonic() + 30\n"
         "while busy() and time.monotonic() < deadline: time.sleep(0.2)\n"

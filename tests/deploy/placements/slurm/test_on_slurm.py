@@ -20,7 +20,7 @@ import psutil
 import pytest
 from tests.deploy.conftest import RECIPE, REPOSITORY, assert_accounts_balance, weights_of
 
-from penstock.deploy import Link
+from penstock.deploy import RunConnection
 from penstock.transfer_queue import QueueUnavailable
 
 pytestmark = [
@@ -153,7 +153,7 @@ def servers(run: SlurmRun) -> set[str]:
     """Names in the registry of the living run's queue; none while it is on its way up."""
 
     async def registered() -> set[str]:
-        link = Link.from_lines((run.root / "connect.env").read_text())
+        link = RunConnection.from_lines((run.root / "connect.env").read_text())
         try:
             queue = await link.connect()
         except QueueUnavailable:
@@ -246,7 +246,7 @@ def test_a_cancelled_run_stays_cancelled(start) -> None:
 
 def test_slurm_gives_each_gpu_to_one_step(start, script_of, tmp_path: Path) -> None:
     """The script as it is, with a program in penstock's place that notes its GPUs; four in name on each node."""
-    from penstock.deploy.placements.slurm import Job
+    from penstock.deploy.placements.slurm import SlurmJob
 
     note = tmp_path / "note"
     note.write_text(
@@ -255,7 +255,7 @@ def test_slurm_gives_each_gpu_to_one_step(start, script_of, tmp_path: Path) -> N
         "*) sleep 300 ;; esac\n"
     )
     note.chmod(0o755)
-    job = Job(gpus_per_node=4, cpus_per_node=4, time="5")
+    job = SlurmJob(gpus_per_node=4, cpus_per_node=4, time="5")
     text = script_of("trainer.ranks=2", "rollout.servers=2", "agent.workers=2", nodes=1, job=job)
     text = re.sub(r"^penstock=.*$", f"penstock=({note})", text, flags=re.MULTILINE)
     (tmp_path / "runs" / "sums" / "logs").mkdir(parents=True)

@@ -13,9 +13,9 @@ from tests.deploy.conftest import RECIPE
 from tests.deploy.placements.slurm.desk import Desk
 
 from penstock.deploy import ConfigError, RunDir, load_config
-from penstock.deploy.placements.slurm import Job, join_script
+from penstock.deploy.placements.slurm import SlurmJob, join_script
 
-GPUS = Job("gpu", "team", "12:00:00", gpus_per_node=4, sbatch=("qos=high",), setup=("module load cuda",))
+GPUS = SlurmJob("gpu", "team", "12:00:00", gpus_per_node=4, sbatch=("qos=high",), setup=("module load cuda",))
 HTTP = "rollout.weight_transport=http"
 VARIANTS = {
     "cpu": {},
@@ -23,8 +23,8 @@ VARIANTS = {
     "gpus": {"nodes": 3, "job": GPUS, "words": ["trainer.ranks=8", "rollout.evaluation_server=true"]},
     "sandbox": {"sandbox": True, "words": ["sandbox.max_boxes=3"]},
     "own redis": {"words": ["transfer_queue.url=redis://there:6379"]},
-    "pyxis": {"job": Job(container="registry.example/team/penstock:1", mounts=(Path("/scratch"),))},
-    "apptainer": {"job": Job(gpus_per_node=2, container="/images/penstock.sif", runtime="apptainer")},
+    "pyxis": {"job": SlurmJob(container="registry.example/team/penstock:1", mounts=(Path("/scratch"),))},
+    "apptainer": {"job": SlurmJob(gpus_per_node=2, container="/images/penstock.sif", runtime="apptainer")},
     "nothing but the trainer": {"words": ["rollout.servers=0", "agent.workers=0"]},
 }
 
@@ -42,7 +42,7 @@ def test_the_script_is_sound_shell(variant: str, tmp_path: Path) -> None:
 def test_the_join_is_sound_shell(tmp_path: Path) -> None:
     config = load_config(RECIPE, [HTTP])
     for servers, workers, gpus in ((1, 0, 0), (0, 2, 0), (2, 1, 2)):
-        text = join_script(RunDir(tmp_path), config, Job(gpus_per_node=2 * gpus), array="0-3", servers=servers,
+        text = join_script(RunDir(tmp_path), config, SlurmJob(gpus_per_node=2 * gpus), array="0-3", servers=servers,
                            workers=workers, gpus_per_server=gpus, wait_s=60)  # fmt: skip
         _check_shell(text, tmp_path / "join.sbatch")
 
@@ -108,9 +108,9 @@ def test_gpus_go_to_the_trainer_and_the_servers_alone(script_of, tmp_path: Path)
     assert "--exact --mem=0 --gpus-per-node=1 --cpus-per-task=4" in asked["rollout-1"]
     for name in ("queue", "agent-0"):
         assert "--overlap --cpu-bind=none --gres=none" in asked[name]
-    meeting = f"127.0.0.1:{10000 + 77 * 4 + 1}"
-    assert f"train --wait-s 600 --nnodes 2 --node-rank 1 --rdzv-endpoint {meeting}" in asked["trainer-1"]
-    assert f"env PENSTOCK_TRAIN_NODES=2 PENSTOCK_TRAIN_RENDEZVOUS={meeting}" in asked["head"]
+    rendezvous = f"127.0.0.1:{10000 + 77 * 4 + 1}"
+    assert f"train --wait-s 600 --nnodes 2 --node-rank 1 --rdzv-endpoint {rendezvous}" in asked["trainer-1"]
+    assert f"env PENSTOCK_TRAIN_NODES=2 PENSTOCK_TRAIN_RENDEZVOUS={rendezvous}" in asked["head"]
     assert "--nodelist=n3" in asked["rollout-0"]
     assert "--nodelist=n3" in asked["rollout-1"]
 
@@ -181,12 +181,12 @@ def test_a_port_that_is_taken_is_passed_over(script_of, tmp_path: Path) -> None:
 
 def test_containers_hold_every_role_and_see_its_folders(script_of, tmp_path: Path) -> None:
     image = "registry.example/team/penstock:1"
-    text = script_of(job=Job(container=image, mounts=(Path("/scratch"),)))
+    text = script_of(job=SlurmJob(container=image, mounts=(Path("/scratch"),)))
     step = next(line for line in text.splitlines() if line.startswith("step="))
     for word in (f"--container-image={image}", "/scratch:/scratch", f"{tmp_path}/runs:{tmp_path}/runs"):
         assert word in step
     assert "penstock=(penstock)" in text
-    text = script_of(job=Job(gpus_per_node=2, container="/images/penstock.sif", runtime="apptainer"))
+    text = script_of(job=SlurmJob(gpus_per_node=2, container="/images/penstock.sif", runtime="apptainer"))
     assert "penstock=(apptainer exec --nv --bind" in text
     assert "--container-image" not in text
 
@@ -199,12 +199,12 @@ def test_a_password_in_the_queues_address_is_refused(script_of) -> None:
 
 def test_options_with_dashes_are_refused() -> None:
     with pytest.raises(ConfigError, match="without dashes"):
-        Job(sbatch=("--qos=high",))
+        SlurmJob(sbatch=("--qos=high",))
     with pytest.raises(ConfigError, match="--mount"):
-        Job(mounts=(Path("relative"),))
+        SlurmJob(mounts=(Path("relative"),))
 
 
 def test_nobody_joins_where_weights_do_not_reach(tmp_path: Path) -> None:
     config = load_config(RECIPE)
     with pytest.raises(ConfigError, match=HTTP):
-        join_script(RunDir(tmp_path), config, Job(), array="0", servers=1, workers=0, gpus_per_server=0, wait_s=1)
+        join_script(RunDir(tmp_path), config, SlurmJob(), array="0", servers=1, workers=0, gpus_per_server=0, wait_s=1)
