@@ -19,8 +19,8 @@ async def _touched(file: Path) -> None:
 
 async def test_a_role_touches_its_file_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "beat"
-    monkeypatch.setenv(heartbeat.VARIABLE, str(file))
-    monkeypatch.setattr(heartbeat, "EVERY_S", 0.01)
+    monkeypatch.setenv(heartbeat.HEARTBEAT_VARIABLE, str(file))
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.01)
 
     async def role() -> None:
         for _ in range(3):
@@ -34,5 +34,5 @@ async def test_a_role_touches_its_file_again_and_again(tmp_path: Path, monkeypat
 
 
 async def test_without_a_file_there_is_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(heartbeat.VARIABLE, raising=False)
+    monkeypatch.delenv(heartbeat.HEARTBEAT_VARIABLE, raising=False)
     await asyncio.wait_for(heartbeat.beat(), 60)

@@ -9,7 +9,7 @@ def test_two_runs_with_one_name_are_refused_while_the_first_lives(tmp_path: Path
     run = RunDir(tmp_path / "mine")
     with (
         RunLock(run, resume=False),
-        pytest.raises(ConfigError, match="'mine' is going on"),
+        pytest.raises(ConfigError, match="'mine' is running"),
         RunLock(run, resume=True),
     ):
         raise AssertionError("the second run got the lock")
@@ -19,7 +19,7 @@ def test_an_earlier_run_is_kept_unless_resumed(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "mine")
     with RunLock(run, resume=False):
         (run.root / "summary.json").write_text("{}")
-    with pytest.raises(ConfigError, match="--resume goes on with it"), RunLock(run, resume=False):
+    with pytest.raises(ConfigError, match="--resume"), RunLock(run, resume=False):
         raise AssertionError("an earlier run was overwritten")
     with RunLock(run, resume=True):
         assert run.summary.exists()

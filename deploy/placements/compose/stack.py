@@ -123,7 +123,7 @@ def _exports(values: Mapping[str, str]) -> str:
 
 
 FILES = Path(__file__).parent / "files"
-SOURCE = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).resolve().parents[3]
 FOLDERS = ("models", "runs", "logs", "redis", "prometheus")
 IMAGE_USER = 10001
 """Who the images run as; also here where root makes the stack, because no container is to be root."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.deploy.placements.compose import Stack, make_stack
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
 BASE = "penstock-base:packages"
 PROJECT_LABEL = "com.docker.compose.project"

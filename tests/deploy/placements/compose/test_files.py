@@ -126,7 +126,7 @@ def test_images_take_no_secret_and_only_the_sources() -> None:
     arguments = set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
     assert arguments == {"BASE_IMAGE", "VLLM_IMAGE", "SGLANG_IMAGE", "TORCH_BACKEND"}
     assert "COPY" not in DOCKERFILE  # what is only bound stays in no layer
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     ignored = (root / ".dockerignore").read_text().split()
     assert "*" in ignored
     packages = {path.name for path in (root / "src" / "penstock").iterdir() if path.is_symlink()}

@@ -18,7 +18,7 @@ from penstock.deploy import ConfigError, app
 from penstock.deploy.placements.compose import Stack, make_stack
 from penstock.transfer_queue.redis import find_redis_server, free_port
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
 LOGINS = {"owner_login", "agent_login", "rollout_login", "watch_login", "page_login", "sandbox_login"}
 

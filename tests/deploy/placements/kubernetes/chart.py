@@ -10,7 +10,7 @@ import yaml
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: pip install 'penstock[dev]'")
 
-CHART = Path(__file__).parents[3] / "deploy" / "kubernetes"
+CHART = Path(__file__).parents[4] / "deploy" / "placements" / "kubernetes"
 Objects = dict[tuple[str, str], dict[str, Any]]
 """(kind, name) → document."""
 

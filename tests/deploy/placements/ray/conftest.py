@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[4]
 QUICK_TO_NOTICE = {
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "1000",
