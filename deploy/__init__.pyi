@@ -54,12 +54,11 @@ from .supervisor import Watchdog as Watchdog
 from .telemetry import MetricsTarget as MetricsTarget
 from .telemetry import QueueExporter as QueueExporter
 from .telemetry import announced as announced
-from .telemetry import asked_for as asked_for
 from .telemetry import head_exporter as head_exporter
 from .telemetry import make_app as make_app
 from .telemetry import metrics_served as metrics_served
-from .telemetry import spans_exported as spans_exported
 from .telemetry import target_list as target_list
+from .telemetry import with_spans as with_spans
 from .trace import TraceProcess as TraceProcess
 from .trace import TraceSlice as TraceSlice
 from .trace import chrome_trace as chrome_trace

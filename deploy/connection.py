@@ -26,7 +26,15 @@ import yaml
 
 from penstock.deploy.config import ConfigError, RunConfig, parse_config
 from penstock.deploy.run_dir import RunDir
-from penstock.transfer_queue import BatchLog, Limits, NoSuchRun, QueueUnavailable, RedisServer, RedisTransferQueue, TransferQueueConfig
+from penstock.transfer_queue import (
+    BatchLog,
+    Limits,
+    NoSuchRun,
+    QueueUnavailable,
+    RedisServer,
+    RedisTransferQueue,
+    TransferQueueConfig,
+)
 from penstock.transfer_queue.redis import ROLES, USERS_VERSION, find_redis_server, role_users
 
 logger = logging.getLogger("penstock.run")

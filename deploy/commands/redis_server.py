@@ -1,4 +1,4 @@
-"""`penstock ledger`: the redis-server of a run whose roles are on several machines."""
+"""`penstock redis-server`: the redis-server of a run whose roles are on several machines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def redis_server(
 ) -> None:
     """Start a redis-server that other machines reach, with a password, and keep it alive [PENSTOCK_REDIS_PASSWORD].
 
-    Example: penstock ledger runs/mine/redis --host 10.0.0.5 --port 6379
+    Example: penstock redis-server runs/mine/redis --host 10.0.0.5 --port 6379
     """
     from penstock.deploy.connection import serve
     from penstock.deploy.roles import run_role

@@ -23,7 +23,14 @@ import yaml
 from penstock.deploy.config import RunConfig, parse_config
 from penstock.deploy.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, RunConnection, redis_login
 from penstock.deploy.preflight.check import Check, human, skipped, warning
-from penstock.transfer_queue import Announcement, QueueError, QueueUnavailable, ServerInfo, TransferQueue, TransferQueueConfig
+from penstock.transfer_queue import (
+    Announcement,
+    QueueError,
+    QueueUnavailable,
+    ServerInfo,
+    TransferQueue,
+    TransferQueueConfig,
+)
 from penstock.transfer_queue.redis import Connection, redact
 
 EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what a recipe says, not a binding

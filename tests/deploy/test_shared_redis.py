@@ -28,7 +28,7 @@ class TransferQueue:
         self.port = free_port()
         users = folder / "users.acl"
         users.write_text("".join(f"{line}\n" for line in role_users("mine", {"agent": AGENT})))
-        argv = ["queue", str(folder / "redis"), "--host", host, "--port", str(self.port)]
+        argv = ["redis-server", str(folder / "redis"), "--host", host, "--port", str(self.port)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "penstock.deploy.cli", *argv, "--users", str(users), *words],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "PENSTOCK_REDIS_PASSWORD": PASSWORD},
@@ -129,7 +129,7 @@ def test_a_name_that_means_loopback_here_is_another_address_elsewhere(start) -> 
 def test_without_a_password_it_does_not_start(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_PASSWORD"}
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.deploy.cli", "queue", str(tmp_path), "--host", "localhost", "--port", "1"],
+        [sys.executable, "-m", "penstock.deploy.cli", "redis-server", str(tmp_path), "--host", "localhost", "--port", "1"],
         env={**environment, "PYTHONPATH": str(REPOSITORY / "src")},
         capture_output=True,
         text=True,

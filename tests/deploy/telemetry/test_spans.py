@@ -8,9 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from penstock.deploy import asked_for, spans_exported
-from penstock.deploy import telemetry as spans_module
-from penstock.rollout_server import tracing
+from penstock.common import spans_on, start_span, tracing, use_span
+from penstock.deploy import with_spans
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
@@ -37,17 +36,20 @@ def collector():
     server.server_close()
 
 
-async def test_a_collector_gets_the_spans_of_a_role(collector, monkeypatch) -> None:
+async def one_episode() -> None:
+    with use_span(start_span("episode", None, {"tokens": 5})):
+        pass
+
+
+async def test_spans_reach_the_collector(collector, monkeypatch) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     url, bodies = collector
     monkeypatch.setenv(ENDPOINT, url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
-    async with spans_exported("agent", "mine", "agent-0"):
-        with tracing.inside(tracing.begin("episode", None, {"tokens": 5})):
-            pass
-    assert tracing.TRACING.tracer is None
+    await with_spans("agent", "mine", "agent-0", one_episode())
+    assert not spans_on()
     sent = [ExportTraceServiceRequest.FromString(body) for body in bodies]
     (resource,) = [one for request in sent for one in request.resource_spans]
     facts = {one.key: one.value.string_value for one in resource.resource.attributes}
@@ -57,38 +59,27 @@ async def test_a_collector_gets_the_spans_of_a_role(collector, monkeypatch) -> N
     assert span.name == "episode"
 
 
-async def test_a_collector_that_is_away_holds_nobody_up(monkeypatch, caplog) -> None:
+async def test_spans_unreachable_collector_delays_nothing(monkeypatch, caplog) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     monkeypatch.setenv(ENDPOINT, "http://192.0.2.1:4318")
-    monkeypatch.setattr(spans_module, "FLUSH_S", 0.2)
+    monkeypatch.setattr(tracing, "FLUSH_S", 0.2)
     with caplog.at_level(logging.WARNING, "penstock"):
-        async with spans_exported("agent", "mine", "agent-0"):
-            with tracing.inside(tracing.begin("episode", None)):
-                pass
+        await with_spans("agent", "mine", "agent-0", one_episode())
     assert "the last spans were not sent" in caplog.text
 
 
-async def test_without_the_extra_a_role_says_so_and_goes_on(monkeypatch, caplog) -> None:
+async def test_spans_without_the_extra_are_off(monkeypatch, caplog) -> None:
     monkeypatch.setenv(ENDPOINT, "http://127.0.0.1:4318")
 
     def absent(environment):
         raise ImportError("No module named 'opentelemetry.exporter'")
 
-    monkeypatch.setattr(spans_module, "_otlp", absent)
-    async with spans_exported("agent", "mine", "agent-0"):
-        assert tracing.TRACING.tracer is None
+    monkeypatch.setattr(tracing, "_otlp", absent)
+    seen = []
+
+    async def work() -> None:
+        seen.append(spans_on())
+
+    await with_spans("agent", "mine", "agent-0", work())
+    assert seen == [False]
     assert "pip install 'penstock[otel]'" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("environment", "asked"),
-    [
-        ({}, False),
-        ({ENDPOINT: "http://c:4318"}, True),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"}, True),
-        ({ENDPOINT: "http://c:4318", "OTEL_SDK_DISABLED": "true"}, False),
-        ({ENDPOINT: "http://c:4318", "OTEL_TRACES_EXPORTER": "none"}, False),
-    ],
-)
-def test_the_standard_variables_decide(environment, asked: bool) -> None:
-    assert asked_for(environment) is asked

@@ -88,7 +88,7 @@ def test_every_role_is_a_step_on_its_node_with_its_own_secrets_and_log(script_of
         assert "--nodes=1 --ntasks=1" in words
         assert "--overlap" in words
     port = 10000 + 77 % 5000 * 4
-    assert f"queue {run}/redis --host 127.0.0.1 --port {port}" in asked["queue"]
+    assert f"redis-server {run}/redis --host 127.0.0.1 --port {port}" in asked["queue"]
     assert f"run {RECIPE} --resume" in asked["head"]
     servers_elsewhere = ("rollout.servers=0", "agent.workers=0", "rollout.host=0.0.0.0", "rollout.weights_host=0.0.0.0")
     for told in (*servers_elsewhere, HTTP, f"transfer_queue.url=redis://127.0.0.1:{port}"):
