@@ -129,7 +129,17 @@ def test_a_name_that_means_loopback_here_is_another_address_elsewhere(start) -> 
 def test_without_a_password_it_does_not_start(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PENSTOCK_REDIS_PASSWORD"}
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.deploy.cli", "redis-server", str(tmp_path), "--host", "localhost", "--port", "1"],
+        [
+            sys.executable,
+            "-m",
+            "penstock.deploy.cli",
+            "redis-server",
+            str(tmp_path),
+            "--host",
+            "localhost",
+            "--port",
+            "1",
+        ],
         env={**environment, "PYTHONPATH": str(REPOSITORY / "src")},
         capture_output=True,
         text=True,
