@@ -1,60 +1,81 @@
-"""What users write against: an agent loop is one class with one method that must be written."""
+"""What users write against: an agent loop is one class with one method that must be written.
+
+What all episodes of one worker share.
+
+Agent loops by name: ``@register("my_agent")``, or any class by its path.
+"""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 
-from penstock.agent_loops.side_by_side import all_or_none
-from penstock.rollout_server import ImageRef
-from penstock.transfer_queue import COMPLETED, Ids, Logprobs, Mask, Outcome, Spans, Task
-
-if TYPE_CHECKING:
-    from penstock.agent_loops.chat import ChatTokens
-    from penstock.agent_loops.journal import EpisodeJournal
-    from penstock.agent_loops.llm import EpisodeLLM
-    from penstock.agent_loops.parts import EpisodeParts
-    from penstock.agent_loops.toolbox import ToolBox
-    from penstock.sandbox import Sandbox
-    from penstock.transfer_queue import Lease
-
+from penstock.agent_loops.chat.chat import ChatTokens
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.errors import LoadError
+from penstock.agent_loops.journal import EpisodeJournal
+from penstock.agent_loops.llm import EpisodeLLM, GenerateClient
+from penstock.agent_loops.loader import load_object
+from penstock.agent_loops.rewards.registry import RewardFunction
+from penstock.agent_loops.segment import AgentLoopOutput
+from penstock.agent_loops.tool_runner import ToolBox
+from penstock.agent_loops.tracing import OnSpan
+from penstock.common import Registry, gather_or_cancel
+from penstock.sandbox import Sandbox
+from penstock.tools import BaseTool, ToolConfig
+from penstock.transfer_queue import Lease, Task, TransferQueue
 
 T = TypeVar("T")
+PACKAGE = "penstock.agent_loops.loops"
+FUNCTION_LOOP = "penstock.gateway.openai_agent:loop_of"
+"""Makes a loop of an `async def agent(client, task)`. By path: the gateway is built on this folder, not the reverse."""
+LOOPS: Registry[type[AgentLoopBase]] = Registry(
+    "agent loop",
+    {
+        "single_turn": f"{PACKAGE}.single_turn:SingleTurnLoop",
+        "tool_agent": f"{PACKAGE}.react:ToolAgentLoop",
+        "code_act": f"{PACKAGE}.code_act:CodeActLoop",
+        "stepwise": f"{PACKAGE}.stepwise:StepwiseLoop",
+        "multi_agent": f"{PACKAGE}.multi_agent:MultiAgentLoop",
+    },
+    unique=True,
+    error=LoadError,
+)
+
+
+@dataclass(slots=True)
+class Mismatches:
+    """Token mismatches of a worker; the next trajectory that completes carries the count, so that none is hidden."""
+
+    seen: int = 0
+    reported: int = 0
+
+    def take(self) -> int:
+        new, self.reported = self.seen - self.reported, self.seen
+        return new
 
 
 @dataclass(frozen=True, slots=True)
-class AgentLoopOutput:
-    """One segment of an episode as its loop hands it back (P prompt tokens, T response tokens).
-
-    Made by `SegmentBuilder.output()`; the token fields are never edited by hand (invariant 1).
-    """
-
-    prompt_ids: Ids
-    """[P]"""
-    response_ids: Ids
-    """[T]"""
-    response_mask: Mask
-    """[T] 1 = sampled"""
-    response_logprobs: Logprobs
-    """[T]"""
-    version_spans: Spans
-    """[S, 3] (policy version, start, end)"""
-    turn_starts: Ids
-    """[num_turns]"""
-    reward: float | None = None
-    """None: the run's reward function is asked."""
-    turn_rewards: Sequence[float] = ()
-    outcome: Outcome = COMPLETED
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    images: Sequence[ImageRef] = ()
-    """In the order of their places among the ids."""
-
-    @property
-    def num_turns(self) -> int:
-        return len(self.turn_starts)
+class EpisodeParts:
+    worker: str
+    config: AgentConfig
+    queue: TransferQueue
+    client: GenerateClient
+    chat: ChatTokens
+    tools: Mapping[str, BaseTool]
+    tool_configs: Mapping[str, ToolConfig]
+    find_loop: Callable[[str], type[AgentLoopBase]]
+    sandbox: Sandbox | None = None
+    on_lost: Literal["replay", "restart"] = "replay"
+    reward: RewardFunction | None = None
+    mismatches: Mismatches = field(default_factory=Mismatches)
+    on_span: OnSpan | None = None
+    """Told each span of each episode when it ends."""
 
 
 class AgentLoopBase(ABC):
@@ -86,7 +107,7 @@ class AgentLoopBase(ABC):
         the other branches are cancelled and awaited.
         """
         with self._journal.branching():
-            return await all_or_none(branches)
+            return await gather_or_cancel(branches)
 
     async def setup(self, task: Task) -> None:
         """Before `run`; what it opens, `teardown` closes. Written without ``async`` both run in a thread."""
@@ -97,3 +118,33 @@ class AgentLoopBase(ABC):
 
     async def teardown(self) -> None:
         """Always awaited, also on error and cancellation."""
+
+
+Loop = TypeVar("Loop", bound=type[AgentLoopBase])
+
+
+def register(name: str) -> Callable[[Loop], Loop]:
+    """Class decorator: registers a loop under `name`. Raises `LoadError` where another class has the name."""
+    return cast("Callable[[Loop], Loop]", LOOPS.register(name))
+
+
+def find_loop(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
+    """The class for a registered name, ``package.module:Class`` or ``folder/file.py:Class``; an ``async def`` that
+    takes (client, task) becomes an `OpenAIAgentLoop`. Raises `LoadError`.
+    """
+    loop = _find(name, recipe_dir)
+    loop.require()
+    return loop
+
+
+def _find(name: str, recipe_dir: Path) -> type[AgentLoopBase]:
+    found: Any = LOOPS.get(name, partial(load_object, recipe_dir=recipe_dir))
+    if inspect.iscoroutinefunction(found):
+        loop: type[AgentLoopBase] = load_object(FUNCTION_LOOP, recipe_dir)(found, name)
+        return loop
+    if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
+        raise LoadError(f"{name} is not a subclass of AgentLoopBase, nor an `async def agent(client, task)`")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise LoadError(f"{name} has no `async def {missing}`: it must be written")
+    return found

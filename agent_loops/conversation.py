@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.agent_loops.base import AgentLoopOutput
-from penstock.agent_loops.template import Message
+from penstock.agent_loops.chat.chat import ChatTokens
+from penstock.agent_loops.chat.template import Message
+from penstock.agent_loops.llm import Reply
+from penstock.agent_loops.segment import AgentLoopOutput, SegmentBuilder
 from penstock.transfer_queue import Outcome
-
-if TYPE_CHECKING:
-    from penstock.agent_loops.chat import ChatTokens
-    from penstock.agent_loops.llm import Reply
-    from penstock.agent_loops.segment import SegmentBuilder
 
 
 class Conversation:

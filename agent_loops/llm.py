@@ -1,33 +1,122 @@
-"""The `llm` of a loop: token in, token out, journaled before the loop sees it."""
+"""The `llm` of a loop: token in, token out, journaled before the loop sees it.
+
+The one thing an agent worker needs of rollout servers, and a deterministic fake of it.
+
+How a run samples where nobody asks for something else.
+
+An engine's answer at the edge: checked, cut where a stop string ended it, and as the journal keeps it.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from penstock.agent_loops.client import GenerateClient
-from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure
-from penstock.agent_loops.generations import check_generation, first_tokens, from_entry, to_entry
+import numpy as np
+from pydantic import ValidationError
+
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure, TokenMismatch
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.segment import SegmentBuilder
-from penstock.agent_loops.trace import span
+from penstock.agent_loops.tracing import span
+from penstock.common import OpenSpan
 from penstock.rollout_server import (
     AnswerBuilder,
     Chunk,
+    FinishReason,
     GenerateRequest,
     Generation,
     ImageRef,
-    OpenSpan,
     Sampling,
     versions_of,
 )
-from penstock.transfer_queue import JournalKind, Lease
+from penstock.transfer_queue import JournalEntry, JournalKind, Lease
 
 Watch = Callable[[Chunk], int | None]
 """Sees an answer's chunks as they arrive. A number ends the answer behind so many tokens of this chunk, as ``stop``."""
+LOGPROB_EPSILON = 1e-4
+"""A log-softmax in low precision may end this far above 0."""
+
+
+class GenerateClient(Protocol):
+    """Called by `EpisodeLLM` for every model call and by the worker before it leases."""
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """The whole answer to one context. Raises where no server gave one within the client's deadline."""
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """The same answer as it grows; `version_spans` count from the start of each chunk.
+
+        The last chunk, and no other, carries `finish_reason`, ``stop`` or ``length``. Raises as `generate` does.
+        Closing the generator early gives the answer up.
+        """
+        yield Chunk()
+
+    async def best_version(self) -> int | None:
+        """Newest policy version among servers that accept work; None where there is none."""
+
+
+class FakeClient:
+    """Answers each context with ``reply(context)``, at once or after `latency_s`; every token has logprob -0.5.
+
+    Replies longer than ``max_new_tokens`` are cut with finish reason ``length``. A stream brings one token per chunk.
+    `requests` keeps what was asked; `reply` may be exchanged.
+    """
+
+    def __init__(
+        self, reply: Callable[[list[int]], Sequence[int]], *, version: int | None = 0, latency_s: float = 0.0
+    ) -> None:
+        self.version = version
+        self.requests: list[GenerateRequest] = []
+        self.reply = reply
+        self._latency_s = latency_s
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        self.requests.append(request)
+        await asyncio.sleep(self._latency_s)
+        whole = list(self.reply(request.token_ids))
+        ids = whole[: request.sampling.max_new_tokens]
+        reason: FinishReason = "stop" if len(ids) == len(whole) else "length"
+        return Generation(ids, [-0.5] * len(ids), [(self.version or 0, 0, len(ids))], reason)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        answer = await self.generate(request)
+        spans, last = [(self.version or 0, 0, 1)], len(answer.token_ids) - 1
+        for position, (token, logprob) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
+            reason = answer.finish_reason if position == last else None
+            yield Chunk(token_ids=[token], logprobs=[logprob], version_spans=spans, finish_reason=reason)
+        if not answer.token_ids:
+            yield Chunk(finish_reason=answer.finish_reason)
+
+    async def best_version(self) -> int | None:
+        return self.version
+
+
+def usual_sampling(config: AgentConfig, stop_token_ids: Sequence[int], lease: Lease) -> Sampling:
+    """The recipe's values with those of the task over them. Raises `InfraFailure` where the task's are wrong.
+
+    A task's ``greedy_member`` names the one episode of its group that is sampled greedily.
+    """
+    usual = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "max_new_tokens": config.max_new_tokens,
+        "stop_token_ids": tuple(stop_token_ids),
+    }
+    wanted = {**usual, **lease.task.sampling}
+    if wanted.pop("greedy_member", None) == lease.member:
+        wanted["temperature"] = 0.0
+    try:
+        return Sampling(**wanted)
+    except ValidationError as error:
+        raise InfraFailure("task", f"bad sampling of {lease.task.task_id}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +281,73 @@ class EpisodeLLM:
         self.counts.calls += 1
         self.counts.continued_over_update += generation.continued_over_update
         self.counts.resumed += generation.resumed
+
+
+def check_generation(generation: Generation, min_version: int) -> None:
+    """Invariant 1 at the edge. Raises `TokenMismatch` naming what does not fit, `InfraFailure` for an aborted call."""
+    ids, logprobs = generation.token_ids, generation.logprobs
+    if generation.finish_reason == "abort":
+        raise InfraFailure("rollout", "the engine aborted the call")
+    if not ids:
+        raise TokenMismatch("rollout", "the engine returned no tokens")
+    if len(ids) != len(logprobs):
+        raise TokenMismatch("rollout", f"{len(ids)} token ids but {len(logprobs)} logprobs")
+    bad = [value for value in logprobs if not math.isfinite(value) or value > LOGPROB_EPSILON]
+    if bad:
+        raise TokenMismatch("rollout", f"logprob {bad[0]} is not a finite number below 0")
+    _check_spans(generation.version_spans, len(ids), min_version)
+
+
+def _check_spans(spans: Sequence[tuple[int, int, int]], length: int, min_version: int) -> None:
+    position = 0
+    for version, start, end in spans:
+        if start != position or end <= start:
+            raise TokenMismatch("rollout", f"version spans {list(spans)} do not cover {length} tokens once")
+        if version < min_version:
+            raise TokenMismatch("rollout", f"tokens of version {version}, below the episode's floor {min_version}")
+        position = end
+    if position != length:
+        raise TokenMismatch("rollout", f"version spans {list(spans)} do not cover {length} tokens once")
+
+
+def first_tokens(chunk: Chunk, count: int) -> Chunk:
+    """`chunk` cut behind its first `count` tokens, as the last one of an answer that a stop string ended."""
+    spans = [(version, start, min(end, count)) for version, start, end in chunk.version_spans if start < count]
+    return Chunk(
+        token_ids=chunk.token_ids[:count], logprobs=chunk.logprobs[:count], version_spans=spans, finish_reason="stop"
+    )
+
+
+def to_entry(generation: Generation, asked: tuple[int, int], note: Mapping[str, Any]) -> JournalEntry:
+    """What the journal keeps of an answer; `note` joins its data."""
+    return JournalEntry(
+        kind=JournalKind.SAMPLED,
+        context_len=asked[0],
+        context_hash=asked[1],
+        ids=np.array(generation.token_ids, dtype=np.int32),
+        logprobs=np.array(generation.logprobs, dtype=np.float32),
+        version_spans=np.array(generation.version_spans, dtype=np.int32).reshape(-1, 3),
+        data={
+            "finish_reason": generation.finish_reason,
+            "continued_over_update": generation.continued_over_update,
+            "resumed": generation.resumed,
+            **note,
+        },
+    )
+
+
+def from_entry(entry: JournalEntry) -> Generation:
+    """The answer that `to_entry` wrote down."""
+    assert entry.ids is not None
+    assert entry.logprobs is not None
+    assert entry.version_spans is not None
+    reason: FinishReason = entry.data["finish_reason"]
+    spans = [(int(version), int(start), int(end)) for version, start, end in entry.version_spans]
+    return Generation(
+        token_ids=entry.ids.tolist(),
+        logprobs=entry.logprobs.tolist(),
+        version_spans=spans,
+        finish_reason=reason,
+        continued_over_update=bool(entry.data.get("continued_over_update")),
+        resumed=int(entry.data.get("resumed", 0)),
+    )

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.agent_loops.base import AgentLoopOutput
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
 from penstock.agent_loops.llm import Seen
-from penstock.agent_loops.token_row import little_endian
+from penstock.agent_loops.segment import AgentLoopOutput, little_endian
 from penstock.transfer_queue import Lease, Segment, Trajectory
 
 IMAGES = "images"

@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.agent_loops.base import AgentLoopOutput
+from penstock.agent_loops.segment import AgentLoopOutput
 
 Mismatch = Literal["retokenised", "retemplated", "rewritten"]
 KINDS: tuple[Mismatch, ...] = ("retokenised", "retemplated", "rewritten")

@@ -1,26 +1,88 @@
-"""One append-only token sequence of an episode, as its loop builds it: a `TokenRow` under the episode's budget."""
+"""A segment: one append-only token sequence of an episode.
+
+SegmentBuilder   what a loop builds, under the episode's `Budget`
+TokenRow         its arrays: ids, and mask, logprobs and versions of the response
+AgentLoopOutput  the finished segment, as the loop returns it
+
+prompt ids │ sampled │ observed │ sampled │ …        mask  1…1 │ 0…0 │ 1…1
+"""
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, overload
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
-from penstock.agent_loops.base import AgentLoopOutput
-from penstock.agent_loops.ends import Ends
 from penstock.agent_loops.errors import AgentError
-from penstock.agent_loops.shared_ints import SHARED
-from penstock.agent_loops.token_row import TokenRow
 from penstock.rollout_server import ImageRef
-from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind
+from penstock.transfer_queue import COMPLETED, Ids, Logprobs, Mask, Outcome, OutcomeKind, Spans
 
 TRUNCATED_LENGTH = Outcome(OutcomeKind.TRUNCATED, "length")
 SPOILED = Outcome(OutcomeKind.POLICY_ERROR, "the model sampled the place of an image that is not there")
 TRUNCATED_TURNS = Outcome(OutcomeKind.TRUNCATED, "turns")
 TRUNCATED_DEADLINE = Outcome(OutcomeKind.TRUNCATED, "deadline")
+MOST = 1 << 20
+"""Ids from here on (no vocabulary has them) get objects of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLoopOutput:
+    """One segment of an episode as its loop hands it back (P prompt tokens, T response tokens).
+
+    Made by `SegmentBuilder.output()`; the token fields are never edited by hand (invariant 1).
+    """
+
+    prompt_ids: Ids
+    """[P]"""
+    response_ids: Ids
+    """[T]"""
+    response_mask: Mask
+    """[T] 1 = sampled"""
+    response_logprobs: Logprobs
+    """[T]"""
+    version_spans: Spans
+    """[S, 3] (policy version, start, end)"""
+    turn_starts: Ids
+    """[num_turns]"""
+    reward: float | None = None
+    """None: the run's reward function is asked."""
+    turn_rewards: Sequence[float] = ()
+    outcome: Outcome = COMPLETED
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    images: Sequence[ImageRef] = ()
+    """In the order of their places among the ids."""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.turn_starts)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDelta(Sequence[int]):
+    """Ids of rendered messages and the images in them, for `SegmentBuilder.observe`."""
+
+    ids: Sequence[int]
+    images: Sequence[ImageRef] = ()
+    """Images whose placeholders are among `ids`, in order."""
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self.ids[index]
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 @dataclass(slots=True)
@@ -43,6 +105,27 @@ class Budget:
         return max(0, self.max_turns - self.turns)
 
 
+@dataclass(frozen=True, slots=True)
+class ReplyEnds:
+    """Qwen: all are ``<|im_end|>``. GLM closes nothing: what comes next, ``<|user|>`` or ``<|observation|>``, ends it.
+
+    gpt-oss: the model samples ``<|return|>`` or ``<|call|>``, the template writes ``<|end|>`` or ``<|call|>``.
+    Llama 3.1: ``<|eot_id|>``; its generation config has ``<|eom_id|>`` too, which the template names and opens nothing
+    with: it only closes. ``<|end_of_text|>``, which the template never names, is a stop and closes no turn.
+    """
+
+    stops: tuple[int, ...]
+    """A sampled one ends the reply."""
+    closers: frozenset[int]
+    """Only close, and so stand for each other; a stop that is no closer opens the next turn."""
+    heads: frozenset[int]
+    """What a delta begins with."""
+
+    def repeats(self, last: int, first: int) -> bool:
+        """The delta's first id says again what the model's last sampled one said already."""
+        return (first == last and last in self.stops) or {first, last} <= self.closers
+
+
 class SegmentBuilder:
     """The `segment` of a loop. Ids only ever go on at its end, so each context starts with the one before it."""
 
@@ -51,7 +134,7 @@ class SegmentBuilder:
         prompt_ids: Sequence[int],
         budget: Budget,
         stop_ids: Collection[int] = (),
-        ends: Ends | None = None,
+        ends: ReplyEnds | None = None,
         *,
         images: Sequence[ImageRef] = (),
         placeholders: Collection[int] = (),
@@ -126,18 +209,19 @@ class SegmentBuilder:
         self._spoiled = not self._placeholders.isdisjoint(ids)
         self._out_of_room = finish_reason == "length" or self._spoiled
 
-    def observe(self, ids: Sequence[int]) -> bool:
+    def observe(self, delta: MessageDelta | Sequence[int]) -> bool:
         """Append ids that the model reads but did not write (mask 0).
 
         A closing token that the model already sampled is not repeated. Where no room would be left to answer, nothing
         is appended, the segment is done and False is returned.
         """
-        images = getattr(ids, "images", ())
-        ids = self._without_repeated_stop(ids)
+        if not isinstance(delta, MessageDelta):
+            delta = MessageDelta(delta)
+        ids = self._without_repeated_stop(delta.ids)
         if not self._has_room(len(ids)):
             return False
         self.append_fed(ids)
-        self.images.extend(images)
+        self.images.extend(delta.images)
         return True
 
     def make_room(self, count: int) -> bool:
@@ -203,3 +287,95 @@ class SegmentBuilder:
         if self._row.ends_sampled or not self._row.mask:
             return COMPLETED
         return TRUNCATED_TURNS if self.budget.turns_left == 0 else TRUNCATED_LENGTH
+
+
+def last_answer(output: AgentLoopOutput) -> list[int]:
+    """Ids of the last model call's answer."""
+    if output.num_turns == 0:
+        return []
+    start = int(output.turn_starts[-1])
+    ids: list[int] = output.response_ids[start:][output.response_mask[start:] == 1].tolist()
+    return ids
+
+
+class TokenRow:
+    """Every append costs what is appended, however long the row is: the hash is carried on, not made again."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.ids = array("i", prompt_ids)
+        """Prompt and response."""
+        self.mask = bytearray()
+        """Of the response: 1 = sampled."""
+        self.turn_starts = array("i")
+        self._prompt_len = len(prompt_ids)
+        self._logprobs = array("f")
+        self._spans = array("i")
+        self._hash = xxhash.xxh3_64(little_endian(self.ids))
+
+    @property
+    def hash(self) -> int:
+        """xxh3-64 of the int32 little-endian ids."""
+        return self._hash.intdigest()
+
+    @property
+    def ends_sampled(self) -> bool:
+        return bool(self.mask) and self.mask[-1] == 1
+
+    def append_sampled(
+        self, ids: Sequence[int], logprobs: Sequence[float], version_spans: Sequence[Sequence[int]]
+    ) -> None:
+        """One answer (N ids, N logprobs, spans over 0…N)."""
+        start = len(self.mask)
+        self.turn_starts.append(start)
+        for version, first, end in version_spans:
+            self._spans.extend((version, start + first, start + end))
+        self._extend(ids, logprobs, b"\x01")
+
+    def append_fed(self, ids: Sequence[int]) -> None:
+        self._extend(ids, [0.0] * len(ids), b"\x00")
+
+    def columns(self) -> dict[str, Any]:
+        """The token fields of an `AgentLoopOutput`."""
+        ids: Ids = np.array(self.ids, dtype=np.int32)
+        return {
+            "prompt_ids": ids[: self._prompt_len],
+            "response_ids": ids[self._prompt_len :],
+            "response_mask": np.array(self.mask, dtype=np.uint8),
+            "response_logprobs": np.array(self._logprobs, dtype=np.float32),
+            "version_spans": np.array(self._spans, dtype=np.int32).reshape(-1, 3),
+            "turn_starts": np.array(self.turn_starts, dtype=np.int32),
+        }
+
+    def _extend(self, ids: Sequence[int], logprobs: Sequence[float], mark: bytes) -> None:
+        new = array("i", ids)
+        self.ids.extend(new)
+        self.mask.extend(mark * len(new))
+        self._logprobs.extend(logprobs)
+        self._hash.update(little_endian(new))
+
+
+def little_endian(ids: array[int] | Ids) -> bytes:
+    """int32 little-endian bytes of ids, on every host: what context hashes are made of."""
+    if sys.byteorder == "little":
+        return ids.tobytes()
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+class SharedInts:
+    """Grows to the largest id that was asked for, so to the vocabulary in use."""
+
+    def __init__(self) -> None:
+        self._ints: NDArray[Any] = np.arange(0, dtype=object)
+
+    def of(self, ids: NDArray[np.int32]) -> list[int]:
+        """`ids` as a list."""
+        most = int(ids.max(initial=0))
+        if most >= MOST or ids.min(initial=0) < 0:
+            return [int(one) for one in ids]
+        if most >= len(self._ints):
+            self._ints = np.arange(1 << most.bit_length(), dtype=object)
+        whole: list[int] = self._ints[ids].tolist()
+        return whole
+
+
+SHARED = SharedInts()

@@ -1,48 +1,124 @@
 """An agent worker: one asyncio process that keeps up to `concurrency` episodes running.
 
 task         consumes                waits for                        woken by
-admit        client.best_version,    room; a server; admission        an episode's end; its own back-off
+admit        client.best_version,    capacity; a server; admission    an episode's end; its own back-off
              queue.lease_episodes
-episode × N  one lease               model, tools, reward             (see running.py, episode.py)
-renew        leases held             a third of the lease's TTL       the clock; cancels episodes that were lost
+episode × N  one lease               model, tools, reward             (see `RunningEpisodes`, episode.py)
+renew        leases held             a third of the lease's TTL       the clock; cancels episodes whose lease is lost
 adapt        client.servers, 429s    ADAPT_S                          the clock; wakes admit (concurrency.py)
 report       waits, counts           REPORT_S                         the clock
-watch        the loop's beat         a thread of its own              names code that blocks the loop (loop_watch.py)
+watch        the loop's beat         its own thread                   names code that blocks the loop (loop_watch.py)
 
 Shutdown, healthy (cancellation): admission stops, episodes are cancelled, leave their tools to the next owner and hand
-their leases back with their journals, within DRAIN_DEADLINE_S. Crashed (kill -9): leases run out and other workers go
-on from the journals. Either way nothing that was sampled is lost.
+their leases back with their journals, within DRAIN_DEADLINE_S. Crashed (kill -9): leases expire and other workers
+resume from the journals. Either way no sampled token is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import logging
 import random
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
 
-from penstock.agent_loops.collector import frozen_start
-from penstock.agent_loops.concurrency import ADAPT_S, Concurrency, WatchedClient
+from penstock.agent_loops.base import EpisodeParts, find_loop
+from penstock.agent_loops.chat.chat import chat_of
+from penstock.agent_loops.chat.verification import verify_template
+from penstock.agent_loops.concurrency import ADAPT_S, Bounds, Concurrency, WatchedClient
+from penstock.agent_loops.config import AgentConfig
+from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.errors import WorkerStopped
-from penstock.agent_loops.job import WorkerJob, build_parts
+from penstock.agent_loops.llm import GenerateClient
+from penstock.agent_loops.loader import allow_imports_from, load_object
 from penstock.agent_loops.loop_watch import LoopWatch
-from penstock.agent_loops.parts import EpisodeParts
-from penstock.agent_loops.reward import may_need_sandbox
-from penstock.agent_loops.running import CHUNK, RunningEpisodes
-from penstock.agent_loops.stats import WorkerStats
-from penstock.agent_loops.traced_sandbox import traced
-from penstock.sandbox import Sandbox, SandboxError, make_sandbox
-from penstock.tools import close_tools
-from penstock.transfer_queue import Lease, QueueError
+from penstock.agent_loops.metrics import WorkerMetrics, WorkerStats
+from penstock.agent_loops.rewards.registry import load_reward, may_need_sandbox
+from penstock.agent_loops.tracing import traced
+from penstock.common import Backoff, cancel_and_wait
+from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
+from penstock.tools import ToolConfig, close_tools, configs_of, make_tools
+from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, TransferQueue
 
-BACK_OFF_S = (0.05, 0.2)
-"""First and longest pause while the queue admits nothing, before jitter."""
+BACKOFF = Backoff(0.05, 0.2, factor=1.5, jitter=(0.75, 1.25))
+"""Pauses while the queue admits nothing."""
 GATHER_S = 0.005
 """After an episode ends, others are given this long to end too, so that one round trip leases several."""
 REPORT_S = 5.0
 NO_SERVER_DEADLINE_S = 900.0
+DRAIN_DEADLINE_S = 10.0
+CHUNK = 256
+"""Leases of one call: neither the queue nor this worker's loop stands still for thousands at once."""
+YOUNG = 50_000
+"""New objects before the youngest are looked at; Python's own 700 is less than one episode's turn."""
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJob:
+    """Everything one agent worker is told. The queue and the client stay their opener's to close."""
+
+    name: str
+    """Unique in the run; named in leases and logs."""
+    config: AgentConfig
+    queue: TransferQueue
+    client: GenerateClient
+    model: str
+    """Folder or hub name of the tokenizer."""
+    tools: list[ToolConfig] = field(default_factory=list)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    seed: int = 0
+    """Of back-off jitter; sampling is seeded at the servers."""
+    recipe_dir: Path = Path()
+    """Where files named in the recipe are looked for first."""
+    lease_ttl_s: float = 15.0
+    sandbox_token: str | None = None
+    """Bearer token of a remote sandbox server."""
+    max_failures_in_a_row: int = 20
+    server_slots: int = 0
+    """Requests that a rollout server decodes together; 0: not known."""
+    metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
+    """What the worker counts; served by its opener."""
+
+    @property
+    def bounds(self) -> Bounds:
+        """Half of what a server may hold before it counts as loaded is decoded at once; the other half waits there."""
+        given = self.config.server_requests
+        requests = 2 * self.server_slots if given is None else given
+        return Bounds(self.config.concurrency, requests, self.config.server_tokens)
+
+
+def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
+    """Template, tools, loop, reward. Raises `AgentError` naming what the recipe has wrong."""
+    allow_imports_from(job.recipe_dir.resolve())
+    tools = make_tools(job.tools, sandbox, partial(load_object, recipe_dir=job.recipe_dir))
+    chat = chat_of(job.model, job.config)
+    verified = verify_template(chat, [tool.schema for tool in tools.values()])
+    log.info(
+        "chat template verified on %d conversations; %s",
+        verified.conversations,
+        verified.summary(job.config.thinking_history),
+    )
+    find = lru_cache(partial(find_loop, recipe_dir=job.recipe_dir))
+    find(job.config.loop)
+    return EpisodeParts(
+        worker=job.name,
+        config=job.config,
+        queue=job.queue,
+        client=job.client,
+        chat=chat,
+        tools=tools,
+        tool_configs=configs_of(tools),
+        find_loop=find,
+        sandbox=sandbox,
+        on_lost=job.sandbox.on_lost,
+        reward=load_reward(job.config, job.recipe_dir, sandbox),
+    )
 
 
 async def run_worker(job: WorkerJob) -> None:
@@ -78,6 +154,20 @@ def _sandbox_of(job: WorkerJob) -> Sandbox | None:
         return None
 
 
+@contextlib.contextmanager
+def frozen_start() -> Iterator[None]:
+    """What was there before (modules, tokenizer, template) is never looked at again; inside, collections are rarer."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
 class Worker:
     """The process's one loop. `run` is called once."""
 
@@ -89,8 +179,7 @@ class Worker:
         self._room = asyncio.Event()
         self.episodes = RunningEpisodes(self._parts, self.stats, self._room.set)
         self._watch = LoopWatch()
-        self._random = random.Random(f"{job.seed}/{job.name}")
-        self._pause_s = BACK_OFF_S[0]
+        self._pauses = BACKOFF.pauses(random.Random(f"{job.seed}/{job.name}"))
         self._server_seen = time.monotonic()
         job.metrics.follow(lambda: len(self.episodes), lambda: self.concurrency.limit)
 
@@ -106,9 +195,7 @@ class Worker:
                 await self._admit()
         finally:
             await self.episodes.drain()
-            for keeper in keepers:
-                keeper.cancel()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await cancel_and_wait(keepers)
             self._watch.stop()
             await self._flush()
 
@@ -129,13 +216,12 @@ class Worker:
             self.episodes.start(lease)
         self._server_seen = time.monotonic() if version is not None else self._server_seen
         if leases:
-            self._pause_s = BACK_OFF_S[0]
+            self._pauses.reset()
         else:
             await self._back_off("server" if version is None else "admission", free)
 
     async def _back_off(self, cause: str, free: int) -> None:
-        pause_s = self._pause_s * self._random.uniform(0.75, 1.25)
-        self._pause_s = min(self._pause_s * 1.5, BACK_OFF_S[1])
+        pause_s = self._pauses.next_s()
         self.stats.add_wait(cause, pause_s * free / self._job.config.concurrency)
         await asyncio.sleep(pause_s)
 
@@ -191,3 +277,95 @@ def _raise_from(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         if task.done():
             task.result()
+
+
+class RunningEpisodes:
+    """`ended` is called after each end, whatever it was."""
+
+    def __init__(self, parts: EpisodeParts, stats: WorkerStats, ended: Callable[[], None]) -> None:
+        self.running: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self._parts = parts
+        self._stats = stats
+        self._ended = ended
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    def start(self, lease: Lease) -> None:
+        """Run it. A run of the same episode under an older lease is stopped: whatever it brought would be refused."""
+        if lease.episode_id in self.running:
+            self._cancel_lost(self.running[lease.episode_id][0])
+        task = asyncio.create_task(self._run(lease), name=lease.episode_id)
+        self.running[lease.episode_id] = (lease, task)
+        task.add_done_callback(lambda _: self._forget(lease))
+
+    async def renew(self) -> None:
+        """One round over all leases; runs whose lease was lost are stopped. Raises `QueueError`."""
+        held = {episode_id: lease for episode_id, (lease, _) in self.running.items()}
+        for leases in _chunks(list(held.values())):
+            for episode_id in await self._parts.queue.renew(leases):
+                self._cancel_lost(held[episode_id])
+
+    async def drain(self) -> None:
+        """Every episode gives its tools back first, then its lease goes back with its journal."""
+        running = list(self.running.values())
+        if not running:
+            return
+        for _, task in running:
+            _cancel_once(task)
+        deadline = time.monotonic() + DRAIN_DEADLINE_S
+        await asyncio.wait([task for _, task in running], timeout=DRAIN_DEADLINE_S)
+        ended = [lease for lease, task in running if task.done() and task.cancelled()]
+        for leases in _chunks(ended):
+            if time.monotonic() > deadline:
+                log.warning("no time was left to hand every lease back; the others run out by themselves")
+                break
+            await asyncio.gather(*(self._hand_back(lease) for lease in leases))
+        log.info("drained: %d of %d episodes stopped", len(ended), len(running))
+
+    # one episode ---------------------------------------------------------------------------------------------------
+    async def _run(self, lease: Lease) -> None:
+        started = time.monotonic()
+        try:
+            outcome = await Episode(self._parts, lease).run()
+        except LeaseLost:
+            log.warning("episode %s went to another worker", lease.episode_id)
+            return
+        except QueueError as error:
+            outcome = Outcome(OutcomeKind.INFRA_ERROR, str(error), "queue")
+        except Exception as error:
+            log.exception("episode %s failed in the worker itself", lease.episode_id)
+            outcome = Outcome(OutcomeKind.INFRA_ERROR, repr(error), "worker")
+        self._stats.add_episode(outcome, time.monotonic() - started)
+
+    def _forget(self, lease: Lease) -> None:
+        """A callback of the task, not its last line: a task cancelled before its first step runs no line at all."""
+        held = self.running.get(lease.episode_id)
+        if held is not None and held[0].fence == lease.fence:
+            del self.running[lease.episode_id]
+        self._ended()
+
+    def _cancel_lost(self, lease: Lease) -> None:
+        """Only the run that held the lost lease: the episode may have ended, or been leased anew, meanwhile."""
+        current = self.running.get(lease.episode_id)
+        if current is not None and current[0].fence == lease.fence:
+            log.warning("lease of %s was lost; stopping it", lease.episode_id)
+            _cancel_once(current[1])
+
+    async def _hand_back(self, lease: Lease) -> None:
+        """A lease that is lost by now is refused, and that is right."""
+        try:
+            async with asyncio.timeout(DRAIN_DEADLINE_S / 2):
+                await self._parts.queue.release(lease)
+        except (QueueError, TimeoutError) as error:
+            log.warning("lease of %s was not handed back (%s); it runs out by itself", lease.episode_id, error)
+
+
+def _cancel_once(task: asyncio.Task[None]) -> None:
+    """A second cancellation would break off the teardown that the first one began."""
+    if not task.cancelling():
+        task.cancel()
+
+
+def _chunks(leases: Sequence[Lease]) -> list[Sequence[Lease]]:
+    return [leases[start : start + CHUNK] for start in range(0, len(leases), CHUNK)]

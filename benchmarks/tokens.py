@@ -83,7 +83,7 @@ def _tokenizer(model: str) -> Any:
         from benchmarks.support.model import trained_tokenizer
 
         return trained_tokenizer()
-    from penstock.agent_loops import load_tokenizer
+    from penstock.agent_loops.chat import load_tokenizer
 
     return load_tokenizer(model)
 

@@ -1,4 +1,4 @@
-"""A recipe's tasks, played by a scripted policy in the model's place; see `penstock.agent_loops.rehearsal`."""
+"""A recipe's tasks, played by a scripted policy in the model's place; see `penstock.agent_loops.env_check`."""
 
 from __future__ import annotations
 

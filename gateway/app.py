@@ -9,15 +9,9 @@ from pathlib import Path
 
 from fastapi import APIRouter
 
-from penstock.agent_loops import (
-    AgentConfig,
-    AgentError,
-    ChatTokens,
-    RewardFunction,
-    allow_imports_from,
-    chat_of,
-    load_reward,
-)
+from penstock.agent_loops import AgentConfig, AgentError, ChatTokens, allow_imports_from
+from penstock.agent_loops.chat import chat_of, verify_template
+from penstock.agent_loops.rewards import RewardFunction, load_reward
 from penstock.gateway.context import CaptureParts, text_of
 from penstock.gateway.errors import NotRecordable
 from penstock.gateway.routes import make_router
@@ -99,7 +93,7 @@ class Capture:
         job = self._job
         allow_imports_from(job.recipe_dir.resolve())
         chat = chat_of(job.model, job.config)
-        chat.prove()
+        verify_template(chat)
         return chat, load_reward(job.config, job.recipe_dir)
 
 

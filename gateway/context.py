@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.agent_loops import AgentConfig, ChatTokens, GenerateClient, Mismatches, RewardFunction
+from penstock.agent_loops import AgentConfig, ChatTokens, GenerateClient, Mismatches
+from penstock.agent_loops.rewards import RewardFunction
 from penstock.gateway.wire import TextOf, call_syntax, token_bytes_of
 from penstock.transfer_queue import TransferQueue
 

@@ -18,11 +18,11 @@ from penstock.agent_loops import (
     EpisodeLLM,
     TokenMismatch,
     from_entry,
-    new_budget,
     since_last_restart,
     to_entry,
     usual_sampling,
 )
+from penstock.agent_loops.chat import new_budget
 from penstock.gateway.context import CaptureParts
 from penstock.gateway.prefix_tree import History, NotRenderable, Place, Turn, as_json, digest, hash_of
 from penstock.gateway.requests import Call

@@ -23,15 +23,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.agent_loops import (
-    TRUNCATED_LENGTH,
-    TRUNCATED_TURNS,
-    Budget,
-    InfraFailure,
-    TokenMismatch,
-    Watch,
-    all_or_none,
-)
+from penstock.agent_loops import TRUNCATED_LENGTH, TRUNCATED_TURNS, Budget, InfraFailure, TokenMismatch, Watch
+from penstock.common import gather_or_cancel
 from penstock.gateway.context import CaptureParts
 from penstock.gateway.errors import Gone, TooLong, told_of, unforeseen
 from penstock.gateway.journal import Record, head_of, how_asked, told_again
@@ -149,7 +142,7 @@ class CapturedEpisode:
                 call.close(told_again(turn, call.ask, call.head, self.parts.text_of))
             missing = [index for index in range(call.ask.n) if index not in {turn.choice.index for turn in known}]
             rooms = zip(missing, share.rooms, strict=True)
-            await all_or_none([sample(self.record, call, place, index, room) for index, room in rooms])
+            await gather_or_cancel([sample(self.record, call, place, index, room) for index, room in rooms])
             self._close(call, share, None)
         except (InfraFailure, QueueError, ValidationError) as error:
             self._close(call, share, self._explained(error))

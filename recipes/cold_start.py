@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.agent_loops import AgentError, Budget, ChatTokens, chat_of, load_object
+from penstock.agent_loops import AgentError, Budget, ChatTokens, load_object
+from penstock.agent_loops.chat import chat_of
 from penstock.deploy import ConfigError, RunConfig, load_config, rehearse_recipe, rows_of
 from penstock.sandbox import SandboxError
 from penstock.tools import ToolConfigError, close_tools, make_tools

@@ -54,7 +54,7 @@ def make_tools(
 ) -> dict[str, BaseTool]:
     """Name that the model calls → tool, in the order of the recipe. Raises `ToolConfigError`, and what `load` raises.
 
-    `load` finds what users name by a path, a file's too (`penstock.agent_loops.load`); without it they are imported.
+    `load` finds what users name by a path, a file's too (`penstock.agent_loops.loader`); without it they are imported.
     """
     tools: dict[str, BaseTool] = {}
     for config in configs:

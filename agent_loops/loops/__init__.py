@@ -1,15 +1,5 @@
-"""Loops in the box. Importing this package registers them."""
+"""The built-in agent loops, and helpers for loops of several turns."""
 
-from penstock.agent_loops.loops.code_act import CodeActLoop
-from penstock.agent_loops.loops.multi_agent import MultiAgentLoop
-from penstock.agent_loops.loops.single_turn import SingleTurnLoop
-from penstock.agent_loops.loops.stepwise import StepwiseLoop
-from penstock.agent_loops.loops.tool_agent import ToolAgentLoop
+import lazy_loader
 
-__all__ = [
-    "CodeActLoop",
-    "MultiAgentLoop",
-    "SingleTurnLoop",
-    "StepwiseLoop",
-    "ToolAgentLoop",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -7,12 +7,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
+from penstock.agent_loops.base import AgentLoopBase
 from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.loops.react import TurnRewards, final_answer, read_settings, with_system
-from penstock.agent_loops.registry import register
-from penstock.agent_loops.segment import TRUNCATED_TURNS
+from penstock.agent_loops.segment import TRUNCATED_TURNS, AgentLoopOutput
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import Outcome, Task
@@ -36,7 +35,6 @@ class CodeActSettings(BaseModel):
     instruction: str = Field(INSTRUCTION, description="Goes before the row's system prompt; empty: nothing does.")
 
 
-@register("code_act")
 class CodeActLoop(AgentLoopBase):
     """All blocks of an answer are run, in order, by one tool with one state; an answer without a block is the last.
 

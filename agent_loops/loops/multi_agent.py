@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
-from penstock.agent_loops.chat import tool_messages
+from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.chat.chat import tool_messages
 from penstock.agent_loops.conversation import Conversation
-from penstock.agent_loops.finish import last_answer
 from penstock.agent_loops.loops.react import ReactSettings, react, read_settings, with_system
-from penstock.agent_loops.registry import register
-from penstock.agent_loops.segment import TRUNCATED_TURNS, Budget
+from penstock.agent_loops.segment import TRUNCATED_TURNS, AgentLoopOutput, Budget, last_answer
 from penstock.tools import ToolResult, check_arguments
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import Task
@@ -59,7 +57,6 @@ class MultiAgentSettings(ReactSettings):
     max_helpers: int = Field(8, gt=0, description="Helpers of one turn of the planner.")
 
 
-@register("multi_agent")
 class MultiAgentLoop(AgentLoopBase):
     """An example to change: the planner's segment is the last output, so its end is the episode's."""
 

@@ -1,6 +1,8 @@
 """Answer, call tools, read what they say, until the model calls none: the core of several loops.
 
 Budgets: turns and tokens are the episode's, seconds are `ReactSettings.max_seconds`. What ends the loop is its outcome.
+
+The ReAct loop: answer, call tools, read what they say, until the model calls none.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
-from penstock.agent_loops.chat import tool_messages
+from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.chat.chat import tool_messages
 from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS
+from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS, AgentLoopOutput
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue import Outcome, OutcomeKind
+from penstock.transfer_queue import Outcome, OutcomeKind, Task
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -143,3 +145,11 @@ def with_system(messages: Sequence[Any], text: str) -> list[Any]:
         content = f"{text}\n\n{own}" if isinstance(own, str) else [{"type": "text", "text": f"{text}\n\n"}, *own]
         return [{**messages[0], "content": content}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
+
+
+class ToolAgentLoop(AgentLoopBase):
+    """Calls of one turn run in parallel; `agent.settings` are `ReactSettings`."""
+
+    async def run(self, task: Task) -> list[AgentLoopOutput]:
+        talk = Conversation(self.chat, task.messages, self.tools.schemas)
+        return (await react(self, talk, read_settings(ReactSettings, self))).outputs

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
-from penstock.agent_loops.registry import register
+from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.segment import AgentLoopOutput
 from penstock.transfer_queue import Task
 
 
-@register("single_turn")
 class SingleTurnLoop(AgentLoopBase):
     """Asks the model once; no tools."""
 

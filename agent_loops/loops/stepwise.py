@@ -13,11 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.agent_loops.base import AgentLoopBase, AgentLoopOutput
+from penstock.agent_loops.base import AgentLoopBase
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.loops.react import final_answer, read_settings
-from penstock.agent_loops.registry import register
-from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS
+from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentLoopOutput
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import Outcome, Task
@@ -43,7 +42,6 @@ class Step:
     """In the order of `calls`."""
 
 
-@register("stepwise")
 class StepwiseLoop(AgentLoopBase):
     """Write `memory` (or all of `prompt`) for your task.
 

@@ -1,16 +1,27 @@
-"""What a reward is: an answer in, a number out. A failure of the machinery is raised, never a number."""
+"""What a reward is: an answer in, a number out. A failure of the machinery is raised, never a number.
+
+A reward written as verl writes them: ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
+"""
 
 from __future__ import annotations
 
+import inspect
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from penstock.agent_loops.errors import LoadError
 from penstock.sandbox import Sandbox
+from penstock.tools import UserThreads
 
 Value = float | Mapping[str, Any]
 """A finite number, or a mapping with ``score``; its other numbers become metrics."""
+AT_ONCE = 16
+PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +51,46 @@ class BaseReward(ABC):
 
     async def close(self) -> None:
         """Give back processes and connections; awaited once, when its worker ends."""
+
+
+class FunctionReward(BaseReward):
+    """A plain function is called in a thread; one that cannot be (it sets signal handlers) in the event loop."""
+
+    def __init__(self, compute_score: Callable[..., Any], name: str = "compute_score") -> None:
+        """Raises `LoadError` where the function does not take verl's four arguments."""
+        super().__init__()
+        _check_signature(compute_score, name)
+        self._compute_score = compute_score
+        self._name = name
+        self._in_thread = not _is_async(compute_score)
+        self._threads = UserThreads(AT_ONCE)
+
+    async def score(self, answer: Answer) -> Value:
+        given = (answer.data_source, answer.solution, answer.ground_truth, answer.extra_info)
+        call = partial(self._compute_score, **dict(zip(PARAMETERS, given, strict=True)))
+        value = await self._in_a_thread(call) if self._in_thread else call()
+        scored: Value = await value if inspect.isawaitable(value) else value
+        return scored
+
+    async def _in_a_thread(self, call: Callable[[], Any]) -> Any:
+        try:
+            return await self._threads.run(call, self._name)
+        except ValueError as error:
+            # What `signal.signal` says outside the main thread; timeouts of math graders are made with it.
+            if "main thread" not in str(error):
+                raise
+        self._in_thread = False
+        log.warning("%s needs the main thread: it is called in the event loop and blocks the worker", self._name)
+        return call()
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    inner = function.func if isinstance(function, partial) else function
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+
+def _check_signature(function: Callable[..., Any], name: str) -> None:
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(PARAMETERS))
+    except TypeError as error:
+        raise LoadError(f"reward {name} must take ({', '.join(PARAMETERS)}): {error}") from error

@@ -27,16 +27,8 @@ import uvloop
 from benchmarks.support.child import answer_questions, own_stdout
 from benchmarks.support.measure import quantile
 from benchmarks.support.slow_world import TOOL_SHARE, Clock, SlowEngine, SlowTool
-from penstock.agent_loops import (
-    AgentConfig,
-    EpisodeParts,
-    FakeClient,
-    RewardFunction,
-    Worker,
-    WorkerJob,
-    build_parts,
-    frozen_start,
-)
+from penstock.agent_loops import AgentConfig, EpisodeParts, FakeClient, Worker, WorkerJob, build_parts, frozen_start
+from penstock.agent_loops.rewards import RewardFunction
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Limits, RedisTransferQueue, Task, TransferQueueConfig
 

@@ -16,12 +16,12 @@ from penstock.agent_loops import (
     EpisodeJournal,
     EpisodeLLM,
     FakeClient,
-    Message,
     Reply,
     SegmentBuilder,
     ToolBox,
     tool_messages,
 )
+from penstock.agent_loops.chat import Message
 from penstock.rollout_server import Sampling
 from penstock.tools import BaseTool, ToolConfig, ToolResult
 from penstock.tools.parsers import ToolCall

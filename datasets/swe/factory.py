@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.agent_loops import all_or_none
+from penstock.common import gather_or_cancel
 from penstock.datasets.swe.mutators import Mutation, mutations
 from penstock.datasets.swe.package import Package, PackageError
 from penstock.datasets.swe.rows import Fields
@@ -216,7 +216,7 @@ class Factory:
         while waiting and len(tasks) < self._settings.count:
             waiting = [one for one in waiting if per_function[_function_of(one)] < self._settings.per_function]
             wave, waiting = waiting[: self._settings.concurrency], waiting[self._settings.concurrency :]
-            made = await all_or_none([self._try(mutation, probe, mutants) for mutation in wave])
+            made = await gather_or_cancel([self._try(mutation, probe, mutants) for mutation in wave])
             for mutation, task in zip(wave, made, strict=True):
                 free = per_function[_function_of(mutation)] < self._settings.per_function
                 if task is not None and free and len(tasks) < self._settings.count:

@@ -46,15 +46,17 @@ def opened_tools(config: RunConfig) -> Iterator[Mapping[str, BaseTool]]:
 def check_template(config: RunConfig) -> Check | None:
     if not Path(config.model).is_dir():
         return None
-    from penstock.agent_loops import AgentError, chat_of
+    from penstock.agent_loops import AgentError
+    from penstock.agent_loops.chat import chat_of, verify_template
     from penstock.sandbox import SandboxError
 
     try:
         with opened_tools(config) as tools:
-            proof = chat_of(config.model, config.agent).prove([tool.schema for tool in tools.values()])
+            chat = chat_of(config.model, config.agent)
+            verified = verify_template(chat, [tool.schema for tool in tools.values()])
     except (AgentError, SandboxError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
-    return Check("chat template", True, f"splices exactly, proven on {proof.conversations} conversations")
+    return Check("chat template", True, f"splices exactly, verified on {verified.conversations} conversations")
 
 
 def check_loop(config: RunConfig) -> Check | None:
@@ -95,8 +97,8 @@ SAMPLE: Mapping[str, Any] = {
 
 def check_reward(config: RunConfig) -> Check | None:
     """Rewards in the box and their settings, and under by_data_source whether every row has one."""
-    from penstock.agent_loops import BY_SOURCE, LoadError, check_reward
-    from penstock.agent_loops.rewards import REWARDS
+    from penstock.agent_loops import LoadError
+    from penstock.agent_loops.rewards import BY_SOURCE, REWARDS, check_reward
 
     if config.agent.reward not in (*REWARDS, BY_SOURCE):
         return None  # a function of the user's: loaded by the workers, and by `check_score`
@@ -129,7 +131,7 @@ def check_score(config: RunConfig) -> Check | None:
 
 async def _score(config: RunConfig, row: Row) -> float:
     """As a worker does it. Raises `LoadError`, `InfraFailure`."""
-    from penstock.agent_loops import load_reward
+    from penstock.agent_loops.rewards import load_reward
 
     async with _sandbox(config) as sandbox:
         reward = load_reward(config.agent, Path(), sandbox)
@@ -143,7 +145,7 @@ async def _score(config: RunConfig, row: Row) -> float:
 @contextlib.asynccontextmanager
 async def _sandbox(config: RunConfig) -> AsyncIterator[Sandbox | None]:
     """The run's, where its rewards may need one and one can be made; `check_sandbox` says where it cannot."""
-    from penstock.agent_loops import may_need_sandbox
+    from penstock.agent_loops.rewards import may_need_sandbox
     from penstock.sandbox import SandboxError
 
     sandbox: Sandbox | None = None
@@ -227,7 +229,7 @@ def check_prompts(config: RunConfig) -> Check | None:
 
 
 def _lengths(config: RunConfig, prompts: Sequence[Sequence[Mapping[str, Any]]]) -> list[int]:
-    from penstock.agent_loops import chat_of, new_budget
+    from penstock.agent_loops.chat import chat_of, new_budget
 
     chat = chat_of(config.model, config.agent)
     with opened_tools(config) as tools:

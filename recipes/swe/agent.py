@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.agent_loops import AgentLoopBase, Conversation, register, tool_messages
-from penstock.agent_loops.loops.react import final_answer, read_settings, with_system
+from penstock.agent_loops.loops import final_answer, read_settings, with_system
 from penstock.tools.parsers import ToolCall
 
 SYSTEM = (

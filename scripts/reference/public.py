@@ -13,10 +13,10 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "penstock.agent_loops.segment.SegmentBuilder",
         "penstock.agent_loops.llm.EpisodeLLM",
         "penstock.agent_loops.llm.Reply",
-        "penstock.agent_loops.chat.ChatTokens",
-        "penstock.agent_loops.toolbox.ToolBox",
+        "penstock.agent_loops.chat.chat.ChatTokens",
+        "penstock.agent_loops.tool_runner.ToolBox",
         "penstock.gateway.openai_agent.OpenAIAgentLoop",
-        "penstock.agent_loops.trial.try_loop",
+        "penstock.agent_loops.env_check.try_loop",
     ),
     "Rewards": (
         "penstock.agent_loops.rewards.base.BaseReward",

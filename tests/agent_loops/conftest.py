@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from penstock.agent_loops import AgentConfig, ChatTokens, EpisodeParts, RewardFunction, find_loop
+from penstock.agent_loops import AgentConfig, ChatTokens, EpisodeParts, find_loop
+from penstock.agent_loops.rewards import RewardFunction
 from penstock.tools import BaseTool, ToolConfig, ToolResult
 from penstock.tools.parsers import get_parser
 from penstock.transfer_queue import JournalEntry, Lease, LeaseLost, Outcome, Task, Trajectory

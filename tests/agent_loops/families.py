@@ -13,7 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
-from penstock.agent_loops import ChatTemplate, ChatTokens
+from penstock.agent_loops import ChatTokens
+from penstock.agent_loops.chat import ChatTemplate
 from penstock.tools.parsers import ParserName, ToolCall, get_parser
 
 TEMPLATES = Path(__file__).parent / "templates"

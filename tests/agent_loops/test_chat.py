@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.agent_loops import AgentConfig, Budget, TemplateError, chat_of
+from penstock.agent_loops import AgentConfig, Budget, TemplateError
+from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.tools import ToolResult
 
 TOOLS = [
@@ -137,19 +138,19 @@ def test_arguments_written_as_plain_text_have_the_types_of_the_tools_that_were_s
 
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3"])
 def test_templates_with_tools_are_proven(chat_for, template):
-    proof = chat_for(template).prove(TOOLS)
+    proof = verify_template(chat_for(template), TOOLS)
     assert proof.conversations > 30
     assert all("tool results" not in name for name in proof.rewritten if template == "qwen2_5")
 
 
 def test_history_that_a_template_rewrites_is_reported(chat_for):
-    assert "reply with thinking, then a user message" in chat_for("qwen3").prove(TOOLS).rewritten
-    assert chat_for("qwen2_5").prove(TOOLS).rewritten == ()
+    assert "reply with thinking, then a user message" in verify_template(chat_for("qwen3"), TOOLS).rewritten
+    assert verify_template(chat_for("qwen2_5"), TOOLS).rewritten == ()
 
 
 def test_non_thinking_qwen3_is_continued_exactly(chat_for):
     chat = chat_for("qwen3", enable_thinking=False)
-    proof = chat.prove(TOOLS)
+    proof = verify_template(chat, TOOLS)
     assert proof.conversations > 30
     assert chat.decode(chat.render_tools([ToolResult("4")])).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
@@ -161,13 +162,13 @@ def test_a_model_without_template_is_refused(tokenizer_for, chat_for):
 
 def test_a_template_that_ignores_tools_is_refused_by_name(chat_for):
     with pytest.raises(TemplateError, match=r"ignores tools \(not shown: calculator\)"):
-        chat_for("chatml").prove(TOOLS)
-    assert chat_for("chatml").prove().conversations == 6
+        verify_template(chat_for("chatml"), TOOLS)
+    assert verify_template(chat_for("chatml")).conversations == 6
 
 
 def test_a_model_folder_is_proven_by_its_path(tokenizer_for, tmp_path):
     tokenizer_for("qwen3").save_pretrained(tmp_path)
-    assert chat_of(str(tmp_path), AgentConfig()).prove(TOOLS).conversations > 30
+    assert verify_template(chat_of(str(tmp_path), AgentConfig()), TOOLS).conversations > 30
     with pytest.raises(TemplateError, match="no tokenizer in"):
         chat_of(str(tmp_path / "nothing"), AgentConfig())
 
@@ -191,14 +192,14 @@ def test_a_template_that_drops_tool_results_is_refused(chat_for):
     text += "{%- for m in messages %}{%- if m.role != 'tool' %}"
     text += "{{ m.role + m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
     with pytest.raises(TemplateError, match="ignores messages of role tool"):
-        chat_for(text).prove(TOOLS)
+        verify_template(chat_for(text), TOOLS)
 
 
 def test_a_template_that_refuses_the_tool_role_is_refused(chat_for):
     text = "{{ tools | tojson }}{%- for m in messages %}{%- if m.role == 'tool' %}{{ raise_exception('no tools!') }}"
     text += "{%- endif %}{{ m.role + m.content + '<|im_end|>' }}{%- endfor %}"
     with pytest.raises(TemplateError, match="no tools!"):
-        chat_for(text).prove(TOOLS)
+        verify_template(chat_for(text), TOOLS)
 
 
 def test_a_template_whose_delta_depends_on_the_turn_is_refused_with_the_difference(chat_for):
@@ -206,7 +207,7 @@ def test_a_template_whose_delta_depends_on_the_turn_is_refused_with_the_differen
     text += "{{ loop.index0 ~ m.role ~ ':' ~ m.content ~ '<|im_end|>' }}"
     text += "{%- endfor %}{%- if add_generation_prompt %}assistant:{%- endif %}"
     with pytest.raises(TemplateError, match=r"the splice has .* the template"):
-        chat_for(text).prove(TOOLS)
+        verify_template(chat_for(text), TOOLS)
 
 
 def test_a_template_without_an_end_of_turn_token_is_refused(chat_for):

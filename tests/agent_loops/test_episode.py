@@ -5,8 +5,8 @@ import dataclasses
 
 import pytest
 
-from penstock.agent_loops import AgentConfig, AgentLoopBase, Episode, FakeClient, InfraFailure, RewardFunction
-from penstock.agent_loops.rewards import BaseReward
+from penstock.agent_loops import AgentConfig, AgentLoopBase, Episode, FakeClient, InfraFailure
+from penstock.agent_loops.rewards import BaseReward, RewardFunction
 from penstock.rollout_server import Generation
 from penstock.sandbox import SandboxError
 from penstock.tools import ToolUnavailable

@@ -144,8 +144,7 @@ async def test_a_stopped_episode_ends_its_spans(run, collected, calculator) -> N
 
 
 async def test_branches_have_turns_of_their_own(collected, queue_of, tasks_of) -> None:
-    from penstock.agent_loops import begin_trace, span
-    from penstock.agent_loops.episode_spans import episode_spans
+    from penstock.agent_loops import begin_trace, episode_spans, span
 
     async def branch(name: str) -> None:
         for _ in range(2):

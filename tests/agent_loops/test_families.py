@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.agent_loops.families import FAMILIES, FILES_FROM, GIVEN, Family, given_files, tokenizer_of
 
-from penstock.agent_loops import MARK, Budget, ChatTokens, Reply, TemplateError
+from penstock.agent_loops import Budget, ChatTokens, Reply, TemplateError
+from penstock.agent_loops.chat import MARK, verify_template
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall, get_parser
 
@@ -117,7 +118,7 @@ def test_a_turn_costs_the_ids_of_its_delta_however_long_the_conversation_is(name
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_proven_and_what_its_template_does_is_told(name):
-    proof = FAMILIES[name].chat().prove(TOOLS if FAMILIES[name].takes_tools else ())
+    proof = verify_template(FAMILIES[name].chat(), TOOLS if FAMILIES[name].takes_tools else ())
     told = {
         "llama3": ("refused", "This model only supports single tool-calls at once!"),
         "gemma": ("refused", "System role not supported"),
@@ -126,20 +127,20 @@ def test_every_family_is_proven_and_what_its_template_does_is_told(name):
         "glm": ("rewritten", "reply with thinking, then a user message"),
         "deepseek": ("rewritten", "call after thinking, then tool results"),
         "qwen3_not_thinking": ("rewritten", "call, then tool results"),
-        "mistral": ("unproven", "plain reply under a system prompt, then a user message"),
+        "mistral": ("unsupported", "plain reply under a system prompt, then a user message"),
     }
     assert proof.conversations >= (40 if FAMILIES[name].takes_tools else 4)
     if name in told:
         kind, words = told[name]
         lines = getattr(proof, kind)
-        assert any(words in line for line in (lines.values() if kind == "unproven" else lines))
+        assert any(words in line for line in (lines.values() if kind == "unsupported" else lines))
     else:
-        assert (proof.rewritten, proof.refused, proof.unproven) == ((), (), {})
+        assert (proof.rewritten, proof.refused, proof.unsupported) == ((), (), {})
 
 
 def test_what_could_not_be_proven_is_refused_when_it_is_asked_for():
     chat = FAMILIES["mistral"].chat()
-    chat.prove(TOOLS)
+    verify_template(chat, TOOLS)
     assert chat.render_tools([ToolResult("46")], [ToolCall("calculator", call_id="call00000")])
     with pytest.raises(TemplateError, match="under a system prompt, then a user message"):
         chat.for_episode(Budget(1, 1)).render([USER])
@@ -148,12 +149,12 @@ def test_what_could_not_be_proven_is_refused_when_it_is_asked_for():
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_several_tools_are_proven_too(name):
     tools = [*TOOLS, {"type": "function", "function": {"name": "search", "description": "", "parameters": PARAMETERS}}]
-    assert FAMILIES[name].chat().prove(tools).conversations >= 40
+    assert verify_template(FAMILIES[name].chat(), tools).conversations >= 40
 
 
 def test_gemma_takes_no_tools_and_says_so():
     with pytest.raises(TemplateError, match=r"ignores tools \(not shown: calculator\)"):
-        FAMILIES["gemma"].chat().prove(TOOLS)
+        verify_template(FAMILIES["gemma"].chat(), TOOLS)
 
 
 def reply_of(chat: ChatTokens, text: str) -> Reply:
@@ -250,14 +251,14 @@ def test_an_end_of_text_behind_the_last_reply_swallows_no_opening(tmp_path):
         "{#- <|user|> <|system|> #}"
     )
     chat = Family("last", file, "<eos>", takes_tools=False).chat()
-    assert chat.prove().conversations == 6
+    assert verify_template(chat).conversations == 6
     assert after(chat, "Yes<eos>", chat.render([USER])) == "Yes<eos><|user|>What is 12+34?<|assistant|>"
 
 
 def verdict(family: Family, tools: Any) -> str:
     """Anything but a proof and a refusal in words is an error."""
     try:
-        return f"proven on {family.chat().prove(tools).conversations} conversations"
+        return f"proven on {verify_template(family.chat(), tools).conversations} conversations"
     except TemplateError as refusal:
         return str(refusal)
 

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock.agent_loops import Episode, FakeClient, RewardFunction
+from penstock.agent_loops import Episode, FakeClient
+from penstock.agent_loops.rewards import RewardFunction
 from penstock.tools import ToolResult
 from penstock.transfer_queue import OutcomeKind
 

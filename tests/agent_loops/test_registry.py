@@ -21,7 +21,7 @@ def test_a_class_is_found_by_dotted_path(spec, tmp_path):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("tool_agnet", "no agent loop 'tool_agnet'; did you mean 'tool_agent'"),
+        ("tool_agnet", "agent loop 'tool_agnet'; did you mean 'tool_agent'"),
         ("penstock.agent_loops.loops:ToolAgentLop", "has no 'ToolAgentLop'; did you mean 'ToolAgentLoop'"),
         ("penstock.agent_lops:X", "module 'penstock.agent_lops' cannot be imported"),
         ("nowhere.py:X", "no file 'nowhere.py'"),
@@ -44,5 +44,5 @@ def test_two_loops_cannot_have_one_name():
     class Other(AgentLoopBase):
         pass
 
-    with pytest.raises(LoadError, match="two agent loops are called 'tool_agent'"):
+    with pytest.raises(LoadError, match=r"'tool_agent': .*ToolAgentLoop and .*Other"):
         register("tool_agent")(Other)

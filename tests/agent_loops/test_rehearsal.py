@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.agent_loops import SPLIT, AgentConfig, LoadError, Scene, WorkerStopped, rehearsal, rehearse
+from penstock.agent_loops import SPLIT, AgentConfig, LoadError, Scene, WorkerStopped, env_check, rehearse
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Task
 
@@ -107,11 +107,11 @@ async def test_what_the_recipe_has_wrong_is_raised_at_once(recipe_dir: Path) -> 
 
 
 async def test_a_rehearsal_in_which_nothing_ends_is_given_up(recipe_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "SLACK_S", -659.5)
+    monkeypatch.setattr(env_check, "SLACK_S", -659.5)
 
     async def hang(*_) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("penstock.agent_loops.rehearsal.Player.generate", hang)
+    monkeypatch.setattr("penstock.agent_loops.env_check.Player.generate", hang)
     with pytest.raises(WorkerStopped, match="0 of 1 episodes ended"):
         await play(recipe_dir, honest, 1, episode_deadline_s=600, rewards={"timeout_s": 60.0})

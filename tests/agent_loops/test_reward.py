@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from penstock.agent_loops import AgentConfig, InfraFailure, LoadError, RewardFunction, load_reward
+from penstock.agent_loops import AgentConfig, InfraFailure, LoadError
+from penstock.agent_loops.rewards import RewardFunction, load_reward
 from penstock.sandbox import SandboxError
 from penstock.tools import ToolUnavailable
 

@@ -4,6 +4,7 @@ import pytest
 from tests.agent_loops.families import FAMILIES
 
 from penstock.agent_loops import AgentConfig, AgentError, Budget, ChatTokens, Reply, TemplateError, continuity
+from penstock.agent_loops.chat import verify_template
 
 USER = {"role": "user", "content": "What is 12+34?"}
 AGAIN = {"role": "user", "content": "Sure?"}
@@ -93,8 +94,8 @@ def test_calls_are_rendered_again_as_the_template_takes_them():
 
 def test_strip_is_refused_in_words_where_a_reply_cannot_be_rendered_again():
     with pytest.raises(TemplateError, match="template of channels"):
-        chat_with("strip", "gpt_oss").prove()
-    assert chat_with("strip").prove().conversations
+        verify_template(chat_with("strip", "gpt_oss"))
+    assert verify_template(chat_with("strip")).conversations
 
 
 def test_the_policy_is_a_key_of_the_agent_config():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from penstock.agent_loops import Episode, FakeClient, begin_trace, span
-from penstock.agent_loops import trace as trace_module
+from penstock.agent_loops import tracing as trace_module
 
 
 async def test_an_episode_tells_what_it_spent_its_time_on(queue_of, tasks_of, parts_of, calling_policy, calculator):

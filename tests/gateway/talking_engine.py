@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-from penstock.agent_loops import ChatTokens, load_tokenizer
+from penstock.agent_loops import ChatTokens
+from penstock.agent_loops.chat import load_tokenizer
 from penstock.rollout_server import (
     Chunk,
     EngineError,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.gateway.conftest import TOOLS, USER, asked, back, call_text, sampled, say
 
-from penstock.agent_loops import RewardFunction
+from penstock.agent_loops.rewards import RewardFunction
 from penstock.gateway import Conflict, Desk, Gone, NoEpisode, NotNow, hash_of
 from penstock.transfer_queue import Outcome, OutcomeKind, QueueUnavailable
 

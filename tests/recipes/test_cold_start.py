@@ -14,7 +14,8 @@ from tests.recipes.conftest import RECIPES, played, script
 pytest.importorskip("torch")
 pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
 
-from penstock.agent_loops import Budget, chat_of
+from penstock.agent_loops import Budget
+from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.deploy import load_config
 
 pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]
@@ -78,7 +79,7 @@ def test_the_loss_falls_and_a_model_is_left(
     losses = [float(one) for one in LOSS.findall(capsys.readouterr().out)]
     assert len(losses) == 3, "step 0, 10 and the last"
     assert losses[-1] < 0.5 * losses[0]
-    chat_of(str(tmp_path / "model"), load_config(RECIPES / "retool/cpu.yaml").agent).prove([])
+    verify_template(chat_of(str(tmp_path / "model"), load_config(RECIPES / "retool/cpu.yaml").agent), [])
 
 
 def test_searching_is_shown_from_a_file_of_messages(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.agent_loops import load_object, load_reward
+from penstock.agent_loops import load_object
+from penstock.agent_loops.rewards import load_reward
 from penstock.deploy import load_config, load_sandbox, parse_config, run_recipe
 from penstock.deploy.preflight import (
     check_algorithm,

@@ -16,7 +16,7 @@ MODEL = REPOSITORY / "recipes" / "calculator" / "model"
 pytestmark = pytest.mark.torch
 
 A_ROLE = """
-from penstock.agent_loops import chat_of
+from penstock.agent_loops.chat import chat_of
 from penstock.agent_loops import AgentConfig
 from penstock.rollout_server.engines import vocab_size
 
@@ -25,7 +25,7 @@ ids = list(chat.prompt_ids([{"role": "user", "content": "1+1"}]))
 said = {"torch": "torch" in sys.modules, "rows": vocab_size(model), "ids": ids}
 """
 TORCH_LATER = """
-from penstock.agent_loops import load_tokenizer
+from penstock.agent_loops.chat import load_tokenizer
 
 ids = load_tokenizer(model)("1+1")["input_ids"]
 import torch
@@ -38,7 +38,7 @@ said = {"rows": logits.shape[-1], "ids": ids, "later": AutoTokenizer.from_pretra
 """
 TORCH_BEFORE = """
 import torch
-from penstock.agent_loops import load_tokenizer
+from penstock.agent_loops.chat import load_tokenizer
 
 ids = load_tokenizer(model)("1+1")["input_ids"]
 dynamo = "torch._dynamo" in sys.modules

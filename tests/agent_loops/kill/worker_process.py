@@ -16,7 +16,8 @@ from typing import Any
 
 import uvloop
 
-from penstock.agent_loops import AgentConfig, ChatTokens, FakeClient, WorkerJob, chat_of, run_worker
+from penstock.agent_loops import AgentConfig, ChatTokens, FakeClient, WorkerJob, run_worker
+from penstock.agent_loops.chat import chat_of
 from penstock.rollout_server import GenerateRequest, Generation
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig

@@ -10,16 +10,8 @@ import io
 import pytest
 from tests.vision_model import png, save_vision_processor, vision_tokenizer
 
-from penstock.agent_loops import (
-    TRUNCATED_TURNS,
-    AgentConfig,
-    Budget,
-    ChatTokens,
-    Reply,
-    TemplateError,
-    chat_of,
-    tool_messages,
-)
+from penstock.agent_loops import TRUNCATED_TURNS, AgentConfig, Budget, ChatTokens, Reply, TemplateError, tool_messages
+from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.agent_loops.loops import ToolAgentLoop
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall, get_parser
@@ -172,12 +164,12 @@ def test_a_processor_that_cannot_be_made_is_named(folder, tmp_path):
 
 
 def test_splices_with_images_are_proven_at_start(shared, folder):
-    proof = shared.prove(TOOLS)
-    assert (proof.rewritten, proof.refused, proof.unproven) == ((), (), {})
+    proof = verify_template(shared, TOOLS)
+    assert (proof.rewritten, proof.refused, proof.unsupported) == ((), (), {})
     counted = chat_of(folder, AgentConfig(template_settings={"add_vision_id": True}))
     with pytest.raises(TemplateError, match="tool result with an image"):
-        counted.prove(TOOLS)
-    assert "then another image" in counted.prove().unproven["user"]
+        verify_template(counted, TOOLS)
+    assert "then another image" in verify_template(counted).unsupported["user"]
 
 
 def test_a_model_that_samples_a_place_ends_its_episode_by_its_own_fault(chat):

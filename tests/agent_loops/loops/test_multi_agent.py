@@ -6,7 +6,7 @@ import pytest
 from tests.agent_loops.loops.conftest import check_fed
 
 from penstock.agent_loops import FakeClient
-from penstock.agent_loops.loops.multi_agent import MultiAgentLoop
+from penstock.agent_loops.loops import MultiAgentLoop
 from penstock.transfer_queue import OutcomeKind
 
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 from tests.agent_loops.conftest import call_text
 from tests.agent_loops.loops.conftest import check_fed
 
-from penstock.agent_loops.loops import ToolAgentLoop
-from penstock.agent_loops.loops.react import with_system
+from penstock.agent_loops.loops import ToolAgentLoop, with_system
 from penstock.tools import ToolResult
 from penstock.transfer_queue import Outcome, OutcomeKind
 

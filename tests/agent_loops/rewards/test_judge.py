@@ -12,8 +12,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from tests.tools.conftest import serve  # noqa: F401 - the fixture
 
-from penstock.agent_loops import InfraFailure, RewardFunction
-from penstock.agent_loops.rewards import Judge, Pace
+from penstock.agent_loops import InfraFailure
+from penstock.agent_loops.rewards import Judge, Pace, RewardFunction
 from penstock.common import Backoff
 
 KEY = "only-for-this-test"

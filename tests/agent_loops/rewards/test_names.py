@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.agent_loops import (
-    AgentConfig,
-    InfraFailure,
-    LoadError,
+from penstock.agent_loops import AgentConfig, InfraFailure, LoadError, RewardChoice, load_object
+from penstock.agent_loops.rewards import (
+    DATA_SOURCES,
+    REWARDS,
     check_reward,
-    load_object,
+    choice_for,
     load_reward,
+    make_reward,
     may_need_sandbox,
 )
-from penstock.agent_loops.rewards import DATA_SOURCES, REWARDS, RewardChoice, choice_for, make_reward
 
 SOURCES = {"mine": "search_f1", "mine_*": {"name": "gsm8k", "settings": {"method": "flexible"}}}
 

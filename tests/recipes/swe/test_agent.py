@@ -53,7 +53,7 @@ def play(tmp_path):
 
 
 def prompt_and_answers(trajectory) -> str:
-    from penstock.agent_loops import load_tokenizer
+    from penstock.agent_loops.chat import load_tokenizer
 
     tokenizer = load_tokenizer(MODEL)
     (segment,) = trajectory.segments

@@ -14,7 +14,8 @@ from tests.rollout_server.conftest import whole
 from tests.rollout_server.engines.test_hf import hf_engine
 from tests.vision_model import png, save_vision_model, vision_tokenizer
 
-from penstock.agent_loops import AgentConfig, chat_of
+from penstock.agent_loops import AgentConfig
+from penstock.agent_loops.chat import chat_of
 from penstock.rollout_server import (
     BadRequest,
     EngineError,

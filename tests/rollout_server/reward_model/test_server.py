@@ -15,11 +15,8 @@ torch = pytest.importorskip("torch")
 from tests.tiny_model import SHAPE, save_tokenizer
 from tests.tools.conftest import serve  # noqa: F401 - the fixture
 
-from penstock.agent_loops import (
-    InfraFailure,
-    RewardFunction,
-)
-from penstock.agent_loops.rewards import TOKEN_VARIABLE, RewardServer
+from penstock.agent_loops import InfraFailure
+from penstock.agent_loops.rewards import TOKEN_VARIABLE, RewardFunction, RewardServer
 from penstock.common import Backoff
 from penstock.rollout_server.reward_model import (
     BadModel,

@@ -17,8 +17,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from penstock.agent_loops.chat.template import MARK, ChatTemplate, Message
 from penstock.agent_loops.errors import TemplateError
-from penstock.agent_loops.template import MARK, ChatTemplate, Message
 from penstock.tools.parsers import ToolCall
 
 Tools = Sequence[Mapping[str, Any]]

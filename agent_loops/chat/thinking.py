@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from penstock.agent_loops.continuation import ASKS, Tools
+from penstock.agent_loops.chat.continuation import ASKS, Tools
+from penstock.agent_loops.chat.template import ChatTemplate, Message
 from penstock.agent_loops.errors import TemplateError
-from penstock.agent_loops.template import ChatTemplate, Message
 from penstock.tools.parsers import ParsedTurn
 
 ThinkingHistory = Literal["keep", "strip"]

@@ -17,20 +17,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from penstock.agent_loops.chat.template import Message
 from penstock.agent_loops.errors import TemplateError
-from penstock.agent_loops.template import Message
 from penstock.rollout_server import ImageRef
 
 NAMED = "sha256:"
 Part = Mapping[str, Any]
-
-
-class Delta(list[int]):
-    """Ids of further messages, with the images whose places are among them; for `SegmentBuilder.observe`."""
-
-    def __init__(self, ids: Sequence[int], images: Sequence[ImageRef] = ()) -> None:
-        super().__init__(ids)
-        self.images = tuple(images)
 
 
 class ImagePlaces:

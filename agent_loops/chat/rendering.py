@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from penstock.agent_loops.added_tokens import AddedTokens, any_of, defused
-from penstock.agent_loops.continuation import Continuation
-from penstock.agent_loops.ends import find_ends
+from penstock.agent_loops.chat.continuation import Continuation
+from penstock.agent_loops.chat.images import ImagePlaces, Part, parts_of, take
+from penstock.agent_loops.chat.special_tokens import AddedTokens, any_of, defused, find_ends
+from penstock.agent_loops.chat.template import ChatTemplate, Message
 from penstock.agent_loops.errors import TemplateError
-from penstock.agent_loops.images import ImagePlaces, Part, parts_of, take
-from penstock.agent_loops.template import ChatTemplate, Message
+from penstock.agent_loops.segment import MessageDelta
 from penstock.tools.parsers import ToolCall
 
 CACHED_PROMPTS = 512
@@ -46,6 +46,7 @@ class Rendering:
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
         """Text of `ids`, character for character; special tokens kept unless `special` is False."""
+        ids = ids.ids if isinstance(ids, MessageDelta) else ids
         text: str = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return text
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.agent_loops.chat.images import NAMED, parts_of, take, with_images
+from penstock.agent_loops.chat.model_files import generation_stops, load_processor, load_tokenizer
+from penstock.agent_loops.chat.rendering import Rendering, key_of
+from penstock.agent_loops.chat.template import Message
+from penstock.agent_loops.chat.thinking import OldThinking, ThinkingHistory, thinks, written_again
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import AgentError, TemplateError
-from penstock.agent_loops.images import NAMED, Delta, parts_of, take, with_images
-from penstock.agent_loops.loading import generation_stops, load_processor, load_tokenizer
-from penstock.agent_loops.rendering import Rendering, key_of
-from penstock.agent_loops.segment import Budget, SegmentBuilder
-from penstock.agent_loops.template import Message
-from penstock.agent_loops.thinking import OldThinking, ThinkingHistory, thinks, written_again
+from penstock.agent_loops.llm import Reply
+from penstock.agent_loops.segment import Budget, MessageDelta, SegmentBuilder
 from penstock.rollout_server import ImageRef
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ParsedTurn, ToolCall, ToolCallParser, get_parser
-
-if TYPE_CHECKING:
-    from penstock.agent_loops.llm import Reply
-    from penstock.agent_loops.proof import Proof
 
 
 class ChatTokens:
@@ -48,7 +45,8 @@ class ChatTokens:
         self.parser = parser
         self.thinking_history = thinking_history
         self.old_thinking = OldThinking(self.template)
-        self._unproven: Mapping[str, str] = {}
+        self.refused_roles: Mapping[str, str] = {}
+        """Role → why `render` refuses its messages; set by `verify_template`."""
         self._begin_episode(budget or new_budget(AgentConfig()))
 
     def for_episode(self, budget: Budget) -> ChatTokens:
@@ -118,7 +116,7 @@ class ChatTokens:
         """Calls in a reply, malformed ones included (they carry their error). None from a reply cut by length."""
         return list(self._parsed(reply).calls)
 
-    def render_tools(self, results: Sequence[ToolResult], calls: Sequence[ToolCall] | None = None) -> list[int]:
+    def render_tools(self, results: Sequence[ToolResult], calls: Sequence[ToolCall] | None = None) -> MessageDelta:
         """The delta for tool results, in the order of their calls; for `segment.observe`.
 
         Some templates write the name or id of the call beside a result. `calls` None: those that `tool_calls` found
@@ -132,7 +130,7 @@ class ChatTokens:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
         calls: Sequence[ToolCall] = (),
-    ) -> list[int]:
+    ) -> MessageDelta:
         """The delta for further messages: end of the reply, the messages, opening of the next reply.
 
         Begins with an end-of-turn id, which `segment.observe` leaves out where the model sampled it. Special tokens
@@ -140,31 +138,15 @@ class ChatTokens:
         templates that show them before the last user message (Mistral), `calls` as in `render_tools`.
         Raises `TemplateError`.
         """
-        unproven = next((self._unproven[str(m.get("role"))] for m in messages if m.get("role") in self._unproven), None)
-        if unproven:
-            raise TemplateError(unproven)
+        refused = [self.refused_roles[str(m.get("role"))] for m in messages if m.get("role") in self.refused_roles]
+        if refused:
+            raise TemplateError(refused[0])
         messages = take(messages, self._images)
-        return Delta(self.rendering.delta(messages, tools, calls), self._images_of(messages))
+        return MessageDelta(self.rendering.delta(messages, tools, calls), self._images_of(messages))
 
     def without_repeated_end(self, last: int, delta: Sequence[int]) -> Sequence[int]:
         """`delta` as it follows the id `last`: an end that the model sampled stays where it is and is not repeated."""
         return delta[1:] if delta and (delta[0] == last or self.ends.repeats(last, delta[0])) else delta
-
-    def prove(self, tools: Sequence[Mapping[str, Any]] = ()) -> Proof:
-        """Check the splice on synthetic conversations. Raises `TemplateError` saying what differs.
-
-        What is left unproven, such as a user's next message, `render` refuses from then on.
-        """
-        if self.thinking_history == "strip":
-            self.old_thinking.check_strip()
-        if self.rendering.places is not None:
-            self.rendering.places.check(self.encode)
-        from penstock.agent_loops.proof import prove
-
-        self._unproven = {}
-        proof = prove(self, tools)
-        self._unproven = proof.unproven
-        return proof
 
     # helpers -------------------------------------------------------------------------------------------------------
     def _begin(

@@ -1,0 +1,135 @@
+"""Finds what a recipe names: ``package.module:Name``, ``package.module.Name`` or ``folder/file.py:Name``.
+
+Imports from beside a user's file: each file gets the neighbours of its own folder, also where two folders have a
+module of one name. Python knows one module by a name: without this the second folder silently gets the first one's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import xxhash
+
+from penstock.agent_loops.errors import LoadError
+from penstock.common import nearest
+
+_folders: set[Path] = set()
+_set_aside: dict[Path, dict[str, ModuleType]] = {}
+"""Folder → its modules whose names another folder's modules have in `sys.modules`."""
+
+
+def load_object(spec: str, recipe_dir: Path) -> Any:
+    """The object that `spec` names; files are looked for beside the recipe, then in the current directory.
+
+    Raises `LoadError` naming the part that was not found, with the nearest name that exists.
+    """
+    module_name, _, name = spec.rpartition(":") if ":" in spec else spec.rpartition(".")
+    if not module_name or not name:
+        raise LoadError(f"{spec!r} is neither package.module:Name nor folder/file.py:Name")
+    is_file = module_name.endswith(".py")
+    module = _load_file(module_name, recipe_dir) if is_file else _import(module_name, recipe_dir)
+    if not hasattr(module, name):
+        raise LoadError(f"{module_name} has no {name!r}{nearest(name, dir(module))}")
+    return getattr(module, name)
+
+
+def _load_file(path: str, recipe_dir: Path) -> ModuleType:
+    """Loaded once per process; its folder joins the import path, so that it can import its neighbours."""
+    candidates = [(folder / path).resolve() for folder in (recipe_dir, Path.cwd())]
+    found = next((file for file in candidates if file.is_file()), None)
+    if found is None:
+        raise LoadError(f"no file {path!r}; looked at {' and '.join(str(file) for file in dict.fromkeys(candidates))}")
+    module_name = f"penstock_user_{found.stem}_{xxhash.xxh3_64_hexdigest(bytes(found))[:8]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    allow_imports_from(found.parent)
+    return _execute(module_name, found)
+
+
+def _execute(module_name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        with neighbours_of(file.parent):
+            spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise LoadError(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _import(module_name: str, recipe_dir: Path) -> ModuleType:
+    for folder in (recipe_dir.resolve(), Path.cwd()):
+        allow_imports_from(folder)
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        raise LoadError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def allow_imports_from(folder: Path) -> None:
+    """Puts a folder at the end of the import path, once: a user's file must not shadow an installed package."""
+    _folders.add(folder.resolve())
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+@contextmanager
+def neighbours_of(folder: Path) -> Iterator[None]:
+    """While a file of `folder` is executed: imports find its neighbours before those of other users' folders.
+
+    What a function of it imports later is found Python's usual way, where the folder that came first has the name.
+    """
+    path, others = list(sys.path), _modules_hidden_by(folder)
+    for name in others:
+        del sys.modules[name]
+    sys.modules.update(_set_aside.get(folder, {}))
+    ours = [entry for entry in path if Path(entry).resolve() in _folders]
+    sys.path[:] = [entry for entry in path if entry not in ours] + [str(folder)] + ours
+    try:
+        yield
+    finally:
+        sys.path[:] = path + [entry for entry in sys.path if entry not in path and entry != str(folder)]
+        names = {_top(name) for name in others}
+        mine = {name: module for name, module in sys.modules.items() if _top(name) in names}
+        for name in mine:
+            del sys.modules[name]
+        _set_aside.setdefault(folder, {}).update(mine)
+        sys.modules.update(others)
+
+
+def _modules_hidden_by(folder: Path) -> Mapping[str, ModuleType]:
+    """Loaded modules, with their submodules, of other users' folders that have a namesake in `folder`."""
+    tops = {
+        name
+        for name, module in sys.modules.items()
+        if "." not in name and _has(folder, name) and _home(module) in _folders - {folder}
+    }
+    return {name: module for name, module in sys.modules.items() if _top(name) in tops}
+
+
+def _home(module: ModuleType) -> Path | None:
+    """The folder that a top-level module or package was found in."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return None
+    folder = Path(file).resolve().parent
+    return folder.parent if hasattr(module, "__path__") else folder
+
+
+def _has(folder: Path, name: str) -> bool:
+    return (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]

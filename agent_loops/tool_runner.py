@@ -1,0 +1,408 @@
+"""The `tools` of a loop: calls in parallel, each with a deadline; state per episode, always given back.
+
+call ──malformed, unknown, invalid──► error text for the model
+     └─► state (tool_states.py) ──► execute (tools/guard.py) ──► cut to the limits ──► journal ──► the loop
+
+What the tools of one episode hold: made at the first use, found again by the next worker, always given back.
+
+first use ──► attach to the session that the journal names ──lost──► create ──► the earlier calls once more, or afresh
+episode's end ──► release; the sessions that an earlier worker left and nobody asked for again, too
+worker's end, lease lost ──► leave: the next worker goes on in the same sessions
+
+A tool call by a name of its own: the same in every worker that runs the episode, so that none does it twice.
+
+A worker that dies while a call is out leaves no entry of it in the journal. The next one asks the same again, under
+the same name, and a sandbox server that did it already tells what came of it (`sandbox/idempotency.py`).
+
+Numbers and texts of one episode's tool calls.
+
+Whatever escapes a tool is the tool's failure, never the model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+import xxhash
+
+from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure
+from penstock.agent_loops.journal import SESSIONS, EpisodeJournal
+from penstock.agent_loops.tracing import span
+from penstock.common import gather_or_cancel, nearest
+from penstock.sandbox import SandboxError, SandboxLost, as_call
+from penstock.tools import (
+    BaseTool,
+    CountTokens,
+    EpisodeBox,
+    ToolConfig,
+    ToolInfraError,
+    ToolResult,
+    check_arguments,
+    guard_of,
+    sharing,
+    truncate,
+    truncate_tokens,
+)
+from penstock.tools.parsers import ToolCall
+from penstock.transfer_queue import JournalEntry, JournalKind, Task
+
+ATTACH_DEADLINE_S = 60.0
+RELEASE_DEADLINE_S = 10.0
+OnLost = Literal["replay", "restart"]
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCall:
+    """One call of one turn of one run of an episode."""
+
+    call: ToolCall
+    name: str
+
+
+class CallNames:
+    """Gives names to the calls of one run of an episode, turn after turn, replayed turns included.
+
+    Made of what is asked and how often it was, not of the order: branches of an episode may ask in another order.
+    """
+
+    def __init__(self) -> None:
+        self._asked: Counter[int] = Counter()
+
+    def of_turn(self, life: str, asked: int, calls: Sequence[ToolCall]) -> list[NamedCall]:
+        """`life`: the run's own name (`EpisodeJournal.life`); `asked`: `hash_of(calls)`."""
+        turn, self._asked[asked] = self._asked[asked], self._asked[asked] + 1
+        return [NamedCall(call, f"{life}/{asked:016x}.{turn}.{index}") for index, call in enumerate(calls)]
+
+
+def hash_of(calls: Sequence[ToolCall]) -> int:
+    """What a turn asks, as the journal knows it."""
+    plain = [[call.name, call.arguments, call.error] for call in calls]
+    return xxhash.xxh3_64_intdigest(json.dumps(plain, sort_keys=True, default=repr).encode())
+
+
+@dataclass(slots=True)
+class ToolCounts:
+    calls: int = 0
+    errors: int = 0
+    reward: float = 0.0
+    """Sum of `ToolResult.reward`."""
+    texts: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Sums of `ToolResult.metrics`."""
+    final_answer: str | None = None
+    """Text of the last result that was `final`."""
+
+    def add(self, results: Sequence[ToolResult]) -> None:
+        """One turn's."""
+        self.calls += len(results)
+        self.errors += sum(result.is_error for result in results)
+        self.reward += sum(result.reward or 0.0 for result in results)
+        self.texts.extend(result.text for result in results)
+        finals = [result.text for result in results if result.final]
+        self.final_answer = finals[-1] if finals else self.final_answer
+        for key, value in ((key, value) for result in results for key, value in result.metrics.items()):
+            self.metrics[key] = self.metrics.get(key, 0.0) + float(value)
+
+
+class ToolBox:
+    """Made for one attempt at an episode. `release` must be awaited at its end, whatever the end is."""
+
+    def __init__(  # noqa: PLR0917 - made in one place
+        self,
+        tools: Mapping[str, BaseTool],
+        configs: Mapping[str, ToolConfig],
+        task: Task,
+        journal: EpisodeJournal,
+        on_lost: OnLost = "replay",
+        count_tokens: CountTokens | None = None,
+    ) -> None:
+        self.counts = ToolCounts()
+        self.failure: AgentError | None = None
+        """The failure that ends the episode, also where the loop swallowed it."""
+        self._tools = tools
+        self._configs = configs
+        self._journal = journal
+        self._count_tokens = count_tokens
+        self._names = CallNames()
+        self._states = ToolStates(tools, task, journal, on_lost, self._execute)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """OpenAI function schemas of all tools, for `chat.start`."""
+        return [tool.schema for tool in self._tools.values()]
+
+    async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Results in the order of `calls`; different tools run in parallel, calls of one stateful tool in turn.
+
+        What the model did wrong comes back as an error text. Raises `InfraFailure` where a tool itself failed.
+        """
+        asked = hash_of(calls)
+        try:
+            named = self._names.of_turn(await self._journal.life(), asked, calls)
+            entry = self._journal.take(JournalKind.TOOLS, asked)
+            results = _results_of(entry) if entry else await self._run_now(named, asked)
+        except (InfraFailure, EpisodeRestart) as error:
+            self.failure = error
+            raise
+        self._states.past.extend(one for one in named if not self._problem_with(one.call))
+        self.counts.add(results)
+        return results
+
+    async def rewards(self) -> Mapping[str, float]:
+        """`calc_reward` of each tool that was used, where it has one; durable. Raises `InfraFailure`."""
+        if self._journal.tool_rewards is None:
+            rewards = {}
+            for name, state in (await self._states.with_rewards()).items():
+                reward = await within(name, self._tools[name].reward_timeout_s, self._tools[name].calc_reward(state))
+                if reward is not None:
+                    rewards[name] = float(reward)
+            if not rewards:
+                return {}
+            await self._journal.keep_rewards(rewards)
+        return self._journal.tool_rewards or {}
+
+    async def release(self, *, leave: bool = False) -> None:
+        """Give back every state; never raises. `leave`: another worker goes on, sessions that can stay open for it."""
+        await self._states.give_back(leave=leave)
+
+    # a turn --------------------------------------------------------------------------------------------------------
+    async def _run_now(self, calls: Sequence[NamedCall], asked: int) -> list[ToolResult]:
+        results = await gather_or_cancel([self._run_one(one) for one in calls])
+        data = {"results": [asdict(result) for result in results], SESSIONS: self._states.sessions()}
+        await self._journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=asked, data=data))
+        return results
+
+    async def _run_one(self, named: NamedCall) -> ToolResult:
+        problem = self._problem_with(named.call)
+        if problem:
+            return ToolResult(f"Error: {problem}", is_error=True)
+        name = named.call.name
+        async with self._states.using(name) as state:
+            try:
+                return await self._execute(named, state)
+            except SandboxLost as error:
+                log.warning("tool %s goes on in a fresh session: %s", name, error)
+        await self._states.lose(name, state)
+        async with self._states.using(name) as state:
+            try:
+                return await self._execute(named, state)
+            except SandboxLost as error:
+                raise InfraFailure("sandbox", f"lost twice in one call: {error}") from error
+
+    def _problem_with(self, call: ToolCall) -> str | None:
+        if call.error:
+            return call.error
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"there is no tool {call.name!r}{nearest(call.name, self._tools)} (tools: {', '.join(self._tools)})"
+        return check_arguments(tool.parameters, call.arguments)
+
+    async def _execute(self, named: NamedCall, state: Any) -> ToolResult:
+        call = named.call
+        tool, config = self._tools[call.name], self._configs[call.name]
+        with span("tool", call.name) as told, as_call(named.name):
+            result = await as_infra(call.name, guard_of(tool, config).call(tool, state, call.arguments))
+            told.note(is_error=result.is_error)
+            if told.with_text:
+                told.text(arguments=json.dumps(call.arguments, default=str), result=result.text)
+        return _cut(result, config, self._count_tokens)
+
+
+def _results_of(entry: JournalEntry) -> list[ToolResult]:
+    return [ToolResult(**{**result, "images": tuple(result["images"])}) for result in entry.data["results"]]
+
+
+def _cut(result: ToolResult, config: ToolConfig, count_tokens: CountTokens | None) -> ToolResult:
+    if config.max_output_tokens and count_tokens:
+        text = truncate_tokens(result.text, config.max_output_tokens, count_tokens, config.max_output_chars, config.cut)
+    else:
+        text = truncate(result.text, config.max_output_chars, config.cut)
+    return result if text == result.text else replace(result, text=text)
+
+
+Execute = Callable[[NamedCall, Any], Awaitable[object]]
+
+
+@dataclass(slots=True)
+class Held:
+    """What one tool holds for this episode."""
+
+    lock: asyncio.Lock
+    """Calls on one state run in the order in which the model wrote them."""
+    state: Any = None
+    ready: bool = False
+
+
+@dataclass(slots=True)
+class ToolStates:
+    """Made for one attempt at an episode; `give_back` must be awaited at its end."""
+
+    tools: Mapping[str, BaseTool]
+    task: Task
+    journal: EpisodeJournal
+    on_lost: OnLost
+    execute: Execute
+    past: list[NamedCall] = field(default_factory=list)
+    """Calls of finished turns, replayed ones too: what a fresh state must have seen."""
+    held: dict[str, Held] = field(default_factory=dict)
+    _groups: dict[str, asyncio.Lock] = field(default_factory=dict)
+    _boxes: dict[int, EpisodeBox] = field(default_factory=dict)
+
+    @contextlib.asynccontextmanager
+    async def using(self, name: str) -> AsyncIterator[Any]:
+        """The tool's state, to oneself; of a tool without state None, and not to oneself.
+
+        Raises `InfraFailure`, and `EpisodeRestart` where the state is lost and may not be made again.
+        """
+        held = self._hold(name)
+        async with held.lock:
+            await self._make_ready(name, held)
+            if held.state is not None:
+                yield held.state
+                return
+        yield None
+
+    async def lose(self, name: str, state: Any) -> None:
+        """The session of `state` is gone: the next use of the tool makes a fresh one, where none is made yet."""
+        if name not in self.held or self.held[name].state is not state:
+            return
+        for one in self._partners(name):
+            self.journal.sessions.pop(one, None)
+            held = self.held.pop(one, None)
+            if held is not None and held.ready:
+                await self._give_back_one(one, held.state, leave=False)
+
+    def sessions(self) -> dict[str, str]:
+        """Tool → session that is open now, for the journal."""
+        named = {name: getattr(held.state, "session_id", None) for name, held in self.held.items()}
+        return {name: session for name, session in named.items() if session is not None}
+
+    async def with_rewards(self) -> dict[str, Any]:
+        """States of the tools that have a `calc_reward` and were used, in this worker or in one before."""
+        used = {named.call.name for named in self.past} | {name for name, held in self.held.items() if held.ready}
+        states = {}
+        for name in (name for name in self.tools if name in used):
+            calc_reward = self.tools[name].calc_reward
+            if getattr(calc_reward, "__func__", calc_reward) is not BaseTool.calc_reward:
+                async with self.using(name) as state:
+                    states[name] = state
+        return states
+
+    async def give_back(self, *, leave: bool) -> None:
+        """Never raises: what cannot be given back is logged and left to its TTL.
+
+        `leave`: the episode goes on in another worker; sessions that outlive this process stay open for it.
+        """
+        known, ready = self.sessions(), {name: held.state for name, held in self.held.items() if held.ready}
+        self.held = {}
+        await asyncio.gather(*(self._give_back_one(name, state, leave) for name, state in ready.items()))
+        if not leave:
+            await self._end_unclaimed({*known.values()})
+
+    # making ready --------------------------------------------------------------------------------------------------
+    def _hold(self, name: str) -> Held:
+        if name not in self.held:
+            group = self.tools[name].turn_group
+            self.held[name] = Held(self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock())
+        return self.held[name]
+
+    async def _make_ready(self, name: str, held: Held) -> None:
+        """A fresh state; on a resumed episode the old session, or a fresh one brought to where the old one was."""
+        if held.ready:
+            return
+        shared = any(self.held[one].ready for one in self._partners(name) if one in self.held)
+        with sharing(self._boxes):
+            attached = await self._attach(name)
+            held.state = await self._create(name) if attached is None else attached
+        held.ready = True
+        if attached is None and held.state is not None and not shared:
+            await self._repeat_past_calls(name, held.state)
+
+    async def _create(self, name: str) -> Any:
+        with as_call(f"{await self.journal.life()}/state of {name}"):
+            return await within(name, self.tools[name].create_timeout_s, self.tools[name].create(self.task))
+
+    def _partners(self, name: str) -> list[str]:
+        """The tools that work on the same state: those of its turn group, itself among them."""
+        group = self.tools[name].turn_group
+        return [one for one, tool in self.tools.items() if one == name or (group and tool.turn_group == group)]
+
+    async def _attach(self, name: str) -> Any:
+        sessions = self.journal.sessions
+        session_id = next((sessions[one] for one in self._partners(name) if one in sessions), None)
+        if session_id is None:
+            return None
+        try:
+            return await within(name, ATTACH_DEADLINE_S, self.tools[name].attach(self.task, session_id))
+        except SandboxLost:
+            return None
+
+    async def _repeat_past_calls(self, name: str, state: Any) -> None:
+        partners = self._partners(name)
+        past = [named for named in self.past if named.call.name in partners]
+        replayable = all(self.tools[named.call.name].replayable for named in past)
+        if past and (self.on_lost == "restart" or not replayable):
+            raise EpisodeRestart(f"the state of tool {name} went with its worker")
+        for named in past:
+            await self.execute(named, state)
+
+    # giving back ---------------------------------------------------------------------------------------------------
+    async def _give_back_one(self, name: str, state: Any, leave: bool) -> None:
+        tool = self.tools[name]
+        try:
+            async with asyncio.timeout(RELEASE_DEADLINE_S):
+                await (tool.leave(state) if leave else tool.release(state))
+        except Exception:
+            log.exception("tool %s could not be released in episode of %s", name, self.task.task_id)
+
+    async def _end_unclaimed(self, known: set[str]) -> None:
+        """Sessions that an earlier worker left and in which nothing was left to do."""
+        unclaimed = {session: name for name, session in self.journal.sessions.items() if session not in known}
+        for session, name in unclaimed.items():
+            if name in self.tools:
+                await self._end_session(name, session)
+
+    async def _end_session(self, name: str, session: str) -> None:
+        tool = self.tools[name]
+        try:
+            async with asyncio.timeout(RELEASE_DEADLINE_S):
+                with sharing({}):
+                    state = await tool.attach(self.task, session)
+                if state is not None:
+                    await tool.release(state)
+        except SandboxLost:
+            return  # it has ended already
+        except Exception:
+            log.exception("session %s of tool %s is left to its time", session, name)
+
+
+async def as_infra(name: str, work: Awaitable[T]) -> T:
+    """`work` of the tool `name`. Raises `InfraFailure`; `SandboxLost` and `TimeoutError` as they are."""
+    try:
+        return await work
+    except (SandboxLost, TimeoutError):
+        raise
+    except ToolInfraError as error:
+        raise InfraFailure(error.component, error.reason) from error
+    except SandboxError as error:
+        raise InfraFailure("sandbox", str(error)) from error
+    except Exception as error:
+        raise InfraFailure(f"tool {name}", f"{type(error).__name__}: {error}") from error
+
+
+async def within(name: str, deadline_s: float, work: Awaitable[T]) -> T:
+    """The same, within a deadline. Raises `InfraFailure`, `SandboxLost`."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await as_infra(name, work)
+    except TimeoutError as error:
+        raise InfraFailure(f"tool {name}", f"not ready within {deadline_s:g} s") from error

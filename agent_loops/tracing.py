@@ -1,0 +1,227 @@
+"""What an episode spends its time on.
+
+Trace          spans of the episode, kept in its trajectory's `extra`: small enough to keep for each one
+EpisodeSpans   the same blocks as OpenTelemetry spans, where those are on: episode ─► turns ─► blocks of each turn
+TracedSandbox  sandbox calls as OpenTelemetry spans under the tool that makes them
+
+Spans are those of the current run: what a resumed episode takes from its journal takes no time and leaves none. A turn
+begins with a model call and holds what follows it, up to the next model call of the same branch: branches that run
+side by side are tasks, and each has its own turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, cast
+
+from penstock.common import NO_SPAN, NoSpan, OpenSpan, current_context, spans_on, start_span, use_span
+from penstock.sandbox import Sandbox, Session
+from penstock.transfer_queue import Lease, Outcome, OutcomeKind
+
+MAX_SPANS = 256
+"""Of one episode; further ones are counted."""
+Span = tuple[str, str, float, float]
+"""(kind: ``model``, ``tool``, ``reward``; name; start in seconds after the lease; seconds)"""
+OnSpan = Callable[[str, str, float], None]
+"""(kind, name, seconds) of a span that ended"""
+_CURRENT: ContextVar[Trace | None] = ContextVar("trace of the episode", default=None)
+NAMES = {"model": "generate", "tool": "tool", "reward": "reward", "sandbox": "sandbox"}
+OPERATIONS = {"model": "text_completion", "tool": "execute_tool"}
+_TURN: ContextVar[_Turn | None] = ContextVar("turn of the episode", default=None)
+WORK = frozenset({"run", "run_python", "run_shell", "write_file", "read_file", "close", "leave"})
+"""Verbs of a session that are awaited; a stream is its reader's own time."""
+
+
+@dataclass(slots=True)
+class Trace:
+    started: float = field(default_factory=time.monotonic)
+    began_unix_s: float = field(default_factory=time.time)
+    spans: list[Span] = field(default_factory=list)
+    """In the order of their ends."""
+    dropped: int = 0
+    on_span: OnSpan | None = None
+    exported: EpisodeSpans | None = None
+
+    def add(self, kind: str, name: str, start: float) -> None:
+        now = time.monotonic()
+        if self.on_span is not None:
+            self.on_span(kind, name, now - start)
+        if len(self.spans) >= MAX_SPANS:
+            self.dropped += 1
+            return
+        self.spans.append((kind, name, round(start - self.started, 4), round(now - start, 4)))
+
+    def plain(self) -> dict[str, Any]:
+        """For `extra`: ``trace``, ``began_unix_s`` by this machine's clock, ``trace_dropped`` where some did not fit,
+        ``traceparent`` where OpenTelemetry is on."""
+        told: dict[str, Any] = {"trace": [list(span) for span in self.spans], "began_unix_s": self.began_unix_s}
+        if self.dropped:
+            told["trace_dropped"] = self.dropped
+        if self.exported is not None:
+            told["traceparent"] = self.exported.root.traceparent
+        return told
+
+
+def begin_trace(on_span: OnSpan | None = None, exported: EpisodeSpans | None = None) -> Trace:
+    """A new one for this task and those that it starts."""
+    trace = Trace(on_span=on_span, exported=exported)
+    _CURRENT.set(trace)
+    return trace
+
+
+@contextmanager
+def span(kind: str, name: str = "") -> Iterator[OpenSpan | NoSpan]:
+    """Time a block, also where it fails; nothing where no episode runs. What it gives takes further facts."""
+    trace, start = _CURRENT.get(), time.monotonic()
+    if trace is None:
+        yield NO_SPAN
+        return
+    exported = trace.exported
+    try:
+        if exported is None:
+            yield NO_SPAN
+        else:
+            with exported.span(kind, name) as told:
+                yield told
+    finally:
+        trace.add(kind, name, start)
+
+
+@contextmanager
+def exported_span(kind: str, name: str) -> Iterator[OpenSpan | NoSpan]:
+    """For OpenTelemetry alone: a part of what `span` times already."""
+    trace = _CURRENT.get()
+    exported = trace.exported if trace is not None else None
+    with nullcontext(NO_SPAN) if exported is None else exported.span(kind, name) as told:
+        yield told
+
+
+class _Turn:
+    """Ended when the next one of its branch begins, or with the episode: at the end of the last thing in it."""
+
+    __slots__ = ("branch", "ended", "last_ns", "span")
+
+    def __init__(self, span: OpenSpan) -> None:
+        self.span = span
+        self.branch = asyncio.current_task()
+        self.last_ns = time.time_ns()
+        self.ended = False
+
+    def end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self.span.end(self.last_ns)
+
+
+class EpisodeSpans:
+    """Made for one run of an episode, in its task. `end` is its last call."""
+
+    def __init__(self, lease: Lease, worker: str) -> None:
+        facts = {"episode": lease.episode_id, "task": lease.task.task_id, "split": lease.task.split}
+        self.root = start_span("episode", None, {**facts, "worker": worker, "attempt": lease.attempt})
+        self._facts = facts
+        self._turns: list[_Turn] = []
+        _TURN.set(None)
+
+    @contextmanager
+    def span(self, kind: str, name: str) -> Iterator[OpenSpan]:
+        """A block of the episode. A model call begins a turn; the reward belongs to none."""
+        if kind == "model":
+            self._begin_turn()
+        turn = _TURN.get() if kind != "reward" else None
+        around = current_context() if kind == "sandbox" else None
+        parent = around or (turn.span.context if turn is not None else self.root.context)
+        facts = {**self._facts, "operation": OPERATIONS.get(kind), "tool": name if kind == "tool" else None}
+        made = start_span(f"{NAMES.get(kind, kind)} {name}".strip(), parent, facts)
+        try:
+            with use_span(made):
+                yield made
+        finally:
+            if turn is not None:
+                turn.last_ns = time.time_ns()
+
+    def outcome(self, outcome: Outcome) -> None:
+        """How it ended, as the queue was told."""
+        self.root.note(outcome=outcome.kind.value, reason=outcome.reason or None, component=outcome.component or None)
+        if outcome.kind is OutcomeKind.INFRA_ERROR:
+            self.root.fail(f"{outcome.component}: {outcome.reason}")
+
+    def end(self, cause: str = "") -> None:
+        """`cause`: why it has no outcome."""
+        for turn in self._turns:
+            turn.end()
+        if cause:
+            self.root.fail(cause)
+        self.root.end()
+
+    def _begin_turn(self) -> None:
+        before = _TURN.get()
+        # What another task began goes on there: a tool of it may be what started this branch.
+        if before is not None and before.branch is asyncio.current_task():
+            before.end()
+        turn = _Turn(start_span("turn", self.root.context, {**self._facts, "turn": len(self._turns)}))
+        self._turns.append(turn)
+        _TURN.set(turn)
+
+
+def episode_spans(lease: Lease, worker: str) -> EpisodeSpans | None:
+    """None where spans are off."""
+    return EpisodeSpans(lease, worker) if spans_on() else None
+
+
+def trajectory_facts(trajectory: Any) -> dict[str, Any]:
+    """Of a finished episode: its reward, turns, tokens and versions."""
+    versions = [int(v) for segment in trajectory.segments for v in segment.version_spans[:, 0]]
+    return {
+        "reward": trajectory.reward,
+        "turns": trajectory.num_turns,
+        "output_tokens": trajectory.num_sampled,
+        "version": max(versions, default=None),
+        "version_oldest": min(versions, default=None),
+    }
+
+
+def traced(sandbox: Sandbox) -> Sandbox:
+    """The same sandbox, told about where spans are on."""
+    return cast(Sandbox, TracedSandbox(sandbox)) if spans_on() else sandbox
+
+
+class _Around:
+    """Everything else is as it is."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class TracedSandbox(_Around):
+    async def start(self, label: str, *, image: str | None = None) -> Session:
+        with exported_span("sandbox", "start"):
+            return cast(Session, TracedSession(await self._inner.start(label, image=image)))
+
+    async def attach(self, session_id: str) -> Session:
+        with exported_span("sandbox", "attach"):
+            return cast(Session, TracedSession(await self._inner.attach(session_id)))
+
+
+class TracedSession(_Around):
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return _timed(name, found) if name in WORK else found
+
+
+def _timed(verb: str, work: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @wraps(work)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        with exported_span("sandbox", verb):
+            return await work(*args, **kwargs)
+
+    return call
