@@ -35,7 +35,8 @@ def on_every_backend(test: F) -> F:
 def is_deep(item: pytest.Item) -> bool:
     """Whether a test of a backend belongs to the deep run."""
     parameters = getattr(item, "callspec", None)
-    backends = set(parameters.params.values()) & DEEP_BACKENDS if parameters is not None else set()
+    given = parameters.params.values() if parameters is not None else ()
+    backends = [value for value in given if isinstance(value, str) and value in DEEP_BACKENDS]
     return bool(backends) and not getattr(item.function, "on_every_backend", False)  # type: ignore[attr-defined]
 
 

@@ -35,6 +35,7 @@ def box_cgroups(owner: str) -> list[str]:
     return orphans.cgroups([Maker(0, owner)])
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = {"bwrap": None if shutil.which("bwrap") else "bubblewrap is not installed"}
     if any(item.get_closest_marker("docker") for item in items):

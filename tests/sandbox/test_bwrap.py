@@ -16,7 +16,7 @@ from penstock.sandbox import BwrapSandbox, SandboxConfig, SandboxError, SandboxL
 pytestmark = pytest.mark.bwrap
 
 
-async def test_boxes_do_not_see_each_other(sandbox: BwrapSandbox) -> None:
+async def test_bwrap_boxes_do_not_see_each_other(sandbox: BwrapSandbox) -> None:
     one, other = await sandbox.start("one"), await sandbox.start("other")
     await one.write_file("secret", b"x")
     await one.run(["sh", "-c", "sleep 50 &"])
@@ -28,7 +28,7 @@ async def test_boxes_do_not_see_each_other(sandbox: BwrapSandbox) -> None:
     assert seen.stdout.split()[1] != uid
 
 
-async def test_cpu_seconds_are_limited() -> None:
+async def test_bwrap_cpu_seconds_are_limited() -> None:
     sandbox = BwrapSandbox(CONFIG.model_copy(update={"cpu_s": 1}), OWNER)
     session = await sandbox.start("busy")
     result = await session.run_python("while True: pass", timeout_s=20.0)
@@ -36,7 +36,7 @@ async def test_cpu_seconds_are_limited() -> None:
     await sandbox.close()
 
 
-async def test_closing_leaves_no_process_and_no_cgroup(sandbox: BwrapSandbox) -> None:
+async def test_bwrap_closing_leaves_no_process_and_no_cgroup(sandbox: BwrapSandbox) -> None:
     sessions = [await sandbox.start(str(n)) for n in range(3)]
     await asyncio.gather(*(s.run(["sh", "-c", "setsid sleep 100 & sleep 0.01"]) for s in sessions))
     assert len(box_processes(os.getpid())) >= 3
@@ -45,7 +45,7 @@ async def test_closing_leaves_no_process_and_no_cgroup(sandbox: BwrapSandbox) ->
     assert not box_cgroups(OWNER)
 
 
-async def test_a_box_that_was_ended_from_outside_is_lost_not_a_result(sandbox: BwrapSandbox) -> None:
+async def test_bwrap_box_ended_from_outside_is_lost(sandbox: BwrapSandbox) -> None:
     session = await sandbox.start("victim")
     call = asyncio.create_task(session.run_python("while True: pass", timeout_s=30.0))
     await asyncio.sleep(0.2)
@@ -72,7 +72,7 @@ asyncio.run(main())
 
 
 @pytest.mark.crash
-async def test_kill_9_of_the_worker_ends_its_boxes_and_the_next_start_clears_the_cgroups() -> None:
+async def test_bwrap_boxes_end_with_a_killed_worker() -> None:
     owner = f"{OWNER}-killed"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     worker = await asyncio.create_subprocess_exec(
@@ -92,7 +92,7 @@ async def test_kill_9_of_the_worker_ends_its_boxes_and_the_next_start_clears_the
     assert not box_cgroups(owner)
 
 
-async def test_without_cgroups_rlimits_hold_and_it_is_said_aloud(
+async def test_bwrap_without_cgroups_rlimits_hold_and_it_is_said_aloud(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(bwrap, "open_cgroups", lambda *_: (None, "a test says so"))
@@ -107,13 +107,13 @@ async def test_without_cgroups_rlimits_hold_and_it_is_said_aloud(
     await sandbox.close()
 
 
-def test_missing_bwrap_names_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bwrap_missing_bwrap_names_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SandboxError, match="apt-get install bubblewrap"):
         make_sandbox(SandboxConfig(), "tests")
 
 
-def test_refused_namespaces_name_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bwrap_refused_namespaces_name_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
     tmp_path.chmod(0o755)
@@ -123,7 +123,7 @@ def test_refused_namespaces_name_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_p
         make_sandbox(SandboxConfig(), "tests")
 
 
-def test_remote_needs_a_url_and_a_token() -> None:
+def test_bwrap_remote_needs_a_url_and_a_token() -> None:
     with pytest.raises(SandboxError, match=r"sandbox\.url"):
         make_sandbox(SandboxConfig(backend="remote"), "tests", "token")
     with pytest.raises(SandboxError, match="token"):

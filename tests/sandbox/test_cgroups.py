@@ -8,7 +8,7 @@ from penstock.sandbox import CgroupMaker, SandboxConfig, open_cgroups, process_s
 CONFIG = SandboxConfig(memory_mb=100, pids=10, cpus=0.5)
 
 
-def test_version_2_hands_controllers_down_and_sets_each_limit(tmp_path: Path) -> None:
+def test_cgroups_version_2_delegates_and_sets_limits(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").write_text("cpu memory pids")
     maker, reason = open_cgroups("my run/1", CONFIG, tmp_path)
     assert maker is not None
@@ -21,7 +21,7 @@ def test_version_2_hands_controllers_down_and_sets_each_limit(tmp_path: Path) ->
     assert limits == {"memory.max": str(100 << 20), "pids.max": "10", "cpu.max": "50000 100000"}
 
 
-def test_version_1_sets_each_limit_in_its_own_hierarchy(tmp_path: Path) -> None:
+def test_cgroups_version_1_sets_each_limit_in_its_own_hierarchy(tmp_path: Path) -> None:
     for controller in ("memory", "pids", "cpu"):
         (tmp_path / controller).mkdir()
     maker, _ = open_cgroups("run", CONFIG, tmp_path)
@@ -32,13 +32,13 @@ def test_version_1_sets_each_limit_in_its_own_hierarchy(tmp_path: Path) -> None:
     assert (cpu / "cpu.cfs_quota_us").read_text() == "50000"
 
 
-def test_no_hierarchy_gives_the_reason(tmp_path: Path) -> None:
+def test_cgroups_no_hierarchy_gives_the_reason(tmp_path: Path) -> None:
     maker, reason = open_cgroups("run", CONFIG, tmp_path)
     assert maker is None
     assert "no cgroup hierarchy with memory, pids, cpu" in reason
 
 
-def test_only_groups_of_dead_makers_are_reaped(tmp_path: Path) -> None:
+def test_cgroups_only_groups_of_dead_makers_are_reaped(tmp_path: Path) -> None:
     maker = CgroupMaker(2, (tmp_path,), CONFIG)
     mine, older, gone = f"{maker.prefix}-0", f"{os.getpid()}-1-0", "999999999-5-0"
     for name in (mine, older, gone, "not-ours"):
@@ -47,13 +47,13 @@ def test_only_groups_of_dead_makers_are_reaped(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([mine, "not-ours"])
 
 
-def test_oom_kills_are_counted_from_either_format(tmp_path: Path) -> None:
+def test_cgroups_oom_kills_are_counted_from_either_format(tmp_path: Path) -> None:
     cgroup = CgroupMaker(2, (tmp_path / "penstock" / "run",), CONFIG).make(0)
     assert cgroup.oom_kills() == 0
     cgroup.oom_file.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     assert cgroup.oom_kills() == 3
 
 
-def test_process_start_tells_lives_apart() -> None:
+def test_cgroups_process_start_tells_lives_apart() -> None:
     assert process_start(os.getpid()).isdigit()
     assert process_start(999999999) == ""

@@ -51,7 +51,7 @@ async def box(boxes: DockerSandbox) -> Session:
     return await boxes.start("a test")
 
 
-async def test_the_engine_has_every_wall_on_record(box: Session) -> None:
+async def test_docker_engine_has_every_wall_on_record(box: Session) -> None:
     found = inspect(containers_of(OWNER)[0])
     host, config = found["HostConfig"], found["Config"]
     wanted = {
@@ -77,14 +77,14 @@ async def test_the_engine_has_every_wall_on_record(box: Session) -> None:
     assert labels["penstock.session"] == box.session_id
 
 
-async def test_two_filters_and_no_rights_hold_each_process(box: Session) -> None:
+async def test_docker_two_filters_and_no_rights_hold_each_process(box: Session) -> None:
     status = (await box.run(["cat", "/proc/self/status"])).stdout
     facts = dict(line.split(":\t", 1) for line in status.splitlines())
     assert {facts[f"Cap{kind}"] for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {"0" * 16}
     assert (facts["NoNewPrivs"], facts["Seccomp"], facts["Seccomp_filters"]) == ("1", "2", "2")
 
 
-async def test_boxes_do_not_see_each_other(boxes: DockerSandbox) -> None:
+async def test_docker_boxes_do_not_see_each_other(boxes: DockerSandbox) -> None:
     one, other = await asyncio.gather(boxes.start("one"), boxes.start("other"))
     await one.write_file("secret", b"x")
     await one.run(["sh", "-c", "sleep 50 &"])
@@ -95,14 +95,15 @@ async def test_boxes_do_not_see_each_other(boxes: DockerSandbox) -> None:
     assert seen[2] == "2"  # the driver and the interpreter
 
 
-async def test_cpu_seconds_are_limited() -> None:
+@pytest.mark.deep
+async def test_docker_cpu_seconds_are_limited() -> None:
     async with opened(cpu_s=1) as sandbox:
         session = await sandbox.start("busy")
         result = await session.run_python("while True: pass", timeout_s=30.0)
     assert (result.exit_code, result.limit, result.state_lost) == (None, "cpu", True)
 
 
-async def test_memory_that_nothing_frees_ends_the_box_and_is_told_as_memory() -> None:
+async def test_docker_memory_held_by_files_ends_the_box() -> None:
     """Files in memory outlive the processes that wrote them: the kernel ends the driver too in the end."""
     async with opened(memory_mb=64, tmp_mb=512) as sandbox:
         session = await sandbox.start("full")
@@ -113,7 +114,7 @@ async def test_memory_that_nothing_frees_ends_the_box_and_is_told_as_memory() ->
         assert (await session.run_python("1 + 1")).stdout == "2\n"
 
 
-async def test_closing_leaves_no_container(boxes: DockerSandbox) -> None:
+async def test_docker_closing_leaves_no_container(boxes: DockerSandbox) -> None:
     sessions = await asyncio.gather(*(boxes.start(str(n)) for n in range(3)))
     await asyncio.gather(*(s.run(["sh", "-c", "setsid sleep 100 & sleep 0.01"]) for s in sessions))
     assert len(containers_of(OWNER)) == 3
@@ -123,7 +124,8 @@ async def test_closing_leaves_no_container(boxes: DockerSandbox) -> None:
     assert not containers_of(OWNER)
 
 
-async def test_a_start_that_is_cancelled_leaves_no_container(boxes: DockerSandbox) -> None:
+@pytest.mark.deep
+async def test_docker_start_that_is_cancelled_leaves_no_container(boxes: DockerSandbox) -> None:
     for pause_s in (0.0, 0.03, 0.1):
         starting = asyncio.create_task(boxes.start("never mind"))
         await asyncio.sleep(pause_s)
@@ -135,7 +137,8 @@ async def test_a_start_that_is_cancelled_leaves_no_container(boxes: DockerSandbo
     assert (await session.run_python("3")).stdout == "3\n"
 
 
-async def test_a_start_that_is_cancelled_twice_leaves_no_container_either(boxes: DockerSandbox) -> None:
+@pytest.mark.deep
+async def test_docker_start_cancelled_twice_leaves_no_container(boxes: DockerSandbox) -> None:
     starting = asyncio.create_task(boxes.start("never mind"))
     await asyncio.sleep(0.03)
     for _ in range(2):
@@ -150,7 +153,7 @@ async def test_a_start_that_is_cancelled_twice_leaves_no_container_either(boxes:
             await asyncio.sleep(0.05)
 
 
-async def test_a_box_that_was_removed_from_outside_is_lost_not_a_result(box: Session) -> None:
+async def test_docker_box_removed_from_outside_is_lost(box: Session) -> None:
     call = asyncio.create_task(box.run_python("while True: pass", timeout_s=30.0))
     await asyncio.sleep(0.2)
     docker("rm", "-f", *containers_of(OWNER))
@@ -175,7 +178,7 @@ asyncio.run(main())
 
 
 @pytest.mark.crash
-async def test_kill_9_of_the_worker_ends_and_removes_its_boxes() -> None:
+async def test_docker_kill_9_of_the_worker_ends_and_removes_its_boxes() -> None:
     owner = f"{OWNER}-killed"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     worker = await asyncio.create_subprocess_exec(
@@ -193,7 +196,7 @@ async def test_kill_9_of_the_worker_ends_and_removes_its_boxes() -> None:
 
 
 @pytest.mark.crash
-async def test_a_container_that_a_killed_process_never_started_goes_at_the_next_start() -> None:
+async def test_docker_next_start_removes_half_made_containers() -> None:
     owner = f"{OWNER}-half"
     dead = await asyncio.create_subprocess_exec("true")
     await dead.wait()
@@ -206,14 +209,14 @@ async def test_a_container_that_a_killed_process_never_started_goes_at_the_next_
     docker("rm", kept)
 
 
-def test_a_container_of_another_machine_is_judged_by_its_age() -> None:
+def test_docker_judges_containers_of_other_machines_by_age() -> None:
     labels = {**labels_of("run", "", ""), "penstock.machine": "elsewhere"}
     assert not is_abandoned({"Labels": labels, "State": "running", "Created": 0}, now=1e9)
     assert not is_abandoned({"Labels": labels, "State": "created", "Created": 1e9 - 60}, now=1e9)
     assert is_abandoned({"Labels": labels, "State": "created", "Created": 1e9 - 700}, now=1e9)
 
 
-async def test_an_image_that_the_engine_does_not_have_names_the_mend(boxes: DockerSandbox) -> None:
+async def test_docker_image_that_engine_does_not_have_names_mend(boxes: DockerSandbox) -> None:
     with pytest.raises(SandboxError, match=r"No such image.*docker pull.*sandbox\.image"):
         make_sandbox(DOCKER.model_copy(update={"image": "no-such/image:1"}), OWNER)
     with pytest.raises(SandboxError, match="No such image"):
@@ -221,18 +224,18 @@ async def test_an_image_that_the_engine_does_not_have_names_the_mend(boxes: Dock
     assert (await (await boxes.start("another")).run_python("1")).stdout == "1\n"
 
 
-def test_a_runtime_that_the_engine_does_not_have_names_the_mend() -> None:
+def test_docker_runtime_that_engine_does_not_have_names_mend() -> None:
     with pytest.raises(SandboxError, match=r"no runtime kata.*runc.*daemon\.json"):
         make_sandbox(DOCKER.model_copy(update={"runtime": "kata"}), OWNER)
 
 
-def test_no_engine_names_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_docker_no_engine_names_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
     with pytest.raises(SandboxError, match=r"no Docker engine answers.*apt-get install docker\.io.*DOCKER_HOST"):
         make_sandbox(DOCKER, OWNER)
 
 
-def test_a_socket_that_this_user_may_not_open_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docker_socket_that_this_user_may_not_open_names_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(*_: object, **__: object) -> object:
         raise PermissionError(13, "Permission denied")
 
@@ -242,7 +245,7 @@ def test_a_socket_that_this_user_may_not_open_names_the_mend(monkeypatch: pytest
         make_sandbox(DOCKER, OWNER)
 
 
-def test_an_engine_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_docker_engine_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("penstock.sandbox.docker.engine.CALL_DEADLINE_S", 0.2)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "silent.sock"))
@@ -252,7 +255,7 @@ def test_an_engine_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
             make_sandbox(SandboxConfig(backend="docker"), OWNER)
 
 
-async def test_a_server_keeps_containers_for_its_callers_warm_by_image() -> None:
+async def test_docker_server_keeps_containers_warm_by_image() -> None:
     make_plain_image()
     config = DOCKER.model_copy(update={"server": SandboxServerConfig(warm={"default": 1})})
     async with serving(config) as url:
@@ -274,7 +277,7 @@ async def test_a_server_keeps_containers_for_its_callers_warm_by_image() -> None
     assert not [line for line in all_boxes() if "exited" in line]
 
 
-async def test_python_runs_under_gvisor() -> None:
+async def test_docker_python_runs_under_gvisor() -> None:
     runtimes = docker("info", "--format", "{{range $name, $_ := .Runtimes}}{{$name}} {{end}}").split()
     if "runsc" not in runtimes:
         pytest.skip("the engine has no runtime runsc: apt-get install runsc, then scripts/setup-docker")

@@ -41,6 +41,6 @@ class BrokenContainer:
         return SimpleNamespace(start=BreakingStream)
 
 
-async def test_a_connection_that_breaks_is_a_failure_of_the_sandbox() -> None:
+async def test_program_connection_that_breaks_is_failure_of_sandbox() -> None:
     with pytest.raises(SandboxError, match=r"hearing what a program in a box says.*Connection reset"):
         await Program(["true"]).run(BrokenContainer(), 5.0)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def spec(config: SandboxConfig, engine: DockerEngine = ENGINE) -> dict[str, obje
     return found
 
 
-def test_settings_become_limits() -> None:
+def test_spec_settings_become_limits() -> None:
     config = SandboxConfig(memory_mb=100, pids=10, cpus=0.5, tmp_mb=8, runtime="runsc")
     host = spec(config)["HostConfig"]
     assert isinstance(host, dict)
@@ -43,17 +43,17 @@ def test_settings_become_limits() -> None:
     assert "Runtime" not in spec(SandboxConfig())["HostConfig"]  # type: ignore[operator]
 
 
-def test_an_image_is_pinned_and_its_entry_point_not_run() -> None:
+def test_spec_image_is_pinned_and_its_entry_point_not_run() -> None:
     asked = spec(SandboxConfig())
     assert (asked["Image"], asked["Entrypoint"], asked["Cmd"]) == ("sha256:abc", ["python3"], ["-c", ""])
 
 
-def test_each_slot_has_a_uid_and_remapped_ones_exist() -> None:
+def test_spec_each_slot_has_a_uid_and_remapped_ones_exist() -> None:
     assert len({uid_of(slot, False) for slot in range(1024)}) == 1024
     assert all(0 < uid_of(slot, True) < 65536 for slot in range(1024))
 
 
-def test_walls_that_an_engine_lacks_are_said_aloud() -> None:
+def test_spec_walls_that_an_engine_lacks_are_said_aloud() -> None:
     config = SandboxConfig()
     words, weak = describe(ENGINE, config, filtered=True)
     assert "cgroup v2" in words
@@ -73,7 +73,7 @@ def test_walls_that_an_engine_lacks_are_said_aloud() -> None:
         ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"),
     ],
 )
-def test_both_versions_of_cgroups_are_read(
+def test_spec_both_versions_of_cgroups_are_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -94,13 +94,13 @@ def test_both_versions_of_cgroups_are_read(
         "sha256:0123456789abcdef",
     ],
 )
-def test_names_of_images_are_let_through(name: str) -> None:
+def test_spec_names_of_images_are_let_through(name: str) -> None:
     assert IMAGE_NAME.fullmatch(name)
 
 
 @pytest.mark.parametrize(
     "name", ["", "../containers/box", "a/../../info", "a?x=1", "a b", "a%2f..", "-x", "a//b", "a#b"]
 )
-async def test_what_is_no_image_name_never_becomes_a_part_of_the_engines_path(name: str) -> None:
+async def test_spec_refuses_image_names_that_are_paths(name: str) -> None:
     with pytest.raises(NoSuchImage, match="no image's name"):
         await find_image(None, name)  # type: ignore[arg-type]

@@ -87,7 +87,7 @@ PARAMETERS = [pytest.param(what, marks=ROOT_ONLY if what in ("process by uid", "
 
 
 @pytest.mark.parametrize("what", PARAMETERS)
-def test_what_is_left_is_seen_while_it_is_there(what: str) -> None:
+def test_orphans_what_is_left_is_seen_while_it_is_there(what: str) -> None:
     before = left_behind([MAKER])
     kind = what if what.startswith("file") else what.split(maxsplit=1)[0]
     with LEFT[what]():
@@ -96,7 +96,7 @@ def test_what_is_left_is_seen_while_it_is_there(what: str) -> None:
 
 
 @pytest.mark.docker
-def test_containers_of_every_state_and_their_volumes_are_seen() -> None:
+def test_orphans_see_containers_and_volumes() -> None:
     before = left_behind([MAKER])
     made = docker("create", "--label", f"penstock.owner={MAKER.owner}", IMAGE, "true")
     assert [what for what in left_behind([MAKER]) - before if what.startswith("container")]

@@ -46,13 +46,13 @@ def decide(program: bytes, arch: int, number: int, argument: int = 0) -> int:
         (0x40000000, 0, EPERM),
     ],
 )
-def test_x86_64(number: int, argument: int, expected: int) -> None:
+def test_seccomp_x86_64(number: int, argument: int, expected: int) -> None:
     program = build_filter("x86_64")
     assert program is not None
     assert decide(program, X86_64, number, argument) == expected
 
 
-def test_aarch64_and_foreign_architectures() -> None:
+def test_seccomp_aarch64_and_foreign_architectures() -> None:
     program = build_filter("aarch64")
     assert program is not None
     assert [decide(program, AARCH64, n) for n in (63, 117, 97, 280)] == [ALLOW, EPERM, EPERM, EPERM]

@@ -99,7 +99,7 @@ async def test_guard_limits_concurrency_outside_the_calls_time() -> None:
     assert service.most_running == 2
 
 
-async def test_guard_bounds_the_wait_for_a_turn_and_frees_cancelled_ones() -> None:
+async def test_guard_bounds_the_wait_for_a_turn() -> None:
     service = Service()
     service.open.clear()
     limited = ToolGuard(ToolConfig(name="service", concurrency=1), queue_deadline_s=0.05)

@@ -57,7 +57,7 @@ def has_ended(process_id: int) -> bool:
     return state == "Z"
 
 
-async def test_a_stdio_servers_tools_as_the_loop_sees_them(stdio: dict[str, BaseTool]) -> None:
+async def test_mcp_stdio_servers_tools_as_the_loop_sees_them(stdio: dict[str, BaseTool]) -> None:
     assert list(stdio) == ["add", "fail", "variable", "process", "die", "wait"]
     assert stdio["add"].description == "Add two whole numbers."
     assert set(configs_of(stdio)) == set(stdio)
@@ -68,7 +68,7 @@ async def test_a_stdio_servers_tools_as_the_loop_sees_them(stdio: dict[str, Base
     assert "on purpose" in failed.text
 
 
-async def test_one_process_serves_all_calls_and_ends_with_the_worker(stdio: dict[str, BaseTool]) -> None:
+async def test_mcp_one_process_serves_all_calls_and_ends_with_worker(stdio: dict[str, BaseTool]) -> None:
     answers = await asyncio.gather(*(call(stdio, "process") for _ in range(5)))
     (process_id,) = {answer.text for answer in answers}
     await close_tools(stdio.values())
@@ -77,14 +77,14 @@ async def test_one_process_serves_all_calls_and_ends_with_the_worker(stdio: dict
             await asyncio.sleep(0.05)
 
 
-async def test_a_server_that_died_is_a_failure_and_the_next_call_gets_a_new_one(stdio: dict[str, BaseTool]) -> None:
+async def test_mcp_reconnects_after_a_server_died(stdio: dict[str, BaseTool]) -> None:
     before = (await call(stdio, "process")).text
     with pytest.raises(ToolInfraError, match="mcp"):
         await call(stdio, "die")
     assert (await call(stdio, "process")).text != before
 
 
-async def test_a_slow_call_ends_at_its_deadline_and_leaves_the_connection() -> None:
+async def test_mcp_slow_call_ends_and_keeps_the_connection() -> None:
     tools = make(timeout_s=3, **STDIO)
     await tools["wait"].create(TASK)  # starting the server is no part of a call
     before = (await call(tools, "process")).text
@@ -93,7 +93,7 @@ async def test_a_slow_call_ends_at_its_deadline_and_leaves_the_connection() -> N
     await close_tools(tools.values())
 
 
-async def test_the_environment_is_passed_on_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mcp_environment_is_passed_on_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "k1")
     monkeypatch.setenv("PENSTOCK_TOKEN", "run token")
     tools = make(**STDIO, pass_env=["MY_KEY"], env={"PLAIN": "p"}, select=["variable"], prefix="tiny_")
@@ -103,7 +103,7 @@ async def test_the_environment_is_passed_on_by_name_only(monkeypatch: pytest.Mon
     await close_tools(tools.values())
 
 
-async def test_a_streamable_http_server_with_a_token(
+async def test_mcp_streamable_http_server_with_a_token(
     serve: Callable[[Any], Awaitable[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MCP_TOKEN", "s3cret")
@@ -138,7 +138,7 @@ def _with_token(app: Any, token: str) -> Any:
     return guarded
 
 
-async def test_a_file_of_servers(tmp_path: Path) -> None:
+async def test_mcp_file_of_servers(tmp_path: Path) -> None:
     file = tmp_path / "mcp.json"
     file.write_text(json.dumps({"mcpServers": {"tiny": STDIO}}))
     tools = make(servers_file=str(file), select=["add"])
@@ -162,6 +162,6 @@ async def test_a_file_of_servers(tmp_path: Path) -> None:
         ({"servers_file": "nowhere.json"}, "nowhere.json"),
     ],
 )
-def test_mistakes_are_named(settings: dict[str, Any], message: str) -> None:
+def test_mcp_mistakes_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ToolConfigError, match=message):
         make(**settings)

@@ -32,7 +32,7 @@ async def run(tool: PythonTool, state: object, code: str) -> tuple[str, bool]:
     return result.text, result.is_error
 
 
-async def test_the_box_is_opened_with_the_state_and_kept_until_release(tool: PythonTool) -> None:
+async def test_python_tool_keeps_its_box_until_release(tool: PythonTool) -> None:
     state = await tool.create(TASK)
     session_id = state.session_id
     assert session_id is not None
@@ -44,7 +44,7 @@ async def test_the_box_is_opened_with_the_state_and_kept_until_release(tool: Pyt
     assert state.session_id is None
 
 
-async def test_what_the_model_reads_when_its_code_fails(tool: PythonTool) -> None:
+async def test_python_tool_what_the_model_reads_when_its_code_fails(tool: PythonTool) -> None:
     state = await tool.create(TASK)
     text, is_error = await run(tool, state, "print('so far')\nundefined")
     assert is_error
@@ -57,7 +57,7 @@ async def test_what_the_model_reads_when_its_code_fails(tool: PythonTool) -> Non
     await tool.release(state)
 
 
-async def test_another_worker_attaches_by_session_id(tool: PythonTool) -> None:
+async def test_python_tool_another_worker_attaches_by_session_id(tool: PythonTool) -> None:
     state = await tool.create(TASK)
     await run(tool, state, "x = 5")
     attached = await tool.attach(TASK, state.session_id or "")
@@ -65,7 +65,7 @@ async def test_another_worker_attaches_by_session_id(tool: PythonTool) -> None:
     await tool.release(attached)
 
 
-async def test_a_lost_box_is_replaced_and_earlier_code_run_again(tool: PythonTool) -> None:
+async def test_python_tool_replays_code_after_a_lost_box(tool: PythonTool) -> None:
     state = await tool.create(TASK)
     await run(tool, state, "x = 5; print('only once')")
     await (await state.session()).close()
@@ -73,7 +73,7 @@ async def test_a_lost_box_is_replaced_and_earlier_code_run_again(tool: PythonToo
     await tool.release(state)
 
 
-async def test_a_lost_box_without_replay_and_a_sandbox_that_fails_are_infrastructure(sandbox: Sandbox) -> None:
+async def test_python_tool_failures_of_the_sandbox_are_infra(sandbox: Sandbox) -> None:
     tool = PythonTool(sandbox, replay_lost=False)
     state = await tool.create(TASK)
     await run(tool, state, "1")

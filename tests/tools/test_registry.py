@@ -37,7 +37,7 @@ def make(name: str, **fields: Any) -> dict[str, BaseTool]:
     return make_tools([ToolConfig(name=name, **fields)], None)
 
 
-async def test_names_paths_settings_and_order() -> None:
+async def test_registry_names_paths_settings_and_order() -> None:
     tools = make_tools(
         [ToolConfig(name="add"), ToolConfig(name="echo", settings={"times": 2}, max_output_chars=9)], None
     )
@@ -59,17 +59,17 @@ async def test_names_paths_settings_and_order() -> None:
         ("add", {"settings": {"x": 1}}, "takes no settings"),
     ],
 )
-def test_mistakes_in_a_recipe_are_named(name: str, fields: dict[str, Any], message: str) -> None:
+def test_registry_mistakes_in_a_recipe_are_named(name: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ToolConfigError, match=message):
         make(name, **fields)
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
+def test_registry_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ToolConfigError, match="two of them are called 'add'"):
         make_tools([ToolConfig(name="add"), ToolConfig(name="add")], None)
 
 
-def test_a_tool_without_a_schema_of_type_object_is_refused() -> None:
+def test_registry_tool_without_schema_of_type_object_is_refused() -> None:
     @register_tool("bad")
     class Bad(Echo):
         parameters: ClassVar[Any] = {"type": "array"}

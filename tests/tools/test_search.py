@@ -68,12 +68,14 @@ async def test_search_r1s_shape_with_and_without_scores(server: str) -> None:
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/retrieve"), ("GET", "/health"), ("GET", "/docs")])
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}])
-async def test_every_route_asks_for_the_token(server: str, method: str, path: str, headers: dict[str, str]) -> None:
+async def test_search_every_route_asks_for_the_token(
+    server: str, method: str, path: str, headers: dict[str, str]
+) -> None:
     async with httpx.AsyncClient(base_url=server, headers=headers) as http:
         assert (await http.request(method, path, json={"queries": ["x"]})).status_code == 401
 
 
-async def test_the_model_reads_passages_and_several_queries_are_one_request(tool: SearchTool) -> None:
+async def test_search_sends_several_queries_in_one_request(tool: SearchTool) -> None:
     result = await tool.execute(None, {"query": "france"})
     assert result.text == "Doc 1 (Title: Paris) Capital of France."
     both = await tool.execute(None, {"query_list": ["germany", "atlantis", " "]})
@@ -84,9 +86,7 @@ async def test_the_model_reads_passages_and_several_queries_are_one_request(tool
     assert (await tool.execute(None, {"query": " "})).is_error
 
 
-async def test_a_wrong_token_and_a_server_that_is_away_are_told_apart(
-    server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_search_tells_a_wrong_token_from_an_absent_server(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_SEARCH_TOKEN", raising=False)
     for url, error, message in [
         (f"{server}/retrieve", ToolInfraError, "HTTP 401"),
@@ -100,7 +100,7 @@ async def test_a_wrong_token_and_a_server_that_is_away_are_told_apart(
         await tool.close()
 
 
-async def test_busy_answers_are_asked_again_and_pure_answers_remembered(serve: Serve) -> None:
+async def test_search_retries_busy_servers_and_caches_results(serve: Serve) -> None:
     app, asked = FastAPI(), []
 
     @app.post("/retrieve")
@@ -122,7 +122,7 @@ async def test_busy_answers_are_asked_again_and_pure_answers_remembered(serve: S
 @pytest.mark.parametrize(
     "answer", [{"result": [[]]}, {"result": [[1]] * 2}, {"results": []}, [], {"result": [[{}]] * 2}]
 )
-async def test_another_shape_is_the_services_failure(serve: Serve, answer: Any) -> None:
+async def test_search_another_shape_is_the_services_failure(serve: Serve, answer: Any) -> None:
     app = FastAPI()
 
     @app.post("/retrieve")
@@ -143,7 +143,7 @@ async def test_another_shape_is_the_services_failure(serve: Serve, answer: Any) 
         ("tavily", "authorization", {"results": [{"title": "T", "url": "U", "content": "D"}]}),
     ],
 )
-async def test_web_search_asks_each_service_its_own_way(
+async def test_search_web_search_asks_each_service_its_own_way(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, api: str, key_header: str, answer: Any
 ) -> None:
     app, seen = FastAPI(), []
@@ -165,7 +165,7 @@ async def test_web_search_asks_each_service_its_own_way(
     await tool.close()
 
 
-def test_a_missing_key_and_an_unknown_service_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_missing_key_and_an_unknown_service_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BRAVE_API_KEY", raising=False)
     for settings, message in [({"api": "brave"}, "BRAVE_API_KEY is not set"), ({"api": "x"}, "brave, serper, tavily")]:
         with pytest.raises(ToolConfigError, match=message):

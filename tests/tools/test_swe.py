@@ -57,7 +57,7 @@ def play(rows, tokenizer_for, tmp_path):
     return go
 
 
-async def test_a_played_agent_repairs_the_repository(play):
+async def test_swe_tools_played_agent_repairs_the_repository(play):
     trajectory = await play(REPAIR)
     first, seen, edited, ran, done = trajectory.extra["tool_results"]
     assert first.startswith("/tmp/repo\n1\n.....")
@@ -69,25 +69,25 @@ async def test_a_played_agent_repairs_the_repository(play):
     assert rewards == {"tool_reward/shell": 1.0}
 
 
-async def test_what_does_not_repair_it_earns_nothing(play):
+async def test_swe_tools_what_does_not_repair_it_earns_nothing(play):
     assert (await play(["I see nothing wrong."])).reward == 0.0
     assert (await play([call("shell", command="ls"), "Done."])).reward == 0.0
     wrong = call("shell", command='sed -i \'s/"-".join/"_".join/\' wordkit/slug.py')
     assert (await play([wrong, call("submit")], {"reward": "share"})).reward == 0.0
 
 
-async def test_a_model_that_destroys_its_box_earns_nothing(play):
+async def test_swe_tools_model_that_destroys_its_box_earns_nothing(play):
     assert (await play([call("shell", command="rm -rf /tmp/repo /tmp/.penstock_swe"), "Done."])).reward == 0.0
 
 
-async def test_a_broken_task_is_no_reward_of_zero(play, rows):
+async def test_swe_tools_broken_task_is_no_reward_of_zero(play, rows):
     with pytest.raises(InfraFailure, match="does not fit its snapshot"):
         await play(REPAIR, row={**rows[0], "test_patch": rows[1]["patch"].replace("part", "trap")})
     with pytest.raises(InfraFailure, match="no folder"):
         await play(REPAIR, row={**rows[0], "repository": "/nowhere", "base_commit": None})
 
 
-async def test_another_worker_grades_what_this_one_left(rows):
+async def test_swe_tools_another_worker_grades_what_this_one_left(rows):
     sandbox = make_sandbox(SANDBOX, "tests-swe-tools")
     tools = make_tools([ToolConfig(name="swe", timeout_s=30, settings=LIMITS)], sandbox)
     task = Task("eval/0/0", "eval/0", [], "swe", "", extra_info=rows[0])
@@ -103,7 +103,7 @@ async def test_another_worker_grades_what_this_one_left(rows):
     await sandbox.close()
 
 
-async def test_a_box_that_no_environment_can_be_found_in_is_given_back(rows):
+async def test_swe_tools_give_back_a_box_without_environment(rows):
     sandbox = make_sandbox(SANDBOX, "tests-swe-tools")
     tools = make_tools([ToolConfig(name="swe", timeout_s=30, settings=LIMITS)], sandbox)
     task = Task("eval/0/0", "eval/0", [], "swe", "", extra_info=rows[0])
@@ -116,13 +116,13 @@ async def test_a_box_that_no_environment_can_be_found_in_is_given_back(rows):
     await sandbox.close()
 
 
-def test_tools_that_would_open_the_box_without_the_repository_are_refused():
+def test_swe_tools_refuse_tools_of_another_box():
     """Whichever the model calls first opens it: a reward would hang on the order of its calls."""
     for names in (["python", "swe"], ["swe", "python"]):
         with pytest.raises(ToolConfigError, match="python in a EpisodeBox"):
             make_tools([ToolConfig(name=name) for name in names], object())
 
 
-def test_settings_are_checked():
+def test_swe_tools_settings_are_checked():
     with pytest.raises(ToolConfigError, match="reward"):
         make_tools([ToolConfig(name="swe", settings={"reward": "much"})], object())

@@ -36,14 +36,14 @@ async def leave_behind(threads: UserThreads, gate: threading.Event, count: int) 
         await asyncio.wait([call])
 
 
-async def test_calls_that_never_return_take_no_place_from_the_others(gate: threading.Event) -> None:
+async def test_threads_hanging_calls_take_no_place(gate: threading.Event) -> None:
     threads = UserThreads(at_once=2)
     await leave_behind(threads, gate, 5)
     async with asyncio.timeout(60):
         assert await threads.run(lambda: 7, "sound") == 7
 
 
-async def test_too_many_of_them_are_an_error_that_names_them_until_they_return(gate: threading.Event) -> None:
+async def test_threads_refuse_further_calls_and_name_the_hanging(gate: threading.Event) -> None:
     threads = UserThreads(at_once=2, left_behind_most=3)
     await leave_behind(threads, gate, 3)
     with pytest.raises(TooManyLeftBehind, match=r"3 calls never returned \(hang\)"):
@@ -58,7 +58,7 @@ async def test_too_many_of_them_are_an_error_that_names_them_until_they_return(g
                 await asyncio.sleep(0.01)
 
 
-async def test_at_most_so_many_run_at_once() -> None:
+async def test_threads_at_most_so_many_run_at_once() -> None:
     running, most, lock = 0, 0, threading.Lock()
     meet = threading.Barrier(3)
 
@@ -76,7 +76,7 @@ async def test_at_most_so_many_run_at_once() -> None:
     assert most == 3
 
 
-async def test_errors_context_and_async_functions_are_the_callers() -> None:
+async def test_threads_errors_context_and_async_functions_are_callers() -> None:
     told = contextvars.ContextVar("told", default="nothing")
     told.set("something")
     assert await call_users(told.get) == "something"

@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs/tutorials/my_first_tool.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_programs_print_what_the_page_shows(tmp_path: Path) -> None:
+def test_tutorial_programs_print_what_the_page_shows(tmp_path: Path) -> None:
     programs = []
     for language, text in BLOCKS:
         if language == "python":
@@ -43,7 +43,7 @@ def _output(folder: Path, program: str) -> str:
     return done.stdout or done.stderr
 
 
-def test_the_recipes_part_is_valid() -> None:
+def test_tutorial_recipes_part_is_valid() -> None:
     (text,) = [text for language, text in BLOCKS if language == "yaml"]
     (config,) = [ToolConfig.model_validate(entry) for entry in yaml.safe_load(text)["tools"]]
     assert (config.name, config.max_output_tokens) == ("money.py:convert", 200)

@@ -48,7 +48,7 @@ def entries(text: str, tmp_path: Path) -> list[ToolConfig]:
     return [ToolConfig.model_validate(entry) for entry in read_tools(str(file))]
 
 
-def test_verls_search_entry_makes_our_search_tool(tmp_path: Path) -> None:
+def test_verl_verls_search_entry_makes_our_search_tool(tmp_path: Path) -> None:
     (config,) = entries(SEARCH, tmp_path)
     assert (config.name, config.concurrency, config.timeout_s) == ("search", 60, 35.0)
     assert config.settings == {"url": "http://127.0.0.1:8000/retrieve", "topk": 5, "request_timeout_s": 30.0}
@@ -59,12 +59,12 @@ def test_verls_search_entry_makes_our_search_tool(tmp_path: Path) -> None:
     assert ToolConfig.model_validate(config.model_dump()) == config
 
 
-def test_a_users_own_class_keeps_its_path_and_config() -> None:
+def test_verl_users_own_class_keeps_its_path_and_config() -> None:
     config = ToolConfig.model_validate({"class_name": "my.tools.Mine", "config": {"type": "native", "size": 3}})
     assert (config.name, config.settings) == ("my.tools.Mine", {"size": 3})
 
 
-def test_code_runs_in_the_recipes_sandbox_and_the_entry_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_verl_code_runs_in_recipes_sandbox_and_entry_says_so(caplog: pytest.LogCaptureFixture) -> None:
     entry = {
         "class_name": "verl.tools.sandbox_fusion_tools.SandboxFusionTool",
         "config": {"sandbox_fusion_url": "http://x"},
@@ -73,7 +73,7 @@ def test_code_runs_in_the_recipes_sandbox_and_the_entry_says_so(caplog: pytest.L
     assert "sandbox_fusion_url has no effect" in caplog.text
 
 
-def test_mcp_entries_name_the_file_of_servers() -> None:
+def test_verl_mcp_entries_name_the_file_of_servers() -> None:
     mcp = {"mcp_servers_config_path": "./mcp_server.json", "tool_selected_list": ["tavily_search_tool"]}
     entry = {"class_name": "verl.tools.mcp_search_tool.MCPSearchTool", "config": {"rate_limit": 120, "timeout": 120}}
     config = ToolConfig.model_validate({**entry, "mcp": mcp})
@@ -93,12 +93,12 @@ def test_mcp_entries_name_the_file_of_servers() -> None:
         ({"class_name": "my.Tool", "confg": {}}, "confg"),
     ],
 )
-def test_what_has_no_counterpart_is_named(entry: dict[str, Any], message: str) -> None:
+def test_verl_what_has_no_counterpart_is_named(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ToolConfig.model_validate(entry)
 
 
-async def test_a_tool_schema_renames_any_tool_but_must_offer_what_it_needs() -> None:
+async def test_verl_tool_schema_renames_a_tool() -> None:
     parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     schema: dict[str, Any] = {"type": "function", "function": {"name": "twice", "parameters": parameters}}
     config = ToolConfig(name="double", tool_schema=schema)
@@ -111,7 +111,7 @@ async def test_a_tool_schema_renames_any_tool_but_must_offer_what_it_needs() -> 
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "tool: []", "tools: 3", "a: [", None])
-def test_a_file_without_tools_is_named(tmp_path: Path, text: str | None) -> None:
+def test_verl_file_without_tools_is_named(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "tools.yaml"
     if text is not None:
         file.write_text(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.sandbox.attacks.plants import SECRET, Host
 from tests.sandbox.attacks.targets import attack
+from tests.sandbox.backends import on_every_backend
 
 from penstock.sandbox import Session
 
@@ -28,14 +29,15 @@ os.symlink('.', 'here')
 SHADOWS = "/etc/shadow ../../etc/shadow etc/shadow /proc/1/root/etc/shadow root/etc/shadow here/here/../../etc/shadow"
 
 
-async def test_reading_the_hosts_shadow(session: Session, host: Host) -> None:
+async def test_attack_reading_the_hosts_shadow(session: Session, host: Host) -> None:
     await attack(session, links(host))
     for path in SHADOWS.split():
         with pytest.raises(OSError, match=AWAY):
             await session.read_file(path)
 
 
-async def test_reading_and_writing_the_trainers_files(session: Session, host: Host) -> None:
+@on_every_backend
+async def test_attack_reading_and_writing_the_trainers_files(session: Session, host: Host) -> None:
     await attack(session, links(host))
     climb = "../" * 12 + str(host.folder).lstrip("/")
     for path in ("checkpoint", "host/checkpoint", str(host.folder / "checkpoint"), f"{climb}/checkpoint"):
@@ -49,13 +51,13 @@ async def test_reading_and_writing_the_trainers_files(session: Session, host: Ho
     assert not (host.folder / "new").exists()
 
 
-async def test_writing_to_the_system(session: Session) -> None:
+async def test_attack_writing_to_the_system(session: Session) -> None:
     for path in ["/usr/x", "/bin/sh", "/dev/x", "/sys/x", "/x", "/lib/x", "../usr/x", "/etc/ld.so.cache"]:
         with pytest.raises(OSError, match=r"Read-only|No such file|denied|not permitted"):
             await session.write_file(path, b"x")
 
 
-async def test_the_first_process_cannot_be_reached_by_its_own_proc(session: Session) -> None:
+async def test_attack_first_process_cannot_be_reached_by_its_own_proc(session: Session) -> None:
     """Files are opened by the box's first process: its /proc/self is not that of the code."""
     await attack(session, "import os\nos.symlink('/proc/self/oom_score_adj', 'adj')")
     for path in [
@@ -72,7 +74,7 @@ async def test_the_first_process_cannot_be_reached_by_its_own_proc(session: Sess
             await session.read_file(path)
 
 
-async def test_what_is_no_file_is_refused_at_once(session: Session) -> None:
+async def test_attack_what_is_no_file_is_refused_at_once(session: Session) -> None:
     """A pipe without a writer or a device without an end would hold the box up for ever."""
     await attack(
         session, "import os, socket\nos.mkfifo('pipe')\nos.mkdir('dir')\nsocket.socket(socket.AF_UNIX).bind('socket')"
@@ -84,7 +86,7 @@ async def test_what_is_no_file_is_refused_at_once(session: Session) -> None:
             await session.write_file(path, b"x")
 
 
-async def test_links_in_a_circle(session: Session, host: Host) -> None:
+async def test_attack_links_in_a_circle(session: Session, host: Host) -> None:
     await attack(session, links(host))
     with pytest.raises(OSError, match="symbolic links"):
         await session.read_file("loop")
@@ -113,7 +115,7 @@ STRANGE_NAMES = [
 ]
 
 
-async def test_names_that_no_file_can_have(session: Session) -> None:
+async def test_attack_names_that_no_file_can_have(session: Session) -> None:
     for name, reason in NO_NAMES.items():
         with pytest.raises(OSError, match=reason):
             await session.read_file(name)
@@ -121,7 +123,7 @@ async def test_names_that_no_file_can_have(session: Session) -> None:
             await session.write_file(name, b"x")
 
 
-async def test_strange_names_are_names(session: Session) -> None:
+async def test_attack_strange_names_are_names(session: Session) -> None:
     for name in STRANGE_NAMES:
         await session.write_file(name, name.encode())
     for name in STRANGE_NAMES:
@@ -130,7 +132,7 @@ async def test_strange_names_are_names(session: Session) -> None:
     assert listed == f"{sorted(STRANGE_NAMES)!a}\n"
 
 
-async def test_a_file_larger_than_it_is(session: Session) -> None:
+async def test_attack_file_larger_than_it_is(session: Session) -> None:
     """A terabyte of holes: only what was asked for comes, and no more memory than that is used."""
     await attack(
         session, "import os\nwith open('holes', 'wb') as file: file.write(b'start'); os.truncate('holes', 10 << 20)"
@@ -140,7 +142,7 @@ async def test_a_file_larger_than_it_is(session: Session) -> None:
     assert len(await session.read_file("endless")) == 1 << 20
 
 
-async def test_a_folder_that_is_deeper_than_a_path(session: Session) -> None:
+async def test_attack_folder_that_is_deeper_than_a_path(session: Session) -> None:
     code = """
 import os
 for _ in range(2000):
@@ -154,7 +156,7 @@ os.chdir('/tmp')
         await session.read_file(("d" * 50 + "/") * 2000 + "bottom")
 
 
-async def test_a_file_that_changes_while_it_is_read(session: Session) -> None:
+async def test_attack_file_that_changes_while_it_is_read(session: Session) -> None:
     code = """
 import os
 if os.fork() == 0:

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from tests.sandbox.attacks.plants import NOBODY, SECRET, Host
 from tests.sandbox.attacks.targets import Target, attack
+from tests.sandbox.backends import on_every_backend
 from tests.sandbox.orphans import MARK
 
 from penstock.sandbox import Session
@@ -56,7 +57,7 @@ tried('abstract', lambda: connect('\\0' + {MARK!r}))
 """
 
 
-async def test_the_plants_are_real(host: Host) -> None:
+async def test_attack_plants_are_real(host: Host) -> None:
     """Without a box around it the same code reaches all of them, as another user too."""
     command = ["/usr/bin/python3", "-c", probes(host)]
     user = NOBODY if os.geteuid() == 0 else None
@@ -68,7 +69,8 @@ async def test_the_plants_are_real(host: Host) -> None:
         continue
 
 
-async def test_files_environment_redis_and_loopback(session: Session, host: Host) -> None:
+@on_every_backend
+async def test_attack_files_environment_redis_and_loopback(session: Session, host: Host) -> None:
     result = await attack(session, probes(host), timeout_s=20.0)
     assert len(result.stdout.splitlines()) == 6
     assert "REACHED" not in result.stdout
@@ -76,7 +78,7 @@ async def test_files_environment_redis_and_loopback(session: Session, host: Host
     assert not (host.folder / "written").exists()
 
 
-async def test_secrets_in_every_place_that_a_process_is_told_something(session: Session, host: Host) -> None:
+async def test_attack_secrets_wherever_a_process_looks(session: Session, host: Host) -> None:
     code = f"""{REACH}
 import glob
 print(sorted(os.environ))
@@ -97,7 +99,7 @@ for pattern in ('/proc/[0-9]*/environ', '/proc/[0-9]*/cmdline', '/proc/[0-9]*/mo
     assert SECRET not in result.stdout
 
 
-async def test_nothing_of_ours_is_handed_in(session: Session) -> None:
+async def test_attack_nothing_of_ours_is_handed_in(session: Session) -> None:
     """Every descriptor is a pipe of this run or /dev/null: no socket, no file in memory, no folder of the host."""
     code = """
 import os
@@ -110,7 +112,8 @@ for fd in os.listdir('/proc/self/fd'):
         assert kinds <= {"pipe", "/dev/null"} | {line for line in kinds if line.startswith("/proc/")}
 
 
-async def test_the_network(session: Session, host: Host) -> None:
+@on_every_backend
+async def test_attack_network(session: Session, host: Host) -> None:
     addresses = ["169.254.169.254", "10.0.0.1", "172.17.0.1", "8.8.8.8", *host_addresses()]
     code = f"""{REACH}
 for address in {addresses!r}:
@@ -137,7 +140,7 @@ def host_addresses() -> list[str]:
     return [address for address in done.stdout.split() if ":" not in address]
 
 
-async def test_processes_of_other_users(session: Session, host: Host) -> None:
+async def test_attack_processes_of_other_users(session: Session, host: Host) -> None:
     code = f"""
 import ctypes, os, signal
 libc = ctypes.CDLL(None)
@@ -184,7 +187,7 @@ print(os.getuid())
 """
 
 
-async def test_other_boxes(session: Session, target: Target) -> None:
+async def test_attack_other_boxes(session: Session, target: Target) -> None:
     other = await target.sandbox.start("another box")
     try:
         await session.run_python("import subprocess\nsubprocess.Popen(['sleep', '987654'])")
@@ -199,7 +202,7 @@ async def test_other_boxes(session: Session, target: Target) -> None:
     assert uid != opened[1] or target.backend == "docker"
 
 
-async def test_sessions_cannot_be_guessed(target: Target, session: Session) -> None:
+async def test_attack_sessions_cannot_be_guessed(target: Target, session: Session) -> None:
     """An id says nothing about the next one: whoever holds it holds the box."""
     other = await target.sandbox.start("next")
     try:

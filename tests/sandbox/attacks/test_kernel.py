@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from tests.sandbox.attacks.targets import attack
+from tests.sandbox.backends import on_every_backend
 
 from penstock.sandbox import Session
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_system_calls_that_no_box_needs(session: Session) -> None:
+async def test_attack_system_calls_that_no_box_needs(session: Session) -> None:
     code = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -23,14 +24,14 @@ print([libc.syscall(169, 0xfee1dead, 672274793, 0x1234567), libc.syscall(103, 3,
     assert [set(eval(f"[{line}]" if line[0] != "[" else line)) for line in lines] == [{-1}] * 4
 
 
-async def test_nested_user_namespaces(session: Session) -> None:
+async def test_attack_nested_user_namespaces(session: Session) -> None:
     result = await session.run(["unshare", "-Urmpf", "sh", "-c", "id -u; mount -t tmpfs none /mnt && echo MOUNTED"])
     assert result.exit_code != 0
     assert result.stdout == ""
     assert (await session.run(["sh", "-c", "unshare -Ur true || setpriv --reuid=0 true || chroot /tmp true"])).exit_code
 
 
-async def test_what_ordinary_code_needs_still_works(session: Session) -> None:
+async def test_attack_what_ordinary_code_needs_still_works(session: Session) -> None:
     """A filter that forbids too much is no wall either: threads, processes, pipes, sockets of its own."""
     code = """
 import socket, subprocess, threading, multiprocessing.pool
@@ -51,7 +52,8 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE))
     assert result.stdout.splitlines() == ["thread", "42", "3", "own loopback", "(64, 64)"], result.stderr
 
 
-async def test_the_first_process_cannot_be_ended_stopped_or_traced(session: Session) -> None:
+@on_every_backend
+async def test_attack_first_process_cannot_be_ended_stopped_or_traced(session: Session) -> None:
     code = """
 import ctypes, os
 for number in range(1, 65):
@@ -75,7 +77,7 @@ print(libc.process_vm_readv(1, buffer, 1, buffer, 1, 0), libc.process_vm_writev(
     assert (result.exit_code, result.state_lost) == (-9, True)
 
 
-async def test_the_first_process_cannot_be_starved_by_its_limits(session: Session) -> None:
+async def test_attack_first_process_cannot_be_starved_by_its_limits(session: Session) -> None:
     """prlimit() asks for nothing but the same uid: with it code could end the box and have us blamed."""
     code = """
 import resource
@@ -92,7 +94,7 @@ print('y' * 1_000_000)
     assert await session.read_file("a") == b"1"
 
 
-async def test_the_first_process_made_the_last_in_the_queue_for_the_processor(session: Session) -> None:
+async def test_attack_lowering_the_drivers_priority(session: Session) -> None:
     code = """
 import os
 for attempt in (lambda: os.setpriority(os.PRIO_USER, 0, 19), lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
@@ -109,7 +111,7 @@ while True: pass
     assert (result.exit_code, result.limit, result.state_lost) == (None, "wall", True)
 
 
-async def test_own_limits_cannot_be_raised(session: Session) -> None:
+async def test_attack_own_limits_cannot_be_raised(session: Session) -> None:
     code = """
 import os, resource
 for name in ('CPU', 'NOFILE', 'CORE'):
@@ -169,13 +171,13 @@ OWN_SETTINGS = (
 """Of the box's own namespaces; what they allow counts against its memory and processes all the same."""
 
 
-async def test_cgroups_kernel_settings_and_devices_cannot_be_written(session: Session) -> None:
+async def test_attack_writing_cgroups_kernel_settings_and_devices(session: Session) -> None:
     lines = (await attack(session, SETTINGS, timeout_s=20.0)).stdout.splitlines()
     assert "device /dev/null" in lines
     assert not {line for line in lines if not line.startswith(OWN_SETTINGS)} - HARMLESS_DEVICES
 
 
-async def test_becoming_root(session: Session) -> None:
+async def test_attack_becoming_root(session: Session) -> None:
     """Set-uid programs give nothing, and no call changes who code is."""
     code = """
 import glob, os, stat, subprocess
@@ -195,7 +197,7 @@ for path in glob.glob('/usr/bin/*'):
     assert lines == ["True True", "1 2 [0, 0, 0]"]
 
 
-async def test_a_crash_leaves_no_core(session: Session) -> None:
+async def test_attack_crash_leaves_no_core(session: Session) -> None:
     """A limit of one byte, not none: a handler that the host set up by a pipe is kept from it by that value alone."""
     code = "import resource\nprint(resource.getrlimit(resource.RLIMIT_CORE))\nimport os\nos.abort()"
     result = await attack(session, code)
@@ -204,7 +206,7 @@ async def test_a_crash_leaves_no_core(session: Session) -> None:
     assert left.stdout == "[]\n"
 
 
-async def test_typing_into_a_terminal_that_is_not_there(session: Session) -> None:
+async def test_attack_typing_into_a_terminal_that_is_not_there(session: Session) -> None:
     code = """
 import fcntl, os, termios
 for path in ('/dev/tty', '/dev/console', '/dev/tty0', '/dev/pts/0', '/dev/stdin'):

@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 from tests.sandbox.attacks.targets import CONFIG, Target, attack, ended_by
+from tests.sandbox.backends import on_every_backend
 from tests.sandbox.orphans import MARK, marked_processes
 
 from penstock.sandbox import SandboxError, SandboxLost, Session
@@ -49,7 +50,8 @@ async def assert_none_lingers() -> None:
     assert not marked_processes()
 
 
-async def test_a_daemon_goes_with_its_box(target: Target) -> None:
+@on_every_backend
+async def test_attack_daemon_goes_with_its_box(target: Target) -> None:
     session = await target.sandbox.start("daemons")
     for code in LINGERERS.values():
         seen = len(marked_processes())
@@ -63,7 +65,7 @@ async def test_a_daemon_goes_with_its_box(target: Target) -> None:
 
 
 @pytest.mark.parametrize("kind", LINGERERS)
-async def test_a_daemon_goes_with_the_limit_that_its_call_broke(session: Session, kind: str) -> None:
+async def test_attack_daemon_goes_with_the_limit_that_its_call_broke(session: Session, kind: str) -> None:
     code = _endless(LINGERERS[kind])
     assert ended_by(await attack(session, code, timeout_s=2.5), "wall")
     await assert_none_lingers()
@@ -72,7 +74,7 @@ async def test_a_daemon_goes_with_the_limit_that_its_call_broke(session: Session
     await assert_none_lingers()
 
 
-async def test_closing_in_the_middle_of_it(target: Target) -> None:
+async def test_attack_closing_in_the_middle_of_it(target: Target) -> None:
     """Several at once: each end is the box's own."""
     codes = [*LINGERERS.values(), "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"]
     sessions = [await target.sandbox.start("closed early") for _ in codes]
@@ -94,7 +96,7 @@ def _endless(code: str) -> str:
     return code + "\nimport time\nwhile True: time.sleep(1)"
 
 
-async def test_a_caller_who_gives_up_in_the_middle_of_it(target: Target) -> None:
+async def test_attack_caller_who_gives_up_in_the_middle_of_it(target: Target) -> None:
     """The slot of the box is free again, whatever it was doing: more such callers than there are boxes."""
     for _ in range(2):
         sessions = [await target.sandbox.start("given up") for _ in range(CONFIG.max_boxes - 1)]
@@ -108,7 +110,7 @@ async def test_a_caller_who_gives_up_in_the_middle_of_it(target: Target) -> None
     await target.visit_neighbour()
 
 
-async def test_closing_twice_and_after_the_end(target: Target) -> None:
+async def test_attack_closing_twice_and_after_the_end(target: Target) -> None:
     session = await target.sandbox.start("twice")
     await attack(session, "import os\nos._exit(0)")
     await asyncio.gather(session.close(), session.close())

@@ -52,16 +52,16 @@ for _ in range(512):
     ["x = b'x' * (4 << 30)", MANY, NAMELESS_FILE, ANONYMOUS_MAP],
     ids=["one process", "many processes", "a file without a name", "shared"],
 )
-async def test_four_gigabytes(session: Session, code: str) -> None:
+async def test_attack_four_gigabytes(session: Session, code: str) -> None:
     assert (await attack(session, code, timeout_s=30.0)).limit == "memory"
 
 
-async def test_four_gigabytes_by_a_command(session: Session) -> None:
+async def test_attack_four_gigabytes_by_a_command(session: Session) -> None:
     result = await session.run(["python3", "-c", "x = b'x' * (4 << 30)"], timeout_s=30.0)
     assert (result.exit_code, result.limit) == (None, "memory")
 
 
-async def test_memory_that_belongs_to_no_process(session: Session) -> None:
+async def test_attack_memory_that_belongs_to_no_process(session: Session) -> None:
     """System V segments outlive those who made them: what nobody holds goes with the run, or the next would starve."""
     result = await attack(session, SYSTEM_V, timeout_s=30.0)
     assert result.limit == "memory" or result.stderr.endswith("OSError: shmget\n")
@@ -84,14 +84,14 @@ os.read(ready, 1)
 """
 
 
-async def test_memory_of_a_living_daemon_stays(session: Session) -> None:
+async def test_attack_memory_of_a_living_daemon_stays(session: Session) -> None:
     """The child sleeps until its box ends; the first segment it holds, the second is of a maker that lives."""
     await session.run(["python3", "-c", DAEMON])
     segments = (await session.run(["cat", "/proc/sysvipc/shm"])).stdout.splitlines()[1:]
     assert [line.split()[0] for line in segments] == ["7", "8"]
 
 
-async def test_memory_in_the_buffers_of_pipes(session: Session) -> None:
+async def test_attack_memory_in_the_buffers_of_pipes(session: Session) -> None:
     result = await attack(session, PIPES, timeout_s=3.0)
     assert result.limit in ("memory", "wall") or result.exit_code == 1
 
@@ -119,7 +119,7 @@ print(sum(int(line.split()[4].split(':')[1], 16) for line in open('/proc/net/udp
 """
 
 
-async def test_memory_in_the_buffers_of_sockets(session: Session) -> None:
+async def test_attack_memory_in_the_buffers_of_sockets(session: Session) -> None:
     """Datagrams that nobody reads: half a gigabyte where only the box's memory is counted and its sockets are not."""
     result = await attack(session, DATAGRAMS, timeout_s=20.0)
     assert result.limit == "memory" or int(result.stdout) <= CONFIG.memory_mb << 20

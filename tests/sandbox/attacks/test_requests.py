@@ -7,6 +7,7 @@ import asyncio
 import httpx
 import pytest
 from tests.sandbox.attacks.targets import TOKEN, Target
+from tests.sandbox.backends import on_every_backend
 
 from penstock.sandbox import SandboxLost
 
@@ -22,7 +23,8 @@ def client(target: Target, token: str = TOKEN) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=target.url, headers={"Authorization": f"Bearer {token}"}, timeout=60)
 
 
-async def test_bodies_without_an_end_are_cut_off(target: Target) -> None:
+@on_every_backend
+async def test_attack_bodies_without_an_end_are_cut_off(target: Target) -> None:
     async def flood() -> object:
         for _ in range(HUGE >> 20):
             yield b"x" * (1 << 20)
@@ -38,7 +40,8 @@ async def test_bodies_without_an_end_are_cut_off(target: Target) -> None:
     await target.visit_neighbour()
 
 
-async def test_nonsense_is_refused_and_served_after(target: Target) -> None:
+@on_every_backend
+async def test_attack_nonsense_is_refused_and_served_after(target: Target) -> None:
     path = f"/sessions/{target.neighbour.session_id}"
     bodies = [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"argv": []}', b'{"argv": ["true"], "timeout_s": NaN}']
     bodies += [b'{"argv": ["true"], "timeout_s": 1e300}', b'{"argv": ["true"], "do": "write"}', b"[" * 100_000]
@@ -51,13 +54,15 @@ async def test_nonsense_is_refused_and_served_after(target: Target) -> None:
     await target.visit_neighbour()
 
 
-async def test_ids_that_are_paths_lead_to_no_session(target: Target) -> None:
+@on_every_backend
+async def test_attack_ids_that_are_paths_lead_to_no_session(target: Target) -> None:
     for name in ("../health", "..%2f..%2fhealth", "", "a/b", "*", "%00", "\u202e", "0" * 24):
         with pytest.raises(SandboxLost):
             await target.sandbox.attach(name)
 
 
-async def test_without_the_token_nothing_is_told(target: Target) -> None:
+@on_every_backend
+async def test_attack_without_the_token_nothing_is_told(target: Target) -> None:
     path = f"/sessions/{target.neighbour.session_id}"
     async with client(target, "wrong") as http:
         for method, url in (("GET", path), ("DELETE", path), ("POST", f"{path}/run"), ("GET", f"{path}/files?path=x")):
@@ -67,7 +72,8 @@ async def test_without_the_token_nothing_is_told(target: Target) -> None:
     await target.visit_neighbour()
 
 
-async def test_callers_that_send_half_a_request_and_stay(target: Target) -> None:
+@on_every_backend
+async def test_attack_callers_that_send_half_a_request_and_stay(target: Target) -> None:
     host, port = target.url.removeprefix("http://").split(":")
     idle = [await asyncio.open_connection(host, int(port)) for _ in range(200)]
     for number, (_, writer) in enumerate(idle):

@@ -7,6 +7,7 @@ import re
 
 import pytest
 from tests.sandbox.attacks.targets import CONFIG, attack
+from tests.sandbox.backends import on_every_backend
 
 from penstock.sandbox import Session
 
@@ -31,8 +32,9 @@ for fd in range(256):
 """
 
 
+@on_every_backend
 @pytest.mark.parametrize("kind", CODE_KINDS)
-async def test_output_that_looks_like_our_frames(session: Session, kind: str) -> None:
+async def test_attack_output_that_looks_like_our_frames(session: Session, kind: str) -> None:
     """It is text like any other, and the exit code is the one that the kernel told."""
     code = FORGED_FRAMES + "import sys\nsys.exit(5)"
     if kind == "python":
@@ -45,7 +47,7 @@ async def test_output_that_looks_like_our_frames(session: Session, kind: str) ->
     assert result.limit in (None, "wall")
 
 
-async def test_forged_outcomes_only_cut_short_the_codes_own_call(session: Session) -> None:
+async def test_attack_forged_outcomes_only_cut_short_codes_own_call(session: Session) -> None:
     code = """
 import os, sys, time
 number = sys._getframe(2).f_locals['number']
@@ -61,7 +63,7 @@ time.sleep(60)
     assert (await session.run_python("1")).stdout == "1\n"
 
 
-async def test_an_answer_that_never_comes(session: Session) -> None:
+async def test_attack_answer_that_never_comes(session: Session) -> None:
     """Code that closes or eats every pipe it has harms its own call alone."""
     code = "import os\nos.closerange(0, 1024)"
     result = await attack(session, code, timeout_s=0.5)
@@ -90,14 +92,14 @@ for fd in range(3, 20):
     assert (await attack(session, closed)).state_lost
 
 
-async def test_words_are_not_results(session: Session) -> None:
+async def test_attack_words_are_not_results(session: Session) -> None:
     for text in ("SandboxError: the box ended", "Killed", "limit: memory", '{"limit": "wall"}', "state_lost"):
         result = await attack(session, f"import sys\nprint({text!r})\nprint({text!r}, file=sys.stderr)")
         assert (result.stdout, result.stderr) == (f"{text}\n", f"{text}\n")
         assert (result.exit_code, result.limit, result.state_lost) == (0, None, False)
 
 
-async def test_an_end_by_its_own_signal_is_no_limit(session: Session) -> None:
+async def test_attack_end_by_its_own_signal_is_no_limit(session: Session) -> None:
     """Neither a kill that looks like want of memory nor one that looks like want of time."""
     for signal in (2, 6, 9, 11, 15, 25, 31):
         result = await session.run(["sh", "-c", f"kill -{signal} $$"])
@@ -107,7 +109,7 @@ async def test_an_end_by_its_own_signal_is_no_limit(session: Session) -> None:
 # ---- bytes
 
 
-async def test_binary_output(session: Session) -> None:
+async def test_attack_binary_output(session: Session) -> None:
     code = "import os\nos.write(1, bytes(range(256)) * 4 + b'\\xf0\\x9f\\x98')"
     result = await attack(session, code)
     assert result.stdout.count("\x00") == 4
@@ -118,7 +120,7 @@ async def test_binary_output(session: Session) -> None:
     noise.stdout.encode("utf-8")
 
 
-async def test_a_character_that_the_limit_cuts_in_two(session: Session) -> None:
+async def test_attack_character_that_the_limit_cuts_in_two(session: Session) -> None:
     result = await attack(session, f"print('\\U0001f600' * {CONFIG.output_bytes}, end='')")
     assert result.limit == "output"
     assert set(result.stdout) <= {"\U0001f600", "\ufffd"}
@@ -137,7 +139,7 @@ ANSI_BOMBS = {
 }
 
 
-async def test_terminal_escapes_are_data(session: Session) -> None:
+async def test_attack_terminal_escapes_are_data(session: Session) -> None:
     for bomb in ANSI_BOMBS.values():
         result = await attack(session, f"import sys\nprint({bomb!r})\nprint({bomb!r}, file=sys.stderr)")
         assert (result.stdout, result.stderr) == (f"{bomb}\n", f"{bomb}\n")
@@ -147,13 +149,13 @@ async def test_terminal_escapes_are_data(session: Session) -> None:
 # ---- input
 
 
-async def test_an_enormous_argument(session: Session) -> None:
+async def test_attack_enormous_argument(session: Session) -> None:
     for argv in (["true", "x" * (4 << 20)], ["true", *["x" * 2000] * 3000]):
         result = await session.run(argv)
         assert (result.exit_code, result.stderr) == (126, "true: Argument list too long\n")
 
 
-async def test_arguments_that_cannot_be_run(session: Session) -> None:
+async def test_attack_arguments_that_cannot_be_run(session: Session) -> None:
     missing = await session.run(["no-such-program"])
     assert (missing.exit_code, "No such file" in missing.stderr) == (127, True)
     folder = await session.run(["/tmp"])
@@ -164,7 +166,7 @@ async def test_arguments_that_cannot_be_run(session: Session) -> None:
         assert result.limit is None
 
 
-async def test_a_flood_of_input_to_one_who_does_not_read(session: Session) -> None:
+async def test_attack_flood_of_input_to_one_who_does_not_read(session: Session) -> None:
     result = await session.run(["sleep", "0.1"], stdin="x" * (8 << 20))
     assert (result.exit_code, result.limit) == (0, None)
     counted = await session.run(["wc", "-c"], stdin="x" * (8 << 20))
@@ -188,7 +190,7 @@ END_INTERPRETER = "import os\nos._exit(0)"
 EXIT_CODES = ("10**30", "-1", "True", "'words'", "object()", "type('E', (), {'__str__': lambda s: 1 / 0})()")
 
 
-async def test_code_that_breaks_what_runs_it(session: Session) -> None:
+async def test_attack_code_that_breaks_what_runs_it(session: Session) -> None:
     """A traceback, a crash of the interpreter or `?` for what is no character; never an error of the sandbox."""
     for code, words in BREAKING.items():
         result = await session.run_python(code)
@@ -198,13 +200,13 @@ async def test_code_that_breaks_what_runs_it(session: Session) -> None:
         await session.run_python("pass")  # which tells, if the one before could not, that the state is lost
 
 
-async def test_exit_codes_that_are_none(session: Session) -> None:
+async def test_attack_exit_codes_that_are_none(session: Session) -> None:
     for code in EXIT_CODES:
         result = await attack(session, f"import sys\nsys.exit({code})")
         assert result.limit is None
         assert result.exit_code == 0 if code == "10**30" else 0 < (result.exit_code or 0) <= 255, code
 
 
-async def test_a_crash_of_the_interpreter_is_the_codes_own(session: Session) -> None:
+async def test_attack_crash_of_the_interpreter_is_the_codes_own(session: Session) -> None:
     result = await attack(session, "import ctypes\nctypes.string_at(0)")
     assert (result.exit_code, result.limit, result.state_lost) == (-11, None, True)

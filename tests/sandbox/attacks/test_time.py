@@ -19,7 +19,7 @@ STOP = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
 SLEEPS = ("while True: pass", "import time\ntime.sleep(1e9)", "import signal\nsignal.pause()", STOP)
 
 
-async def test_for_ever(session: Session) -> None:
+async def test_attack_for_ever(session: Session) -> None:
     for code in SLEEPS:
         assert ended_by(await attack(session, IGNORE + code, timeout_s=0.2), "wall")
         result = await session.run(["python3", "-c", IGNORE + code], timeout_s=0.2)
@@ -28,11 +28,11 @@ async def test_for_ever(session: Session) -> None:
         assert ended_by(shell, "wall")
 
 
-async def test_more_processor_time_than_allowed(session: Session) -> None:
+async def test_attack_more_processor_time_than_allowed(session: Session) -> None:
     assert ended_by(await attack(session, IGNORE + "while True: pass", timeout_s=60.0), "cpu")
 
 
-async def test_a_shell_that_is_held_open(session: Session) -> None:
+async def test_attack_shell_that_is_held_open(session: Session) -> None:
     """What one call leaves open or redefined harms that session's shell at most, and not for long."""
     for command in (
         "cat <<EOF",
@@ -51,6 +51,6 @@ HANGING_VALUE = "class Hanging:\n    def __repr__(self):\n        while True: pa
 HANGING_ERROR = "class Hanging(Exception):\n    def __str__(self):\n        while True: pass\nraise Hanging"
 
 
-async def test_what_hangs_when_it_is_shown(session: Session) -> None:
+async def test_attack_what_hangs_when_it_is_shown(session: Session) -> None:
     for code in (HANGING_VALUE, HANGING_ERROR):
         assert ended_by(await attack(session, code, timeout_s=0.3), "wall")

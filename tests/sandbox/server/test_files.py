@@ -36,7 +36,7 @@ def files_in(tar: bytes) -> dict[str, bytes]:
         return {entry.name: archive.extractfile(entry).read() for entry in archive if entry.isfile()}  # type: ignore[union-attr]
 
 
-async def test_a_folder_goes_in_and_comes_out(client: httpx.AsyncClient, session: RemoteSession) -> None:
+async def test_folder_folder_goes_in_and_comes_out(client: httpx.AsyncClient, session: RemoteSession) -> None:
     path = f"/sessions/{session.session_id}/folder"
     files = {"a b.txt": b"1", "deep/er/c.bin": bytes(range(256)) * 100, "-x": b""}
     put = await client.put(path, params={"path": "new/place"}, content=tar_of(files, "w:gz"))
@@ -51,14 +51,12 @@ async def test_a_folder_goes_in_and_comes_out(client: httpx.AsyncClient, session
     }
 
 
-async def test_the_same_over_any_session(session: RemoteSession) -> None:
+async def test_folder_same_over_any_session(session: RemoteSession) -> None:
     await put_folder(session, "/tmp/x", tar_of({"f": b"data"}))
     assert files_in(await get_folder(session, "x")) == {"./f": b"data"}
 
 
-async def test_what_is_no_folder_or_too_large_is_told_with_its_errno(
-    client: httpx.AsyncClient, session: RemoteSession
-) -> None:
+async def test_folder_errors_carry_their_errno(client: httpx.AsyncClient, session: RemoteSession) -> None:
     path = f"/sessions/{session.session_id}/folder"
     missing = await client.get(path, params={"path": "nothing"})
     assert (missing.status_code, missing.json()["error"]["errno"]) == (409, 2)
@@ -72,13 +70,13 @@ async def test_what_is_no_folder_or_too_large_is_told_with_its_errno(
     assert (await session.run(["ls", "-A"])).stdout == "big\nx\n"
 
 
-async def test_a_tar_that_climbs_out_stays_in_the_box(client: httpx.AsyncClient, session: RemoteSession) -> None:
+async def test_folder_tar_that_climbs_out_stays_in_the_box(client: httpx.AsyncClient, session: RemoteSession) -> None:
     tar = tar_of({"../../etc/evil": b"x", "/etc/evil": b"x", "ok": b"1"})
     await client.put(f"/sessions/{session.session_id}/folder", params={"path": "in"}, content=tar)
     assert (await session.run(["ls", "/etc"])).stdout.count("evil") == 0
 
 
-async def test_a_body_that_is_too_long_is_refused(client: httpx.AsyncClient, session: RemoteSession) -> None:
+async def test_folder_body_that_is_too_long_is_refused(client: httpx.AsyncClient, session: RemoteSession) -> None:
     path = f"/sessions/{session.session_id}/files"
 
     async def endless() -> object:

@@ -13,7 +13,7 @@ from penstock.sandbox import RemoteSandbox, as_call
 pytestmark = pytest.mark.bwrap
 
 
-async def test_a_call_that_is_asked_again_by_another_worker_is_done_once(url: str, remote: RemoteSandbox) -> None:
+async def test_key_makes_a_repeated_call_run_once(url: str, remote: RemoteSandbox) -> None:
     other = remote_of(url)
     session = await remote.start("episode")
     await session.run_python("x = 0")
@@ -29,7 +29,7 @@ async def test_a_call_that_is_asked_again_by_another_worker_is_done_once(url: st
     await other.close()
 
 
-async def test_a_start_with_the_key_of_a_living_session_gives_that_one(client: httpx.AsyncClient) -> None:
+async def test_key_start_with_key_of_living_session_gives_that_one(client: httpx.AsyncClient) -> None:
     key = {"Idempotency-Key": "episode-1-start"}
     first, second = [(await client.post("/sessions", json={}, headers=key)).json()["session_id"] for _ in range(2)]
     assert first == second

@@ -10,7 +10,7 @@ from penstock.sandbox.server import SandboxMetrics, build_app, callers_of
 CONFIG = SandboxConfig(max_boxes=4)
 
 
-async def test_the_token_for_metrics_opens_them_alone() -> None:
+async def test_metrics_token_for_metrics_opens_them_alone() -> None:
     app = build_app(FakeSandbox(), CONFIG, callers_of(CONFIG, "the run's", {}), "for metrics")
     headers = {"Authorization": "Bearer for metrics"}
     transport = httpx.ASGITransport(app=app)
@@ -22,7 +22,7 @@ async def test_the_token_for_metrics_opens_them_alone() -> None:
         assert (await http.get("/metrics", headers={"Authorization": "Bearer "})).status_code == 401
 
 
-def test_boxes_are_counted_once_however_often_somebody_looks() -> None:
+def test_metrics_count_boxes_once() -> None:
     metrics = SandboxMetrics()
     for counts in ({"taken_warm": 2}, {"taken_warm": 2}, {"taken_warm": 3, "stale": 1}):
         metrics.count_boxes(counts)

@@ -35,7 +35,7 @@ async def full(pool: BoxPool, count: int) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_taken_box_is_a_warm_one_and_is_replaced(pool: BoxPool, fake: FakeSandbox) -> None:
+async def test_pool_taken_box_is_a_warm_one_and_is_replaced(pool: BoxPool, fake: FakeSandbox) -> None:
     first = await pool.take("a", None, 1.0)
     assert first.session_id in ("box-1", "box-2")
     await full(pool, 2)
@@ -43,9 +43,7 @@ async def test_a_taken_box_is_a_warm_one_and_is_replaced(pool: BoxPool, fake: Fa
     await pool.give_back(first)
 
 
-async def test_there_are_never_more_boxes_than_allowed_and_the_last_slots_go_to_requests(
-    pool: BoxPool, fake: FakeSandbox
-) -> None:
+async def test_pool_never_exceeds_max_boxes_and_prefers_requests(pool: BoxPool, fake: FakeSandbox) -> None:
     taken = [await pool.take("a", None, 1.0) for _ in range(4)]
     assert fake.most == 4
     assert pool.warm == 0
@@ -61,7 +59,7 @@ async def test_there_are_never_more_boxes_than_allowed_and_the_last_slots_go_to_
     await full(pool, 2)
 
 
-async def test_a_dead_warm_box_is_never_handed_out(pool: BoxPool, fake: FakeSandbox) -> None:
+async def test_pool_dead_warm_box_is_never_handed_out(pool: BoxPool, fake: FakeSandbox) -> None:
     for session in fake.living:
         session.dead = True
     taken = await pool.take("a", None, 1.0)
@@ -70,7 +68,7 @@ async def test_a_dead_warm_box_is_never_handed_out(pool: BoxPool, fake: FakeSand
     await pool.give_back(taken)
 
 
-async def test_a_warm_box_is_given_up_for_another_image(pool: BoxPool, fake: FakeSandbox) -> None:
+async def test_pool_warm_box_is_given_up_for_another_image(pool: BoxPool, fake: FakeSandbox) -> None:
     taken = [await pool.take("a", "other", 1.0) for _ in range(4)]
     assert {session.image for session in fake.living} == {"other"}
     assert (fake.most, pool.warm, pool.counts["given_up"]) == (4, 0, 2)
@@ -78,7 +76,7 @@ async def test_a_warm_box_is_given_up_for_another_image(pool: BoxPool, fake: Fak
         await pool.give_back(session)
 
 
-async def test_who_comes_while_the_only_slot_is_being_warmed_gets_it(fake: FakeSandbox) -> None:
+async def test_pool_who_comes_while_only_slot_is_being_warmed_gets_it(fake: FakeSandbox) -> None:
     fake.start_s = 0.05
     pool = BoxPool(fake, 1, {None: 1})
     pool.start()
@@ -89,7 +87,7 @@ async def test_who_comes_while_the_only_slot_is_being_warmed_gets_it(fake: FakeS
     await pool.stop()
 
 
-async def test_starts_that_fail_cost_no_slot_and_warming_goes_on(fake: FakeSandbox) -> None:
+async def test_pool_starts_that_fail_cost_no_slot_and_warming_goes_on(fake: FakeSandbox) -> None:
     fake.failures = 2
     pool = BoxPool(fake, 1, {})
     pool.start()
@@ -105,7 +103,7 @@ async def test_starts_that_fail_cost_no_slot_and_warming_goes_on(fake: FakeSandb
     await warming.stop()
 
 
-async def test_an_image_that_cannot_be_made_keeps_no_other_from_being_warm(fake: FakeSandbox) -> None:
+async def test_pool_warms_other_images_after_one_fails(fake: FakeSandbox) -> None:
     fake.broken_images = {"typo"}
     pool = BoxPool(fake, 4, {"typo": 1, "good": 2})
     pool.start()
@@ -115,7 +113,7 @@ async def test_an_image_that_cannot_be_made_keeps_no_other_from_being_warm(fake:
     assert (fake.living, pool.slots.free) == (set(), 4)
 
 
-async def test_a_request_that_is_cancelled_gives_its_slot_on(fake: FakeSandbox) -> None:
+async def test_pool_request_that_is_cancelled_gives_its_slot_on(fake: FakeSandbox) -> None:
     pool = BoxPool(fake, 1, {})
     held = await pool.take("a", None, 1.0)
     first, second = (asyncio.create_task(pool.take(name, None, 5.0)) for name in "bc")
@@ -137,7 +135,7 @@ Step = st.tuples(st.sampled_from(["take", "back", "die", "fail", "cancel", "wait
 
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(Step, max_size=40))
-def test_whatever_is_asked_no_slot_is_lost_and_none_is_used_twice(steps: list[tuple[str, int]]) -> None:
+def test_pool_random_requests_neither_lose_nor_share_slots(steps: list[tuple[str, int]]) -> None:
     asyncio.run(act(steps))
 
 
@@ -181,7 +179,7 @@ async def step(
 
 
 @pytest.mark.bwrap
-async def test_a_real_box_that_died_in_the_pool_is_replaced(sandbox: BwrapSandbox) -> None:
+async def test_pool_real_box_that_died_in_the_pool_is_replaced(sandbox: BwrapSandbox) -> None:
     pool = BoxPool(sandbox, 2, {None: 1})
     pool.start()
     await full(pool, 1)

@@ -22,9 +22,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> SandboxConfig:
     return SandboxConfig(max_boxes=2, server=SandboxServerConfig(callers=callers, queue_timeout_s=60.0))
 
 
-async def test_a_caller_over_its_boxes_is_refused_at_once_and_others_are_not(
-    start: Start, config: SandboxConfig
-) -> None:
+async def test_quota_of_boxes_refuses_that_caller_alone(start: Start, config: SandboxConfig) -> None:
     url = await start(config)
     async with httpx.AsyncClient(base_url=url, headers=headers(OTHER)) as other:
         first = (await other.post("/sessions", json={})).json()
@@ -37,7 +35,7 @@ async def test_a_caller_over_its_boxes_is_refused_at_once_and_others_are_not(
         assert 'penstock_sandbox_calls_total{outcome="refused",verb="start"} 1.0' in (await other.get("/metrics")).text
 
 
-async def test_a_caller_over_its_calls_is_refused_and_its_session_lives_on(start: Start, config: SandboxConfig) -> None:
+async def test_quota_of_calls_refuses_and_keeps_the_session(start: Start, config: SandboxConfig) -> None:
     url = await start(config)
     async with httpx.AsyncClient(base_url=url, headers=headers(OTHER), timeout=60) as other:
         path = f"/sessions/{(await other.post('/sessions', json={})).json()['session_id']}"
@@ -56,7 +54,7 @@ async def test_a_caller_over_its_calls_is_refused_and_its_session_lives_on(start
         assert (await other.post(f"{path}/run", json={"argv": ["true"]})).json()["exit_code"] == 0
 
 
-async def test_the_queue_has_a_deadline_and_says_how_long_was_waited(start: Start, config: SandboxConfig) -> None:
+async def test_quota_queue_has_a_deadline_and_says_how_long_was_waited(start: Start, config: SandboxConfig) -> None:
     url = await start(config)
     async with httpx.AsyncClient(base_url=url, headers=headers()) as client:
         for _ in range(2):
@@ -76,7 +74,7 @@ async def test_the_queue_has_a_deadline_and_says_how_long_was_waited(start: Star
         assert (await waiting[0]).status_code == 200
 
 
-async def test_who_left_the_queue_gets_no_session(start: Start, config: SandboxConfig) -> None:
+async def test_quota_who_left_the_queue_gets_no_session(start: Start, config: SandboxConfig) -> None:
     url = await start(config)
     async with httpx.AsyncClient(base_url=url, headers=headers()) as client:
         held = [(await client.post("/sessions", json={})).json()["session_id"] for _ in range(2)]
@@ -90,7 +88,7 @@ async def test_who_left_the_queue_gets_no_session(start: Start, config: SandboxC
         assert 'penstock_sandbox_pool_boxes_total{how="taken_cold"} 3.0' in (await client.get("/metrics")).text
 
 
-async def test_the_client_waits_for_its_turn_and_gives_up_in_time(start: Start, config: SandboxConfig) -> None:
+async def test_quota_client_waits_for_its_turn_and_gives_up_in_time(start: Start, config: SandboxConfig) -> None:
     url = await start(config)
     sandbox = remote_of(url, OTHER)
     first = await sandbox.start("first")

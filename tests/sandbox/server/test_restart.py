@@ -43,7 +43,7 @@ async def none_left(pid: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_what_a_killed_server_leaves_the_next_one_ends() -> None:
+async def test_server_what_a_killed_server_leaves_the_next_one_ends() -> None:
     port = free_port()
     url, owner = f"http://127.0.0.1:{port}", f"sandbox-{port}"
     sandbox = remote_of(url)
@@ -72,7 +72,7 @@ async def test_what_a_killed_server_leaves_the_next_one_ends() -> None:
 
 
 @pytest.mark.docker
-async def test_containers_of_a_killed_server_end_with_it(tmp_path: Path) -> None:
+async def test_server_containers_of_a_killed_server_end_with_it(tmp_path: Path) -> None:
     """No session is reattached: the connection to its driver was the server's."""
     port = free_port()
     url, owner = f"http://127.0.0.1:{port}", f"sandbox-{port}"
@@ -99,7 +99,7 @@ async def test_containers_of_a_killed_server_end_with_it(tmp_path: Path) -> None
     await sandbox.close()
 
 
-async def test_a_server_that_cannot_start_says_why_in_one_line() -> None:
+async def test_server_server_that_cannot_start_says_why_in_one_line() -> None:
     argv = [sys.executable, "-m", "penstock.deploy.cli", "sandbox", "--port", str(free_port())]
     env = {**os.environ, "PENSTOCK_TOKEN": TOKEN}
     process = await asyncio.create_subprocess_exec(*argv, "sandbox.backend=remote", env=env, stderr=subprocess.PIPE)
@@ -109,7 +109,7 @@ async def test_a_server_that_cannot_start_says_why_in_one_line() -> None:
     assert "Traceback" not in stderr.decode()
 
 
-def test_its_settings_are_the_sandbox_section_alone(tmp_path: Path) -> None:
+def test_server_its_settings_are_the_sandbox_section_alone(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: x\ntrainer: {nonsense: 1}\nsandbox: {max_boxes: 3, pids: 9}")
     config = load_sandbox(recipe, ["sandbox.max_boxes=5"])
@@ -123,7 +123,7 @@ def test_its_settings_are_the_sandbox_section_alone(tmp_path: Path) -> None:
         load_sandbox(None, ["trainer.lr=1"])
 
 
-async def test_the_command_serves_with_the_limits_it_was_told() -> None:
+async def test_server_command_serves_with_the_limits_it_was_told() -> None:
     port = free_port()
     async with command(port, "sandbox.max_boxes=3", "sandbox.output_bytes=100"):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers()) as client:

@@ -22,7 +22,7 @@ async def ask(client: httpx.AsyncClient, code: str, language: str = "python", **
     return body
 
 
-async def test_success_has_exactly_their_shape(client: httpx.AsyncClient) -> None:
+async def test_run_code_success_has_exactly_their_shape(client: httpx.AsyncClient) -> None:
     body = await ask(client, "print(input())", stdin="hi")
     duration_s = body["run_result"].pop("execution_time")
     assert 0 < duration_s < 10
@@ -37,7 +37,7 @@ async def test_success_has_exactly_their_shape(client: httpx.AsyncClient) -> Non
     assert (await client.get("/health")).json()["sessions"] == 0
 
 
-async def test_what_the_code_did_wrong_is_failed(client: httpx.AsyncClient) -> None:
+async def test_run_code_what_the_code_did_wrong_is_failed(client: httpx.AsyncClient) -> None:
     raised = await ask(client, "import sys; print('x'); sys.exit(3)")
     assert (raised["status"], raised["run_result"]["return_code"], raised["run_result"]["stdout"]) == (
         "Failed",
@@ -56,7 +56,7 @@ async def test_what_the_code_did_wrong_is_failed(client: httpx.AsyncClient) -> N
     assert (await ask(client, "x = bytes(1 << 20)", memory_limit_MB=1024))["status"] == "Success"
 
 
-async def test_bash_files_in_and_files_out(client: httpx.AsyncClient) -> None:
+async def test_run_code_bash_files_in_and_files_out(client: httpx.AsyncClient) -> None:
     files = {"data/in.txt": base64.b64encode(b"a\nb\n").decode(), "skipped": None}
     body = await ask(
         client,
@@ -69,7 +69,7 @@ async def test_bash_files_in_and_files_out(client: httpx.AsyncClient) -> None:
     assert body["files"] == {"out.bin": "/w==", "data/in.txt": "YQpiCg=="}
 
 
-async def test_what_is_fetched_is_bounded_however_often_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_run_code_bounds_fetched_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small request must not make the server hold, and answer with, gigabytes."""
     monkeypatch.setattr(run_code, "MAX_FILE_BYTES", 5000)
     config = SandboxConfig(max_boxes=1, backend="unsafe_subprocess")
@@ -88,7 +88,7 @@ async def test_what_is_fetched_is_bounded_however_often_it_is_named(monkeypatch:
     await sandbox.close()
 
 
-async def test_what_is_not_run_here_is_refused_with_the_reason(client: httpx.AsyncClient) -> None:
+async def test_run_code_what_is_not_run_here_is_refused_with_reason(client: httpx.AsyncClient) -> None:
     for body, field in (
         ({"code": "int main() {}", "language": "cpp"}, "body.language"),
         ({"code": "1", "language": "python", "args": ["-x"]}, "body.args"),
@@ -104,7 +104,7 @@ async def test_what_is_not_run_here_is_refused_with_the_reason(client: httpx.Asy
     assert "languages here are python and bash, not 'cpp'" in told
 
 
-async def test_a_sandbox_that_fails_is_neither_success_nor_failure() -> None:
+async def test_run_code_reports_a_sandbox_failure_apart() -> None:
     fake = FakeSandbox()
     fake.failures = 1
     config = SandboxConfig(max_boxes=1)
@@ -116,7 +116,7 @@ async def test_a_sandbox_that_fails_is_neither_success_nor_failure() -> None:
         assert (await client.get("/health")).json()["sessions"] == 0
 
 
-async def test_a_full_server_refuses_instead_of_failing_the_code(start: Start) -> None:
+async def test_run_code_full_server_refuses_instead_of_failing_code(start: Start) -> None:
     server = SandboxServerConfig(queue_timeout_s=0.2)
     url = await start(SandboxConfig(max_boxes=1, backend="unsafe_subprocess", server=server))
     async with httpx.AsyncClient(base_url=url, headers=headers()) as client:

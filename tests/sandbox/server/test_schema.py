@@ -68,7 +68,7 @@ def operations(url: str) -> list[Any]:
     return [found.ok() for found in schema.get_all_operations()]
 
 
-def test_every_route_refuses_a_missing_and_a_wrong_token(url: str, client: httpx.Client) -> None:
+def test_schema_every_route_refuses_a_missing_and_a_wrong_token(url: str, client: httpx.Client) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     routes = [(method, path) for path, methods in paths.items() for method in methods]
     assert len(routes) >= 15
@@ -83,7 +83,7 @@ def test_every_route_refuses_a_missing_and_a_wrong_token(url: str, client: httpx
 
 
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
-def test_whatever_is_sent_is_answered_as_the_schema_says(url: str, client: httpx.Client, mode: Any) -> None:
+def test_schema_whatever_is_sent_is_answered_as_the_schema_says(url: str, client: httpx.Client, mode: Any) -> None:
     """All of schemathesis' checks: no 5xx; documented status, type and body; bad data and bad tokens refused."""
     for operation in operations(url):
         client.delete("/sessions", params={"label": ""})
@@ -127,7 +127,9 @@ def try_out(operation: Any, mode: Any, session_id: str) -> None:
         (b'{"argv": ["true"], "timeout_s": ' + b"9" * 5000 + b"}", "application/json", 400),
     ],
 )
-def test_bodies_that_are_no_request(client: httpx.Client, content: bytes, content_type: str, status: int) -> None:
+def test_schema_bodies_that_are_no_request(
+    client: httpx.Client, content: bytes, content_type: str, status: int
+) -> None:
     client.delete("/sessions", params={"label": ""})
     session_id = client.post("/sessions", json={}).json()["session_id"]
     path = f"/sessions/{session_id}/run"
@@ -136,7 +138,7 @@ def test_bodies_that_are_no_request(client: httpx.Client, content: bytes, conten
     assert answer.json()["error"]["message"]
 
 
-def test_what_no_program_can_be_given_is_an_observation(client: httpx.Client) -> None:
+def test_schema_what_no_program_can_be_given_is_an_observation(client: httpx.Client) -> None:
     client.delete("/sessions", params={"label": ""})
     path = f"/sessions/{client.post('/sessions', json={}).json()['session_id']}"
     for body in ({"argv": ["a\0b"]}, {"argv": ["true", "\0"]}, {"argv": [""]}, {"argv": ["true"], "cwd": "\0"}):

@@ -46,7 +46,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_a_killed_workers_session_goes_on_in_another_process_with_all_its_state(
+async def test_sessions_outlive_a_killed_worker_with_their_state(
     url: str, remote: RemoteSandbox, client: httpx.AsyncClient
 ) -> None:
     command = [sys.executable, "-c", OPENER, url, TOKEN]
@@ -74,7 +74,7 @@ async def in_use(client: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_every_verb_over_http(remote: RemoteSandbox) -> None:
+async def test_sessions_every_verb_over_http(remote: RemoteSandbox) -> None:
     session = await remote.start("verbs", image="host")
     stopped = await session.run(["sleep", "60"], timeout_s=0.2)
     assert (stopped.limit, stopped.exit_code) == ("wall", None)
@@ -88,7 +88,7 @@ async def test_every_verb_over_http(remote: RemoteSandbox) -> None:
     assert (lost.exit_code, lost.state_lost, lost.files_lost) == (3, True, False)
 
 
-async def test_errors_keep_their_kind(url: str, remote: RemoteSandbox) -> None:
+async def test_sessions_errors_keep_their_kind(url: str, remote: RemoteSandbox) -> None:
     session = await remote.start("errors")
     assert (await session.run_python("1 / 0")).exit_code == 1
     with pytest.raises(FileNotFoundError):
@@ -107,7 +107,7 @@ async def test_errors_keep_their_kind(url: str, remote: RemoteSandbox) -> None:
     await nowhere.close()
 
 
-async def test_an_unused_session_is_ended_after_its_time_and_one_in_use_is_not(url: str) -> None:
+async def test_sessions_end_after_their_time_without_use(url: str) -> None:
     sandbox = remote_of(url, ttl_s=3.0)
     forgotten, busy = await sandbox.start("forgotten"), await sandbox.start("busy")
     work = asyncio.create_task(busy.run(["sleep", "12"], timeout_s=60.0))
@@ -123,9 +123,7 @@ async def test_an_unused_session_is_ended_after_its_time_and_one_in_use_is_not(u
     await sandbox.close()
 
 
-async def test_a_workers_sessions_live_as_long_as_its_episodes_may_and_some(
-    client: httpx.AsyncClient, url: str
-) -> None:
+async def test_sessions_get_the_ttl_of_an_episode_and_headroom(client: httpx.AsyncClient, url: str) -> None:
     config = SandboxConfig(backend="remote", url=url)
     for deadline_s, ttl_s in ((120.0, 120.0 + TTL_HEADROOM_S), (1e6, 86400.0)):
         sandbox = make_sandbox(config, "worker", TOKEN, episode_deadline_s=deadline_s)
@@ -147,7 +145,7 @@ async def test_sessions_are_listed_and_ended_by_label(client: httpx.AsyncClient)
     assert (await client.delete(f"/sessions/{listed[0]['session_id']}")).status_code == 204
 
 
-async def test_a_session_is_its_openers_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sessions_session_is_its_openers_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTHER_TOKEN", OTHER)
     callers = {"other": CallerConfig(token_env="OTHER_TOKEN")}
     url = await start(SandboxConfig(max_boxes=2, server=SandboxServerConfig(callers=callers)))
@@ -164,7 +162,7 @@ async def test_a_session_is_its_openers_alone(start: Start, monkeypatch: pytest.
     await theirs.close()
 
 
-async def test_what_keeps_a_server_from_starting_is_said(url: str) -> None:
+async def test_sessions_what_keeps_a_server_from_starting_is_said(url: str) -> None:
     with pytest.raises(SandboxError, match="choose another"):
         await serve(SandboxConfig(), "127.0.0.1", int(url.rpartition(":")[2]), TOKEN)
     with pytest.raises(SandboxError, match="holds boxes itself"):
@@ -178,7 +176,9 @@ async def test_what_keeps_a_server_from_starting_is_said(url: str) -> None:
         callers_of(one, TOKEN, {"A": TOKEN})
 
 
-async def test_a_server_that_is_told_to_stop_ends_its_boxes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_sessions_server_that_is_told_to_stop_ends_its_boxes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     config = SandboxConfig(backend="unsafe_subprocess", max_boxes=2, server=SandboxServerConfig(warm={"default": 1}))
     async with serving(config) as url:
@@ -201,7 +201,7 @@ async def ended(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-async def test_a_call_that_is_asked_again_is_told_again_not_run_again(url: str) -> None:
+async def test_sessions_repeat_the_result_of_a_repeated_call(url: str) -> None:
     """As the next owner of an episode asks: another client, the same names of calls."""
 
     async def one_call(sandbox: RemoteSandbox) -> tuple[str, str, bytes]:

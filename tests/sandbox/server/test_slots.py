@@ -29,7 +29,7 @@ async def test_slots_go_to_those_who_wait_in_their_order() -> None:
     assert order == ["first", "second", "third"]
 
 
-async def test_a_turn_that_comes_as_its_waiter_gives_up_goes_on() -> None:
+async def test_slots_turn_that_comes_as_its_waiter_gives_up_goes_on() -> None:
     slots = Slots(1)
     assert slots.take_now()
     leaver = asyncio.create_task(slots.take(5.0))
@@ -40,7 +40,7 @@ async def test_a_turn_that_comes_as_its_waiter_gives_up_goes_on() -> None:
     assert slots.take_now()
 
 
-async def test_a_wait_has_an_end_and_leaves_no_place_behind() -> None:
+async def test_slots_wait_has_an_end_and_leaves_no_place_behind() -> None:
     slots = Slots(1)
     assert slots.take_now()
     with pytest.raises(SandboxBusy, match=r"all 1 boxes were in use; waited 0\.0 s") as busy:

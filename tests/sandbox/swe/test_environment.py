@@ -30,7 +30,7 @@ async def shell(environment: SweEnvironment, command: str) -> str:
     return result.stdout
 
 
-async def test_the_snapshot_is_the_commit_byte_for_byte(any_sandbox, task):
+async def test_environment_snapshot_is_the_commit_byte_for_byte(any_sandbox, task):
     environment = await SweEnvironment.open(any_sandbox, task, LIMITS)
     for name, text in BASE.items():
         assert await environment.session.read_file(f"{environment.folder}/{name}") == text.encode(), name
@@ -42,7 +42,7 @@ async def test_the_snapshot_is_the_commit_byte_for_byte(any_sandbox, task):
     assert await shell(environment, "git rev-parse HEAD") == await shell(again, "git rev-parse HEAD")
 
 
-async def test_nothing_of_the_future_can_be_found(any_sandbox, task, repository):
+async def test_environment_nothing_of_the_future_can_be_found(any_sandbox, task, repository):
     everything = "git {} cat-file --batch-all-objects --batch --unordered"
     future = git(repository, "cat-file", "--batch-all-objects", "--batch", "--unordered")
     assert "sep.join(words)" in future
@@ -92,7 +92,7 @@ AFTERWARDS = {
 
 
 @pytest.mark.parametrize("then", AFTERWARDS)
-async def test_the_patch_makes_of_a_snapshot_what_the_model_made_of_it(sandbox, task, then):
+async def test_environment_patch_reproduces_the_models_tree(sandbox, task, then):
     worked = await SweEnvironment.open(sandbox, task, LIMITS)
     await shell(worked, CHANGES + AFTERWARDS[then])
     patch = await worked.diff()
@@ -107,7 +107,7 @@ async def test_the_patch_makes_of_a_snapshot_what_the_model_made_of_it(sandbox, 
     assert b"build/pinned.cfg" in patch
 
 
-async def test_a_patch_that_does_not_fit_changes_nothing(sandbox, task):
+async def test_environment_patch_that_does_not_fit_changes_nothing(sandbox, task):
     environment = await SweEnvironment.open(sandbox, task, LIMITS)
     await environment.apply(task.patch)
     before = await environment.diff()
@@ -120,7 +120,7 @@ async def test_a_patch_that_does_not_fit_changes_nothing(sandbox, task):
     await environment.apply(b"")
 
 
-async def test_what_is_too_large_or_destroyed_is_no_patch(sandbox, task):
+async def test_environment_what_is_too_large_or_destroyed_is_no_patch(sandbox, task):
     limits = SweLimits(**{**LIMITS.model_dump(), "patch_bytes": 2000})
     environment = await SweEnvironment.open(sandbox, task, limits)
     await shell(environment, "head -c 100000 /dev/urandom > blob")
@@ -131,14 +131,14 @@ async def test_what_is_too_large_or_destroyed_is_no_patch(sandbox, task):
         await environment.diff()
 
 
-async def test_another_process_goes_on_in_the_box(sandbox, task):
+async def test_environment_another_process_goes_on_in_the_box(sandbox, task):
     first = await SweEnvironment.open(sandbox, task, LIMITS)
     await shell(first, "echo mine > new")
     second = await SweEnvironment.around(await sandbox.attach(first.session.session_id), task, LIMITS)
     assert b"+mine" in await second.diff()
 
 
-async def test_plain_files_are_a_repository_too(sandbox, task, tmp_path):
+async def test_environment_plain_files_are_a_repository_too(sandbox, task, tmp_path):
     (tmp_path / "a").write_text("a\n")
     (tmp_path / "a.log").write_text("ignored by nobody\n")
     plain = dataclasses.replace(task, repository=tmp_path, base_commit=None, build_command="echo $((6 * 7)) > built")
@@ -154,7 +154,7 @@ async def test_plain_files_are_a_repository_too(sandbox, task, tmp_path):
         ({"folder": "/usr/repo"}, "cannot be made"),
     ],
 )
-async def test_a_task_that_cannot_be_set_up_says_why_and_leaves_no_box(sandbox, task, fields, message):
+async def test_environment_setup_failure_names_the_cause(sandbox, task, fields, message):
     for _ in range(5):  # one more than there are boxes
         with pytest.raises(SweTaskError, match=message):
             await SweEnvironment.open(sandbox, dataclasses.replace(task, **fields), LIMITS)

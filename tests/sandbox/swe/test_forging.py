@@ -55,7 +55,7 @@ NOT_BELIEVED = {
 
 
 @pytest.mark.parametrize("attack", NOT_TAKEN)
-async def test_what_steers_the_tests_is_not_taken_from_a_patch(sandbox, task, attack, tmp_path):
+async def test_grade_what_steers_the_tests_is_not_taken_from_a_patch(sandbox, task, attack, tmp_path):
     patch = patch_by(task.repository, task.base_commit, NOT_TAKEN[attack], tmp_path / "tree")
     found = await grade(sandbox, task, patch, LIMITS)
     assert found.outcomes[task.fail_to_pass[0]] == "failed"
@@ -64,7 +64,7 @@ async def test_what_steers_the_tests_is_not_taken_from_a_patch(sandbox, task, at
 
 
 @pytest.mark.parametrize("attack", NOT_BELIEVED)
-async def test_what_the_code_says_of_itself_is_not_believed(sandbox, task, attack, tmp_path):
+async def test_grade_what_the_code_says_of_itself_is_not_believed(sandbox, task, attack, tmp_path):
     command = IN_CODE.format(NOT_BELIEVED[attack])
     patch = patch_by(task.repository, task.base_commit, command, tmp_path / "tree")
     found = await grade(sandbox, task, patch, LIMITS)
@@ -98,7 +98,7 @@ AGAINST_THIS_RUNNER = {
 
 
 @pytest.mark.parametrize("attack", AGAINST_THIS_RUNNER)
-async def test_who_knows_the_runner_does_not_know_which_expectations_are_right(sandbox, task, attack, tmp_path):
+async def test_grade_decoys_stop_patches_that_know_the_runner(sandbox, task, attack, tmp_path):
     command = IN_CODE.format(AGAINST_THIS_RUNNER[attack])
     patch = patch_by(task.repository, task.base_commit, command, tmp_path / "tree")
     found = await grade(sandbox, task, patch, LIMITS)
@@ -108,7 +108,7 @@ async def test_who_knows_the_runner_does_not_know_which_expectations_are_right(s
     assert unguarded.resolved, "the attack itself works: it is the decoys that stop it"
 
 
-async def test_nothing_in_the_box_tells_what_the_hidden_tests_are(sandbox, task, tmp_path):
+async def test_grade_nothing_in_box_tells_what_hidden_tests_are(sandbox, task, tmp_path):
     """Beside their own files, where a wrong expectation may stand."""
     look = (
         "import os, subprocess\n"
@@ -133,7 +133,7 @@ REBUILT = {
 
 
 @pytest.mark.parametrize("attack", REBUILT)
-async def test_a_build_cannot_put_other_tests_in(sandbox, task, attack, tmp_path):
+async def test_grade_build_cannot_put_other_tests_in(sandbox, task, attack, tmp_path):
     built = dataclasses.replace(task, build_command="if [ -e setup.py ]; then python3 setup.py; fi")
     patch = patch_by(
         task.repository, task.base_commit, f"cat > setup.py <<'END'\n{REBUILT[attack]}\nEND", tmp_path / "tree"
@@ -143,7 +143,7 @@ async def test_a_build_cannot_put_other_tests_in(sandbox, task, attack, tmp_path
     assert not found.resolved
 
 
-async def test_a_build_cannot_change_pytest(sandbox, task, tmp_path):
+async def test_grade_build_cannot_change_pytest(sandbox, task, tmp_path):
     """Its packages lie in the box, where the build can write: they are laid out again."""
     attack = (
         "import _pytest.python\npath = _pytest.python.__file__\ntext = open(path).read()\n"
@@ -155,7 +155,7 @@ async def test_a_build_cannot_change_pytest(sandbox, task, tmp_path):
     assert (found.reason, found.outcomes[task.fail_to_pass[0]]) == ("", "failed")
 
 
-async def test_an_honest_build_is_let_be(sandbox, task):
+async def test_grade_honest_build_is_let_be(sandbox, task):
     build = (
         "mkdir -p build tests/built wordkit.egg-info; echo x | tee build/x tests/built/x.so wordkit.egg-info/PKG-INFO"
     )

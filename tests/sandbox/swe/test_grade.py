@@ -28,7 +28,7 @@ async def patch_of(sandbox, task, command: str, start: bytes = b"") -> bytes:
 
 
 @pytest.mark.parametrize("name", TESTS)
-async def test_the_oracle_passes_and_nobody_fails(any_sandbox, tasks, name):
+async def test_grade_oracle_passes_and_nobody_fails(any_sandbox, tasks, name):
     found = await check_task(any_sandbox, tasks[name], LIMITS)
     assert found.problems == ()
     (oracle,), (null,) = found.oracle, found.null
@@ -43,7 +43,7 @@ async def test_the_oracle_passes_and_nobody_fails(any_sandbox, tasks, name):
     }
 
 
-async def test_tests_that_the_model_touched_are_the_hidden_ones_again(sandbox, task):
+async def test_grade_tests_that_model_touched_are_hidden_ones_again(sandbox, task):
     command = (
         "printf 'def test_slugify():\\n    1\\ndef test_slugify_takes_a_separator():\\n    1\\n' > tests/test_slug.py; "
         "echo 'addopts = broken' > pytest.ini; echo 'raise SystemExit' > tests/conftest.py; echo x > notes.md"
@@ -56,7 +56,7 @@ async def test_tests_that_the_model_touched_are_the_hidden_ones_again(sandbox, t
     assert found.resolved
 
 
-async def test_a_hanging_test_fails_alone(sandbox, task):
+async def test_grade_hanging_test_fails_alone(sandbox, task):
     command = "printf '\\n\\ndef shorten(text, width):\\n    while True:\\n        pass\\n' >> wordkit/slug.py"
     found = await grade(sandbox, task, await patch_of(sandbox, task, command, task.patch), LIMITS)
     assert found.reason == ""
@@ -68,7 +68,7 @@ async def test_a_hanging_test_fails_alone(sandbox, task):
     assert (found.share, found.resolved) == (0.0, False)
 
 
-async def test_a_run_that_never_ends_is_ended(sandbox, task):
+async def test_grade_run_that_never_ends_is_ended(sandbox, task):
     command = "echo 'while True: pass' > wordkit/__init__.py"
     limits = LIMITS.model_copy(update={"tests_timeout_s": 3.0})
     found = await grade(sandbox, task, await patch_of(sandbox, task, command), limits)
@@ -76,13 +76,13 @@ async def test_a_run_that_never_ends_is_ended(sandbox, task):
     assert set(found.outcomes.values()) == {"missing"}
 
 
-async def test_a_patch_that_does_not_apply_is_the_models_fault(sandbox, task, tasks):
+async def test_grade_patch_that_does_not_apply_is_the_models_fault(sandbox, task, tasks):
     found = await grade(sandbox, task, tasks["wordkit-2"].patch.replace(b"part", b"trap"), LIMITS)
     assert found.reason.startswith("the patch does not apply")
     assert (found.resolved, found.report()["patch_successfully_applied"]) == (False, False)
 
 
-async def test_a_patch_that_fills_the_box_is_the_models_fault(sandbox, task, tmp_path):
+async def test_grade_patch_that_fills_the_box_is_the_models_fault(sandbox, task, tmp_path):
     bomb = (
         "(printf '\\000'; head -c 150M /dev/zero | tr '\\000' x) > bomb"  # no zeros: those git would leave out as holes
     )
@@ -93,7 +93,7 @@ async def test_a_patch_that_fills_the_box_is_the_models_fault(sandbox, task, tmp
     assert not found.resolved
 
 
-async def test_a_broken_task_is_nobodys_zero(sandbox, task, tasks):
+async def test_grade_broken_task_is_nobodys_zero(sandbox, task, tasks):
     for fields, message in [
         ({"test_patch": tasks["wordkit-2"].patch.replace(b"part", b"trap")}, "test_patch does not fit"),
         ({"packages": None, "test_command": "python9 -m pytest"}, "no pytest"),
@@ -102,7 +102,7 @@ async def test_a_broken_task_is_nobodys_zero(sandbox, task, tasks):
             await grade(sandbox, dataclasses.replace(task, **fields), task.patch, LIMITS)
 
 
-async def test_a_box_that_fails_is_nobodys_zero(sandbox, task, monkeypatch):
+async def test_grade_box_that_fails_is_nobodys_zero(sandbox, task, monkeypatch):
     first = await sandbox.start("a box that lives")
     kind = type(first)
     await first.close()
@@ -118,7 +118,7 @@ async def test_a_box_that_fails_is_nobodys_zero(sandbox, task, monkeypatch):
         await grade(sandbox, task, task.patch, LIMITS)
 
 
-async def test_any_command_can_be_the_test(sandbox, task):
+async def test_grade_any_command_can_be_the_test(sandbox, task):
     plain = dataclasses.replace(
         task,
         fail_to_pass=("tests.test_slug",),
@@ -129,21 +129,21 @@ async def test_any_command_can_be_the_test(sandbox, task):
     assert found.problems == ()
 
 
-async def test_the_build_is_run_with_the_patch_in(sandbox, task):
+async def test_grade_build_is_run_with_the_patch_in(sandbox, task):
     built = dataclasses.replace(task, build_command="python3 -m compileall -q wordkit")
     assert (await grade(sandbox, built, task.patch, LIMITS)).resolved
     broken = await patch_of(sandbox, task, "echo 'def (' > wordkit/slug.py")
     assert (await grade(sandbox, built, broken, LIMITS)).reason == "the build failed with this patch"
 
 
-async def test_without_a_box_there_is_no_grade(task):
+async def test_grade_without_a_box_there_is_no_grade(task):
     made = make_sandbox(CONFIG, "tests-swe-image")
     with pytest.raises(SandboxError, match="docker"):
         await grade(made, dataclasses.replace(task, sandbox_image="nothing"), b"", LIMITS)
     await made.close()
 
 
-async def test_over_a_sandbox_server(task):
+async def test_grade_over_a_sandbox_server(task):
     async with serving(CONFIG) as url:
         remote = RemoteSandbox(CONFIG.model_copy(update={"backend": "remote", "url": url}), url, TOKEN)
         found = await grade(remote, task, await patch_of(remote, task, "echo note > note", task.patch), LIMITS)

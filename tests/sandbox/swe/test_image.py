@@ -48,7 +48,7 @@ def from_image(task):
     return dataclasses.replace(task, repository=None, base_commit=None, sandbox_image=CLEAN)
 
 
-async def test_an_image_brings_its_repository(images, docker_sandbox, task, from_image):
+async def test_environment_image_brings_its_repository(images, docker_sandbox, task, from_image):
     found = await check_task(docker_sandbox, from_image, LIMITS)
     assert found.problems == ()
     in_image = await SweEnvironment.open(docker_sandbox, from_image, LIMITS)
@@ -57,7 +57,7 @@ async def test_an_image_brings_its_repository(images, docker_sandbox, task, from
     assert heads[0] == heads[1] != ""
 
 
-async def test_history_in_an_image_is_refused(images, docker_sandbox, from_image):
+async def test_environment_history_in_an_image_is_refused(images, docker_sandbox, from_image):
     with pytest.raises(SweTaskError, match=r"may hold the solution.*RUN rm -rf /testbed/\.git"):
         await SweEnvironment.open(docker_sandbox, dataclasses.replace(from_image, sandbox_image=WITH_HISTORY), LIMITS)
     with pytest.raises(SweTaskError, match="no folder /elsewhere"):

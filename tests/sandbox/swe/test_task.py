@@ -20,7 +20,7 @@ from penstock.sandbox.swe import (
 ROW = {"instance_id": "a__b-1", "repository": "repo", "base_commit": "abc", "FAIL_TO_PASS": '["t.py::x"]'}
 
 
-def test_rows_are_swe_benchs(tmp_path):
+def test_task_rows_are_swe_benchs(tmp_path):
     row = {**ROW, "PASS_TO_PASS": ["t.py::y"], "patch": "ä", "hints_text": "", "version": "1.0", "test_patch": None}
     (tmp_path / "tasks.jsonl").write_text(f"{json.dumps(row)}\n\n{json.dumps({**row, 'repository': '/elsewhere'})}\n")
     first, second = load_tasks(tmp_path / "tasks.jsonl")
@@ -40,7 +40,7 @@ def test_rows_are_swe_benchs(tmp_path):
         ({"test_command": "python3 -S -m pytest"}, "test_command"),
     ],
 )
-def test_a_bad_row_is_named_with_its_line(tmp_path, change, message):
+def test_task_bad_row_is_named_with_its_line(tmp_path, change, message):
     (tmp_path / "tasks.jsonl").write_text(f"{json.dumps({**ROW, **change})}\n")
     with pytest.raises(SweTaskError, match=rf"tasks\.jsonl:1: .*{message}"):
         load_tasks(tmp_path / "tasks.jsonl")
@@ -48,7 +48,7 @@ def test_a_bad_row_is_named_with_its_line(tmp_path, change, message):
         SweTask.from_row({**ROW, **change})
 
 
-def test_pytest_commands_are_taken_apart():
+def test_task_pytest_commands_are_taken_apart():
     parse = PytestCommand.parse
     assert parse("python3 -m pytest") == PytestCommand("python3", (), {}, ())
     assert parse("A=1 PYTHONPATH=src:lib:$PYTHONPATH /env/bin/python -m pytest -k 'a b'") == PytestCommand(
@@ -67,11 +67,11 @@ def test_pytest_commands_are_taken_apart():
         *((path, False) for path in ("t2", "src/test/a.py", "src/_pytest/python.py", "testing.py", "a/pytest.py")),
     ],
 )
-def test_what_a_patch_may_not_change(path, protected):
+def test_task_what_a_patch_may_not_change(path, protected):
     assert is_protected(path, ["t/x.py"], PROTECTED) is protected
 
 
-def test_only_signed_lines_in_order_count():
+def test_task_only_signed_lines_in_order_count():
     from penstock.sandbox.swe.in_box.run_pytest import signer
 
     key = b"k" * 32
@@ -103,7 +103,7 @@ def written(signer, key, records):
             return file.read().splitlines()
 
 
-def test_a_check_names_what_is_wrong():
+def test_task_check_names_what_is_wrong():
     task = SweTask.from_row({**ROW, "PASS_TO_PASS": ["k"]})
 
     def graded(fixed: str, kept: str = "passed", reason: str = "") -> Grade:

@@ -20,7 +20,7 @@ def environment(token: str) -> dict[str, str]:
     return {**os.environ, "PENSTOCK_SEARCH_TOKEN": token}
 
 
-def test_the_command_indexes_serves_on_loopback_and_ends_on_sigterm(tmp_path: Path) -> None:
+def test_search_server_indexes_serves_and_ends_on_sigterm(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(json.dumps({"id": "1", "title": "Paris", "text": "Capital of France."}))
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -56,7 +56,7 @@ def ask_when_up(port: int, process: subprocess.Popen[bytes]) -> dict[str, list[l
     ("token", "corpus", "message"),
     [("", "x.jsonl", "PENSTOCK_SEARCH_TOKEN is not set"), ("s3cret", "nowhere.jsonl", "nowhere.jsonl: no such file")],
 )
-def test_mistakes_are_one_line(tmp_path: Path, token: str, corpus: str, message: str) -> None:
+def test_search_server_mistakes_are_one_line(tmp_path: Path, token: str, corpus: str, message: str) -> None:
     done = subprocess.run(
         [*COMMAND, "--corpus", str(tmp_path / corpus)],
         env=environment(token),

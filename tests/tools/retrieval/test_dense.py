@@ -71,7 +71,7 @@ def ids(index: DenseIndex, query: str, topk: int = 3) -> list[str]:
     return [hit.passage.id for hit in hits]
 
 
-def test_hits_are_the_cosines_of_the_models_own_vectors_best_first(encoder: str, corpus: Path) -> None:
+def test_dense_index_ranks_by_cosine(encoder: str, corpus: Path) -> None:
     from sentence_transformers import SentenceTransformer
 
     queries = ["capital of france", "rome"]
@@ -86,7 +86,7 @@ def test_hits_are_the_cosines_of_the_models_own_vectors_best_first(encoder: str,
         assert [hit.score for hit in hits] == pytest.approx(cosines[best], abs=1e-5)
 
 
-def test_an_index_is_built_once_until_corpus_or_model_change(
+def test_dense_index_is_built_once_per_corpus_and_model(
     encoder: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     progress: list[int] = []
@@ -103,7 +103,7 @@ def test_an_index_is_built_once_until_corpus_or_model_change(
     assert len(open_or_build_dense(corpus, encoder)) == 2
 
 
-def test_more_passages_than_a_batch_and_more_asked_for_than_there_are(encoder: str, tmp_path: Path) -> None:
+def test_dense_index_spans_batches_and_bounds_topk(encoder: str, tmp_path: Path) -> None:
     rows = [{"id": str(number), "text": " ".join(WORDS[5 + number % 9 :])} for number in range(600)]
     index = open_or_build_dense(write(tmp_path / "many.jsonl", rows), encoder)
     assert len(index) == 600
@@ -111,7 +111,7 @@ def test_more_passages_than_a_batch_and_more_asked_for_than_there_are(encoder: s
     assert sorted(found, key=int) == [row["id"] for row in rows]
 
 
-def test_what_is_no_model_is_refused_by_name(corpus: Path, tmp_path: Path) -> None:
+def test_dense_index_what_is_no_model_is_refused_by_name(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(IndexFailed, match="nothing is no sentence-transformers model"):
         open_or_build_dense(corpus, str(tmp_path / "nothing"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from penstock.tools.retrieval import ensure_built
 
 
-def test_two_that_build_at_once_build_once_and_the_second_uses_what_the_first_made(tmp_path: Path) -> None:
+def test_index_folder_is_built_once_by_two_processes(tmp_path: Path) -> None:
     corpus, folder = tmp_path / "corpus", tmp_path / "index"
     corpus.write_text("text")
     begun, may_end, builds = threading.Event(), threading.Event(), []

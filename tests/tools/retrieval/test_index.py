@@ -32,7 +32,7 @@ def ids(index: RetrievalIndex, query: str, topk: int = 3) -> list[str]:
     return [hit.passage.id for hit in index.search(query, topk)]
 
 
-def test_passages_come_back_whole_best_first_and_stems_match(corpus: Path) -> None:
+def test_index_ranks_whole_passages_and_matches_stems(corpus: Path) -> None:
     index = open_or_build(corpus)
     assert len(index) == 3
     hits = index.search("capitals of Germany", 3)
@@ -51,11 +51,11 @@ def test_passages_come_back_whole_best_first_and_stems_match(corpus: Path) -> No
 @pytest.mark.parametrize(
     "query", ["", "  ", "?!", "AND OR NOT", 'title:"x', "[a TO", "((", "contents:*", "a^9 ~2", "\0", "😀"]
 )
-def test_a_query_is_words_never_syntax(corpus: Path, query: str) -> None:
+def test_index_query_is_words_never_syntax(corpus: Path, query: str) -> None:
     assert ids(open_or_build(corpus), query) in ([], ["7"])
 
 
-def test_an_index_is_built_once_until_the_corpus_changes(corpus: Path) -> None:
+def test_index_index_is_built_once_until_the_corpus_changes(corpus: Path) -> None:
     progress: list[int] = []
     open_or_build(corpus, on_progress=progress.append)
     assert progress[-1] == corpus.stat().st_size
@@ -67,7 +67,7 @@ def test_an_index_is_built_once_until_the_corpus_changes(corpus: Path) -> None:
     assert progress
 
 
-def test_a_killed_build_leaves_no_index_and_the_next_starts_over(corpus: Path) -> None:
+def test_index_killed_build_leaves_no_index_and_next_starts_over(corpus: Path) -> None:
     def die(_: int) -> None:
         raise KeyboardInterrupt
 
@@ -90,14 +90,14 @@ def test_a_killed_build_leaves_no_index_and_the_next_starts_over(corpus: Path) -
         ('{"text": "x", "title": 3}', r":2: `title` must be a string, not int"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_index_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(BadCorpus, match=message):
         open_or_build(path)
 
 
-def test_missing_and_empty_corpora_and_foreign_folders_are_refused(tmp_path: Path, corpus: Path) -> None:
+def test_index_refuses_missing_corpora_and_foreign_folders(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(BadCorpus, match="no such file"):
         open_or_build(tmp_path / "nowhere.jsonl")
     with pytest.raises(BadCorpus, match="holds no passage"):

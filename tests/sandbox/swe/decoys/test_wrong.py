@@ -130,7 +130,7 @@ def run(data: bytes, name: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_each_test_fails_with_its_wrong_expectation_and_no_other_does(seed):
+def test_decoys_fail_exactly_the_changed_test(seed):
     edits = wrong_tests(TESTS, NAMES, random.Random(seed))
     assert set(edits) == NAMES
     for name, edit in edits.items():
@@ -143,7 +143,7 @@ def test_each_test_fails_with_its_wrong_expectation_and_no_other_does(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_changed_literal_keeps_its_form(seed):
+def test_decoys_changed_literal_keeps_its_form(seed):
     """Nothing but its meaning tells the wrong one: the same length, the same kinds of signs, the same syntax."""
     names = {("test_text",), ("test_numbers",), ("test_nested",), ("test_left",), ("TestCase", "test_equal")}
     for edit in wrong_tests(TESTS, names, random.Random(seed)).values():
@@ -159,7 +159,7 @@ def test_a_changed_literal_keeps_its_form(seed):
         assert shapes[0] == shapes[1]
 
 
-def test_what_a_passing_test_may_not_have_come_to_is_left_alone():
+def test_decoys_skip_assertions_that_may_not_be_reached():
     names = {("test_after_a_return",), ("test_in_a_loop",), ("test_yields",), ("test_expected_to_fail",)}
     assert wrong_tests(NEVER, names, random.Random(0)) == {}
     without_class = NEVER.partition(b"@pytest.mark.xfail(strict")[0]
@@ -167,5 +167,5 @@ def test_what_a_passing_test_may_not_have_come_to_is_left_alone():
 
 
 @pytest.mark.parametrize("data", [b"def broken(:\n", b"a = 1\r\n", b"\xff\xfe"])
-def test_what_is_no_plain_python_has_no_wrong_expectations(data):
+def test_decoys_skip_what_is_no_plain_python(data):
     assert wrong_tests(data, {("test_a",)}, random.Random(0)) == {}

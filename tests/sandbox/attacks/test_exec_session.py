@@ -39,7 +39,7 @@ async def attack(box: Session, script: str, timeout_s: float = 20.0) -> RunResul
     return result
 
 
-async def test_its_first_process_cannot_be_ended_starved_or_spoken_to(box: Session) -> None:
+async def test_attack_first_process_without_a_driver(box: Session) -> None:
     """With the same uid, code could give it no time and then keep it busy: it would end, and we be blamed."""
     starve = "prlimit --pid 1 --cpu=1:1 && echo SET; kill -9 1; kill -STOP 1"
     speak = "for n in 0 1 2; do (: > /proc/1/fd/$n) 2> /dev/null && echo OPENED $n; done; timeout 2 yes > /proc/1/fd/0"
@@ -48,26 +48,30 @@ async def test_its_first_process_cannot_be_ended_starved_or_spoken_to(box: Sessi
     assert not result.files_lost
 
 
-async def test_a_fork_bomb(box: Session) -> None:
+@pytest.mark.deep
+async def test_attack_fork_bomb(box: Session) -> None:
     result = await attack(box, "f() { f | f & }; f; sleep 60", timeout_s=1.0)
     assert result.limit == "wall" or result.exit_code != 0
 
 
-async def test_memory_and_disk(box: Session) -> None:
+@pytest.mark.deep
+async def test_attack_memory_and_disk(box: Session) -> None:
     assert (await attack(box, "head -c 4G /dev/zero | tail -c 3G | wc -c")).limit == "memory"
     full = await attack(box, "head -c 10G /dev/zero > /tmp/f; stat -c %s /tmp/f; rm /tmp/f")
     assert "No space left" in full.stderr
     assert int(full.stdout) <= CONFIG.tmp_mb << 20
 
 
-async def test_time(box: Session) -> None:
+@pytest.mark.deep
+async def test_attack_time(box: Session) -> None:
     for script in ("sleep infinity", "trap '' TERM INT HUP; sleep infinity", "kill -STOP $$"):
         result = await attack(box, script, timeout_s=0.5)
         assert (result.exit_code, result.limit) == (None, "wall")
     assert (await attack(box, "while :; do :; done", timeout_s=60.0)).limit == "cpu"
 
 
-async def test_output(box: Session) -> None:
+@pytest.mark.deep
+async def test_attack_output(box: Session) -> None:
     flood = await attack(box, "yes", timeout_s=60.0)
     assert (flood.exit_code, flood.limit, len(flood.stdout)) == (None, "output", CONFIG.output_bytes)
     framed = await attack(box, r"printf '\1\0\0\0\0\0\0\4four\2\0\0\0\377\377\377\377'; exit 7")
@@ -75,12 +79,13 @@ async def test_output(box: Session) -> None:
     assert framed.stdout.startswith("\1\0\0\0\0\0\0\4four\2\0\0\0")
 
 
-async def test_a_daemon_goes_with_the_limit_that_its_command_broke(box: Session) -> None:
+@pytest.mark.deep
+async def test_attack_daemon_goes_with_limit_that_its_command_broke(box: Session) -> None:
     await attack(box, f"setsid sh -c 'while :; do sleep 1; done' {MARK} & sleep 60", timeout_s=0.5)
     assert (await box.run(["pgrep", "-f", MARK])).stdout == ""
 
 
-async def test_the_host(box: Session, host: Host) -> None:
+async def test_attack_host(box: Session, host: Host) -> None:
     script = f"""
 cat {host.folder}/checkpoint /etc/shadow
 for port in {host.port} {host.redis_port}; do (: < /dev/tcp/127.0.0.1/$port) && echo REACHED $port; done
@@ -97,7 +102,8 @@ kill -9 {host.victims[0].pid} {host.victims[1].pid} && echo KILLED
     assert [victim.poll() for victim in host.victims] == [None, None]
 
 
-async def test_files(box: Session, host: Host) -> None:
+@pytest.mark.deep
+async def test_attack_files(box: Session, host: Host) -> None:
     await attack(box, f"cd /tmp; ln -s {host.folder} host; mkfifo pipe")
     for path in ("host/checkpoint", "../../etc/shadow", "pipe", "/dev/zero", "n" * 300, "a\0b", "", "."):
         with pytest.raises(OSError, match=r"\S"):

@@ -29,7 +29,7 @@ async def plain() -> AsyncIterator[Session]:
     assert not containers_of(OWNER)
 
 
-async def test_commands_get_stdin_and_folder_and_give_their_exit_code(plain: Session) -> None:
+async def test_exec_session_passes_stdin_and_returns_exit_codes(plain: Session) -> None:
     result = await plain.run(["sh", "-c", "cat; echo oops >&2; exit 4"], stdin="hälló" * 50_000)
     assert (result.exit_code, result.stderr, result.limit) == (4, "oops\n", "output")
     assert result.stdout.startswith("hällóhälló")
@@ -40,14 +40,14 @@ async def test_commands_get_stdin_and_folder_and_give_their_exit_code(plain: Ses
     assert (await plain.run(["sh", "-c", "kill -15 $$"])).exit_code == -15
 
 
-async def test_what_needs_a_driver_names_the_mend(plain: Session) -> None:
+async def test_exec_session_what_needs_a_driver_names_the_mend(plain: Session) -> None:
     with pytest.raises(SandboxError, match=r"no python3 of 3\.9.*python:3"):
         await plain.run_python("1")
     with pytest.raises(SandboxError, match=r"use `run`"):
         await plain.run_shell("cd /")
 
 
-async def test_output_comes_as_it_is_written(plain: Session) -> None:
+async def test_exec_session_output_comes_as_it_is_written(plain: Session) -> None:
     outputs = [output async for output in plain.stream(["sh", "-c", "echo one; sleep 0.3; echo two >&2"])]
     assert [(o.stream, o.data) for o in outputs[:-1]] == [("stdout", "one\n"), ("stderr", "two\n")]
     result = outputs[-1].result
@@ -55,7 +55,7 @@ async def test_output_comes_as_it_is_written(plain: Session) -> None:
     assert (result.stdout, result.stderr, result.exit_code) == ("one\n", "two\n", 0)
 
 
-async def test_a_run_past_its_time_ends_with_all_it_started_and_files_stay(plain: Session) -> None:
+async def test_exec_session_timeout_ends_all_and_keeps_files(plain: Session) -> None:
     await plain.write_file("kept", b"x")
     result = await plain.run(["sh", "-c", "setsid sleep 600 & echo started; sleep 600"], timeout_s=3.0)
     assert (result.stdout, result.exit_code, result.limit, result.state_lost) == ("started\n", None, "wall", False)
@@ -63,7 +63,7 @@ async def test_a_run_past_its_time_ends_with_all_it_started_and_files_stay(plain
     assert await plain.read_file("kept") == b"x"
 
 
-async def test_a_call_that_is_cancelled_while_its_processes_are_killed_leaves_none(
+async def test_exec_session_cancelled_while_killing_leaves_none(
     plain: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = asyncio.Event()
@@ -82,7 +82,7 @@ async def test_a_call_that_is_cancelled_while_its_processes_are_killed_leaves_no
     assert not containers_of(OWNER)
 
 
-async def test_limits_are_told_by_their_names(plain: Session) -> None:
+async def test_exec_session_limits_are_told_by_their_names(plain: Session) -> None:
     eat = "x=x; while :; do x=$x$x; done"
     assert (await plain.run(["sh", "-c", eat], timeout_s=20.0)).limit == "memory"
     result = await plain.run(["sh", "-c", "while :; do :; done"], timeout_s=20.0)
@@ -91,13 +91,13 @@ async def test_limits_are_told_by_their_names(plain: Session) -> None:
     assert (await plain.run(["echo", "still here"])).stdout == "still here\n"
 
 
-async def test_a_fork_bomb_costs_the_box_and_the_next_call_gets_a_fresh_one(plain: Session) -> None:
+async def test_exec_session_restarts_after_a_fork_bomb(plain: Session) -> None:
     result = await plain.run(["sh", "-c", "f() { f | f & f; }; f"], timeout_s=1.0)
     assert result.exit_code != 0
     assert (await plain.run(["echo", "fresh"], timeout_s=20.0)).stdout == "fresh\n"
 
 
-async def test_files_go_in_and_come_out(plain: Session) -> None:
+async def test_exec_session_files_go_in_and_come_out(plain: Session) -> None:
     data = bytes(range(256)) * 4000
     await plain.write_file("folder.bin", data)
     assert await plain.read_file("folder.bin") == data
@@ -115,7 +115,7 @@ async def test_files_go_in_and_come_out(plain: Session) -> None:
         await plain.read_file("/dev/zero")
 
 
-async def test_what_an_image_brings_along_is_held(plain: Session) -> None:
+async def test_exec_session_what_an_image_brings_along_is_held(plain: Session) -> None:
     """A declared volume would be a writable folder on the host's disk; a health check, code that nobody asked for."""
     found = inspect(containers_of(OWNER)[0])
     assert not found["Mounts"]
@@ -126,7 +126,7 @@ async def test_what_an_image_brings_along_is_held(plain: Session) -> None:
     assert (await plain.run(["ls", "/tmp"])).stdout == ""
 
 
-async def test_a_box_that_was_removed_from_outside_is_lost(plain: Session) -> None:
+async def test_exec_session_box_that_was_removed_from_outside_is_lost(plain: Session) -> None:
     call = asyncio.create_task(plain.run(["sleep", "60"], timeout_s=60.0))
     await asyncio.sleep(0.5)
     docker("rm", "-f", *containers_of(OWNER))
@@ -134,7 +134,7 @@ async def test_a_box_that_was_removed_from_outside_is_lost(plain: Session) -> No
         await call
 
 
-async def test_a_cancelled_call_ends_its_box(plain: Session) -> None:
+async def test_exec_session_cancelled_call_ends_its_box(plain: Session) -> None:
     call = asyncio.create_task(plain.run(["sleep", "60"], timeout_s=60.0))
     await asyncio.sleep(0.5)
     call.cancel()

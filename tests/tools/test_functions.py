@@ -27,7 +27,7 @@ def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", tags: list[
     return f"{city} {days} {unit}"
 
 
-def test_schema_from_hints_and_docstring() -> None:
+def test_function_tool_schema_from_hints_and_docstring() -> None:
     assert weather.schema == {
         "type": "function",
         "function": {
@@ -48,7 +48,7 @@ def test_schema_from_hints_and_docstring() -> None:
     assert weather("Oslo") == "Oslo 1 C"
 
 
-async def test_sync_functions_run_in_a_thread_and_async_ones_on_the_loop() -> None:
+async def test_function_tool_runs_sync_functions_in_a_thread() -> None:
     @function_tool
     def where() -> bool:
         return threading.current_thread() is threading.main_thread()
@@ -64,7 +64,7 @@ async def test_sync_functions_run_in_a_thread_and_async_ones_on_the_loop() -> No
     assert (await weather.execute(None, {"city": "Rom", "days": 2})).text == "Rom 2 C"
 
 
-async def test_whose_fault_an_exception_is() -> None:
+async def test_function_tool_whose_fault_an_exception_is() -> None:
     def fail(error: str) -> ToolResult:
         raise {"value": ValueError("bad date"), "os": ConnectionError("refused")}[error]
 
@@ -75,7 +75,7 @@ async def test_whose_fault_an_exception_is() -> None:
         await tool.execute(None, {"error": "os"})
 
 
-def test_functions_that_cannot_be_tools_say_why() -> None:
+def test_function_tool_functions_that_cannot_be_tools_say_why() -> None:
     with pytest.raises(TypeError, match="parameter 'x' needs a type hint"):
         function_tool(lambda x: x)
 

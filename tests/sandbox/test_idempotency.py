@@ -21,7 +21,7 @@ def counting(answer, gate=None):
     return work, done
 
 
-async def test_asked_again_the_first_answer_is_told_also_while_it_is_out():
+async def test_cache_returns_the_first_result_while_it_is_computed():
     gate, recorded = asyncio.Event(), IdempotencyCache()
     work, done = counting("first", gate)
     asked = [asyncio.create_task(recorded.once("key", work)) for _ in range(3)]
@@ -32,7 +32,7 @@ async def test_asked_again_the_first_answer_is_told_also_while_it_is_out():
     assert len(done) == 1
 
 
-async def test_work_goes_on_where_whoever_asked_is_gone():
+async def test_cache_work_goes_on_where_whoever_asked_is_gone():
     gate, recorded = asyncio.Event(), IdempotencyCache()
     work, done = counting("told later", gate)
     dead = asyncio.create_task(recorded.once("key", work))
@@ -44,7 +44,7 @@ async def test_work_goes_on_where_whoever_asked_is_gone():
     assert len(done) == 1
 
 
-async def test_without_a_key_it_is_done_each_time():
+async def test_cache_without_a_key_it_is_done_each_time():
     recorded = IdempotencyCache()
     work, done = counting("x")
     assert [await recorded.once(None, work) for _ in range(2)] == ["x", "x"]
@@ -52,7 +52,7 @@ async def test_without_a_key_it_is_done_each_time():
 
 
 @pytest.mark.parametrize(("error", "times"), [(FileNotFoundError(2, "gone"), 1), (SandboxError("no room"), 2)])
-async def test_a_files_error_is_an_answer_and_the_sandboxs_is_none(error, times):
+async def test_cache_files_error_is_an_answer_and_the_sandboxs_is_none(error, times):
     recorded = IdempotencyCache()
     work, done = counting(error)
     for _ in range(2):
@@ -62,7 +62,7 @@ async def test_a_files_error_is_an_answer_and_the_sandboxs_is_none(error, times)
     assert len(done) == times
 
 
-async def test_what_is_kept_no_longer_is_refused_not_done_twice():
+async def test_cache_what_is_kept_no_longer_is_refused_not_done_twice():
     recorded = IdempotencyCache(kept_bytes=100)
     works = [counting(RunResult("x" * 60, "", 0)) for _ in range(3)]
     for number, (work, _) in enumerate(works):
@@ -74,7 +74,7 @@ async def test_what_is_kept_no_longer_is_refused_not_done_twice():
     assert [len(done) for _, done in works] == [1, 1, 1]
 
 
-async def test_what_is_gone_is_done_again():
+async def test_cache_what_is_gone_is_done_again():
     recorded = IdempotencyCache()
     work, done = counting("x")
     await recorded.once("key", work)
@@ -88,7 +88,7 @@ def keys(*asked):
         return [request_key(one) for one in asked]
 
 
-def test_a_key_names_what_is_asked_in_which_call_and_for_which_time():
+def test_request_key_covers_call_request_and_count():
     assert request_key(b"x") is None
     assert current_call() is None
     first, second, again = keys(b"x", b"y", b"x")

@@ -18,7 +18,7 @@ class Watched(UnsafeSubprocessSandbox):
             self.starting -= 1
 
 
-async def test_boxes_that_are_asked_for_together_start_in_turn() -> None:
+async def test_limited_boxes_that_are_asked_for_together_start_in_turn() -> None:
     sandbox = Watched(SandboxConfig(backend="unsafe_subprocess"))
     many = 3 * maker.STARTS_AT_ONCE
     try:

@@ -13,7 +13,7 @@ PARTS: tuple[Part, ...] = ("head", "tail", "middle")
     ("cut", "begins", "ends"),
     [("middle", "0123", "6789"), ("tail", "0123", "end left out ...]"), ("head", "[... 1000 ", "6789")],
 )
-def test_what_is_left_out_and_what_stays(cut: Part, begins: str, ends: str) -> None:
+def test_truncation_what_is_left_out_and_what_stays(cut: Part, begins: str, ends: str) -> None:
     text = "0123456789" * 100
     short = truncate(text, 200, cut)
     assert len(short) == 200
@@ -28,7 +28,9 @@ def utf8_tokens(text: str) -> int:
 
 
 @given(st.text(max_size=500), st.integers(1, 300), st.integers(1, 400), st.sampled_from(PARTS))
-def test_the_limits_hold_and_no_character_is_split(text: str, max_tokens: int, max_chars: int, cut: Part) -> None:
+def test_truncation_limits_hold_and_no_character_is_split(
+    text: str, max_tokens: int, max_chars: int, cut: Part
+) -> None:
     short = truncate_tokens(text, max_tokens, utf8_tokens, max_chars, cut)
     assert utf8_tokens(short) <= max_tokens
     assert len(short) <= max_chars
@@ -36,5 +38,5 @@ def test_the_limits_hold_and_no_character_is_split(text: str, max_tokens: int, m
         assert short == text
 
 
-def test_most_of_the_room_is_used() -> None:
+def test_truncation_most_of_the_room_is_used() -> None:
     assert utf8_tokens(truncate_tokens("x" * 10_000, 1000, utf8_tokens, 20_000)) > 900

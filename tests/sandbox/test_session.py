@@ -49,7 +49,7 @@ async def session() -> Held:
     return made
 
 
-async def test_a_box_that_comes_while_the_session_closes_is_ended_before_its_slot_is_free(session: Held) -> None:
+async def test_session_close_ends_a_starting_box_before_its_slot(session: Held) -> None:
     call = asyncio.create_task(session.call())
     await asyncio.sleep(0.01)
     closing = asyncio.create_task(session.close())
@@ -61,7 +61,7 @@ async def test_a_box_that_comes_while_the_session_closes_is_ended_before_its_slo
     assert session.log == ["first ended", "second starts", "second ended", "freed"]
 
 
-async def test_a_call_that_is_cancelled_while_its_box_starts_leaves_the_next_one_to_start_anew(session: Held) -> None:
+async def test_session_starts_anew_after_a_cancelled_start(session: Held) -> None:
     call = asyncio.create_task(session.call())
     await asyncio.sleep(0.01)
     call.cancel()

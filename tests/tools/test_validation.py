@@ -30,24 +30,24 @@ SCHEMA = {
         ({"code": "1", "zzzzzz": 1}, "unknown argument 'zzzzzz' (this tool takes: code, lines, mode)"),
     ],
 )
-def test_the_message_names_the_argument(arguments: dict[str, Any], message: str | None) -> None:
+def test_validation_message_names_the_argument(arguments: dict[str, Any], message: str | None) -> None:
     assert check_arguments(SCHEMA, arguments) == message
 
 
-def test_a_huge_wrong_value_does_not_fill_the_message() -> None:
+def test_validation_huge_wrong_value_does_not_fill_the_message() -> None:
     message = check_arguments(SCHEMA, {"code": ["x"] * 10_000})
     assert message is not None
     assert len(message) < 300
 
 
-def test_additional_arguments_where_the_schema_says_so() -> None:
+def test_validation_additional_arguments_where_schema_says_so() -> None:
     assert check_arguments({"type": "object", "additionalProperties": True}, {"anything": 1}) is None
     with pytest.raises(ValueError, match="tool t: parameters are no JSON schema"):
         check_schema("t", {"type": "object", "required": "code"})
 
 
 @pytest.mark.parametrize("max_chars", [1, 20, 60, 100, 999, 1000, 2000])
-def test_truncation_keeps_both_ends_and_the_limit(max_chars: int) -> None:
+def test_validation_truncation_keeps_both_ends_and_the_limit(max_chars: int) -> None:
     text = "a" * 500 + "b" * 500
     cut = truncate(text, max_chars)
     assert len(cut) == min(max_chars, 1000)
