@@ -1,4 +1,4 @@
-"""Boxes for code that nobody trusts."""
+"""Boxes for untrusted code."""
 
 import lazy_loader
 

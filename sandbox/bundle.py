@@ -77,7 +77,7 @@ def driver_command(python: str, settings: dict[str, object], blob_fd: str) -> li
 
 
 def driver_command_from_stdin(python: str, settings: dict[str, object]) -> list[str]:
-    """The same for another machine's interpreter: `driver_sources` must be the first that it reads from its stdin."""
+    """The same for another machine's interpreter: it reads `driver_sources` from its stdin first."""
     return [python, "-I", "-S", "-c", _FROM_STDIN + _BOOT, json.dumps(settings)]
 
 

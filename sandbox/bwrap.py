@@ -54,7 +54,7 @@ class BwrapSandbox(DriverSandbox):
         """Clears away what a killed process of the same `owner` left, then proves that a box can be made here.
 
         Raises:
-            SandboxError: it cannot, with the mend.
+            SandboxError: it cannot; the message names the fix.
         """
         super().__init__(config, queue_timeout_s)
         self._features = probe()
@@ -144,7 +144,7 @@ def _system_folders() -> list[str]:
 
 
 def probe() -> tuple[str, ...]:
-    """Makes one empty box; returns the options that only newer versions have. Raises `SandboxError` with the mend."""
+    """Makes one empty box; returns options of newer versions. Raises `SandboxError`, which names the fix."""
     if shutil.which("bwrap") is None:
         raise SandboxError(INSTALL)
     if os.geteuid() == 0 and shutil.which("setpriv") is None:

@@ -29,10 +29,12 @@ class SandboxServerConfig(BaseModel):
         default_factory=dict,
         description="Boxes kept ready by image, as {default: 4}; part of `max_boxes`, given up for another image.",
     )
-    queue_timeout_s: float = Field(60.0, gt=0, le=120, description="A session waits so long for a free box (then 503).")
+    queue_timeout_s: float = Field(
+        60.0, gt=0, le=120, description="How long a session waits for a free box (then 503)."
+    )
     max_calls: int = Field(256, gt=0, description="Calls of the run's own token (PENSTOCK_TOKEN) running at once.")
     callers: dict[str, CallerConfig] = Field(
-        default_factory=dict, description="Further tokens by the name of who holds them."
+        default_factory=dict, description="Further tokens, by the name of their holder."
     )
 
 

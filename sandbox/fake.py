@@ -1,4 +1,4 @@
-"""Boxes that are none, for unit tests of what hands boxes out: they count themselves and die when told to."""
+"""Fake boxes for unit tests of what hands them out: they are counted and can be made to die."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class FakeSandbox:
         self.started = 0
         self.most = 0
         self.failures = 0
-        """So many starts fail from now on."""
+        """Number of further starts that fail."""
         self.start_s = 0.0
         self.broken_images: set[str | None] = set()
 
     async def start(self, label: str, *, image: str | None = None) -> FakeSession:
         self.started += 1
         session = FakeSession(self, f"box-{self.started}", image)
-        self.living.add(session)  # a box takes its place from the moment on that it is being made
+        self.living.add(session)  # a box counts from the moment its start begins
         self.most = max(self.most, len(self.living))
         try:
             await asyncio.sleep(self.start_s)

@@ -7,7 +7,7 @@ Requests outside of a call carry no key: sent twice, they are carried out twice.
 
 The server keeps the results by key:
 
-    first request ──► work in a task of its own ──► result, kept     (the client may die meanwhile)
+    first request ──► work in its own task ──► result, kept     (the client may die meanwhile)
     second request ──────────┴── waits ─────────────────┘
 """
 
@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 
 class IdempotencyCache(Generic[T]):
-    """One per session, and one for the starts of sessions; lives as long as what was done does."""
+    """Results by key: one cache per session, and one for the starts of sessions."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
@@ -87,9 +87,9 @@ class IdempotencyCache(Generic[T]):
         self._sizes: dict[str, int] = {}
 
     async def once(self, key: str | None, work: Callable[[], Awaitable[T]]) -> T:
-        """`work()`, for each key once; without a key always, and within the asker's own task.
+        """Runs `work` once for each key; without a key always, in the caller's task.
 
-        A failure of the sandbox is not kept: who asks again tries again. An `OSError` is an answer.
+        Failures of the sandbox are not kept: a repeated key tries again. An `OSError` is a result.
         Raises what `work` raised, and `SandboxError` where the answer of `key` is kept no longer.
         """
         if key is None:
@@ -103,7 +103,7 @@ class IdempotencyCache(Generic[T]):
         return await asyncio.shield(running)
 
     def forget(self, key: str) -> None:
-        """What was done is gone: who asks again has it done again."""
+        """Drops the result: a repeated key is carried out again."""
         self._tasks.pop(key, None)
         self._sizes.pop(key, None)
 

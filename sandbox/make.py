@@ -1,4 +1,4 @@
-"""From settings to a sandbox. There is no falling back: what was asked for is what runs, or an error says why not."""
+"""From settings to a sandbox. There is no fallback: the configured backend runs, or an error says why not."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def make_sandbox(
     Args:
         owner: names the run; what a killed process of the same owner left is cleared away.
         token: of the sandbox server, for backend ``remote``.
-        episode_deadline_s: of the episodes that will use it: a remote session that nobody used for so long, and some
-            headroom, is ended by the server.
+        episode_deadline_s: of the episodes that will use it: a remote session is ended by the server after this time
+            without use, and some headroom.
 
     Raises:
-        SandboxError: it cannot work here; the text names the mend.
+        SandboxError: it cannot work here; the message names the fix.
     """
     if config.backend == "bwrap":
         from penstock.sandbox.bwrap import BwrapSandbox

@@ -1,4 +1,4 @@
-"""A box for code that nobody trusts: a few verbs, whatever holds the walls up."""
+"""The sandbox protocol: boxes for untrusted code, independent of what contains them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class SandboxLost(SandboxError):
 
 
 class NoSuchImage(SandboxError):
-    """Boxes of the image that was asked for cannot be made here; the text names the mend."""
+    """Boxes of the requested image cannot be made here; the message names the fix."""
 
 
 class SandboxBusy(SandboxError):
-    """No room now (all boxes in use, or a quota reached): nothing was started, the caller may ask again."""
+    """No room now (all boxes in use, or a quota reached): nothing was started, the caller may retry."""
 
     def __init__(self, reason: str, after_s: float | None = None) -> None:
         super().__init__(reason)
         self.after_s = after_s
-        """When asking again may help, where that is known."""
+        """Seconds until a retry may succeed, where known."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What code did. Code that failed is an observation, not an error of ours."""
+    """What code did. Code that failed is an observation, not an error of the sandbox."""
 
     stdout: str
     stderr: str
@@ -48,7 +48,7 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A piece of what a streamed run writes, as it comes; whole characters."""
+    """A piece of the output of a streamed run; whole characters."""
 
     stream: Literal["stdout", "stderr"]
     data: str
@@ -69,14 +69,14 @@ class Session(Protocol):
     def stream(
         self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
     ) -> AsyncIterator[Output]:
-        """`run`, told as it goes on; at most `output_bytes` of each stream. Who leaves before the last item cancels
-        the run, as a cancelled `run` is: the box is started anew."""
+        """`run`, streamed; at most `output_bytes` of each stream. Leaving before the last item cancels the run, as
+        cancelling `run` does: the box is restarted."""
 
     async def run_python(self, code: str, *, timeout_s: float | None = None) -> RunResult:
-        """Run code in the session's own interpreter: names defined by one call are there in the next."""
+        """Run code in the session's own interpreter: names defined by one call are available in the next."""
 
     async def run_shell(self, command: str, *, timeout_s: float | None = None) -> RunResult:
-        """Run a command in the session's own shell (bash, else sh): its directory, variables and functions live on.
+        """Run a command in the session's own shell (bash, else sh): its directory, variables and functions persist.
 
         A command that ends the shell (``exit``) or breaks a limit starts the next call in a fresh one: `state_lost`.
         """
@@ -88,8 +88,8 @@ class Session(Protocol):
         """At most the first `max_bytes` of a regular file. Raises `OSError` as open() would."""
 
     async def leave(self) -> None:
-        """Let go of the box without ending it: another process will `attach`. One that cannot outlive this process
-        is closed."""
+        """Detach from the box without ending it: another process will `attach`. A box that cannot outlive this
+        process is closed."""
 
     async def close(self) -> None:
         """End everything in the box; safe to call twice."""

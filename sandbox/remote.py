@@ -55,7 +55,7 @@ def ttl_of(episode_deadline_s: float) -> float:
 
 
 class RemoteSession:
-    """One session on the server. Whoever knows its id and has the token of its opener can attach to it."""
+    """One session on the server. A client with its id and its opener's token can attach to it."""
 
     def __init__(self, sandbox: RemoteSandbox, session_id: str) -> None:
         self.session_id = session_id
@@ -122,7 +122,7 @@ class RemoteSandbox:
     """Opens sessions on the server at `url`; see `RemoteClient` for what is sent again."""
 
     def __init__(self, config: SandboxConfig, url: str, token: str, ttl_s: float = 900.0) -> None:
-        """`ttl_s`: the server ends a session that nobody used for so long."""
+        """`ttl_s`: the server ends a session after this time without use."""
         self.config = config
         self.containment = f"remote: as the server at {url} says"
         self.client = RemoteClient(url, token, config.max_boxes + 16)
@@ -140,7 +140,7 @@ class RemoteSandbox:
         return RemoteSession(self, session_id)
 
     async def close(self) -> None:
-        """Lets go of the connections; sessions live on until closed or unused for their time."""
+        """Closes the connections; sessions live until closed or unused for their time."""
         await self.client.close()
 
 

@@ -26,7 +26,7 @@ STATEFUL = frozenset({"python", "shell"})
 
 
 class StateLoss:
-    """One session's account. The driver tells what is lost inside a living box; this, what went with a box."""
+    """One session's account. The driver reports what is lost inside a living box; this, what was lost with a box."""
 
     def __init__(self) -> None:
         self._in_use: set[str] = set()
@@ -43,7 +43,7 @@ class StateLoss:
         self._files = True
 
     def report(self, kind: str, result: RunResult) -> RunResult:
-        """`result` of a call of `kind`, with what it has to tell besides."""
+        """`result` of a call of `kind`, completed with the losses not reported yet."""
         lost = result.state_lost or self._files or kind in self._unreported
         report = replace(result, state_lost=lost, files_lost=self._files)
         self._unreported.discard(kind)
@@ -52,7 +52,7 @@ class StateLoss:
 
 
 async def stream_of(call: Callable[[Tell], Awaitable[RunResult]]) -> AsyncIterator[Output]:
-    """Pieces as `call` tells them, its result last. The queue between is bounded by what a run may write."""
+    """Pieces of output from `call`, its result last. The queue between is bounded by what a run may write."""
     pieces: asyncio.Queue[Output | None] = asyncio.Queue()
 
     def tell(stream: str, text: str) -> None:
@@ -102,17 +102,17 @@ class OneBoxSession(Generic[B]):
         self._closing: asyncio.Task[None] | None = None
 
     async def leave(self) -> None:
-        """The box ends with this process: nobody else could go on in it."""
+        """Closes the box, which cannot outlive this process."""
         await self.close()
 
     async def close(self) -> None:
-        """Goes on to its end also where the caller is cancelled: `on_closed` gives the box's slot to the next one."""
+        """Completes also where the caller is cancelled: `on_closed` gives the box's slot to the next one."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._shut_down())
         await asyncio.shield(self._closing)
 
     async def _shut_down(self) -> None:
-        """A box on its way would else come after the end, in a slot that is another's by then, and stay."""
+        """Waits for a box that is starting: it would otherwise appear after the end, in a slot reused by then."""
         try:
             if self._starting is not None:
                 await asyncio.wait([self._starting])
@@ -140,7 +140,7 @@ class OneBoxSession(Generic[B]):
         return self._box
 
     async def _start(self) -> None:
-        """In a task of its own, so that `close` can wait for it. It has deadlines of its own."""
+        """In its own task, so that `close` can wait for it; the launch has its own deadlines."""
         self._box = await self._launch()
 
     async def _end_box(self) -> None:
@@ -155,7 +155,7 @@ class OneBoxSession(Generic[B]):
 GRACE_S = 30.0
 
 
-"""How much longer than a run's own limit the driver may take; past it the box is ended from outside."""
+"""How much longer than a run's limit the driver may take; then the box is ended from outside."""
 
 
 FILE_DEADLINE_S = 20.0
@@ -271,7 +271,7 @@ async def put_folder(session: Session, path: str, tar: bytes) -> None:
 async def get_folder(session: Session, path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The folder `path` as a tar without compression, names relative to it.
 
-    What it holds was written by code that nobody trusts: unpack it with ``tarfile``'s ``filter="data"``.
+    Untrusted code wrote it: unpack it with ``tarfile``'s ``filter="data"``.
     Raises `OSError` where there is no such folder or its tar is longer than `max_bytes`, and `SandboxError`.
     """
     return await _with_archive(session, path, _PACK, None, max_bytes)

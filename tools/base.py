@@ -24,7 +24,7 @@ class ToolResult:
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_error: bool = False
-    """The call failed in a way that the model may mend (bad arguments, code that raised)."""
+    """The call failed in a way that the model can fix (bad arguments, code that raised)."""
     final: bool = False
     """The episode is over: `text` is its answer."""
 
@@ -39,12 +39,12 @@ class ToolInfraError(Exception):
 
 
 class ToolUnavailable(ToolInfraError):
-    """Refused, busy or not reached, and nothing was done: the call may be tried again (`ToolConfig.retries`)."""
+    """Refused, busy or not reached, and nothing was done: the call may be retried (`ToolConfig.retries`)."""
 
     def __init__(self, component: str, reason: str, after_s: float | None = None) -> None:
         super().__init__(component, reason)
         self.after_s = after_s
-        """What the service asked callers to wait (``Retry-After``)."""
+        """Seconds that the service asked callers to wait (``Retry-After``)."""
 
 
 class CallGuard(Protocol):
@@ -95,7 +95,7 @@ class BaseTool(ABC):
         return None
 
     async def attach(self, task: Task, session_id: str) -> Any:
-        """State around the session that another worker's state had, told by its `session_id`; None: make a new one.
+        """State around the session `session_id` of another worker; None: make a new one.
 
         Raises `SandboxLost` where the session is gone.
         """
@@ -117,7 +117,7 @@ class BaseTool(ABC):
         """Give back what `create` took."""
 
     async def leave(self, state: Any) -> None:
-        """Let go of a state whose episode goes on in another worker, which will `attach` (a drain, a lost lease).
+        """Detach from a state whose episode continues in another worker, which will `attach` (a drain, a lost lease).
 
         What would end with this process anyway is released.
         """
@@ -132,4 +132,4 @@ class ToolGroup(ABC):
 
     @abstractmethod
     def tools(self) -> list[BaseTool]:
-        """Each with a name of its own; they share the entry's limits. Raises `ValueError` with what to mend."""
+        """Each with a unique name; they share the entry's limits. Raises `ValueError`, which names the fix."""

@@ -21,7 +21,7 @@ MAX_NAMED_LINES = 5
 
 
 class EditError(Exception):
-    """The edit does not fit the file: told to the model, word for word."""
+    """The edit does not fit the file; the model reads the message."""
 
 
 def replace_once(text: str, old: str, new: str, path: str) -> tuple[str, int]:

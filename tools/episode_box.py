@@ -1,4 +1,4 @@
-"""One box for all tools of an episode that work on files: what the editor writes, the shell runs."""
+"""One box for all tools of an episode that work on files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN_MARGIN_S = 2.0
 
 
 class EpisodeBox:
-    """Opened at the first call of any of its tools, closed when the last of them has let go."""
+    """Opened at the first call of any of its tools, closed when the last of them has released it."""
 
     folder = ""
     """Where relative paths of the editor begin; empty: where the session begins."""
@@ -66,7 +66,7 @@ class EpisodeBox:
         return await self._sandbox.start(self._label, image=self._image)
 
     async def adopt(self, session_id: str) -> None:
-        """Go on in a box that another worker opened. Raises `SandboxLost`, and `SandboxError`."""
+        """Continue in a box that another worker opened. Raises `SandboxLost`, and `SandboxError`."""
         async with self._opening:
             if self._session is None:
                 self._session = await self._sandbox.attach(session_id)
@@ -152,7 +152,7 @@ class BoxTool(BaseTool):
         try:
             await box.adopt(session_id)
         except BaseException as error:
-            # Whoever is cancelled leaves the box to the next owner, who will attach to it in its turn.
+            # A cancelled caller leaves the box to the next owner, which will attach to it.
             await box.let_go(leave=not isinstance(error, Exception))
             if isinstance(error, SandboxError) and not isinstance(error, SandboxLost):
                 raise ToolInfraError("sandbox", str(error)) from error

@@ -34,7 +34,7 @@ def describe(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def _arguments(lines: list[str]) -> dict[str, str]:
-    """Entries are indented once; deeper lines go on with the entry above; an unindented line ends the section."""
+    """Entries are indented once; deeper lines continue the entry above; an unindented line ends the section."""
     found: dict[str, str] = {}
     start = next((i for i, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")), len(lines))
     name, indent = "", 0

@@ -19,7 +19,7 @@ from penstock.tools.threads import call_users
 
 
 class ResultCache:
-    """Shared by all episodes of a worker; errors are not kept, so a mended service answers again."""
+    """Shared by all episodes of a worker; errors are not kept, so a recovered service is asked again."""
 
     def __init__(self, max_entries: int, max_chars: int = 32 << 20) -> None:
         self._max_entries = max_entries
@@ -69,7 +69,7 @@ QUEUE_DEADLINE_S = 300.0
 
 
 class ToolGuard:
-    """One per tool and worker: all episodes share its cache and its turnstile."""
+    """One per tool and worker: all episodes share its cache and its concurrency limit."""
 
     def __init__(self, config: ToolConfig, queue_deadline_s: float = QUEUE_DEADLINE_S) -> None:
         self.config = config
@@ -81,7 +81,7 @@ class ToolGuard:
     async def call(self, tool: BaseTool, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
         """One call. Past `timeout_s` the model reads so; it is not tried again, since it may have had effects.
 
-        Raises `ToolInfraError`: the tool failed, stayed unavailable, or nobody got a turn in time.
+        Raises `ToolInfraError`: the tool failed, stayed unavailable, or no turn came in time.
         """
         known = self.cache.get(arguments) if tool.pure else None
         if known is not None:

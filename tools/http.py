@@ -1,4 +1,4 @@
-"""HTTP as tools need it: one pool per tool, a deadline, and failures told apart by whether asking again can help."""
+"""HTTP client for tools: one pool per tool, a deadline, and failures classified by whether a retry can help."""
 
 from __future__ import annotations
 

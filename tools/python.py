@@ -40,7 +40,7 @@ class PythonTool(BoxTool):
         """Raises `ValueError` without a sandbox.
 
         Args:
-            traceback_lines: so many last lines of stderr the model reads after an error.
+            traceback_lines: number of last lines of stderr that the model reads after an error.
             replay_lost: after the loss of a box, run the episode's earlier code again in a fresh one; False: fail.
         """
         super().__init__(sandbox)
@@ -53,7 +53,7 @@ class PythonTool(BoxTool):
             result = await self._run(state, code)
         except SandboxLost as error:
             if self._replay_lost and state.taken_over and not state.shared:
-                raise  # whoever knows all calls brings a fresh state to where this one was
+                raise  # the owner of the journal replays all calls in a fresh state
             raise ToolInfraError("sandbox", str(error)) from error
         except SandboxError as error:
             raise ToolInfraError("sandbox", str(error)) from error

@@ -1,4 +1,4 @@
-"""Tools by name: those in the box, those that users registered, and dotted paths."""
+"""Tools by name: built-in ones, those that users registered, and dotted paths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T", bound=type[BaseTool] | type[ToolGroup] | BaseTool)
 
 
 class ToolConfigError(ValueError):
-    """A recipe names a tool that does not exist or cannot be made; the text names the entry and the mend."""
+    """A recipe names a tool that does not exist or cannot be made; the message names the entry and the fix."""
 
 
 TOOLS: Registry[type[BaseTool] | type[ToolGroup] | BaseTool] = Registry(
@@ -72,7 +72,7 @@ def configs_of(tools: Mapping[str, BaseTool]) -> dict[str, ToolConfig]:
 
 
 async def close_tools(tools: Iterable[BaseTool]) -> None:
-    """Each tool's `close`, within its deadline. Never raises: what stays open is logged."""
+    """Each tool's `close`, within its deadline. Never raises: failures are logged."""
     for tool in tools:
         try:
             async with asyncio.timeout(CLOSE_DEADLINE_S):

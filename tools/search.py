@@ -88,7 +88,7 @@ def _passage(item: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _render(queries: Sequence[str], found: Sequence[Sequence[tuple[str, str]]]) -> str:
-    """Search-R1's way of writing passages; several queries are told apart by their own line."""
+    """Search-R1's way of writing passages; several queries are each headed by a line."""
     parts = []
     for query, passages in zip(queries, found, strict=True):
         heading = [f"Query: {query}"] if len(queries) > 1 else []

@@ -1,4 +1,4 @@
-"""The `shell` tool: bash in the episode's box, one process per call that takes up where the last one stopped."""
+"""The `shell` tool: bash in the episode's box, one process per call, which restores the state of the last one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOX_RESTARTED = "The sandbox was restarted: files and variables are gone."
 NO_OUTPUT = "(no output)"
 
 # Variables and functions of a call are there in the next: `set -a` exports what is assigned, the trap writes it down.
-# The file lies in the box, so that the shell also goes on where another worker takes over.
+# The file lies in the box, so that the shell also continues where another worker takes over.
 _WRAPPER = f"""\
 exec 2>&1
 __state="$PWD/{STATE_FILE}"

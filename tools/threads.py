@@ -1,7 +1,7 @@
 """Where plain (not async) code of users runs: one that computes or waits must not stop the worker's other episodes.
 
 A thread cannot be killed. A call that outlives its deadline is left behind, and its place is free for the next one:
-calls that never return cost a thread each, and the rest go on. Too many of them are an error that says whose they are.
+calls that never return cost a thread each, and the rest continue. Too many of them are an error that names them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LEFT_BEHIND_MOST = 256
 
 
 class TooManyLeftBehind(RuntimeError):
-    """So many plain calls never returned that no further one is begun."""
+    """Too many plain calls never returned: no further one is started."""
 
 
 class UserThreads:
-    """At most `at_once` calls that somebody waits for, and `left_behind_most` that nobody waits for any more."""
+    """At most `at_once` calls with a waiting caller, and `left_behind_most` abandoned ones."""
 
     def __init__(self, at_once: int = AT_ONCE, left_behind_most: int = LEFT_BEHIND_MOST) -> None:
         self._limiter = CapacityLimiter(at_once)

@@ -47,13 +47,13 @@ OWN_END_S = 2.0
 END_DEADLINE_S = 30.0
 
 
-"""The engine itself may wait 10 s for word of a process that it killed."""
+"""The engine itself may wait 10 s for the end of a process that it killed."""
 
 
 OOM_DEADLINE_S = 1.0
 
 
-"""How long the engine may take to tell why a container ended."""
+"""How long the engine may take to report why a container ended."""
 
 
 _STDERR_BYTES = 2000
@@ -82,7 +82,7 @@ class Container:
         self._last_words = bytearray()
         self._to_write = bytearray()
         self._attached: Docker | None = None
-        """A client of its own: one pool's connections would run out with many boxes."""
+        """A separate client: one pool's connections would run out with many boxes."""
         self._stream: Stream | None = None
         self._pump: asyncio.Task[None] | None = None
 
@@ -99,10 +99,10 @@ class Container:
         return container
 
     async def _end_after(self, starting: asyncio.Task[None]) -> None:
-        """In a task of its own: a caller that is cancelled again must not leave a container behind."""
+        """Runs in its own task: a caller that is cancelled again must not leave a container behind."""
         # cut off in the middle, a create could make the container after its removal was tried
         await asyncio.wait([starting])
-        starting.exception()  # report to nobody where the caller was cancelled
+        starting.exception()  # retrieved, also where the caller was cancelled
         await self.end()
 
     async def _start(self, spec: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ class Container:
         )
 
     def oom_kills(self) -> int | None:
-        """So far; None where only the box itself can tell."""
+        """So far; None where only the box itself can see it."""
         return oom_kills(self._id)
 
     # ---- its end
@@ -175,7 +175,7 @@ class Container:
     async def ran_out_of_memory(self) -> bool:
         """Of a container that ended by itself: from inside, only lack of memory can end the first process.
 
-        The engine tells its last 256 events, then new ones without end: its clock is not compared with ours.
+        The engine sends its last 256 events, then new ones without end: its clock is not compared with ours.
         """
         params = {"since": "1", "filters": json.dumps({"container": [self.name], "event": ["oom"]})}
         with contextlib.suppress(SandboxError):
@@ -245,7 +245,7 @@ UNFIT_PYTHON = ("Python 3.9 or newer is needed", "ModuleNotFoundError")
 
 
 class ContainerBox(Box):
-    """Frames over the container's stdin and stdout. The driver counts what ran out of memory and tells it along."""
+    """Frames over the container's stdin and stdout. The driver reports out-of-memory kills with each result."""
 
     def __init__(self, container: Container) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ A container's memory cgroup as its host has it, where engine and worker share a 
 
 Version 1 counts the buffers of sockets only where a limit of their own is set, and no current runtime sets it
 (`KernelMemoryTCP` is accepted and ignored), so it is written here: code could else fill gigabytes of the host with
-datagrams that nobody reads, whatever its container's memory is.
+unread datagrams, whatever its container's memory is.
 """
 
 from __future__ import annotations

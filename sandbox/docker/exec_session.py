@@ -48,14 +48,14 @@ _WRITE_BYTES = 1 << 16
 
 
 class Program:
-    """Told by `run`, once."""
+    """One program; `run` it once."""
 
     def __init__(
         self, argv: list[str], stdin: bytes = b"", *, cwd: str | None = None, cpu_s: int = 60, output_bytes: int = 4096
     ) -> None:
         self.output_bytes = output_bytes
         self.exit_code: int | None = None
-        """As a shell tells it; None while it runs, and where a limit ended it or its container is gone."""
+        """As a shell reports it; None while it runs, and where a limit ended it or its container is gone."""
         self.limit: str | None = None
         self.duration_s = 0.0
         self._argv = ["sh", "-c", _RUN_FED if stdin else _RUN, "sh", str(cpu_s), str(len(stdin)), *argv]
@@ -141,7 +141,7 @@ _SIGKILL = 128 + 9
 _KILL_ALL = ["sh", "-c", "kill -9 -1; set -- /proc/[0-9]*; [ $# -le 2 ]"]
 
 
-"""Ends with 0 where nobody is there but the first process and this one; the killed are there until they are reaped."""
+"""Exits with 0 where only the first process and this one are left; killed ones are listed until they are reaped."""
 
 
 _KILL_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -214,7 +214,7 @@ class ExecSession(OneBoxSession[Container]):
         return self._state_loss.report("run", RunResult(stdout, stderr, exit_code, limit, program.duration_s))
 
     async def _do(self, program: Program, container: Container, timeout_s: float, tell: Tell | None = None) -> None:
-        """A caller that leaves, or an engine that breaks: what may still run must not run on."""
+        """Ends the box where the caller leaves or the engine fails: the program must not keep running."""
         try:
             await program.run(container, timeout_s, tell)
         except BaseException:
@@ -248,7 +248,7 @@ class ExecSession(OneBoxSession[Container]):
         gone = False
         try:
             gone = await _all_killed(container)
-        finally:  # whoever is cancelled here leaves nothing that runs either
+        finally:  # a cancelled caller leaves nothing running either
             if not gone:
                 await self._end_box()
 
@@ -299,7 +299,7 @@ async def _all_killed(container: Container) -> bool:
 
 async def _reap(container: Container) -> None:
     """A line makes the first process look for children that ended: orphans are its own."""
-    with contextlib.suppress(ConnectionError):  # gone by now: whoever asks next notices
+    with contextlib.suppress(ConnectionError):  # gone by now: the next call notices
         container.write(b"\n")
         await container.drain()
 

@@ -65,7 +65,7 @@ class DockerSandbox(LimitedSandbox):
         """Clears away what a killed process of the same `owner` left, then proves that engine, image and runtime exist.
 
         Raises:
-            SandboxError: one does not, with the mend.
+            SandboxError: one does not; the message names the fix.
         """
         super().__init__(config, queue_timeout_s)
         self._owner = owner
@@ -128,7 +128,7 @@ class DockerSandbox(LimitedSandbox):
     async def _container(
         self, image: DockerImage, command: list[str], slot: SessionSlot, kept: bool = False
     ) -> Container:
-        """`kept`: the first process has a uid of its own, for it cannot hide from programs that share its uid."""
+        """`kept`: the first process gets a uid of its own: it cannot hide from programs that share its uid."""
         labels = labels_of(self._owner, slot.label, slot.session_id)
         spec = container_spec(self.config, self._engine, image, command, slot=slot.slot, labels=labels)
         user = spec["User"]
@@ -189,7 +189,7 @@ def describe(engine: DockerEngine, config: SandboxConfig, filtered: bool) -> tup
 
 
 def _now(work: Coroutine[Any, Any, T]) -> T:
-    """Its result, from code that may itself be called inside a running loop. `work` has deadlines of its own."""
+    """The result of `work`, also when called inside a running loop. `work` has its own deadlines."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()
 

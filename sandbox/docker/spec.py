@@ -1,4 +1,4 @@
-"""What the engine is asked for: every wall of a container in one place."""
+"""The create call of a container: all of its containment in one place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def container_spec(
         "Env": ["HOME=/tmp", "LANG=C.UTF-8"],
         "Hostname": "sandbox",
         "Labels": labels,
-        "Healthcheck": {"Test": ["NONE"]},  # an image's own would run code of its own in the box
+        "Healthcheck": {"Test": ["NONE"]},  # an image's own would run its code in the box
         "NetworkDisabled": True,
         # the engine closes stdin when the one attached connection is gone: that ends the box of a killed worker
         **{"AttachStdin": True, "AttachStdout": True, "AttachStderr": True, "OpenStdin": True, "StdinOnce": True},
@@ -70,7 +70,7 @@ def _host_config(config: SandboxConfig, image: DockerImage, uid: int) -> dict[st
 
 
 def _tmpfs(config: SandboxConfig, uid: int) -> str:
-    """`exec` aloud: the engine's own default is noexec, and code builds programs in /tmp.
+    """`exec` is explicit: the engine's default is noexec, and code builds programs in /tmp.
 
     The box owns it: some runtimes keep the mode that the folder has in the image, whatever `mode` says.
     """

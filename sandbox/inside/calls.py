@@ -56,7 +56,7 @@ class WatchedRun:
                 continue
 
     def feed_more(self) -> bool:
-        """False once all is written (or nobody reads it)."""
+        """False once all is written (or the reader is gone)."""
         try:
             self.feed = self.feed[os.write(self.feed_fd, self.feed) :]
         except BlockingIOError:
@@ -141,7 +141,7 @@ TABLE = "/proc/sysvipc/shm"
 
 
 def remove_orphan_segments() -> None:
-    """Those that nobody is attached to and whose maker is gone: left to count against the box, they starve later runs.
+    """Removes unattached segments whose creator is gone: they count against the box and starve later runs.
 
     Only for the first process of a box, whose namespace is the box's alone.
     """
@@ -211,7 +211,7 @@ class Calls:
         return OutputCapture(self.settings["output_bytes"], self._tell if command.get("tell") else None)
 
     def _watch(self, run: WatchedRun, timeout_s: float, kill: Callable[[], None]) -> dict[str, Any]:
-        """What the run did; whatever a limit ended is gone afterwards, with all that it had started."""
+        """The result of the run; what a limit ended is gone afterwards, with all that it had started."""
         started = time.monotonic()
         broken = pump(run, started + timeout_s, self.processes, self._interrupts)
         if broken is not None:

@@ -16,7 +16,7 @@ class OutputCapture:
     """The first `limit_bytes` of stdout and stderr together; a quarter is kept free for stderr, where tracebacks go."""
 
     def __init__(self, limit_bytes: int, tell: Callable[[str, str], None] | None = None) -> None:
-        """`tell(stream, text)` hears what is kept, as it comes."""
+        """`on_output(stream, text)` is called with what is kept, as it arrives."""
         self.limit_bytes = limit_bytes
         self.stdout = bytearray()
         self.stderr = bytearray()
@@ -31,7 +31,7 @@ class OutputCapture:
         return self._read(fd, self.stderr, "stderr")
 
     def _read(self, fd: int, kept: bytearray, name: str) -> bool:
-        """One chunk from a non-blocking `fd`; False where there is none now or will be none any more."""
+        """One chunk from a non-blocking `fd`; False where none is available."""
         try:
             data = os.read(fd, CHUNK_BYTES)
         except BlockingIOError:
@@ -52,7 +52,7 @@ class OutputCapture:
                 self._tell(name, text)
 
     def finish(self) -> None:
-        """Tell the rest: halves of characters that nothing followed."""
+        """Passes on the rest: incomplete characters at the end."""
         for name in self._decoders:
             self._say(name, b"", final=True)
 

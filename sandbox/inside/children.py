@@ -103,7 +103,7 @@ def _reset_signals() -> None:
 
 
 def restore_signals() -> None:
-    """Those that python ignores, for a program that is none."""
+    """Restores the signals that Python ignores, before another program is executed."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
 

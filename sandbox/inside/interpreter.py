@@ -1,4 +1,4 @@
-"""The interpreter that a session keeps: code in over a pipe, outcome out over another, names live on between.
+"""The interpreter of a session: code arrives over one pipe, outcomes leave over another, names persist.
 
 The code shares this process, so it can forge its own outcome, and nothing else: the driver takes no more from here
 than "run N ended with exit code C".

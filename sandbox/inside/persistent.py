@@ -1,8 +1,8 @@
-"""Children that live on from call to call: the interpreter and the shell.
+"""Children that persist between calls: the interpreter and the shell.
 
-Each reads requests from one pipe and tells outcomes over another. It shares its process or its uid with the code it
+Each reads requests from one pipe and reports outcomes over another. It shares its process or its uid with the code it
 runs, which can therefore forge its own outcome, and nothing else: the driver takes no more from here than "call N
-ended with exit code C", and nobody can guess N.
+ended with exit code C", and N cannot be guessed.
 """
 
 from __future__ import annotations

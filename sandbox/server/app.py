@@ -33,7 +33,7 @@ STOP_DEADLINE_S = 120.0
 
 
 async def serve(config: SandboxConfig, host: str, port: int, token: str, metrics_token: str = "") -> None:
-    """Serves until cancelled or told by SIGTERM; every box is ended then. `metrics_token` opens ``/metrics`` alone.
+    """Serves until cancelled or stopped by SIGTERM; every box is ended then. `metrics_token` opens ``/metrics`` alone.
 
     Boxes are named after the port: those that a killed server on the same port left are removed first.
 

@@ -23,7 +23,7 @@ ASK_AGAIN_S = 2.0
 
 
 class Slots:
-    """`free` ones lie here; whoever takes one gives it back."""
+    """`free` counts those available; a taker calls `give` afterwards."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -35,14 +35,14 @@ class Slots:
         return len(self._waiting)
 
     def take_now(self) -> bool:
-        """Without a wait, and never past those who wait."""
+        """Takes a slot without waiting, and never ahead of waiters."""
         if self.free == 0 or self._waiting:
             return False
         self.free -= 1
         return True
 
     async def take(self, timeout_s: float) -> None:
-        """Raises `SandboxBusy` past `timeout_s`, with how long was waited."""
+        """Raises `SandboxBusy` past `timeout_s`, with the time waited."""
         if self.take_now():
             return
         started = time.monotonic()
@@ -59,7 +59,7 @@ class Slots:
             raise
 
     def _leave(self, turn: asyncio.Future[None]) -> None:
-        """A turn that came at the very moment its waiter gave up goes to the next one."""
+        """Passes on a turn that was granted just when its waiter timed out."""
         if turn in self._waiting:
             self._waiting.remove(turn)
         elif turn.done() and not turn.cancelled():
@@ -107,7 +107,7 @@ class BoxPool:
         self._wanted.set()
 
     async def stop(self) -> None:
-        """Ends the warm boxes; those given out are their takers'."""
+        """Ends the warm boxes; those given out belong to their takers."""
         if self._refilling is not None:
             await cancel_and_wait([self._refilling])
         for boxes in self._warm.values():
@@ -120,7 +120,7 @@ class BoxPool:
         return sum(map(len, self._warm.values()))
 
     async def take(self, label: str, image: str | None, timeout_s: float) -> Session:
-        """A box of `image` that answers; it is the taker's until `give_back`.
+        """A responsive box of `image`; it belongs to the taker until `give_back`.
 
         Raises:
             SandboxBusy: no slot came free in `timeout_s`.
@@ -143,7 +143,7 @@ class BoxPool:
         return started
 
     async def give_back(self, session: Session) -> None:
-        """End the box, whatever is left of it; also where the caller is cancelled."""
+        """Ends the box, also where the caller is cancelled."""
         await asyncio.shield(self._end_soon(session))
 
     # ---- warm boxes
@@ -165,7 +165,7 @@ class BoxPool:
         return None
 
     def _give_one_up(self) -> None:
-        """For a request that would have to wait: the oldest box of the image that has most."""
+        """Makes room for a waiting request: ends the oldest box of the image with the most warm ones."""
         boxes = max(self._warm.values(), key=len, default=None)
         if boxes:
             self.counts["given_up"] += 1
@@ -188,12 +188,12 @@ class BoxPool:
             self._wanted.set()
 
     async def _refill(self) -> dict[str | None, Exception]:
-        """What kept boxes of which image from being made. One image that cannot be made keeps no other from it."""
+        """Starts missing warm boxes; returns the errors by image. One failing image does not block others."""
         failures: dict[str | None, Exception] = {}
         while (missing := [image for image in self._missing() if image not in failures]) and self.slots.take_now():
             try:
                 await self._add_warm(missing[0])
-            except Exception as error:  # noqa: BLE001 - whatever a backend raises, warming goes on
+            except Exception as error:  # noqa: BLE001 - any backend error; warming continues
                 failures[missing[0]] = error
         return failures
 
@@ -208,7 +208,7 @@ class BoxPool:
             self.slots.give()
             raise
         self._warm[image].append(session)
-        if self.slots.waiting:  # who came while it was on its way waits for a slot, and this one may be the only one
+        if self.slots.waiting:  # a request that came meanwhile waits for a slot, and this may be the only one
             self._give_one_up()
 
     # ---- ends
@@ -222,7 +222,7 @@ class BoxPool:
     async def _end(self, session: Session) -> None:
         try:
             await session.close()
-        except Exception as error:  # noqa: BLE001 - the slot is free all the same; the backend reaps what is left
+        except Exception as error:  # noqa: BLE001 - the slot is free; the backend reaps what is left
             logger.warning("sandbox: box %s could not be ended: %r", session.session_id, error)
         finally:
             self._free_slot()

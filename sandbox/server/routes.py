@@ -57,9 +57,9 @@ class Relays:
         await cancel_and_wait(self._tasks)
 
     async def open(self, run: Callable[[Lines], Awaitable[None]]) -> AsyncIterator[bytes]:
-        """JSON lines of `run`, once its first one is there.
+        """JSON lines of `run`, from its first one on.
 
-        Raises what `run` raises before its first line: the answer has no status yet and can still be a refusal.
+        Raises what `run` raises before its first line: the response has no status yet and can still be a refusal.
         """
         lines: Lines = asyncio.Queue()
         task = asyncio.ensure_future(run(lines))
@@ -73,7 +73,7 @@ class Relays:
     def _ended(self, task: asyncio.Task[None], lines: Lines) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # its last line told it, or `open` raised it
+            task.exception()  # reported by its last line, or raised by `open`
         lines.put_nowait(None)
 
 
@@ -150,25 +150,27 @@ Key = Annotated[
         alias=HEADER,
         min_length=8,
         max_length=128,
-        description="A request with a key that was used before is answered as the first was, not done again.",
+        description="A request with a key that was used before returns the first result; it is not carried out again.",
     ),
 ]
 
 
-LabelStart = Annotated[str, Query(max_length=256, description="Only sessions whose label begins so.")]
+LabelStart = Annotated[str, Query(max_length=256, description="Only sessions whose label has this prefix.")]
 
 
 @router.post("/sessions", response_model=SessionView)
 async def start(
     body: StartRequest, request: Request, server: ThisServer, caller: ThisCaller, key: Key = None
 ) -> SessionView:
-    """A box of this caller's own: a warm one of that image, a fresh one, or one that another session gives back."""
+    """Open a session: a warm box of that image, a fresh one, or one that another session gives back."""
     longest_s = server.config.server.queue_timeout_s
     wait_s = longest_s if body.wait_s is None else min(body.wait_s, longest_s)
     wanted = SessionRequest(caller, body.label, server.usual_image(body.image), body.ttl_s)
     with server.metrics.call("start"):
         entry = await server.sessions.start(wanted, wait_s, key)
-    if key is None and await request.is_disconnected():  # nobody knows its id; under a key it may be asked for again
+    if (
+        key is None and await request.is_disconnected()
+    ):  # its id is unknown to any client; under a key it can be requested again
         await server.sessions.end(entry)
     return _view(entry)
 
@@ -181,7 +183,7 @@ async def list_sessions(server: ThisServer, caller: ThisCaller, label: LabelStar
 
 @router.delete("/sessions", response_model=Ended)
 async def end_sessions(server: ThisServer, caller: ThisCaller, label: LabelStart) -> Ended:
-    """End all of this caller's sessions whose label begins so: what a run that is over may have left."""
+    """End all of this caller's sessions whose label has this prefix, for example those left by a finished run."""
     entries = server.sessions.of(caller, label)
     for entry in entries:
         await server.sessions.end(entry)
@@ -190,7 +192,7 @@ async def end_sessions(server: ThisServer, caller: ThisCaller, label: LabelStart
 
 @router.get("/sessions/{session_id}", response_model=SessionView)
 async def show(entry: ThisSession) -> SessionView:
-    """What there is to know about it; to look is to use it, so its time starts anew."""
+    """Its state. This counts as a use: the time without use starts anew."""
     entry.touch()
     return _view(entry)
 
@@ -270,7 +272,7 @@ async def run_shell(body: RunShellRequest, target: ThisTarget) -> RunResult:
 
 @work_router.post("/stream", responses=NDJSON, response_class=StreamingResponse)
 async def stream(body: RunRequest, server: ThisServer, entry: ThisSession) -> StreamingResponse:
-    """`run`, told line by line as it goes on. A reader that leaves does not stop it."""
+    """`run`, streamed line by line. A reader that disconnects does not stop it."""
 
     async def work(lines: Lines) -> None:
         with server.metrics.call("stream"):
@@ -326,7 +328,7 @@ async def _all(first: bytes | None, lines: Lines) -> AsyncIterator[bytes]:
 
 
 async def relay(stream: AsyncIterator[Output], lines: Lines) -> None:
-    """Every piece a line; the last one tells the result, or how the sandbox failed in the middle. Raises that too."""
+    """Writes one line per piece; the last has the result, or the failure of the sandbox, which is raised too."""
     begun = False
     try:
         async for piece in stream:

@@ -1,4 +1,4 @@
-"""``POST /run_code``: one program in a box of its own, in the shape of SandboxFusion's API.
+"""``POST /run_code``: one program in a fresh box, in the shape of SandboxFusion's API.
 
 Shape: github.com/bytedance/SandboxFusion, sandbox/server/sandbox_api.py (RunCodeRequest, RunCodeResponse) and
 sandbox/runners/types.py (CommandRunResult). ``Success``: it ended with 0. ``Failed``: any other end, a limit among
@@ -28,7 +28,7 @@ PROGRAMS = {"python": ("main.py", "python3"), "bash": ("main.sh", "bash")}
 FOLDER = "run"
 """In the box's /tmp: where code and files lie, and where the code runs."""
 KILLED = 137
-"""Exit code of what a limit other than time ended, as a shell tells it."""
+"""Exit code where a limit other than time ended the program, as a shell reports it."""
 TTL_S = MAX_TIMEOUT_S + 60.0
 
 
@@ -142,7 +142,7 @@ def _memory_limit(asked_mb: int, box_mb: int) -> list[str]:
 
 
 async def _fetch(session: Session, paths: list[str]) -> dict[str, str]:
-    """Those that are there, together as long as one file may be. Raises `HttpError` where they are longer."""
+    """Those that exist, together at most as long as one file may be. Raises `HttpError` where they are longer."""
     fetched: dict[str, str] = {}
     room = MAX_FILE_BYTES
     for path in paths:

@@ -1,4 +1,4 @@
-"""Sessions of a server: whose they are, for how long nobody used them, and their end after that."""
+"""Sessions of a server: their callers, their time without use, and their end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 REAP_EVERY_S = 1.0
 MAX_AGE_S = 86400.0
-"""No episode takes a day: a session this old is ended, however busy."""
+"""Older sessions are ended, however busy: no episode takes a day."""
 
 
 @dataclass(slots=True)
@@ -31,14 +31,14 @@ class SessionEntry:
     label: str
     image: str | None
     ttl_s: float
-    """Ended when nobody used it for so long."""
+    """Ended after this time without use."""
     started_at: float = field(default_factory=time.monotonic)
     last_use: float = field(default_factory=time.monotonic)
     users: int = 0
-    """Calls in progress; a session in use is ended for its age alone."""
+    """Calls in progress; a session in use is ended only for its age."""
     start_key: str | None = None
     answers: IdempotencyCache[Any] = field(default_factory=IdempotencyCache)
-    """What was asked under a key, and what came of it."""
+    """Results by idempotency key."""
 
     def touch(self) -> None:
         self.last_use = time.monotonic()
@@ -58,7 +58,7 @@ class SessionEntry:
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """What a caller asks for."""
+    """What a caller requests."""
 
     caller: Caller
     label: str
@@ -98,10 +98,10 @@ class Sessions:
         return entry
 
     def get(self, session_id: str, caller: Caller) -> SessionEntry:
-        """Raises `SandboxLost`, also for sessions of other callers: they are none of this one's business."""
+        """Raises `SandboxLost`, also for sessions of other callers: their existence is not revealed."""
         entry = self.entries.get(session_id)
         if entry is None or entry.caller is not caller:
-            raise SandboxLost(f"no session {session_id}: ended, or its time without use was over")
+            raise SandboxLost(f"no session {session_id}: it was ended, or its time without use was exceeded")
         return entry
 
     def of(self, caller: Caller, label: str) -> list[SessionEntry]:
@@ -110,7 +110,7 @@ class Sessions:
 
     @contextlib.asynccontextmanager
     async def using(self, entry: SessionEntry) -> AsyncIterator[SessionEntry]:
-        """Holds the session against reaping; counts as one running call; one whose box is lost is forgotten."""
+        """Protects the session from reaping and counts one running call; a session whose box is lost is removed."""
         with self._quotas.call(entry.caller):
             entry.users += 1
             try:
@@ -123,9 +123,9 @@ class Sessions:
                 entry.touch()
 
     async def use(self, entry: SessionEntry, key: str | None, work: Callable[[Session], Awaitable[T]]) -> T:
-        """`work` on the session; under a `key` that was used before, what came of it then.
+        """Runs `work` on the session; a `key` that was used before returns the first result.
 
-        Under a key it goes on also where whoever asked is gone: the session's next owner asks for what came of it.
+        Under a key it continues after the client disconnects: the session's next owner asks for the result.
         """
 
         async def do() -> T:

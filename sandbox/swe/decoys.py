@@ -2,7 +2,7 @@
 
 A patch that passed is run again, `SweLimits.decoys` times, each time in a fresh box in which some of FAIL_TO_PASS
 expect something wrong: they must not pass, the others must. The patch's code sees one version of the hidden tests in
-each box and nothing that tells which one is right. Code that repairs the bug does not look; code that reports what it
+each box and nothing that shows which one is right. Code that repairs the bug does not look; code that reports what it
 likes has to guess.
 
 Only expectations that certainly fail where the test itself passes are changed: an assertion at the top of a test's

@@ -23,7 +23,7 @@ async def grade(
 ) -> Grade:
     """Whether the task's tests pass on its snapshot with `patch`. Nothing of the model's own box is used.
 
-    A patch that passes is asked again, in fresh boxes, with hidden tests that it must not pass (`decoys`).
+    A patch that passes is run again, in fresh boxes, with hidden tests that it must not pass (`decoys`).
 
     Raises:
         SandboxError: the box failed: no verdict, never a 0.
@@ -52,7 +52,7 @@ class GradingRun:
 async def _in_box(  # noqa: PLR0917 - called in two places
     sandbox: Sandbox, task: SweTask, patch: bytes, limits: SweLimits, label: str, plan: Decoys | None
 ) -> GradingRun:
-    """One run of the tests in a box of its own."""
+    """One run of the tests in a fresh box."""
     session = await sandbox.start(label, image=task.sandbox_image)
     try:
         workspace = await Workspace.find(session, task, limits)
@@ -148,7 +148,7 @@ async def _check_out(workspace: Workspace, entries: list[TreeEntry]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TaskCheck:
-    """Gradings of one task by an oracle (the reference patch) and by nobody (no patch)."""
+    """Gradings of one task with the reference patch (oracle) and without a patch (null)."""
 
     task: SweTask
     oracle: tuple[Grade, ...]

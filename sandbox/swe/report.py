@@ -82,7 +82,7 @@ class Witnessed:
 
 
 def read_lines(data: bytes, key: bytes) -> Witnessed:
-    """Lines with another signature, or out of their order, are not there. A test told twice passed if it did twice."""
+    """Lines with another signature, or out of their order, are not there. A test reported twice must pass twice."""
     seen = Witnessed()
     for record in _signed(data, key):
         if record["kind"] == "canaries":

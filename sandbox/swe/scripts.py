@@ -94,7 +94,7 @@ g read-tree --reset -u "$tree"
 """
 
 SCRUB = 'find "$state" -mindepth 1 -maxdepth 1 ! -name packages -exec rm -rf -- {} +'
-"""Nothing in a grading box tells, beside the test files themselves, what the hidden tests are."""
+"""Nothing in a grading box but the test files themselves reveals the hidden tests."""
 
 NAMES = 'find . -path ./.git -prune -o \\( -type f -o -type l \\) -print0 > "$state/names"'
 """Of the files and links of the repository."""

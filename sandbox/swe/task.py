@@ -26,7 +26,7 @@ PROTECTED = (
 
 @dataclass(frozen=True, slots=True)
 class SweTask:
-    """A repository with a bug, and tests that tell whether it is repaired."""
+    """A repository with a bug, and tests that show whether it is fixed."""
 
     instance_id: str
     fail_to_pass: tuple[str, ...]

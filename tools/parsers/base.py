@@ -1,4 +1,4 @@
-"""The seam between what a model wrote and what is called."""
+"""The protocol of parsers, which find tool calls in what a model wrote."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ParserName = Literal["hermes", "qwen3_coder", "llama3_json", "mistral", "deepsee
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the model meant it. With `error` set it must not be dispatched: the model is told instead."""
+    """One call as the model meant it. With `error` set it must not be dispatched: the model reads the error instead."""
 
     name: str
     """Empty where it could not be read."""
@@ -36,7 +36,7 @@ class ToolCallParser(Protocol):
 
     @property
     def opening(self) -> str:
-        """The mark that every call begins with, wherever it stands. Empty: no mark tells, a call can begin anywhere."""
+        """The mark that every call begins with, wherever it stands. Empty: a call can begin anywhere."""
 
     @property
     def closing(self) -> str:

@@ -1,7 +1,7 @@
 """gpt-oss: messages with a header; one that is addressed to a tool is a call.
 
 ``<|channel|>commentary to=functions.python <|constrain|>json<|message|>{"code": "1 + 1"}<|call|>``. The address may
-stand before the channel too. Messages to nobody, thinking among them, are content as they were written.
+stand before the channel too. Messages without a recipient, thinking among them, are content as they were written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""JSON as models write it: read strictly, and refused where nobody could use it."""
+"""JSON as models write it: read strictly, and refused where it is unusable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _refuse_constant(name: str) -> float:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two values for one key nobody knows which was meant."""
+    """Refuses duplicate keys: which value was meant is unknown."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("an object has the same key twice")

@@ -39,7 +39,7 @@ class Llama3JsonParser:
 
 
 def _read_calls(text: str, start: int, turn: TurnBuilder) -> int:
-    """Nothing marks the end of a call, so where one cannot be read nobody knows what the rest belongs to."""
+    """Nothing marks the end of a call: after an unreadable one the meaning of the rest is unknown."""
     position = start
     try:
         while True:

@@ -20,7 +20,7 @@ class ArgumentReader:
     """The arguments of one call, one after the other."""
 
     def __init__(self, name: str, tools: Sequence[Mapping[str, Any]], marks: Sequence[str]) -> None:
-        """`marks` are the syntax's own: a value that holds one cannot be told from a broken call."""
+        """`marks` are the syntax's own: a value that holds one cannot be distinguished from a broken call."""
         self.name = tool_name(name)
         self._properties = _properties_of(name, tools)
         self._mark = re.compile("|".join(map(re.escape, marks)))
@@ -42,7 +42,7 @@ class ArgumentReader:
 
 
 def typed(text: str, schema: Any = None) -> Any:
-    """`text` as the schema of its argument has it; what does not fit stays text, for the check of arguments to tell.
+    """`text` as the schema of its argument has it; what does not fit stays text, for the argument check to report.
 
     Where the schema takes text, text it is, but for ``null`` where that is allowed too. Without a schema: what is a
     whole JSON value other than a text, else the text.

@@ -1,4 +1,4 @@
-"""Qwen3-Coder: XML-like tags, each value on lines of its own.
+"""Qwen3-Coder: XML-like tags, each value on its own lines.
 
 ``<tool_call>\\n<function=python>\\n<parameter=code>\\n1 + 1\\n</parameter>\\n</function>\\n</tool_call>``
 """

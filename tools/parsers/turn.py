@@ -41,7 +41,7 @@ class TurnBuilder:
         self._add(ToolCall(name, arguments, self._next_id()))
 
     def malformed(self, problem: str, name: str = "") -> None:
-        """`name` is told where it could be read."""
+        """`name`: where it could be read."""
         error = f"malformed tool call: {problem}; {self._shape}"
         self._add(ToolCall(name if name.isascii() else "", call_id=self._next_id(), error=error))
 
@@ -59,14 +59,14 @@ class TurnBuilder:
 
 
 ReadCall = Callable[[str, int, TurnBuilder], int]
-"""(text, where the body begins behind the opening mark, turn) → where the text goes on. Raises `Malformed`."""
+"""(text, where the body begins behind the opening mark, turn) → where parsing continues. Raises `Malformed`."""
 
 
 def read_marked(text: str, opening: str, shape: str, read: ReadCall, resume_behind: str = "") -> ParsedTurn:
     """A turn whose calls begin with `opening`.
 
     A malformed call ends the reading: a later mark may be text that was meant as part of it, and must not run. With
-    `resume_behind`, a closing mark, it goes on behind that or at the next `opening`.
+    `resume_behind`, a closing mark, parsing continues after it or at the next `opening`.
     """
     turn = TurnBuilder(shape)
     position = 0

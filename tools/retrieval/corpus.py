@@ -56,7 +56,7 @@ def read_passages(path: Path, on_progress: Callable[[int], None] = lambda _: Non
     """Every passage of the file, one line at a time; blank lines are skipped.
 
     Args:
-        on_progress: told from time to time how many bytes are read.
+        on_progress: called from time to time with the bytes read.
 
     Raises:
         BadCorpus: a line is no JSON object with the keys above.

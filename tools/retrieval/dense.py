@@ -65,7 +65,7 @@ def open_or_build_dense(
 
     Args:
         model_name: folder or hub name of a sentence-transformers model.
-        on_progress: told how many bytes of the corpus are encoded, while it is built.
+        on_progress: called with the bytes of the corpus encoded so far.
 
     Raises:
         BadCorpus: the file is missing, empty, or a line is no passage.

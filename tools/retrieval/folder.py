@@ -19,12 +19,12 @@ MANIFEST = "penstock.json"
 
 
 class IndexFailed(RuntimeError):
-    """The index cannot be made or opened; the text names the mend."""
+    """The index cannot be built or opened; the message names the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What an index was made of: where this is still so, it is used as it is."""
+    """What an index was built from: while this is unchanged, it is reused."""
 
     kind: str
     """Of the index, with the number of its format."""

@@ -37,7 +37,7 @@ class RetrievalIndex:
 
     def search(self, query: str, topk: int) -> list[Hit]:
         """At most `topk` passages that share a word with `query`, best first."""
-        # Words in lower case alone are never taken for the parser's own syntax (AND, quotes, fields, ranges).
+        # Words in lower case alone are never read as the parser's syntax (AND, quotes, fields, ranges).
         words = _WORD.findall(query.lower())[:MAX_QUERY_WORDS]
         if not words:
             return []
@@ -60,7 +60,7 @@ def open_or_build(
     """The index of `corpus`, in `folder` (default: ``CORPUS.index`` beside it); built where it is missing or outdated.
 
     Args:
-        on_progress: told how many bytes of the corpus are indexed, while it is built.
+        on_progress: called with the bytes of the corpus indexed so far.
 
     Raises:
         BadCorpus: the file is missing, empty, or a line is no passage.

@@ -70,7 +70,7 @@ def _to_json(hit: Hit, with_score: bool) -> dict[str, Any]:
 
 
 async def serve(index: Index, host: str, port: int, token: str, topk: int = 3) -> None:
-    """Serves until cancelled or told by SIGTERM. Raises `IndexFailed` where the port is taken."""
+    """Serves until cancelled or stopped by SIGTERM. Raises `IndexFailed` where the port is taken."""
     try:
         listener = listen(host, port)
     except OSError as error:

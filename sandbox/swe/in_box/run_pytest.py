@@ -1,11 +1,11 @@
-"""Runs pytest where the code under test may want to be believed: started as a file of its own, job on stdin.
+"""Runs pytest on code that may try to forge its results: started as a script, job on stdin.
 
 The code under test is imported by the process of its tests, so nothing in here is out of its reach. What stands
 between it and a forged result:
 
 - It comes last. pytest, and all that this file needs, are imported before a folder of the repository is on the path.
 - Only signed lines count. The key comes in over stdin, which is closed then; stdout, exit status, files and reports
-  that the code writes are nothing to the grader. A test without a line of its own has not passed.
+  that the code writes are nothing to the grader. A test without its own line has not passed.
 - Canaries: tests that must fail, put in among the real ones under names that look like theirs. What makes failing
   tests pass (a patched pytest, an assertion that never raises) makes them pass too, and gives itself away.
 """
