@@ -18,8 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "transfer_queue"))
 
 from faults.account import Account
-from faults.gaps import ANYWHERE, GAPS
 from faults.havoc import kill_redis
+from faults.plan import ANYWHERE, GAPS
 from faults.stage import Stage
 
 KILLS_PER_STAGE = 25

@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples
 
 PASSWORD = "a-test-password"
 CONFIG = TransferQueueConfig(deadline_s=20.0, registry_ttl_s=3.0)
-
 MakeQueue = Callable[[Limits], Awaitable[TransferQueue]]
 
 

@@ -1,8 +1,14 @@
-"""Small tasks, trajectories and queues for the tests of this folder."""
+"""Small tasks, trajectories and queues for the tests of this folder.
+
+Any trajectory that an engine could have made, and equality of what comes back.
+"""
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+
 import numpy as np
+from hypothesis import strategies as st
 
 from penstock.transfer_queue import (
     COMPLETED,
@@ -91,3 +97,64 @@ async def train(queue: TransferQueue, step: int) -> Batch:
     assert isinstance(batch, Batch), batch
     assert await queue.publish_version(Announcement(step + 1, {"path": f"v{step + 1}"}))
     return batch
+
+
+LEASE = Lease("train/0001#0", task(1), 0, 0, 1, 0)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    """Turns of sampled tokens with observations between them; now and then long enough for several blocks."""
+    mask: list[int] = []
+    spans, starts, version = [], [], 0
+    scale = draw(st.sampled_from([1, 1, 1, 9_000]))
+    for sampled, observed in draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=5)):
+        starts.append(len(mask))
+        if sampled:
+            version += draw(st.integers(0, 2))
+            spans.append((version, len(mask), len(mask) + sampled * scale))
+        mask += [1] * sampled * scale + [0] * observed * scale
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    return Segment(
+        prompt_ids=rng.integers(0, 2**31, draw(st.integers(0, 9)) * scale, dtype=np.int32),
+        response_ids=rng.integers(0, 2**31, len(mask), dtype=np.int32),
+        response_mask=np.array(mask, dtype=np.uint8),
+        response_logprobs=(-rng.random(len(mask)) * np.array(mask)).astype(np.float32),
+        version_spans=np.array(spans, dtype=np.int32).reshape(-1, 3),
+        turn_starts=np.array(starts, dtype=np.int32),
+    )
+
+
+trajectories = st.builds(
+    Trajectory,
+    episode_id=st.just(LEASE.episode_id),
+    task_id=st.just(LEASE.task.task_id),
+    segments=st.lists(segments(), max_size=3),
+    reward=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    outcome=st.builds(Outcome, st.just(OutcomeKind.TRUNCATED), st.text()),
+    turn_rewards=st.lists(st.floats(allow_nan=False), max_size=3),
+    num_turns=st.integers(0, 9),
+    metrics=st.dictionaries(st.text(), st.floats(allow_nan=False), max_size=3),
+    extra=st.dictionaries(st.text(), plain, max_size=3),
+    data_source=st.text(),
+)
+
+
+def same(left: object, right: object) -> bool:
+    """Equality of dataclasses, maps and lists with arrays in them, dtypes included."""
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    if is_dataclass(left):
+        return type(left) is type(right) and all(
+            same(getattr(left, f.name), getattr(right, f.name)) for f in fields(left)
+        )
+    if isinstance(left, list):
+        return isinstance(right, list) and len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    return left == right

@@ -14,7 +14,6 @@ from penstock.transfer_queue.redis import Connection, Script
 from penstock.transfer_queue.redis import client as module
 
 PASSWORD = "a-test-password"
-
 SCRIPTS = {
     "echo": "return {KEYS, ARGV}",
     "refuse": "return redis.error_reply(ARGV[1])",

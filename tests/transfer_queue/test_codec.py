@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from payload_samples import LEASE, plain, same, trajectories
-from queue_samples import segment, task, trajectory, turn
+from queue_samples import LEASE, plain, same, segment, task, trajectories, trajectory, turn
 from xxhash import xxh3_64_intdigest
 
 from penstock.transfer_queue import (

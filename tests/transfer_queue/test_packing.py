@@ -13,7 +13,7 @@ import pytest
 import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from payload_samples import plain, same
+from queue_samples import plain, same
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from penstock.transfer_queue import BadPayload, QueueError

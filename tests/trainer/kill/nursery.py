@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch.utils.tensorboard  # noqa: F401 - loaded once, before the first fork
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-from faults.gaps import ANYWHERE, Gaps
+from faults.plan import ANYWHERE, Gaps
 from planted import die_anywhere, plant
 from trainer_support import make_job
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from faults.gaps import Gaps
+from faults.plan import Gaps
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from penstock.trainer import CheckpointStore, FSDPEngine, Learner, Recorder, parts, recorder

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from faults.gaps import ANYWHERE
-from faults.rounds import seeds
+from faults.plan import ANYWHERE, seeds
 from kill_stage import KilledRun, Nursery, Tally, drawn
 from planted import END, GAPS, RESUME
 

@@ -11,10 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from faults.checkpoints import Checkpoints, Trained
-from faults.episodes import position_of, task_id_at, task_of, trajectory_print
+from faults.episodes import (
+    position_of,
+    read_folder,
+    read_records,
+    task_id_at,
+    task_of,
+    trajectory_print,
+)
 from faults.plan import Plan
-from faults.records import read_folder, read_records
+from faults.trainer import Checkpoints, Trained
 from penstock.transfer_queue import Status, TransferQueue
 
 REASONS = {"filtered": "filtered", "dropped_over_age": "dropped", "dead": "dead"}

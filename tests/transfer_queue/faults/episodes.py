@@ -1,11 +1,19 @@
-"""Tiny random episodes, and prints of them by which two processes know that they saw the same one."""
+"""Tiny random episodes, and prints of them by which two processes know that they saw the same one.
+
+Append-only files of JSON lines that outlive the process that writes them.
+
+The shared log of what owners of an episode journaled, by which the next owner checks what the queue hands it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Sequence
 from hashlib import blake2b
+from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -130,3 +138,83 @@ def _print(plain: object, arrays: Sequence[bytes]) -> str:
     for array in arrays:
         digest.update(array)
     return digest.hexdigest()
+
+
+class Records:
+    """One file; several processes may append. With `durable`, a line is on disk when `write` returns."""
+
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._durable = durable
+        # Lines appended by one write each do not mix, whoever else appends.
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        os.write(self._descriptor, (json.dumps({"kind": kind, **fields}) + "\n").encode())
+        if self._durable:
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Every whole line; none where there is no file. A line that a kill cut off was never written."""
+    if not path.exists():
+        return []
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def read_folder(folder: Path) -> list[dict[str, Any]]:
+    """All records of all files of a folder, file by file."""
+    return [record for path in sorted(folder.glob("*.jsonl")) for record in read_records(path)]
+
+
+class JournalBroken(AssertionError):
+    """A lease came with other entries than the owners before journaled."""
+
+
+class JournalBook:
+    """One file per episode that is under way. Only processes die here, never the machine: no fsync."""
+
+    def __init__(self, folder: Path, *, may_lose_tail: bool) -> None:
+        self._folder = folder
+        self._may_lose_tail = may_lose_tail
+
+    def write(self, lease: Lease, kind: str, entry: JournalEntry) -> None:
+        """`kind` is ``about`` before the queue is told, ``told`` after it answered."""
+        records = Records(self._path(lease.episode_id), durable=False)
+        try:
+            records.write(kind, entry=entry_print(entry), fence=lease.fence)
+        finally:
+            records.close()
+
+    def close(self, episode_id: str) -> None:
+        """The episode is acknowledged: nobody will resume it, unless that is lost."""
+        if not self._may_lose_tail:
+            self._path(episode_id).unlink(missing_ok=True)
+
+    def check(self, lease: Lease) -> None:
+        """Raises `JournalBroken` unless the lease's journal is, in order, what was journaled.
+
+        Entries whose owner saw no answer may be there or not; a queue that lost its tail may miss the newest. What
+        later owners journaled, because this lease ran out before its owner came to it, does not count.
+        """
+        records = read_records(self._path(lease.episode_id))
+        if not self._may_lose_tail:
+            records = [record for record in records if record["fence"] < lease.fence]
+        journal = [entry_print(entry) for entry in lease.journal]
+        begun = [record["entry"] for record in records if record["kind"] == "about"]
+        told = [record["entry"] for record in records if record["kind"] == "told"]
+        if not _in_order(journal, begun) or not (self._may_lose_tail or _in_order(told, journal)):
+            raise JournalBroken(f"{lease.episode_id}@{lease.fence}: {journal}, but journaled was {records}")
+
+    def _path(self, episode_id: str) -> Path:
+        return self._folder / f"{episode_id.replace('/', '_')}.jsonl"
+
+
+def _in_order(part: Sequence[str], whole: Sequence[str]) -> bool:
+    """Whether `part` is `whole` with some left out."""
+    rest = iter(whole)
+    return all(item in rest for item in part)

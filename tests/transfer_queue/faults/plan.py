@@ -1,10 +1,18 @@
-"""What all processes of a stage are told: where the queue is, under which limits, and where they write."""
+"""What all processes of a stage are told: where the queue is, under which limits, and where they write.
+
+Where a trainer may be told to die, by SIGKILL from its own hand.
+
+Rounds of a fault test: each with a seed of its own, printed, and repeated by ``PENSTOCK_FAULT_SEED``.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
+import signal
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -76,3 +84,55 @@ def check_parent(parent: int) -> None:
     """Raises `Orphaned` where the stage was killed: its processes must not run on without anybody to stop them."""
     if os.getppid() != parent:
         raise Orphaned(1)
+
+
+GAPS = (
+    "before_step",
+    "after_lease",
+    "after_step",
+    "after_publish",
+    "in_spill",
+    "in_checkpoint",
+    "after_checkpoint",
+    "in_commit",
+    "after_commit",
+)
+ANYWHERE = "anywhere"
+"""Not a gap: the trainer is killed from outside at a random moment."""
+
+
+class Gaps:
+    """Ends the process the `passes`-th time that it comes by the gap of this `name`; never where that is empty."""
+
+    def __init__(self, name: str, passes: int, chance: random.Random) -> None:
+        self._name = name
+        self._left = passes
+        self._chance = chance
+
+    def at(self, name: str) -> None:
+        if self._due(name):
+            _die()
+
+    def during(self, name: str) -> None:
+        """A moment later: while a request is on its way, being done, or being answered."""
+        if self._due(name):
+            asyncio.get_running_loop().call_later(self._chance.uniform(0, 0.002), _die)
+
+    def _due(self, name: str) -> bool:
+        self._left -= name == self._name
+        return name == self._name and self._left == 0
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+SEED_VARIABLE = "PENSTOCK_FAULT_SEED"
+
+
+def seeds(rounds: int) -> Iterator[int]:
+    """The seed asked for, once, or `rounds` random ones."""
+    asked = os.environ.get(SEED_VARIABLE)
+    for seed in [int(asked)] if asked else [random.randrange(10**6) for _ in range(rounds)]:
+        print(f"{SEED_VARIABLE}={seed}")
+        yield seed

@@ -3,24 +3,39 @@
 The order of trainer/loop.py: take(s), prefetch(s + 1), train, publish(s + 1), spill; every few steps a checkpoint and
 its commit beside the next steps. Its model is the list of what it was trained on. Exit 0: everything fed is trained.
 Exit 75: the queue has lost steps; started again, it goes on from its newest checkpoint.
+
+The miniature trainer's model: which episodes it learned from in which step, in durable files that form a chain.
+
+Tasks for the miniature trainer, by the rule of trainer/feeder.py, without an end.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from faults.checkpoints import Checkpoint, Checkpoints, Trained, groups_by_step
-from faults.episodes import trajectory_print
-from faults.feeder import Feeder, drained
-from faults.gaps import Gaps
-from faults.plan import Plan, check_parent, load_plan
-from faults.records import Records
-from penstock.transfer_queue import Announcement, BadPayload, Batch, BatchLog, RedisTransferQueue, StepError
+from faults.episodes import Records, cursor_at, position_of, task_at, trajectory_print
+from faults.plan import Gaps, Plan, check_parent, load_plan
+from penstock.transfer_queue import (
+    Announcement,
+    BadPayload,
+    Batch,
+    BatchLog,
+    DataCursor,
+    Limits,
+    RedisTransferQueue,
+    Status,
+    StepError,
+    Task,
+    TransferQueue,
+)
 
 START_AGAIN = 75
 BATCH_TIMEOUT_S = 60.0
@@ -168,6 +183,107 @@ async def main() -> None:
         sys.exit(START_AGAIN)
     finally:
         await queue.close()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One step of training."""
+
+    step: int
+    groups: list[list[str]]
+    prints: dict[str, str]
+    """episode id → print of the trajectory that was read."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state after `step` steps: that of the checkpoint at step `parent`, then `trained`."""
+
+    step: int = 0
+    parent: int = 0
+    trained: tuple[Trained, ...] = ()
+
+
+class Checkpoints:
+    """``STEP.json`` in a folder; a file under another name was cut off by a crash."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+
+    def newest(self) -> Checkpoint:
+        steps = [int(path.stem) for path in self._folder.glob("*.json")]
+        return self._load(max(steps)) if steps else Checkpoint()
+
+    def write(self, checkpoint: Checkpoint, gaps: Gaps) -> None:
+        """Durable when it returns. `gaps` may end the process in the middle of the file."""
+        text = json.dumps(asdict(checkpoint))
+        unfinished = self._folder / f"{checkpoint.step:08d}.unfinished"
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text[: len(text) // 2])
+            file.flush()
+            gaps.at("in_checkpoint")
+            file.write(text[len(text) // 2 :])
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.rename(self._path(checkpoint.step))
+        _sync_folder(self._folder)
+
+    def lineage(self, since: int = 0) -> list[Trained]:
+        """The steps from `since` on that the newest checkpoint's model has seen, in order."""
+        steps: list[Trained] = []
+        checkpoint = self.newest()
+        while checkpoint.step > since:
+            steps = [*checkpoint.trained, *steps]
+            checkpoint = self._load(checkpoint.parent) if checkpoint.parent else Checkpoint()
+        return [trained for trained in steps if trained.step >= since]
+
+    def _load(self, step: int) -> Checkpoint:
+        plain = json.loads(self._path(step).read_text(encoding="utf-8"))
+        return Checkpoint(plain["step"], plain["parent"], tuple(Trained(**trained) for trained in plain["trained"]))
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"{step:08d}.json"
+
+
+def groups_by_step(steps: Sequence[Trained]) -> dict[int, list[list[str]]]:
+    return {trained.step: trained.groups for trained in steps}
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Feeder:
+    """Goes on at the queue's own cursor, which a queue that lost its tail turns back."""
+
+    def __init__(self, queue: TransferQueue, limits: Limits) -> None:
+        self._queue = queue
+        self._limits = limits
+
+    async def fill(self) -> None:
+        start, status = await self._queue.cursor(), await self._queue.status()
+        position = position_of(start)
+        waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready")) - status.parked
+        end = position + (self._limits.max_staleness + 2) * self._limits.groups_per_step - waiting
+        if end > position:
+            await self._submit([task_at(number) for number in range(position, end)], cursor_at(end), start)
+
+    async def _submit(self, tasks: Sequence[Task], end: DataCursor, start: DataCursor) -> None:
+        try:
+            await self._queue.submit(tasks, cursor=end, after=start)
+        except StepError:
+            return  # the cursor was turned back meanwhile; the next call sees it
+
+
+def drained(status: Status, limits: Limits) -> bool:
+    """Nothing can become a step any more: groups that are left over are fewer than one needs."""
+    groups = status.groups
+    return groups["queued"] + groups["admitted"] == 0 and groups["ready"] < limits.groups_per_step
 
 
 if __name__ == "__main__":

@@ -12,11 +12,16 @@ import random
 import signal
 from pathlib import Path
 
-from faults.clock import jump_now_and_then
-from faults.episodes import next_entry, trajectory_of, trajectory_print
-from faults.journals import JournalBook, JournalBroken
+from faults.episodes import (
+    JournalBook,
+    JournalBroken,
+    Records,
+    next_entry,
+    trajectory_of,
+    trajectory_print,
+)
+from faults.havoc import jump_now_and_then
 from faults.plan import Plan, check_parent, load_plan
-from faults.records import Records
 from penstock.transfer_queue import (
     BadPayload,
     JournalEntry,

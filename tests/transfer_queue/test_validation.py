@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from payload_samples import LEASE, same, segments, trajectories
-from queue_samples import segment, task, trajectory
+from queue_samples import LEASE, same, segment, segments, task, trajectories, trajectory
 
 from penstock.transfer_queue import (
     COMPLETED,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from queue_samples import LIMITS, at, task, tasks, train, trajectory
+from prometheus_client.parser import text_string_to_metric_families
+from queue_samples import LIMITS, at, finish_all, task, tasks, train, trajectory
 
 from penstock.transfer_queue import (
     Announcement,
@@ -19,13 +20,50 @@ from penstock.transfer_queue import (
     JournalEntry,
     JournalKind,
     Limits,
+    MemoryTransferQueue,
+    QueueGauges,
     RedisServer,
     RedisTransferQueue,
+    ServerInfo,
     Task,
     TransferQueueConfig,
+    exposition,
 )
 
-pytestmark = pytest.mark.redis
+SERVERS = [ServerInfo("s1", "http://b", 1), ServerInfo("s0", "http://a", 0)]
+
+
+async def test_gauges_say_what_the_status_says() -> None:
+    now = 100.0
+    queue = MemoryTransferQueue(clock=lambda: now)
+    await queue.create_run(replace(LIMITS, max_staleness=2), "x")
+    await queue.submit(tasks(9), cursor=at(9))
+    await finish_all(queue)
+    await train(queue, 0)
+    await queue.add_wait("trainer", "batch", 1.5)
+    now = 107.0
+    status = await queue.status()
+    families = {f.name: f for f in text_string_to_metric_families(exposition("r1", status, SERVERS).decode())}
+    values = {
+        (name, *sorted(set(s.labels.values()) - {"r1"})): s.value for name, f in families.items() for s in f.samples
+    }
+    assert values["penstock_queue_version",] == 1
+    assert values["penstock_queue_groups", "ready"] == 4
+    assert values["penstock_queue_groups", "queued"] == 3
+    assert values["penstock_queue_episodes", "completed"] == 12
+    assert values["penstock_queue_age_seconds", "queued"] == 7
+    assert values["penstock_queue_waited_seconds", "trainer:batch"] == 1.5
+    assert values["penstock_queue_bytes",] == status.bytes > 0
+    assert values["penstock_queue_over_age_share", "10"] == 0
+    assert values["penstock_queue_server_version_lag", "s0"] == 1
+    assert values["penstock_queue_server_version_lag", "s1"] == 0
+    assert all(s.labels["run"] == "r1" for family in families.values() for s in family.samples)
+
+
+def test_no_status_no_gauges() -> None:
+    assert list(QueueGauges("r1", lambda: None).collect()) == []
+
+
 PASSWORD = "a-test-password"
 TOKENS = 9_000
 
@@ -75,6 +113,7 @@ def long_turn(number: int) -> JournalEntry:
 
 
 @pytest.mark.parametrize("group_size", [1, 8])
+@pytest.mark.redis
 async def test_bytes_agree_with_redis_in_every_state(queue: RedisTransferQueue, group_size: int) -> None:
     await queue.create_run(Limits(group_size, 512 // group_size, max_staleness=0, min_group=1), "x")
     empty = await used(queue)
@@ -115,6 +154,7 @@ async def run_steps(queue: RedisTransferQueue, steps: int, *, spill: bool) -> li
     return held
 
 
+@pytest.mark.redis
 async def test_redis_does_not_grow_with_the_checkpoint_interval(queue: RedisTransferQueue) -> None:
     await queue.create_run(replace(LIMITS, max_staleness=0), "x")
     await queue.submit(tasks(100), cursor=at(100))
@@ -129,6 +169,7 @@ async def test_redis_does_not_grow_with_the_checkpoint_interval(queue: RedisTran
     assert await queue.held() == set()
 
 
+@pytest.mark.redis
 async def test_without_spilling_it_would_grow(queue: RedisTransferQueue) -> None:
     """What the test above measures is there to be seen."""
     await queue.create_run(replace(LIMITS, max_staleness=0), "x")
@@ -137,6 +178,7 @@ async def test_without_spilling_it_would_grow(queue: RedisTransferQueue) -> None
     assert held[-1] - held[0] > 10 * 4 * TOKENS * 21
 
 
+@pytest.mark.redis
 async def test_committed_steps_give_all_their_memory_back(queue: RedisTransferQueue) -> None:
     await queue.create_run(replace(LIMITS, max_staleness=0), "x")
     await queue.submit(tasks(40), cursor=at(40))

@@ -1,0 +1,180 @@
+"""Every episode is finished or still owed and none is trained twice, whatever is done to Redis and the processes.
+
+One small stage with every kind of fault runs by default; each kind alone, repeated, is a deep campaign.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+
+from faults.account import Account
+from faults.episodes import cursor_at, next_entry, task_at, trajectory_of
+from faults.havoc import HOUR_S, REAL_TIME, REPLY, REQUEST, fill_redis, kill_redis, lose_tail, pause_redis
+from faults.plan import ANYWHERE, GAPS, seeds
+from faults.stage import Stage
+from penstock.transfer_queue import Announcement, Batch, JournalEntry, Lease, Limits
+
+pytestmark = [pytest.mark.redis, pytest.mark.crash]
+WAIT = Limits(group_size=3, groups_per_step=2, max_staleness=1, lease_ttl_s=0.6, max_attempts=2)
+MEAN_BYTES = 12_000
+"""Between two cuts of a connection: some dozens of calls."""
+EVERY_GAP = len(GAPS) + 1
+
+Faults = Callable[[Stage], Sequence[Coroutine[Any, Any, None]]]
+
+
+async def play(seed: int, faults: Faults, gaps: int = 0, **options: Any) -> Account:
+    """One stage under `faults`, its trainer killed in so many gaps. The account balances; no key is left of the run."""
+    async with Stage(seed, **options) as stage:
+        chosen = stage.chance.sample([*GAPS, ANYWHERE], k=gaps)
+        account = await stage.play(*faults(stage), gaps=chosen)
+        print(account.line)
+        account.check()
+        assert {name: count for name, count in account.kills.items() if name.startswith("trainer")} == {
+            f"trainer:{gap}": 1 for gap in chosen
+        }
+        assert account.trained
+        assert await stage.leftovers() == []
+        if options.get("behind_proxy"):
+            assert stage.proxy.cuts[REPLY]
+            assert stage.proxy.cuts[REQUEST]
+    return account
+
+
+def kills_of_redis(times: int, mean_s: float = 0.35) -> Faults:
+    return lambda stage: [
+        stage.every(mean_s, lambda: kill_redis(stage.server, stage.chance), times=times, name="redis")
+    ]
+
+
+def pauses(seconds: float) -> Faults:
+    return lambda stage: [stage.every(0.3, lambda: pause_redis(stage.server, seconds), times=1, name="pause")]
+
+
+def full(times: int) -> Faults:
+    return lambda stage: [stage.every(0.4, lambda: fill_redis(stage.client, 0.6), times=times, name="full")]
+
+
+def kills_of_workers(times: int, mean_s: float = 0.6) -> Faults:
+    return lambda stage: [stage.every(mean_s, stage.kill_worker, times=times)]
+
+
+def cuts(seconds: float) -> Faults:
+    def begin(stage: Stage) -> Sequence[Coroutine[Any, Any, None]]:
+        stage.proxy.mean_bytes = MEAN_BYTES
+        return [stop(stage)]
+
+    async def stop(stage: Stage) -> None:
+        await asyncio.sleep(seconds)
+        stage.proxy.mean_bytes = 0
+
+    return begin
+
+
+def lost_tails(times: int) -> Faults:
+    return lambda stage: [stage.every(0.3, lambda: lose_tail(stage.server, stage.chance), times=times, name="tail")]
+
+
+def together(*kinds: Faults) -> Faults:
+    return lambda stage: [fault for kind in kinds for fault in kind(stage)]
+
+
+def in_turn(*kinds: Faults) -> Faults:
+    """One after the other: a Redis that is dead cannot be filled."""
+
+    async def run(stage: Stage) -> None:
+        for kind in kinds:
+            for fault in kind(stage):
+                await fault
+
+    return lambda stage: [run(stage)]
+
+
+async def test_one_of_each_fault_in_one_run() -> None:
+    """Redis killed, paused and full, a worker and a trainer killed, connections cut, clocks wrong by an hour."""
+    (seed,) = seeds(1)
+    kinds = together(in_turn(full(1), pauses(1.0), kills_of_redis(1)), kills_of_workers(1), cuts(3.0))
+    account = await play(seed, kinds, gaps=2, behind_proxy=True, worker_options=["--clock-jumps"])
+    assert (account.kills["redis"], account.kills["pause"], account.kills["full"]) == (1, 1, 1)
+    assert account.kills["worker"]
+
+
+async def test_tail_of_the_append_only_file_lost() -> None:
+    """A machine with ``everysec`` dies: what was acknowledged may be owed again, and nothing is trained twice."""
+    (seed,) = seeds(1)
+    account = await play(seed, lost_tails(1), fsync="everysec", may_lose_tail=True)
+    assert account.kills["tail"] == 1
+
+
+CAMPAIGNS: dict[str, tuple[int, Faults, dict[str, Any]]] = {
+    "redis killed, always": (2, kills_of_redis(5), {"fsync": "always"}),
+    "redis killed, everysec": (2, kills_of_redis(5), {"fsync": "everysec"}),
+    "redis paused": (1, pauses(2.0), {"limits": WAIT}),
+    "redis paused for long": (1, pauses(30.0), {"limits": WAIT}),
+    "redis full": (1, full(3), {}),
+    "tail lost": (2, lost_tails(4), {"fsync": "everysec", "may_lose_tail": True, "gaps": 2}),
+    "workers killed": (2, kills_of_workers(6), {}),
+    "trainer killed in each gap": (2, together(), {"gaps": EVERY_GAP}),
+    "connections cut": (2, cuts(3.0), {"behind_proxy": True}),
+    "clocks jump": (1, lambda _: [asyncio.sleep(3.0)], {"worker_options": ["--clock-jumps"]}),
+    "all at once": (
+        1,
+        together(kills_of_redis(5, 1.2), kills_of_workers(5, 1.0), cuts(6.0)),
+        {"behind_proxy": True, "worker_options": ["--clock-jumps"], "gaps": 6},
+    ),
+}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", CAMPAIGNS)
+async def test_campaign(name: str) -> None:
+    rounds, faults, options = CAMPAIGNS[name]
+    for seed in seeds(rounds):
+        account = await play(seed, faults, **options)
+        assert account.steps > 1
+
+
+async def test_commits_go_on_in_a_full_redis() -> None:
+    """They are what makes room. What needs room waits until there is some, and is acknowledged then."""
+    async with Stage(0, limits=WAIT) as stage:
+        queue, client = stage.queue, stage.client
+        await queue.submit([task_at(number) for number in range(3)], cursor_at(3))
+        leases = await queue.lease_episodes("worker", 9, 0)
+        for lease in leases[:6]:
+            await queue.complete(lease, trajectory_of(lease, [sampled(lease)], 1.0))
+        batch = await queue.lease_batch(0)
+        assert isinstance(batch, Batch)
+        await client.config_set("maxmemory", 1)
+        waiting = asyncio.create_task(queue.complete(leases[6], trajectory_of(leases[6], [sampled(leases[6])], 1.0)))
+        await queue.publish_version(Announcement(1, {}))
+        await queue.commit(1)
+        status = await queue.status()
+        assert (status.version, status.committed_step, status.episodes["committed"]) == (1, 1, 6)
+        assert not waiting.done()
+        await client.config_set("maxmemory", 0)
+        await waiting
+        assert await queue.held() == {leases[6].episode_id}
+
+
+def sampled(lease: Lease) -> JournalEntry:
+    entry = next_entry(lease.episode_id, [], 0, random.Random(lease.episode_id))
+    assert entry is not None
+    return entry
+
+
+@pytest.mark.parametrize("jump_s", [-HOUR_S, HOUR_S])
+async def test_a_clock_decides_nothing_about_leases(monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    async with Stage(0) as stage:
+        queue = stage.queue
+        await queue.submit([task_at(0)], cursor_at(1))
+        held = await queue.lease_episodes("old", 9, 0)
+        assert held
+        monkeypatch.setattr(time, "time", lambda: REAL_TIME() + jump_s)
+        assert await queue.lease_episodes("new", 9, 0) == []
+        assert await queue.renew(held) == []

@@ -1,0 +1,557 @@
+"""What `TransferQueue` promises of runs and tasks. One suite for memory, Redis and a Redis Cluster.
+
+What `TransferQueue` promises of leases and endings. One suite for memory, Redis and a Redis Cluster.
+
+What `TransferQueue` promises of groups: filtering, priorities, quotas, capacity. One suite for all stores.
+
+Queued groups that a quota holds back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from queue_samples import INFRA, LIMITS, at, finish_all, task, tasks, train, trajectory, turn
+
+from penstock.transfer_queue import (
+    BadPayload,
+    Batch,
+    DataCursor,
+    LeaseLost,
+    Limits,
+    MemoryTransferQueue,
+    QueueError,
+    StepError,
+    TooManyFiltered,
+    Waiting,
+)
+
+
+async def test_a_run_is_created_once_and_keeps_its_limits(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.create_run(LIMITS, "config: 2")
+    assert await queue.config() == "config: 2"
+    with pytest.raises(QueueError, match="max_staleness"):
+        await queue.create_run(replace(LIMITS, max_staleness=5), "config: 2")
+
+
+async def test_nothing_works_without_a_run(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.drop_run()
+    with pytest.raises(QueueError):
+        await queue.config()
+    with pytest.raises(QueueError):
+        await queue.submit(tasks(1))
+
+
+async def test_submit_with_a_cursor_happens_once(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    assert await queue.cursor() == DataCursor()
+    assert await queue.submit(tasks(3), cursor=at(3)) == 3
+    assert await queue.submit(tasks(3), cursor=at(3)) == 0
+    assert await queue.submit(tasks(2, start=3), cursor=at(5)) == 2
+    assert await queue.cursor() == at(5)
+    assert (await queue.status()).groups["queued"] == 5
+
+
+async def test_a_submission_that_would_leave_a_gap_is_refused(make_queue) -> None:
+    """A queue that lost its newest tasks is not told of later ones before it has them again."""
+    queue = await make_queue(LIMITS)
+    assert await queue.submit(tasks(3), cursor=at(3), after=at(0)) == 3
+    with pytest.raises(StepError, match="submit after 0:5: the tasks after 0:3 are not here"):
+        await queue.submit(tasks(1, start=5), cursor=at(6), after=at(5))
+    assert await queue.submit(tasks(3), cursor=at(3), after=at(5)) == 0  # a repeat stays a no-op
+    assert await queue.submit(tasks(2, start=3), cursor=at(0, epoch=1), after=at(3)) == 2
+    assert (await queue.status()).groups["submitted"] == 5
+
+
+async def test_submit_without_a_cursor_skips_known_tasks(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    assert await queue.submit([task(0, "eval/1"), task(1, "eval/1")]) == 2
+    assert await queue.submit([task(1, "eval/1"), task(2, "eval/1")]) == 1
+    assert await queue.cursor() == DataCursor()
+
+
+async def test_tasks_arrive_as_they_were_sent(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    sent = replace(task(1), extra_info={"x": [1, 2.5, None, "ä"], "n": np.int64(3)}, sampling={"temperature": 0.0})
+    await queue.submit([sent])
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    assert lease.task == replace(sent, extra_info={"x": [1, 2.5, None, "ä"], "n": 3})
+
+
+@pytest.mark.parametrize("bad", ["", "two words", "new\nline", "x" * 300])
+async def test_task_names_that_the_queue_cannot_keep_are_refused(make_queue, bad: str) -> None:
+    queue = await make_queue(LIMITS)
+    with pytest.raises(QueueError, match="task_id"):
+        await queue.submit([replace(task(1), task_id=bad)])
+
+
+async def test_a_field_that_is_not_plain_data_is_named(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    with pytest.raises(BadPayload, match=r"train/0001: ground_truth.*object"):
+        await queue.submit([replace(task(1), ground_truth=object())])
+
+
+async def test_leases_come_oldest_group_first_and_fill_groups(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(3), cursor=at(3))
+    first = await queue.lease_episodes("a", 3, 0)
+    second = await queue.lease_episodes("b", 2, 0)
+    assert [lease.episode_id for lease in first + second] == [
+        "train/0000#0",
+        "train/0000#1",
+        "train/0001#0",
+        "train/0001#1",
+        "train/0002#0",
+    ]
+    assert [lease.member for lease in first] == [0, 1, 0]
+    assert (await queue.status()).workers == {"a": 3, "b": 2}
+
+
+async def test_other_splits_come_first(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    await queue.submit([task(0, "eval/1"), task(1, "eval/1", min_version=1)])
+    leases = await queue.lease_episodes("worker", 3, 0)
+    assert [lease.episode_id for lease in leases] == ["eval/1/0000#0", "train/0000#0", "train/0000#1"]
+
+
+async def test_admission_stops_at_the_staleness_bound(make_queue) -> None:
+    queue = await make_queue(LIMITS)  # staleness 1, 2 groups per step, 2 members: 4 groups, 8 episodes
+    await queue.submit(tasks(10), cursor=at(10))
+    assert len(await finish_all(queue)) == 8
+    assert await queue.lease_episodes("worker", 1, 0) == []
+    await train(queue, 0)
+    assert await queue.lease_episodes("worker", 1, 0) == []  # version 0 would be due at step 1, which is full
+    fresh = await queue.lease_episodes("worker", 100, 1)
+    assert [lease.min_version for lease in fresh] == [1] * 4
+
+
+async def test_later_members_keep_the_group_floor(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, group_size=3, groups_per_step=1))
+    await queue.submit(tasks(2), cursor=at(2))
+    for lease in await queue.lease_episodes("worker", 3, 0):
+        await queue.complete(lease, trajectory(lease))
+    await train(queue, 0)
+    (first,) = await queue.lease_episodes("fresh", 1, 1)
+    assert first.min_version == 1
+    assert await queue.lease_episodes("stale", 5, 0) == []
+    assert [lease.member for lease in await queue.lease_episodes("fresh", 5, 1)] == [1, 2]
+
+
+async def test_tasks_may_ask_for_newer_weights(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit([task(0, min_version=1), task(1)], cursor=at(2))
+    leases = await queue.lease_episodes("worker", 5, 0)
+    assert [lease.episode_id for lease in leases] == ["train/0001#0", "train/0001#1"]
+
+
+async def test_back_pressure_holds_admission_but_never_below_one_step(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_staleness=3, max_bytes=1))
+    await queue.submit(tasks(8), cursor=at(8))
+    assert len(await finish_all(queue, count=2)) == 2
+    assert len(await finish_all(queue)) == 2  # the second group fills one step
+    assert await finish_all(queue) == []
+    await train(queue, 0)
+    assert len(await finish_all(queue, count=1)) == 1
+
+
+async def test_an_expired_lease_goes_elsewhere_and_the_late_owner_is_refused(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, lease_ttl_s=0.05))
+    await queue.submit(tasks(1), cursor=at(1))
+    (old,) = await queue.lease_episodes("old", 1, 0)
+    await queue.journal(old, turn(1))
+    await asyncio.sleep(0.1)
+    leases = await queue.lease_episodes("new", 2, 0)
+    (new,) = [lease for lease in leases if lease.episode_id == old.episode_id]
+    assert new.fence > old.fence
+    assert (new.attempt, len(new.journal)) == (0, 1)
+    for late in (queue.journal(old, turn(2)), queue.complete(old, trajectory(old)), queue.fail(old, INFRA)):
+        with pytest.raises(LeaseLost):
+            await late
+    assert await queue.renew([old]) == [old.episode_id]
+    await queue.complete(new, trajectory(new))
+    assert (await queue.status()).episodes["expired"] == 1
+
+
+async def test_an_expired_lease_that_nobody_took_is_still_good(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, lease_ttl_s=0.05))
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    await asyncio.sleep(0.1)
+    assert await queue.lease_episodes("other", 0, 0) == []  # takes expired leases back
+    assert (await queue.status()).episodes["queued"] == 2
+    assert await queue.renew([lease]) == []
+    assert (await queue.status()).workers == {"worker": 1}
+    await queue.complete(lease, trajectory(lease))
+
+
+async def test_renewed_leases_stay(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, lease_ttl_s=2.0))
+    await queue.submit(tasks(1), cursor=at(1))
+    leases = await queue.lease_episodes("worker", 2, 0)
+    for _ in range(3):
+        await asyncio.sleep(0.8)
+        assert await queue.renew(leases) == []
+        assert await queue.lease_episodes("other", 5, 0) == []
+
+
+async def test_release_keeps_the_journal_and_counts_no_attempt(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    for number in range(12):
+        await queue.journal(lease, turn(number))
+    await queue.release(lease)
+    await queue.release(lease)
+    with pytest.raises(LeaseLost):
+        await queue.journal(lease, turn(99))
+    (again,) = await queue.lease_episodes("other", 1, 0)
+    assert (again.episode_id, again.attempt) == (lease.episode_id, 0)
+    assert [entry.context_len for entry in again.journal] == list(range(12))
+    assert again.journal[3].context_hash == 2**64 - 4
+    np.testing.assert_array_equal(again.journal[3].ids, [3, 4])
+    assert again.journal[3].data == {"finish_reason": "stop"}
+
+
+async def test_a_lease_is_adopted_by_its_fence_with_its_journal(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("first", 1, 0)
+    assert await queue.adopt(lease.episode_id, lease.fence) == lease
+    for number in range(11):
+        await queue.journal(lease, turn(number))
+    adopted = await queue.adopt(lease.episode_id, lease.fence)
+    assert replace(adopted, journal=()) == replace(lease, journal=())
+    assert [entry.context_len for entry in adopted.journal] == list(range(11))
+    await queue.complete(adopted, trajectory(adopted))
+    with pytest.raises(LeaseLost):
+        await queue.adopt(lease.episode_id, lease.fence)
+
+
+async def test_only_the_fence_that_holds_an_episode_adopts_it(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (old,) = await queue.lease_episodes("old", 1, 0)
+    await queue.release(old)
+    (new,) = await queue.lease_episodes("new", 1, 0)
+    for episode_id, fence in (
+        (old.episode_id, old.fence),
+        (new.episode_id, new.fence + 1),
+        ("train/0000#7", 1),
+        ("train/9999#0", 1),
+        ("nonsense", 1),
+    ):
+        with pytest.raises(LeaseLost):
+            await queue.adopt(episode_id, fence)
+    assert (await queue.adopt(new.episode_id, new.fence)).fence == new.fence
+    await queue.fail(new, INFRA)
+    with pytest.raises(LeaseLost):
+        await queue.adopt(new.episode_id, new.fence)
+
+
+async def test_adopting_renews_and_takes_up_what_ran_out(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, lease_ttl_s=0.05))
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    await asyncio.sleep(0.1)
+    assert await queue.lease_episodes("other", 0, 0) == []  # takes expired leases back
+    assert (await queue.adopt(lease.episode_id, lease.fence)).episode_id == lease.episode_id
+    assert (await queue.status()).workers == {"worker": 1}
+
+
+async def test_complete_twice_is_once(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    await queue.complete(lease, trajectory(lease, reward=0.25))
+    await queue.complete(lease, trajectory(lease, reward=0.75))
+    assert (await queue.status()).episodes["completed"] == 1
+    (kept,) = await queue.read([lease.episode_id])
+    assert kept.reward == 0.25
+
+
+async def test_a_refused_trajectory_leaves_the_episode_leased(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    good = trajectory(lease)
+    broken = replace(good.segments[0], response_logprobs=np.full(3, np.nan, dtype=np.float32))
+    with pytest.raises(BadPayload, match="response_logprobs"):
+        await queue.complete(lease, replace(good, segments=[broken]))
+    with pytest.raises(BadPayload, match="version 9 is newer"):
+        await queue.complete(lease, trajectory(lease, version=9))
+    assert (await queue.status()).episodes["leased"] == 1
+    await queue.complete(lease, good)
+    assert (await queue.read([lease.episode_id]))[0].reward == 1.0
+
+
+async def test_failures_are_retried_then_given_up(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, group_size=3, groups_per_step=1))
+    await queue.submit(tasks(1), cursor=at(1))
+    leases = await queue.lease_episodes("worker", 3, 0)
+    for lease in leases[1:]:
+        await queue.complete(lease, trajectory(lease))
+    lease = leases[0]
+    for attempt in (0, 1, 2):
+        assert lease.attempt == attempt
+        await queue.journal(lease, turn(attempt))
+        again = await queue.fail(lease, INFRA)
+        assert await queue.fail(lease, INFRA) == again == (attempt < 2)
+        if again:
+            (lease,) = await queue.lease_episodes("worker", 1, 0)
+    (letter,) = await queue.dead_letters()
+    assert (letter.episode_id, letter.outcome, letter.attempts) == ("train/0000#0", INFRA, 3)
+    assert [entry.context_len for entry in letter.journal] == [0, 1, 2]
+    batch = await queue.lease_batch(0)
+    assert batch == Batch(0, [["train/0000#1", "train/0000#2"]])
+    with pytest.raises(QueueError, match="went on without it"):
+        await queue.requeue("train/0000#0")
+    episodes = (await queue.status()).episodes
+    assert (episodes["retried"], episodes["failed"], episodes["completed"]) == (2, 1, 2)
+
+
+async def test_a_group_with_too_few_rewards_dies_and_can_be_requeued(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    first, second = await queue.lease_episodes("worker", 2, 0)
+    await queue.complete(first, trajectory(first))
+    await queue.complete(second, trajectory(second, reward=None))
+    status = await queue.status()
+    assert (status.groups["dead"], status.groups["admitted"], status.unconsumed_bytes) == (1, 0, 0)
+    assert status.episodes["group_failed"] == 2
+    (letter,) = await queue.dead_letters()
+    assert (letter.episode_id, letter.outcome.reason) == (second.episode_id, "deadline")
+    await queue.requeue(second.episode_id)
+    assert await queue.dead_letters() == []
+    with pytest.raises(QueueError, match="no such dead letter"):
+        await queue.requeue(second.episode_id)
+    status = await queue.status()
+    assert (status.groups["dead"], status.groups["queued"]) == (0, 1)
+    leases = await queue.lease_episodes("worker", 5, 0)
+    assert [lease.episode_id for lease in leases] == [first.episode_id, second.episode_id]
+    assert leases[0].fence > first.fence
+
+
+FILTERED = replace(LIMITS, filter_groups="zero_variance", max_staleness=0)
+
+
+async def finish_group(queue, rewards: list[float | None], version: int = 0) -> list[str]:
+    leases = await queue.lease_episodes("worker", len(rewards), version)
+    for lease, reward in zip(leases, rewards, strict=True):
+        await queue.complete(lease, trajectory(lease, reward=reward))
+    return [lease.episode_id for lease in leases]
+
+
+# filtering ---------------------------------------------------------------------------------------------------------
+async def test_groups_of_equal_rewards_are_filtered_and_refilled(make_queue) -> None:
+    queue = await make_queue(FILTERED)
+    await queue.submit(tasks(4), cursor=at(4))
+    await finish_group(queue, [1.0, 1.0])
+    await finish_group(queue, [0.0, 1.0])
+    assert await queue.lease_batch(0) == Waiting("1 of 2 groups ready; 0 in flight, 2 queued")
+    await finish_group(queue, [0.5, 0.25])  # group 2 has the place of group 0
+    assert await queue.lease_episodes("worker", 2, 0) == []
+    batch = await train(queue, 0)
+    assert [group[0] for group in batch.groups] == ["train/0001#0", "train/0002#0"]
+    status = await queue.status()
+    assert (status.groups["filtered"], status.episodes["filtered"], status.episodes["completed"]) == (1, 2, 6)
+    assert await queue.held() == {name for group in batch.groups for name in group}
+    await queue.commit(1)
+    assert (await queue.status()).unconsumed_bytes == 0
+
+
+async def test_unrewarded_members_do_not_count_for_the_variance(make_queue) -> None:
+    queue = await make_queue(replace(FILTERED, group_size=3, groups_per_step=1))
+    await queue.submit(tasks(2), cursor=at(2))
+    await finish_group(queue, [1.0, None, 1.0])
+    assert (await queue.status()).episodes["filtered"] == 3
+    await finish_group(queue, [1.0, None, 0.0])
+    assert await queue.lease_batch(0) == Batch(0, [["train/0001#0", "train/0001#2"]])
+    assert (await queue.status()).episodes["unrewarded"] == 1
+
+
+async def test_a_run_that_filters_everything_stops_and_says_why(make_queue) -> None:
+    queue = await make_queue(replace(FILTERED, groups_per_step=1, max_filtered_steps=2))
+    await queue.submit(tasks(5), cursor=at(5))
+    for _ in range(2):
+        await finish_group(queue, [1.0, 1.0])
+    assert isinstance(await queue.lease_batch(0), Waiting)
+    await finish_group(queue, [1.0, 1.0])
+    with pytest.raises(TooManyFiltered, match=r"3 groups had equal rewards.*max_filtered_steps"):
+        await queue.lease_batch(0)
+
+
+async def test_a_step_resets_the_count_of_filtered_groups(make_queue) -> None:
+    queue = await make_queue(replace(FILTERED, groups_per_step=1, max_filtered_steps=1))
+    await queue.submit(tasks(6), cursor=at(6))
+    for step in range(2):
+        await finish_group(queue, [1.0, 1.0], step)
+        await finish_group(queue, [1.0, 0.0], step)
+        await train(queue, step)
+    assert (await queue.status()).groups["filtered"] == 2
+
+
+# order -------------------------------------------------------------------------------------------------------------
+async def test_higher_priorities_are_admitted_first(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    order = [task(0), task(1, priority=5), task(2, priority=-3), task(3, priority=5)]
+    await queue.submit(order, cursor=at(4))
+    leases = await queue.lease_episodes("worker", 8, 0)
+    admitted = sorted({(lease.fence // 2, lease.task.task_id) for lease in leases})
+    assert {name for _, name in admitted} == {f"train/{n:04d}" for n in range(4)}
+    one_by_one = await make_queue(replace(LIMITS, group_size=1, min_group=1))
+    await one_by_one.submit(order, cursor=at(4))
+    seen = [lease.task.task_id for _ in range(4) for lease in await one_by_one.lease_episodes("worker", 1, 0)]
+    assert seen == ["train/0001", "train/0003", "train/0000", "train/0002"]
+
+
+@pytest.mark.parametrize("priority", [1001, -1001])
+async def test_priorities_out_of_range_are_refused(make_queue, priority: int) -> None:
+    queue = await make_queue(LIMITS)
+    with pytest.raises(QueueError, match="priority"):
+        await queue.submit([task(0, priority=priority)])
+
+
+async def test_a_quota_bounds_a_source_and_lets_others_pass(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, quotas={"swe": 1}))
+    await queue.submit([task(n, source="swe" if n < 3 else "sums") for n in range(6)], cursor=at(6))
+    leases = await queue.lease_episodes("worker", 8, 0)
+    assert [lease.task.data_source for lease in leases] == ["swe"] * 2 + ["sums"] * 6
+    assert (await queue.status()).groups["queued"] == 2
+    for lease in leases:
+        await queue.complete(lease, trajectory(lease))
+    assert await queue.lease_episodes("worker", 8, 0) == []  # ready counts against the quota too
+    batch = await train(queue, 0)
+    assert batch.groups[0] == ["train/0000#0", "train/0000#1"]
+    (first, *_) = await queue.lease_episodes("worker", 8, 1)
+    assert first.task.task_id == "train/0001"
+
+
+async def test_a_dead_group_gives_its_quota_back(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, quotas={"swe": 1}, max_attempts=1))
+    await queue.submit([task(n, source="swe") for n in range(2)], cursor=at(2))
+    for lease in await queue.lease_episodes("worker", 8, 0):
+        await queue.fail(lease, INFRA)
+    assert {lease.task.task_id for lease in await queue.lease_episodes("worker", 8, 0)} == {"train/0001"}
+    assert await queue.lease_episodes("worker", 8, 0) == []
+    await queue.requeue("train/0000#0")
+    assert (await queue.status()).groups["queued"] == 1
+
+
+# capacity ----------------------------------------------------------------------------------------------------------
+async def test_max_groups_bounds_what_is_in_the_system(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_staleness=4, max_groups=3))
+    await queue.submit(tasks(8), cursor=at(8))
+    assert len(await finish_all(queue)) == 6
+    assert await finish_all(queue) == []
+    await train(queue, 0)
+    assert len(await finish_all(queue, version=1)) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_groups": 1}, r"max_groups = 1 < groups_per_step = 2.*give at least 2"),
+        ({"filter_groups": "zero_variance", "group_size": 1}, "would filter every group"),
+        ({"filter_groups": "some"}, "filter_groups is 'some'; one of none, zero_variance"),
+        ({"overage": "keep"}, "overage is 'keep'; one of wait, mask, drop"),
+        ({"quotas": {"swe": 0}}, "quota of 'swe' is 0"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"max_staleness": -1}, "max_staleness is -1"),
+    ],
+)
+async def test_limits_that_no_run_can_work_with_are_refused(make_queue, change, said: str) -> None:
+    with pytest.raises(QueueError, match=said):
+        await make_queue(replace(LIMITS, **change))
+
+
+async def test_a_run_keeps_its_quotas(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, quotas={"b": 2, "a": 1}))
+    await queue.create_run(replace(LIMITS, quotas={"a": 1, "b": 2}), "config: 2")
+    with pytest.raises(QueueError, match="quotas"):
+        await queue.create_run(replace(LIMITS, quotas={"a": 2, "b": 2}), "config: 2")
+
+
+# over-age by length ------------------------------------------------------------------------------------------------
+async def test_masked_episodes_are_counted_by_length(make_queue) -> None:
+    """Nine tenths of the episodes are short and in time; a long one ships at step 3 with tokens of version 0."""
+    queue = await make_queue(replace(LIMITS, overage="mask"))
+    await queue.submit(tasks(20), cursor=at(20))
+    slow, *rest = await queue.lease_episodes("worker", 8, 0)
+    for lease in rest:
+        await queue.complete(lease, trajectory(lease))
+    for step in (0, 1, 2):
+        await train(queue, step)
+        await finish_all(queue, version=step + 1)
+    await queue.complete(slow, trajectory(slow, tokens=900))
+    batch = await train(queue, 3)
+    assert batch.groups[0] == ["train/0000#0", "train/0000#1"]
+    status = await queue.status()
+    assert status.episodes["masked"] == 2  # its short sibling waited for it
+    assert sum(decile.episodes for decile in status.over_age) == status.episodes["completed"] == 22
+    assert 901 <= status.over_age[-1].tokens_up_to <= 901 * 1.07
+    assert sum(decile.over_age for decile in status.over_age) == 2
+    assert status.over_age[-1].over_age == 1
+
+
+async def test_dropped_episodes_count_with_what_they_had_sampled(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, overage="drop"))
+    await queue.submit(tasks(8), cursor=at(8))
+    slow, *rest = await queue.lease_episodes("worker", 8, 0)
+    for lease in rest:
+        await queue.complete(lease, trajectory(lease, tokens=20))
+    await queue.journal(slow, turn(1))  # two tokens
+    for step in range(3):
+        await train(queue, step)
+        await finish_all(queue, version=step + 1)
+    status = await queue.status()
+    assert status.groups["dropped_over_age"] == 1
+    assert sum(decile.over_age for decile in status.over_age) == 2
+    assert status.over_age[0].over_age >= 1
+    assert status.over_age[0].tokens_up_to <= 3
+
+
+async def test_an_episode_is_counted_under_one_reason(make_queue) -> None:
+    """A member without a reward in a group that became ready and then over-age: unrewarded, not dropped too."""
+    queue = await make_queue(replace(LIMITS, overage="drop", group_size=3, groups_per_step=1, max_staleness=1))
+    await queue.submit(tasks(6), cursor=at(6))
+    slow = await queue.lease_episodes("worker", 3, 0)
+    await finish_all(queue)
+    await train(queue, 0)
+    await finish_all(queue, version=1)
+    for lease, reward in zip(slow, [1.0, 0.0, None], strict=True):
+        await queue.complete(lease, trajectory(lease, reward=reward))
+    await queue.commit(2, {1: [["train/0002#0"]]})  # the group of version 0 was not in it, and step 2 is too late
+    assert isinstance(await queue.lease_batch(2), Waiting)
+    episodes = (await queue.status()).episodes
+    reasons = {name: episodes[name] for name in ("dropped", "unrewarded", "committed")}
+    assert episodes["completed"] == sum(reasons.values()) + len(await queue.held())
+    assert (reasons["dropped"], (await queue.status()).groups["dropped_over_age"]) == (2, 1)
+
+
+async def test_no_decile_before_anything_finished() -> None:
+    queue = MemoryTransferQueue()
+    await queue.create_run(Limits(1, 1, 0), "x")
+    assert (await queue.status()).over_age == []
+
+
+WIDE_LIMITS = Limits(group_size=2, groups_per_step=2, max_staleness=2)
+
+
+async def test_groups_beyond_their_quotas_room_are_parked(make_queue) -> None:
+    queue = await make_queue(replace(WIDE_LIMITS, quotas={"b": 1}))
+    sources = ["b", "b", "a", "b"]
+    await queue.submit([replace(task(n), data_source=source) for n, source in enumerate(sources)], cursor=at(4))
+    assert ((await queue.status()).parked, (await queue.status()).groups["queued"]) == (2, 4)
+    leases = await queue.lease_episodes("w", 100, 0)
+    assert len(leases) == 4
+    assert ((await queue.status()).parked, (await queue.status()).groups["queued"]) == (2, 2)
+    for lease in leases:
+        await queue.complete(lease, trajectory(lease))
+    assert isinstance(await queue.lease_batch(0), Batch)
+    assert ((await queue.status()).parked, (await queue.status()).groups["queued"]) == (1, 2)
