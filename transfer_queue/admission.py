@@ -1,10 +1,11 @@
-"""When a group may be admitted, and when a batch may ship: the two rules of `queue`, as numbers.
+"""Admission and shipping: the two inequalities of `queue` as functions, and the checks of a run's limits.
 
 A *due* is the last step that may train on a group (its oldest version + max_staleness). Steps below `next_step` are
-fixed and have no place left, so a group that is not shipped yet finds G places in each step from `next_step` on.
-The memory queue calls these functions; part `admission` of `lua/shared_groups.lua` mirrors them.
+fixed and have no free place, so an unshipped group finds G places in each step from `next_step` on.
+The memory queue calls these functions; the part `admission` of `lua/shared_groups.lua` mirrors them.
 
-Settings under which a run could only stand still or burst, refused before it starts, with the arithmetic.
+`check_limits`, `check_quotas` and `check_step_bytes` reject, before a run starts, settings with which no step could
+ever be filled; the error shows the calculation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def count_due(dues: Sequence[int], step: int) -> int:
 
 
 def may_admit(due: int, unshipped: Sequence[int], next_step: int, groups_per_step: int) -> bool:
-    """Whether one more group with `due` leaves every group in the system able to ship in time (EDF feasibility).
+    """Whether every group in the system can still ship in time after one more with `due` (EDF feasibility).
 
     `unshipped`: dues of groups that are admitted or ready. For all t ≥ due: #{dues ≤ t} < places(t).
     """
@@ -36,8 +37,8 @@ def may_admit(due: int, unshipped: Sequence[int], next_step: int, groups_per_ste
 def may_ship(ended: Sequence[int], running: Sequence[int], step: int, groups_per_step: int) -> bool:
     """Whether a batch of `step` may leave groups with these dues behind: for all t ≥ step, #{≤ t} ≤ (t − step)·G.
 
-    At t = step this says that no group that is due now may stay behind. Where none that is due by t still runs there is
-    nothing to wait for: that too many are due at once happens to a queue that has caught up with a checkpoint.
+    For t = step: no group that is due now may be left. If no group due by t is still running there is nothing to wait
+    for; too many due at once occur only in a queue that has caught up with a checkpoint.
     """
     left = [*ended, *running]
     return all(
@@ -47,15 +48,15 @@ def may_ship(ended: Sequence[int], running: Sequence[int], step: int, groups_per
 
 
 def room_allows(unconsumed: int, max_bytes: int, groups: int, max_groups: int, groups_per_step: int) -> bool:
-    """Back-pressure, with `groups` in the system. One step's worth of groups is always admitted: else a full queue
-    could never ship, nor empty."""
+    """Back-pressure with `groups` in the system. One step's worth of groups is always admitted; otherwise a full
+    queue could never ship and never empty."""
     if groups < groups_per_step:
         return True
     return (max_groups == 0 or groups < max_groups) and unconsumed <= max_bytes
 
 
 def enough_members(rewarded: int, group_size: int, min_group: int) -> bool:
-    """Whether a group whose members have all ended goes on to the trainer."""
+    """Whether a group whose members have all ended is trained."""
     return rewarded >= min(min_group, group_size)
 
 
@@ -66,7 +67,7 @@ FILTERS = ("none", "zero_variance")
 
 
 def check_limits(limits: Limits) -> None:
-    """Raise `QueueError` naming the limit, and the arithmetic where one could never be met."""
+    """Raise `QueueError` naming the invalid limit, with the calculation if no step could be filled."""
     least: dict[str, float] = dict.fromkeys(
         ("group_size", "groups_per_step", "min_group", "max_attempts", "max_bytes"), 1
     )
@@ -89,9 +90,9 @@ def check_limits(limits: Limits) -> None:
 
 
 def check_quotas(limits: Limits, sources: Collection[str]) -> None:
-    """`sources`: every data_source of the dataset. Raises `QueueError` where the quotas together cannot fill a step.
+    """`sources`: every data_source of the dataset. Raises `QueueError` if the quotas together cannot fill a step.
 
-    A source without a quota is not bounded and can fill any step.
+    A source without a quota is unbounded and can fill any step.
     """
     if not sources or not set(sources) <= limits.quotas.keys():
         return
@@ -105,7 +106,7 @@ def check_quotas(limits: Limits, sources: Collection[str]) -> None:
 
 
 def check_step_bytes(limits: Limits, response_tokens: int) -> None:
-    """`response_tokens`: most of one episode. Raises `QueueError` where a step's longest episodes pass `max_bytes`."""
+    """`response_tokens`: maximum per episode. Raises `QueueError` if a step's longest episodes exceed `max_bytes`."""
     groups, members = limits.groups_per_step, limits.group_size
     needed = groups * members * BYTES_PER_TOKEN * response_tokens
     if needed > limits.max_bytes:

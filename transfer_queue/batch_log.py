@@ -1,14 +1,14 @@
-"""The batch log: payloads of trained, uncommitted steps wait here for their commit, not in the store's memory.
+"""The batch log: payloads of trained, uncommitted steps, stored on disk until their commit instead of in Redis.
 
     append(step, blobs) ──► STEP-NUMBER-WRITER.batch.tmp ─► fsync ─► rename ─► fsync of the folder ─► durable
-    read(step, ids)     ──► tables of contents, each read once ─► one seek per payload, checked
-    drop_below(step)    ──► files of committed steps go
+    read(step, ids)     ──► tables of contents, each read once ─► one seek per payload, verified
+    drop_below(step)    ──► deletes files of committed steps
 
-A file is written once and never changed; half a file never has a name that is read. NUMBER is above that of every file
-that was there: an episode that was appended again counts as in the file with the highest. Several processes may share a
-folder, each with writers of its own.
+A file is written once and never changed; an incomplete file never has a name that is read. NUMBER is greater than that
+of every existing file: of an episode that was appended twice, the copy in the file with the highest number counts.
+Several processes may share a folder if each uses its own writer names.
 
-One file of the batch log: payloads of one step, written once, with their table of contents in front. Little-endian.
+A file holds the payloads of one step after a table of contents. Little-endian:
 
     offset  bytes
     0       4   magic ``PNBL``
@@ -22,7 +22,7 @@ One file of the batch log: payloads of one step, written once, with their table 
     40      T   table, N times: length of the id (2), length of the payload (8), xxh3-64 of the payload (8), id (UTF-8)
     …           the payloads, one after the other, in the order of the table
 
-The table says how long the file must be, so a file that was cut short is known without reading any payload.
+The table determines the length of the file, so a truncated file is detected without reading any payload.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _BatchFile:
 
 
 class BatchLog:
-    """Blocking; safe for several threads. `folder` is made, readable by its owner only, when something is appended."""
+    """Blocking; safe for several threads. `folder` is created by the first append, readable by its owner only."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,10 +63,10 @@ class BatchLog:
         self._reading = threading.Lock()
 
     def append(self, step: int, blobs: Mapping[str, bytes], writer: str) -> None:
-        """Keep packed payloads of `step`, by episode id. When this returns they survive a power cut.
+        """Store packed payloads of `step` by episode id. They are durable when this returns.
 
-        A call that failed or died may be repeated. Raises `OSError` where the disk is full or away, `ValueError` for a
-        `writer` that cannot be part of a file's name.
+        A failed call may be repeated. Raises `OSError` if the disk is full or missing, `ValueError` for a `writer` that
+        cannot be part of a file name.
         """
         if not _WRITER.fullmatch(writer):
             raise ValueError(f"writer is {writer!r}; letters, digits, '_', '.' and '-' only, at most 64")
@@ -86,26 +86,26 @@ class BatchLog:
             fsync_path(self.folder)
 
     def read(self, step: int | None, episode_ids: Iterable[str]) -> dict[str, bytes]:
-        """Packed payloads of `step`, or of whatever step where it is None, by episode id in the order asked.
+        """Packed payloads of `step` (None: of any step) by episode id, in the order given.
 
-        Raises `BadPayload` naming file, episode and what is damaged or missing.
+        Raises `BadPayload` naming the file, the episode and the damaged or missing part.
         """
         wanted = list(dict.fromkeys(episode_ids))
         places = self._find(step, wanted)
         try:
             return {name: read_payload(name, places[name]) for name in wanted}
         except FileNotFoundError as error:
-            raise BadPayload(f"{error.filename} went while it was read: its step is committed") from error
+            raise BadPayload(f"{error.filename} was deleted while it was read: its step is committed") from error
 
     def drop_below(self, step: int) -> int:
-        """Remove what is of steps below `step`, left-overs of killed writers too; returns the number of files."""
+        """Delete files of steps below `step`, including those of killed writers; returns the number of files."""
         gone = [file.path for file in self._files() if file.step < step]
         for path in gone:
             path.unlink(missing_ok=True)
         return len(gone)
 
     def steps(self) -> list[int]:
-        """Steps of which something is here, in order."""
+        """Steps with at least one file, in order."""
         return sorted({file.step for file in self._files() if file.whole})
 
     def _make_folder(self) -> None:
@@ -114,7 +114,7 @@ class BatchLog:
             fsync_path(self.folder.parent)
 
     def _files(self) -> Iterator[_BatchFile]:
-        """Every file of ours; none where the folder is not there yet."""
+        """Every file of the log; none if the folder does not exist yet."""
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():
@@ -123,7 +123,7 @@ class BatchLog:
                 yield _BatchFile(path, int(step), int(number), unfinished is None)
 
     def _find(self, step: int | None, wanted: Sequence[str]) -> dict[str, PayloadLocation]:
-        """Where each episode was appended last. Tables are read newest first, and only until all are found."""
+        """The newest position of each episode. Tables are read newest first until all episodes are found."""
         missing, found, damaged = set(wanted), dict[str, PayloadLocation](), list[str]()
         for file in self._newest_first(step):
             if not missing:
@@ -143,13 +143,13 @@ class BatchLog:
         files = [file for file in self._files() if file.whole]
         here = {file.path for file in files}
         with self._reading:
-            # Only one process drops files; the tables of the others would grow for ever.
+            # Only one process deletes files; without this the tables of the others would grow without bound.
             self._tables = {path: table for path, table in self._tables.items() if path in here}
         chosen = [file for file in files if step in (None, file.step)]
         return sorted(chosen, key=lambda file: file.number, reverse=True)
 
     def _table(self, file: _BatchFile) -> dict[str, PayloadLocation]:
-        """Empty where another process dropped the file meanwhile."""
+        """Empty if another process deleted the file meanwhile."""
         with self._reading:
             if file.path not in self._tables:
                 try:
@@ -174,7 +174,7 @@ _ROW = struct.Struct("<HQQ")
 
 @dataclass(frozen=True, slots=True)
 class PayloadLocation:
-    """Where one payload lies."""
+    """Position of one payload."""
 
     path: Path
     offset: int
@@ -183,14 +183,14 @@ class PayloadLocation:
 
 
 def pack_head(step: int, blobs: Mapping[str, bytes]) -> bytes:
-    """Everything in front of the payloads."""
+    """The head and table of contents of a file."""
     table = b"".join(_pack_row(episode_id, blob) for episode_id, blob in blobs.items())
     preamble = _PREAMBLE.pack(MAGIC, FORMAT, 0, step, len(blobs), len(table), xxh3_64_intdigest(table))
     return preamble + _CHECKSUM.pack(xxh3_64_intdigest(preamble)) + table
 
 
 def read_table(path: Path, step: int) -> dict[str, PayloadLocation]:
-    """Episode id → where its payload is. Raises `BadPayload` naming what is damaged, `FileNotFoundError`."""
+    """Episode id → position of its payload. Raises `BadPayload` naming the damaged part, `FileNotFoundError`."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
         count, table_len, table_checksum = _read_head(head, step, path.name)
@@ -242,7 +242,7 @@ def _read_head(head: bytes, step: int, name: str) -> tuple[int, int, int]:
 
 
 def _places(path: Path, table: bytes, count: int) -> Iterator[tuple[str, PayloadLocation]]:
-    """Only for a table whose checksum is right: its rows then have the lengths that `pack_head` gave them."""
+    """Requires a verified table: its rows have the lengths that `pack_head` wrote."""
     at, payload_at = 0, HEAD_BYTES + len(table)
     for _ in range(count):
         name_len, length, checksum = _ROW.unpack_from(table, at)

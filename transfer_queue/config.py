@@ -15,7 +15,7 @@ class TransferQueueConfig(BaseModel):
         description="redis://, rediss:// or unix:// of a Redis or cluster; None lets `penstock run` start one.",
     )
     appendfsync: Literal["everysec", "always"] = Field("everysec", description="AOF durability of the started Redis.")
-    min_group: int = Field(2, ge=1, description="A group goes on without members lost to infrastructure above this.")
+    min_group: int = Field(2, ge=1, description="A group is trained without failed members if this many have rewards.")
     max_attempts: int = Field(3, ge=1, description="Infrastructure failures per episode before it is a dead letter.")
     lease_ttl_s: float = Field(15.0, gt=0, description="An episode whose worker is silent this long goes elsewhere.")
     registry_ttl_s: float = Field(6.0, gt=0, description="A rollout server silent this long is gone.")

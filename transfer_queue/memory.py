@@ -1,13 +1,7 @@
-"""The queue in one process's memory: same answers as Redis, nothing survives. For unit tests and as the model that
-the Redis queue is tested against.
+"""The queue in the memory of one process: the same answers as Redis, without persistence.
 
-What the parts of the in-memory queue share.
-
-The in-memory queue's tasks, leases and endings.
-
-The in-memory queue's steps and versions.
-
-The in-memory queue's servers, other splits, dead letters and numbers.
+For unit tests, and the model that the Redis queue is tested against. `memory_state` holds the state and its
+transitions; this class implements the protocol on top of it.
 """
 
 from __future__ import annotations
@@ -58,7 +52,7 @@ from penstock.transfer_queue.validation import check_tasks, finish
 
 
 class MemoryTransferQueue:
-    """`TransferQueue` in memory. `clock` (seconds) is the queue's own time, for tests of leases."""
+    """`TransferQueue` in memory. `clock` (seconds) is the queue's time, for tests of leases."""
 
     def __init__(
         self,
@@ -339,7 +333,7 @@ class MemoryTransferQueue:
         state.counts["committed_groups"] += len(groups)
 
     def _forget_trained(self, groups: Sequence[Sequence[str]]) -> None:
-        """A step that a checkpoint holds and this queue has lost: its groups are forgotten wherever they are."""
+        """Remove the groups of a step that is in a checkpoint and that this queue has lost, from any state."""
         state = self._state
         for episodes in groups:
             task_id, _ = split_episode(episodes[0])
@@ -486,7 +480,7 @@ def _place(cursor: DataCursor) -> str:
 
 
 def _slow_names(groups: list[MemoryGroup], limit: int = 5) -> str:
-    """The running groups that are due first, with the step by which each must ship."""
+    """The running groups with the earliest due step."""
     first = sorted(groups, key=lambda group: (group.due, group.seq))[:limit]
     return ", ".join(f"{group.task.task_id} by step {group.due}" for group in first)
 

@@ -1,6 +1,6 @@
-"""The state of an in-memory queue and its transitions; `memory.MemoryTransferQueue` gives it the protocol's face.
+"""State of an in-memory queue and its transitions, used by `memory.MemoryTransferQueue`.
 
-What one Lua script does at once is done here between two awaits, so nothing interleaves.
+Each transition that is one Lua script in Redis runs here without an await, so calls do not interleave.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MemoryGroup:
 
 
 def split_episode(episode_id: str) -> tuple[str, int]:
-    """``train/7#3`` → (``train/7``, 3); what names no episode becomes one that no task has."""
+    """``train/7#3`` → (``train/7``, 3); an invalid id maps to a task that does not exist."""
     task_id, _, index = episode_id.rpartition("#")
     return (task_id, int(index)) if index.isdecimal() else ("", 0)
 
@@ -162,14 +162,14 @@ class MemoryState:
         return sum(member.held_bytes for group in self.unconsumed() for member in group.members)
 
     def held_bytes(self) -> int:
-        """Everything that is stored, as Redis would count it."""
+        """All stored bytes, as Redis counts them."""
         members = (member.held_bytes for group in self.groups.values() for member in group.members)
         letters = sum(size for sizes in self.letter_bytes.values() for size in sizes)
         groups = (g.cost + (g.members_cost if g.state != "queued" else 0) for g in self.groups.values())
         return sum(groups) + sum(members) + letters
 
     def age_s(self, state: str) -> float | None:
-        """How long the group that is first in `state` has been there."""
+        """Time in `state` of its first group; None if there is none."""
         order = {"queued": _queue_rank, "admitted": _due_rank, "ready": _due_rank}[state]
         groups = sorted(self.in_state(state), key=order)
         return self.clock() - groups[0].since if groups else None
@@ -197,7 +197,7 @@ class MemoryState:
         return self._fence
 
     def owned(self, episode_id: str, fence: int) -> tuple[MemoryGroup, GroupMember]:
-        """The member that `fence` still owns. A lease that ran out and was not given on is taken up again."""
+        """The member that `fence` owns. An expired lease that was not given to another worker is resumed."""
         task_id, index = split_episode(episode_id)
         group = self.groups.get(task_id)
         member = group.members[index] if group and index < len(group.members) else None
@@ -255,7 +255,7 @@ class MemoryState:
                     self.put_letter(DeadLetter(group.episode(index), member.outcome, member.attempts, []), [])
 
     def put_letter(self, letter: DeadLetter, sizes: list[int]) -> None:
-        """`sizes`: what the entries of its journal count for."""
+        """`sizes`: accounted bytes of its journal entries."""
         self.letters[letter.episode_id] = letter
         self.letter_bytes[letter.episode_id] = sizes
         for name in list(self.letters)[:-JOURNALS_KEPT]:
@@ -267,7 +267,7 @@ class MemoryState:
         self.letter_bytes.pop(episode_id, None)
 
     def revive(self, group: MemoryGroup) -> None:
-        """Queue a dead group again as it was submitted, at its old place in the order."""
+        """Queue a dead group again as it was submitted, in its old position."""
         group.members = [GroupMember() for _ in group.members]
         self.change(group, "queued" if group.is_train else "split")
 
@@ -277,7 +277,7 @@ class MemoryState:
                 self._drop(group)
 
     def _drop(self, group: MemoryGroup) -> None:
-        """Members that have not ended count with what they have journaled."""
+        """Unfinished members count with the tokens journaled so far."""
         self.counts["dropped_over_age"] += 1
         for member in group.members:
             # Those without a reward were counted when their group was ready.
@@ -297,7 +297,7 @@ class MemoryState:
 
     # admission -----------------------------------------------------------------------------------------------------
     def admit(self, version: int) -> MemoryGroup | None:
-        """Admit the first queued group for a worker at `version`, if all gates are open."""
+        """Admit the first queued group for a worker at `version`, if every condition allows it."""
         limits, groups = self.limits, len(self.unconsumed())
         room = room_allows(self.waiting_bytes(), limits.max_bytes, groups, limits.max_groups, limits.groups_per_step)
         due = min(version, self.version) + limits.max_staleness
@@ -329,7 +329,7 @@ class MemoryState:
         return sum(group.task.data_source == source for group in self.in_state(*states))
 
     def _unshipped_dues(self) -> list[int]:
-        """Under ``mask`` a group that is late while it runs takes nobody's place: it ships whenever it ends."""
+        """Under ``mask`` a running group that is late occupies no place: it ships whenever it ends."""
         late_before = self.next_step if self.limits.overage == "mask" else 0
         running = [group.due for group in self.in_state("admitted") if group.due >= late_before]
         return running + [group.due for group in self.in_state("ready")]

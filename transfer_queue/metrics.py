@@ -1,11 +1,11 @@
-"""A queue's `Status` as Prometheus gauges, so that dashboards and alerts see what people see.
+"""Numbers of a run: `Status` as Prometheus metrics, memory accounting, and response lengths.
 
-What things cost in the store, in bytes: Redis's own allocation sizes and bookkeeping, so that `Status.bytes` is what
-the operator sees in Redis.
+`payload_cost`, `journal_cost` and `task_cost` reproduce what Redis allocates, so that `Status.bytes` matches Redis's
+own figure. The constants are those of Redis 7 on a 64-bit machine with jemalloc; a test compares the sum with a real
+server.
 
-The constants are those of Redis 7 on a 64-bit machine with jemalloc; a test compares the sum with a real server.
-
-Response lengths of finished episodes in buckets, and their deciles: who is over-age, the long or the short?
+`bucket_of` and `deciles` count finished and over-age episodes by response length: they show whether the staleness
+bound discards mostly long episodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREFIX = "penstock_queue_"
 
 
 class QueueGauges(Collector):
-    """Registered with a Prometheus registry; shows whatever status `newest` gives, nothing while it gives None."""
+    """Prometheus collector of the status that `newest` returns; empty while that is None."""
 
     def __init__(
         self, run: str, newest: Callable[[], Status | None], servers: Callable[[], Sequence[ServerInfo]] = tuple
@@ -67,7 +67,7 @@ def _over_age_shares(status: Status) -> dict[str, float]:
 
 
 def version_lags(status: Status, servers: Sequence[ServerInfo]) -> dict[str, int]:
-    """By server, in order of their names: versions between the newest one and what it holds."""
+    """Server id → number of versions behind the newest, ordered by id."""
     return {s.server_id: max(0, status.version - s.version) for s in sorted(servers, key=lambda s: s.server_id)}
 
 
@@ -126,7 +126,7 @@ def longest_in(bucket: int) -> int:
 
 
 def deciles(finished: Mapping[int, int], over_age: Mapping[int, int]) -> list[LengthDecile]:
-    """Ten rows, shortest first, from bucket → episodes; a bucket that lies across a border is divided evenly."""
+    """Ten rows, shortest first, from bucket → episodes; a bucket across a boundary is divided evenly."""
     total = sum(finished.values())
     if total == 0:
         return []

@@ -1,4 +1,4 @@
-"""The queue's protocol. Redis implements it for runs, memory for unit tests; one conformance suite holds both to it.
+"""The protocol of the queue. Redis implements it for runs, memory for unit tests; one conformance suite covers both.
 
 States of a group (all episodes of one task) in split ``train``:
 
@@ -10,7 +10,7 @@ States of a group (all episodes of one task) in split ``train``:
 States of an episode: queued → leased → ended (completed | failed), and leased → queued again when its lease runs out,
 is released, or failed with attempts left.
 
-Time is always the queue's own (Redis TIME), never a client's clock.
+All times are the queue's (Redis TIME), never a client's clock.
 
 **Admission (invariant 3).** Let c = current version = number of published steps, G = groups per step, η =
 max_staleness. A group admitted by a worker whose server holds version u has all tokens at version ≥ u, so it must ship
@@ -51,12 +51,12 @@ from penstock.transfer_queue.types import (
 
 
 class TransferQueue(Protocol):
-    """Every method is one round trip (besides payload bytes), raises `QueueUnavailable` after its deadline, and may be
-    repeated: a client that did not see the reply calls again and nothing is counted twice."""
+    """Every method is one round trip (except payload bytes), raises `QueueUnavailable` after its deadline, and may be
+    repeated: a client that lost the reply calls again, and nothing is counted twice."""
 
     # the run -------------------------------------------------------------------------------------------------------
     async def create_run(self, limits: Limits, config: str) -> None:
-        """Create the run, or check that an existing one has the same limits. `config` is the resolved YAML."""
+        """Create the run, or check that the existing run has the same limits. `config` is the resolved YAML."""
 
     async def config(self) -> str:
         """The resolved YAML of the run. Raises `NoSuchRun`."""
@@ -65,11 +65,11 @@ class TransferQueue(Protocol):
     async def submit(
         self, tasks: Sequence[Task], cursor: DataCursor | None = None, after: DataCursor | None = None
     ) -> int:
-        """Queue tasks (a group each in ``train``; one episode each elsewhere). Returns how many were new.
+        """Queue tasks (one group each in ``train``, one episode each in other splits). Returns the number of new tasks.
 
         With `cursor` (place in the data stream after these tasks) the call is exactly-once for split ``train``: it
         is a no-op unless the stored cursor is smaller. With `after` (place before these tasks) it raises `StepError`
-        where the stored cursor is smaller than that: the queue has lost tasks with its machine, go on at `cursor()`.
+        if the stored cursor is smaller: the queue has lost tasks in a machine crash; continue at `cursor()`.
         """
 
     async def cursor(self) -> DataCursor:
@@ -77,21 +77,21 @@ class TransferQueue(Protocol):
 
     # agent workers -------------------------------------------------------------------------------------------------
     async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
-        """Up to `count` episodes for a worker whose best server holds `version`; fewer where admission says no.
+        """Up to `count` episodes for a worker whose newest server holds `version`; fewer if admission rejects more.
 
-        Order: other splits first (evaluations are short and somebody waits), then members of groups already admitted,
-        then new groups: highest priority first, then oldest task, passing over sources whose quota is used up.
-        Expired leases are taken back here.
+        Order: other splits first (evaluations are short), then members of groups already admitted,
+        then new groups: highest priority first, then oldest task, skipping sources whose quota is used up.
+        Expired leases return to the queue in this call.
         """
 
     async def adopt(self, episode_id: str, fence: int) -> Lease:
-        """The lease that `fence` holds, renewed, with its journal as it is now: for a process that goes on with it.
+        """The lease that `fence` holds, renewed, with its current journal: for a process that takes it over.
 
-        Raises `LeaseLost` where the episode has ended or another fence holds it.
+        Raises `LeaseLost` if the episode has ended or another fence holds it.
         """
 
     async def renew(self, leases: Iterable[Lease]) -> list[str]:
-        """Extend leases by the TTL; returns the episode ids that this worker no longer owns."""
+        """Extend leases by the TTL; returns ids of episodes that the worker no longer owns."""
 
     async def journal(self, lease: Lease, entry: JournalEntry) -> None:
         """Append an entry and renew the lease. Raises `LeaseLost`."""
@@ -100,65 +100,65 @@ class TransferQueue(Protocol):
         """Store the trajectory; the journal is deleted. Raises `LeaseLost`, `BadPayload`. A repeat is a no-op."""
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
-        """An infrastructure failure or cancellation. True: it will be tried again; False: the episode is given up."""
+        """Report an infrastructure failure or cancellation. True: it is retried; False: it is a dead letter."""
 
     async def release(self, lease: Lease) -> None:
-        """Hand an episode back unharmed, journal kept, no attempt counted (draining worker)."""
+        """Return an episode to the queue; the journal is kept, no attempt counted. Lost leases are ignored."""
 
     # trainer -------------------------------------------------------------------------------------------------------
     async def lease_batch(self, step: int) -> Batch | Waiting:
-        """The groups of `step`. The same answer for every rank and after every crash once it is fixed."""
+        """The groups of `step`. Once fixed, the answer is the same for every rank and after every crash."""
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        """Payloads of finished, uncommitted episodes, in the order asked, from the store or from the batch log.
+        """Trajectories of finished, uncommitted episodes in the order given, from the store or the batch log.
 
-        Raises `BadPayload` naming what is damaged.
+        Raises `BadPayload` naming the damaged part.
         """
 
     async def get(
         self, episode_ids: Sequence[str], fields: Sequence[str], start: int = 0, stop: int | None = None
     ) -> list[FieldValues]:
-        """Only `fields` (names of `Segment` and `Trajectory`), in the order asked; nothing else is moved.
+        """Only `fields` (names of `Segment` and `Trajectory`) in the order given; nothing else is transferred.
 
         Fields with one value per response token are cut to positions ``start:stop`` of each segment's response; other
-        fields come whole. Raises `BadPayload`, and `QueueError` for an unknown field.
+        fields are complete. Raises `BadPayload`, and `QueueError` for an unknown field.
         """
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         """Move payloads of the trained, uncommitted `step` to the batch log and free them in the store.
 
-        Each trainer rank spills its share. Returns how many were moved; a repeat moves nothing. They are durable in
-        the log before the store forgets them. Raises `QueueError` where the queue has no batch log, `StepError` for a
+        Each trainer rank spills its share. Returns the number moved; a repeat moves nothing. Payloads are durable in
+        the log before the store deletes them. Raises `QueueError` without a batch log, `StepError` for a
         step that is not trained.
         """
 
     async def publish_version(self, announcement: Announcement) -> bool:
         """Make `version` current: step `version − 1` counts as trained. False (no-op) for a version already published.
 
-        A trainer that resumes from an older checkpoint replays the steps in between on their recorded batches, and
+        A trainer that resumes from an older checkpoint replays the steps in between on their recorded batches and
         publishes nothing until it is past the newest version: a version number never names two sets of weights.
         """
 
     async def renew_manifest(self, announcement: Announcement) -> bool:
-        """Say anew where the CURRENT version's weights are (their file went with the machine). False if not current."""
+        """Replace the manifest of the CURRENT version (its file was lost with a machine). False if not current."""
 
     async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
         """Steps below `step` are in a durable checkpoint: their payloads are deleted. Twice is a no-op.
 
-        `batches` (step → groups, as the checkpoint remembers them) lets a queue that lost its last second with its
-        machine catch up: steps that the checkpoint holds and the queue does not know are taken as trained, and their
-        groups are forgotten wherever they are, so that none is trained twice; the version is then at least `step`, with
-        its weights to be announced by `renew_manifest`. Without it an unknown step is a `StepError`.
+        `batches` (step → groups, from the checkpoint) lets a queue that lost its last second in a machine crash catch
+        up: steps that are in the checkpoint and unknown to the queue count as trained, and their groups are removed
+        from whatever state they are in, so that none is trained twice. The version is then at least `step`; its
+        weights are announced by `renew_manifest`. Without `batches` an unknown step raises `StepError`.
         """
 
     async def rewind(self, step: int) -> int:
-        """A trainer restarts at `step`: batches from there on are handed out again as recorded. Returns how many."""
+        """A trainer restarts at `step`: recorded batches from there on are returned again. Returns their number."""
 
     # versions and servers ------------------------------------------------------------------------------------------
     async def latest_version(self) -> Announcement | None: ...
 
     async def heartbeat(self, server: ServerInfo) -> None:
-        """Register or refresh; a server that misses `registry_ttl_s` is gone."""
+        """Register or refresh a server; it is removed after `registry_ttl_s` without heartbeat."""
 
     async def deregister(self, server_id: str) -> None: ...
 
@@ -170,16 +170,17 @@ class TransferQueue(Protocol):
         """The newest `KEPT_UPDATES`, in the order in which they were reported."""
 
     async def held(self) -> set[str]:
-        """Ids of finished training episodes that are still here: in unfinished, ready and uncommitted groups.
+        """Ids of finished training episodes in unfinished, ready and uncommitted groups.
 
-        For audits; linear in what is held.
+        For audits; linear in their number.
         """
 
     # other splits ---------------------------------------------------------------------------------------------------
     async def results(self, split: str) -> tuple[list[Trajectory], int]:
-        """Finished trajectories of a split and how many episodes are still out."""
+        """Finished trajectories of a split, and the number of its unfinished episodes."""
 
-    async def drop_split(self, split: str) -> None: ...
+    async def drop_split(self, split: str) -> None:
+        """Delete everything of a split other than ``train``."""
 
     # watching ------------------------------------------------------------------------------------------------------
     async def add_wait(self, role: str, cause: str, seconds: float) -> None: ...
@@ -187,12 +188,12 @@ class TransferQueue(Protocol):
     async def status(self) -> Status: ...
 
     async def dead_letters(self, limit: int = 100, start: int = 0) -> list[DeadLetter]:
-        """From the `start`-th oldest on."""
+        """Oldest first, from the `start`-th on."""
 
     async def dead_letter(self, episode_id: str) -> DeadLetter | None: ...
 
     async def requeue(self, episode_id: str) -> None:
-        """Give a dead letter a new life: its whole group is queued again as it was submitted."""
+        """Queue the whole group of a dead letter again, as it was submitted."""
 
     async def drop_run(self) -> int:
         """Delete everything of the run; returns the number of keys deleted."""

@@ -1,4 +1,4 @@
-"""The data path in types: a `Task` goes to an agent worker, a `Trajectory` comes back for the trainer.
+"""The data types of the queue: a `Task` goes to an agent worker, a `Trajectory` comes back for the trainer.
 
 dataset row ──► Task ──lease──► agent loop ──journal──► JournalEntry …
                                     └──complete──► Trajectory(Segment …) ──lease_batch──► trainer
@@ -189,7 +189,7 @@ class JournalEntry:
 
 
 KEPT_UPDATES = 10_000
-"""Swaps of weights that a queue remembers: hundreds of servers make more of them than anyone looks at."""
+"""Weight updates that a queue keeps; older ones are dropped."""
 
 
 class QueueError(Exception):
@@ -201,11 +201,11 @@ class NoSuchRun(QueueError):
 
 
 class LeaseLost(QueueError):
-    """The fencing token is not the newest: another worker owns the episode now. Stop working on it."""
+    """The fencing token is outdated: another worker owns the episode. Stop working on it."""
 
 
 class BadPayload(QueueError):
-    """A trajectory or payload was refused; the message names the field. The episode is kept."""
+    """A trajectory or payload was rejected; the message names the field. The episode stays leased."""
 
 
 class StepError(QueueError):
@@ -213,16 +213,16 @@ class StepError(QueueError):
 
 
 class TooManyFiltered(QueueError):
-    """More groups with equal rewards than `max_filtered_steps` allows: asking again gets the same answer."""
+    """More groups with equal rewards than `max_filtered_steps` allows. Permanent: a retry raises it again."""
 
 
 class QueueUnavailable(QueueError):
-    """The store did not answer within the operation's deadline; the message says which store and for how long."""
+    """The store did not answer within the operation's deadline; the message names the store and the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the queue enforces for a run. Written once by `create_run`."""
+    """Limits that the queue enforces for a run. Written once by `create_run`."""
 
     group_size: int
     groups_per_step: int
@@ -230,9 +230,9 @@ class Limits:
     overage: str = "wait"
     """``wait`` | ``mask`` | ``drop``"""
     min_group: int = 2
-    """A group goes on without members lost to infrastructure while at least this many carry a reward."""
+    """A group is trained without members lost to infrastructure if at least this many carry a reward."""
     max_attempts: int = 3
-    """Infrastructure failures per episode before it is given up."""
+    """Infrastructure failures per episode until it becomes a dead letter."""
     lease_ttl_s: float = 30.0
     max_bytes: int = 4 << 30
     """Back-pressure: no group is admitted while unconsumed payloads hold more than this."""
@@ -241,9 +241,9 @@ class Limits:
     filter_groups: str = "none"
     """``none`` | ``zero_variance``: whether a group whose rewards are all equal is filtered instead of trained."""
     max_filtered_steps: int = 10
-    """A step for which more than this many steps' worth of groups were filtered stops the run; 0 = no limit."""
+    """The run stops if more than this many steps' worth of groups are filtered for one step; 0 = no limit."""
     quotas: Mapping[str, int] = field(default_factory=dict)
-    """data_source → most groups of it that may be unshipped (admitted or ready) at once; others are not bounded."""
+    """data_source → maximum of its groups that are unshipped (admitted or ready); other sources are unbounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,16 +257,16 @@ class Lease:
     attempt: int
     """0 for the first try; counts infrastructure failures, not lost workers."""
     fence: int
-    """Grows with every lease of the episode; an older fence is refused everywhere."""
+    """Grows with every lease of the episode; calls with an older fence are rejected."""
     min_version: int
     """No token of this episode may be sampled below this version (the group's floor)."""
     journal: Sequence[JournalEntry] = ()
-    """What earlier owners of the episode already did."""
+    """Entries of earlier owners of the episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one step, fixed from the first `lease_batch` of that step on."""
+    """The groups of one step, fixed by the first `lease_batch` of that step."""
 
     step: int
     groups: Sequence[Sequence[str]]
@@ -275,15 +275,15 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Why a batch or lease could not be given yet."""
+    """The reason why a batch is not available yet."""
 
     cause: str
-    """One line for people: ``3 of 8 groups ready; 5 in flight``, ``slow groups train/7, train/9 are due``."""
+    """One readable line: ``3 of 8 groups ready; 5 in flight``, ``slow groups train/7, train/9 are due``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A published policy version and where its weights are. Plain data, made by rollout_server.weights."""
+    """A published policy version and its weight manifest, plain data made by `weight_sync`."""
 
     version: int
     manifest: Mapping[str, Any]
@@ -299,16 +299,16 @@ class ServerInfo:
     in_flight: int = 0
     accepting: bool = True
     in_flight_tokens: int = 0
-    """Of the requests in flight: prompts, and what is still expected of the answers."""
+    """Tokens of the requests in flight: prompts and the expected rest of the responses."""
     evaluates: bool = False
-    """It takes the episodes of evaluations, no others, and keeps its version while one is on."""
+    """Serves only evaluation episodes, and keeps its version while an evaluation runs."""
     age_s: float = field(default=0.0, compare=False)
-    """How long ago it said so, by the queue's clock when the registry was read; written by the queue alone."""
+    """Age of the heartbeat by the queue's clock when the registry was read; set by the queue only."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """One swap of weights on one server, as the server measured it."""
+    """One weight update of one server, as measured by the server."""
 
     server_id: str
     version: int
@@ -316,14 +316,14 @@ class WeightUpdate:
     fetch_s: float
     load_s: float
     in_flight: int
-    """Requests that were running when the swap began and went on after it."""
+    """Requests that were running when the update began and continued after it."""
     at_unix_s: float = 0.0
-    """When it was over, by the server's clock; 0 where an older server reported it."""
+    """Time of completion by the server's clock; 0 if an older server reported it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """An episode that was given up, why, and what it had done. Journals are kept for the newest letters only."""
+    """A failed episode with its outcome and journal. Journals are kept for the newest letters only."""
 
     episode_id: str
     outcome: Outcome
@@ -333,16 +333,16 @@ class DeadLetter:
 
 @dataclass(frozen=True, slots=True)
 class LengthDecile:
-    """One tenth of all finished training episodes by response length, and how many of them were over-age.
+    """One tenth of all finished training episodes by response length, and its number of over-age episodes.
 
-    Over-age shares that grow with length say that the bound throws long episodes away, which biases training.
+    Over-age shares that grow with length mean that the bound discards long episodes, which biases training.
     """
 
     tokens_up_to: int
     """Longest response of the decile, in tokens (mask 0 and 1), to within a twelfth."""
     episodes: int
     over_age: int
-    """Of these, dropped or masked because they were over the staleness bound."""
+    """Number of them that were dropped or masked because they exceeded the staleness bound."""
 
 
 EPISODE_TOTALS = (
@@ -354,13 +354,13 @@ EPISODE_TOTALS = (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Everything a person or a watchdog asks, in one round trip. Counts are of split ``train``."""
+    """State of a run, read in one round trip. Counts are of split ``train``."""
 
     version: int
     step: int
     """Next step to be leased."""
     committed_step: int
-    """Steps below this are durable."""
+    """Steps below this are in a durable checkpoint."""
     groups: Mapping[str, int]
     """queued, admitted, ready, shipped, trained, committed, dropped_over_age, filtered, dead, submitted"""
     episodes: Mapping[str, int]
@@ -369,19 +369,19 @@ class Status:
     finished ones that will not be trained, by reason: dropped (over-age), filtered (rewards all equal), unrewarded (its
     group went on without it), group_failed (its group died). completed = committed + held + these four."""
     bytes: int
-    """What the run holds in the store: tasks, journals, payloads and their bookkeeping; Redis agrees within 10 %."""
+    """Bytes of the run in the store: tasks, journals, payloads and bookkeeping; within 10 % of Redis's figure."""
     waits_s: Mapping[str, float]
     """``role:cause`` → seconds."""
     workers: Mapping[str, int]
-    """worker → episodes it holds."""
+    """worker → number of leased episodes."""
     other_splits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """split → {queued, leased, done}"""
     ages_s: Mapping[str, float] = field(default_factory=dict)
-    """queued, admitted, ready → how long the group that is first there has been in that state; absent where none is."""
+    """queued, admitted, ready → time in that state of the first group there; absent if there is none."""
     over_age: Sequence[LengthDecile] = ()
     """Ten deciles, shortest first; empty until an episode has finished."""
     parked: int = 0
-    """Queued groups beyond what the quota of their source has room for now; they are counted in queued, too."""
+    """Queued groups over the quota of their source; also counted in queued."""
     unconsumed_bytes: int = 0
     """Payloads and journals that count against `max_bytes`."""
 
@@ -394,9 +394,9 @@ def evaluation_split(version: int) -> str:
 
 
 def under_evaluation(status: Status, version: int) -> bool:
-    """Whether episodes that a server at `version` may sample wait in another split than ``train``, or are at work.
+    """Whether evaluation episodes that a server at `version` may sample are queued or running.
 
-    An evaluation of a newer version does not count: it waits until a server has that one.
+    An evaluation of a newer version does not count: it waits until a server has that version.
     """
     busy = (split for split, counts in status.other_splits.items() if counts.get("queued", 0) + counts.get("leased", 0))
     return any(_oldest(split) <= version for split in busy)

@@ -1,12 +1,11 @@
-"""What `complete` and `submit` refuse, and what the index has to know of a finished episode.
+"""Checks of `submit` and `complete`, and the facts about a finished episode that the index needs.
 
-Everything that needs only the data itself is checked here, before any byte is sent; the queue checks the fence and
-that no version is newer than the current one.
+Everything that depends on the data alone is checked here, before a byte is sent; the queue checks the fence and that
+no version is newer than the current one.
 
-Whether a segment may be stored: a quick look that accepts nearly all, and the exact rules that name what is wrong.
-
-`_is_plain` is true only where the rules hold; where it is false the rules decide. So the quick look may know fewer
-good segments than there are (other dtypes, very many spans), never more.
+A segment is first tested by `_is_plain`, which is fast and true only where all rules hold; otherwise the exact rules
+decide and name the field. So the fast test may miss good segments (other dtypes, very many spans), but never accepts a
+bad one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _NAME = re.compile(r"[!-~]+")
 
 @dataclass(frozen=True, slots=True)
 class FinishedEpisode:
-    """A checked, packed trajectory with the few numbers that the index keeps."""
+    """A checked, packed trajectory with the numbers that the index stores."""
 
     packed: Packed
     reward: float | None
@@ -52,7 +51,7 @@ def finish(
 ) -> FinishedEpisode:
     """Check and pack the trajectory of `lease`.
 
-    Raises `BadPayload` naming the field, `QueueError` for a compression that this build has not.
+    Raises `BadPayload` naming the field, `QueueError` for an unavailable compression.
     """
     check_trajectory(lease, trajectory)
     packed = pack_trajectory(trajectory, compression)
@@ -81,7 +80,7 @@ def check_trajectory(lease: Lease, trajectory: Trajectory) -> None:
 
 
 def check_tasks(tasks: Sequence[Task]) -> None:
-    """Raise `QueueError` naming the task and the field that the queue cannot keep."""
+    """Raise `QueueError` naming the task and the invalid field."""
     for task in tasks:
         for field, value in (("task_id", task.task_id), ("split", task.split)):
             if not (isinstance(value, str) and _NAME.fullmatch(value) and len(value) <= MAX_TASK_ID_CHARS):
@@ -164,7 +163,7 @@ def _are_turns(starts: Any, length: int) -> bool:
 
 
 def _cover(spans: Any, mask: NDArray[np.uint8], floor: int) -> bool:
-    """Whether the spans, in order and apart, have only sampled positions inside and as many as there are."""
+    """Whether the spans are ordered, disjoint, and cover exactly the sampled positions."""
     if not (isinstance(spans, np.ndarray) and spans.dtype == _I4 and spans.ndim == 2 and spans.shape[1] == 3):
         return False
     if len(spans) > _FEW_SPANS:
@@ -198,7 +197,7 @@ def _check_ids(array: NDArray[Any], field: str) -> None:
 
 
 def _check_integers(array: NDArray[Any], field: str) -> None:
-    """Values outside of int32 would be stored as other numbers."""
+    """Reject values outside int32, which would be stored as other numbers."""
     expect(array.size == 0 or array.dtype.kind in "iu", field, f"dtype {array.dtype}, integers expected")
     expect(array.size == 0 or int(array.max()) < 2**31, field, "holds values over int32")
 

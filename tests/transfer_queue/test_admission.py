@@ -57,7 +57,7 @@ def test_a_fixed_step_ahead_takes_its_places_away() -> None:
     assert not may_admit(5, [], 6, 8)
 
 
-def test_shipping_may_overtake_only_groups_that_still_ship_in_time() -> None:
+def test_shipping_overtakes_only_groups_that_ship_in_time() -> None:
     assert may_ship([], [], 4, 2)
     assert not may_ship([], [4], 4, 2)  # due now
     assert may_ship([], [5, 5], 4, 2)  # both fit into step 5

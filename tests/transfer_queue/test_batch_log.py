@@ -64,7 +64,7 @@ def test_an_episode_counts_as_it_was_appended_last(log: BatchLog) -> None:
     assert log.read(2, [A]) == {A: b"second"}
 
 
-def test_a_repeat_is_harmless_and_mends_what_was_damaged(log: BatchLog) -> None:
+def test_a_repeat_is_harmless_and_repairs_what_was_damaged(log: BatchLog) -> None:
     log.append(2, {A: b"alpha", B: b"beta"}, "w")
     flip(only_file(log), -1)
     log.append(2, {A: b"alpha", B: b"beta"}, "w")

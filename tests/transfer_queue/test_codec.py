@@ -213,7 +213,7 @@ def test_tasks_come_back_equal(extra: dict, truth: object, priority: int) -> Non
     assert decode_task(encode_task(sent)) == sent
 
 
-def test_any_mapping_may_be_in_a_task_and_what_cannot_be_packed_is_named() -> None:
+def test_task_takes_any_mapping_and_names_bad_fields() -> None:
     sent = replace(task(1), extra_info=MappingProxyType({"nested": MappingProxyType({"a": np.float32(0.5)})}))
     assert decode_task(encode_task(sent)).extra_info == {"nested": {"a": 0.5}}
     with pytest.raises(BadPayload, match="task train/0001: ground_truth: set"):

@@ -112,7 +112,7 @@ def test_arrays_are_views_and_read_only() -> None:
     assert all(values.flags.aligned for values in arrays.values())
 
 
-def test_damage_outside_of_a_slice_does_not_hide_it_and_damage_inside_is_refused() -> None:
+def test_only_damage_inside_a_slice_is_refused() -> None:
     blob = bytearray(pack(KIND, LONG, {}).joined())
     field = parse_head(bytes(blob), KIND).fields["ids"]
     blob[field.start + 2 * BLOCK + 5] ^= 1  # in the third block: rows 32,768 to 49,151

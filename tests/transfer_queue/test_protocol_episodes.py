@@ -160,7 +160,7 @@ async def test_back_pressure_holds_admission_but_never_below_one_step(make_queue
     assert len(await finish_all(queue, count=1)) == 1
 
 
-async def test_an_expired_lease_goes_elsewhere_and_the_late_owner_is_refused(make_queue) -> None:
+async def test_expired_lease_moves_and_its_late_owner_is_refused(make_queue) -> None:
     queue = await make_queue(replace(LIMITS, lease_ttl_s=0.05))
     await queue.submit(tasks(1), cursor=at(1))
     (old,) = await queue.lease_episodes("old", 1, 0)

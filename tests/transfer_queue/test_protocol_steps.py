@@ -326,7 +326,7 @@ async def test_a_queue_behind_its_checkpoint_catches_up(make_queue) -> None:
     assert places == {"queued": 3, "ready": 1, "committed": 4, "submitted": 8}
 
 
-async def test_groups_that_came_to_be_over_age_by_catching_up_are_dropped(make_queue) -> None:
+async def test_groups_over_age_after_catching_up_are_dropped(make_queue) -> None:
     queue = await make_queue(LIMITS)
     await queue.submit(tasks(4), cursor=at(4))
     await finish_all(queue)
@@ -451,7 +451,7 @@ async def test_bytes_follow_tasks_journals_and_payloads(make_queue) -> None:
     assert 5000 * 21 < waiting < 1.2 * 5000 * 21  # 9 bytes a token, and here 12 of spans
 
 
-async def test_held_names_finished_episodes_until_their_step_is_committed(make_queue) -> None:
+async def test_held_names_finished_episodes_until_committed(make_queue) -> None:
     queue = await make_queue(LIMITS)
     await queue.submit(tasks(LIMITS.groups_per_step), cursor=at(LIMITS.groups_per_step))
     assert await queue.held() == set()

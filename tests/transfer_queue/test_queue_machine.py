@@ -280,7 +280,7 @@ class QueueMachine(RuleBasedStateMachine):
         event(f"spilled {moved}")
 
     @rule(steps=st.integers(1, 2))
-    def machine_of_the_ledger_is_lost(self, steps: int) -> None:
+    def lose_machine_of_the_queue(self, steps: int) -> None:
         """A checkpoint holds steps that the queue does not know: their groups are anywhere but in a step."""
         status = self.ask(lambda queue: queue.status())
         free = self.memory._state.in_state("queued", "admitted", "ready")

@@ -203,7 +203,7 @@ def replace_deadline(deadline_s: float) -> TransferQueueConfig:
     return CONFIG.model_copy(update={"deadline_s": deadline_s})
 
 
-async def test_compressed_trajectories_take_less_and_come_back_the_same(
+async def test_compressed_trajectories_are_smaller_and_equal(
     queue: RedisTransferQueue, redis_server: RedisServer
 ) -> None:
     packing = await RedisTransferQueue.connect(

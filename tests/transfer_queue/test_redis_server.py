@@ -26,8 +26,8 @@ from penstock.transfer_queue.redis import (
     check_free,
     find_redis_server,
     free_port,
-    mend_append_only_file,
     newest_append_only_file,
+    repair_append_only_file,
 )
 from penstock.transfer_queue.redis import server_config as redis_binary
 
@@ -218,12 +218,12 @@ async def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
         await ask(server, lambda client: client.set("one", "1"))
     base = next(tmp_path.glob("appendonlydir/*.base.*"))
     base.write_bytes(b"nothing that Redis wrote")
-    with pytest.raises(QueueError, match="damaged and cannot be mended"):
-        mend_append_only_file(find_redis_server().path, tmp_path)
+    with pytest.raises(QueueError, match="damaged and cannot be repaired"):
+        repair_append_only_file(find_redis_server().path, tmp_path)
 
 
-def test_without_a_file_there_is_nothing_to_mend(tmp_path: Path) -> None:
-    mend_append_only_file("/bin/false", tmp_path)
+def test_without_a_file_there_is_nothing_to_repair(tmp_path: Path) -> None:
+    repair_append_only_file("/bin/false", tmp_path)
 
 
 async def ask(server: RedisServer, question: Callable[[aioredis.Redis], Awaitable[object]]) -> object:

@@ -36,7 +36,7 @@ def i4(*values: Any) -> np.ndarray:
 
 @settings(max_examples=60, deadline=None)
 @given(trajectories)
-def test_whatever_an_engine_makes_passes_and_is_told_to_the_index(sent: Trajectory) -> None:
+def test_finish_accepts_what_an_engine_makes(sent: Trajectory) -> None:
     result = finish(LEASE, sent)
     assert same(decode_trajectory(result.packed.joined()), sent)
     assert result.reward == sent.reward
@@ -170,7 +170,7 @@ def test_bad_trajectories_are_refused_by_field(change: dict, message: str) -> No
         finish(LEASE, replace(trajectory(LEASE), **change))
 
 
-def test_tokens_below_the_floor_and_payloads_over_the_limit_are_refused() -> None:
+def test_finish_refuses_old_tokens_and_large_payloads() -> None:
     with pytest.raises(BadPayload, match="version 2 is below the lease's floor 3"):
         finish(replace(LEASE, min_version=3), trajectory(LEASE, version=2))
     with pytest.raises(BadPayload, match="over the limit of 100"):

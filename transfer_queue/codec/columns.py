@@ -2,9 +2,7 @@
 
 A row is [name, dtype, shape, stored bytes, codec, block, checksums]: one xxh3-64 for every `block` stored bytes (the
 last block may be shorter), so that whole blocks can be read and verified without the rest of the field. A compressed
-field is one block. No row has a position: fields lie one after the other, in the order of the table.
-
-zstd of stored fields, through the package `zstandard` where it is installed.
+field (zstd, by the package `zstandard`) is one block. Rows have no offset: fields follow each other in table order.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class Column(NamedTuple):
 
 
 class StoredColumn(NamedTuple):
-    """An array as it lies in the body."""
+    """An array as stored in the body."""
 
     row: list[Any]
     raw: Any
@@ -52,7 +50,7 @@ class StoredColumn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Where an array is and how to read it. Rows are `slice`'s: ``start:stop`` of the first axis."""
+    """Position and encoding of an array. Rows are slices ``start:stop`` of the first axis."""
 
     name: str
     dtype: str
@@ -75,15 +73,15 @@ class Field:
         return self.shape[0] * self.row_bytes
 
     def byte_range(self, start: int = 0, stop: int | None = None) -> tuple[int, int]:
-        """First byte and the one after the last, in the payload, that `decode` needs for these rows.
+        """Range of payload bytes (first, last + 1) that `decode` needs for these rows.
 
-        Whole blocks; a field in one block is read whole, whatever rows are asked.
+        Whole blocks; a field in one block is read completely.
         """
         first, last = self._blocks(start, stop)
         return self.start + first * self.block, self.start + min(last * self.block, self.size)
 
     def decode(self, raw: Any, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Rows from the bytes of `byte_range`, read-only, in place where not compressed. Raises `BadPayload`."""
+        """Rows from the bytes of `byte_range`: read-only, without a copy unless compressed. Raises `BadPayload`."""
         first, last = self._blocks(start, stop)
         expected = min(last * self.block, self.size) - first * self.block
         if len(raw) != expected:
@@ -108,7 +106,7 @@ class Field:
 
 
 def store(column: Column, compression: str = "none") -> StoredColumn:
-    """Raises `BadPayload` for values that are no array of the column's dtype."""
+    """Encode one column. Raises `BadPayload` for values that are not an array of its dtype."""
     name, dtype, values, sliced = column
     try:
         array = np.asarray(values, DTYPES[dtype], order="C")
@@ -126,7 +124,7 @@ def store(column: Column, compression: str = "none") -> StoredColumn:
 
 
 def field_from_row(row: Any, start: int) -> Field:
-    """The field of a table's row that lies at `start`. Raises `BadPayload` for a row that `store` cannot have made."""
+    """The field of a table row, stored at `start`. Raises `BadPayload` for a row that `store` cannot produce."""
     if not isinstance(row, list) or len(row) != 7 or not all(map(isinstance, row, _ROW_TYPES)):
         raise BadPayload(f"head: malformed row {row!r:.80} in the table of fields")
     name, dtype, shape, size, codec, block, checksums = row
@@ -156,7 +154,7 @@ def _check_sizes(field: Field) -> None:
 
 
 def _checksums(raw: Any, block: int) -> bytes:
-    """One for each block; none where there are no bytes: an empty field has no checksum, nor has a slice of no rows."""
+    """One per block; none for zero bytes: an empty field has no checksum, nor has a slice of no rows."""
     if 0 < len(raw) <= block:
         return xxh3_64_digest(raw)
     view = memoryview(raw)
@@ -175,7 +173,7 @@ _MOST_KEPT = 0.9
 
 
 def check_compression(name: str) -> None:
-    """Raise `QueueError` for an unknown name, and for one whose package is missing."""
+    """Raise `QueueError` for an unknown name or a missing package."""
     if name not in COMPRESSIONS:
         raise QueueError(f"compression: {name!r} is unknown; one of {', '.join(COMPRESSIONS)}")
     if name == "zstd":
@@ -183,7 +181,7 @@ def check_compression(name: str) -> None:
 
 
 def compress(raw: Any, size: int) -> bytes | None:
-    """One zstd frame of the buffer `raw` of `size` bytes; None where that is not really smaller."""
+    """One zstd frame of the buffer `raw` of `size` bytes; None unless it is clearly smaller."""
     if size < _MIN_BYTES:
         return None
     packed: bytes = _zstandard().ZstdCompressor(level=LEVEL).compress(raw)

@@ -53,7 +53,7 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class PayloadHead:
-    """What a payload holds, and where."""
+    """Contents of a payload and their positions."""
 
     plain: Mapping[str, Any]
     fields: Mapping[str, Field]
@@ -63,7 +63,7 @@ class PayloadHead:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A payload in the buffers that make it up, arrays among them as they lie: a megabyte is not copied to be sent."""
+    """A payload as a list of buffers that reference the arrays, so that sending copies nothing."""
 
     buffers: Sequence[Any]
     size: int
@@ -89,7 +89,7 @@ def pack(kind: int, columns: Iterable[Column], plain: Mapping[str, Any], compres
 
 
 def whole_head(blob: bytes, kind: int) -> PayloadHead:
-    """`parse_head` of a whole payload. Raises `BadPayload` also where bytes of the body are missing."""
+    """`parse_head` of a whole payload. Also raises `BadPayload` if bytes of the body are missing."""
     head = parse_head(blob, kind)
     if len(blob) != head.size:
         raise BadPayload(f"length: {len(blob)} bytes, {head.size} by its header; truncated or overwritten")
@@ -97,13 +97,13 @@ def whole_head(blob: bytes, kind: int) -> PayloadHead:
 
 
 def read_arrays(head: PayloadHead, blob: bytes) -> Arrays:
-    """All fields of a whole payload, read-only, views of `blob` where not compressed. Raises `BadPayload`."""
+    """All fields of a whole payload: read-only, views of `blob` unless compressed. Raises `BadPayload`."""
     view = memoryview(blob)
     return {name: field.decode(view[slice(*field.byte_range())]) for name, field in head.fields.items()}
 
 
 def blob_length(preamble: bytes) -> int:
-    """Bytes of the payload that starts so; that of the preamble alone where it is no preamble of ours."""
+    """Length of the payload that starts with `preamble`; the length of a preamble if it is not ours."""
     if len(preamble) < PREAMBLE.size:
         return PREAMBLE.size
     magic, version, _, head_len, _, body_len, _ = PREAMBLE.unpack_from(preamble)
@@ -117,7 +117,7 @@ def head_length(prefix: bytes) -> int:
 
 
 def parse_head(prefix: bytes, kind: int) -> PayloadHead:
-    """The head of a payload that starts with `prefix`, verified. Raises `BadPayload` naming what is damaged."""
+    """The head of a payload that starts with `prefix`, verified. Raises `BadPayload` naming the damaged part."""
     found, head_len, reserved, body_len, checksum = _read_preamble(prefix)
     if found != kind:
         raise BadPayload(f"kind: {found}, expected {kind}")

@@ -1,4 +1,4 @@
-"""Trajectory, JournalEntry and Task ↔ bytes. See `packing` for the container."""
+"""Encodes and decodes `Trajectory`, `JournalEntry` and `Task`. See `packing` for the container."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _COLUMNS = [(name, dtype, name in TOKEN_FIELDS) for name, dtype in SEGMENT_DTYPE
 
 
 def encode_trajectory(trajectory: Trajectory, compression: str = "none") -> bytes:
-    """`pack_trajectory`, as one string of bytes."""
+    """`pack_trajectory` as one bytes object."""
     return pack_trajectory(trajectory, compression).joined()
 
 
 def pack_trajectory(trajectory: Trajectory, compression: str = "none") -> Packed:
     """Pack a trajectory. Fields of segment i are named ``i.prompt_ids`` and so on.
 
-    Raises `BadPayload` naming what cannot be packed, `QueueError` for a compression that this build has not.
+    Raises `BadPayload` naming what cannot be packed, `QueueError` for an unavailable compression.
     """
     columns = [
         Column(f"{index}.{name}", dtype, getattr(segment, name), sliced)
@@ -81,7 +81,7 @@ def decode_trajectory(blob: bytes) -> Trajectory:
 def wanted_fields(head: PayloadHead, fields: Sequence[str]) -> list[str]:
     """Names in the head's table that `fields` (of `Segment` and `Trajectory`) need, segment by segment.
 
-    Raises `QueueError` for an unknown field, `BadPayload` for a head that is no trajectory's.
+    Raises `QueueError` for an unknown field, `BadPayload` for a head of another kind.
     """
     asked = _segment_fields(fields)
     return [f"{index}.{name}" for index in range(_count(head)) for name in asked]
@@ -104,7 +104,7 @@ def values_of(
 
 
 def get_fields(blob: bytes, fields: Sequence[str], start: int = 0, stop: int | None = None) -> FieldValues:
-    """`values_of` a whole payload. Verifies the head and what was asked for, nothing else."""
+    """`values_of` for a whole payload. Verifies the head and the requested fields only."""
     head = whole_head(blob, KIND_TRAJECTORY)
     view = memoryview(blob)
     ranges = {name: head.fields[name].byte_range(start, stop) for name in wanted_fields(head, fields)}
@@ -138,7 +138,7 @@ def decode_journal(blob: bytes) -> JournalEntry:
 
 
 def encode_task(task: Task) -> bytes:
-    """msgpack of the task's fields by name. Raises `BadPayload` naming task and field of what is not plain data."""
+    """msgpack of the fields by name. Raises `BadPayload` naming the task and the field that is not plain data."""
     values = {name: getattr(task, name) for name in _TASK_FIELDS}
     try:
         return pack_plain(values, f"task {task.task_id}")
@@ -149,7 +149,7 @@ def encode_task(task: Task) -> bytes:
 
 
 def decode_task(blob: bytes) -> Task:
-    """Raises `BadPayload` for bytes that are no task of this build."""
+    """Raises `BadPayload` for bytes that are not a task of this version."""
     try:
         return Task(**unpack_plain(blob, "task"))
     except TypeError as error:
@@ -161,7 +161,7 @@ def outcome_to_plain(outcome: Outcome) -> list[str]:
 
 
 def outcome_from_plain(plain: list[str]) -> Outcome:
-    """Raises `BadPayload` for anything else than `outcome_to_plain` makes."""
+    """Inverse of `outcome_to_plain`. Raises `BadPayload` for anything else."""
     try:
         kind, reason, component = plain
         return Outcome(OutcomeKind(kind), reason, component)
@@ -178,7 +178,7 @@ def _segment_fields(fields: Sequence[str]) -> list[str]:
 
 
 def _count(head: PayloadHead) -> int:
-    """Segments of a trajectory's head, which has every field of each and nothing else."""
+    """Number of segments of a trajectory's head. Raises `BadPayload` unless it has exactly their fields."""
     count = head.plain.get("segments")
     if not isinstance(count, int) or len(head.fields) != count * len(SEGMENT_FIELDS):
         raise BadPayload(f"head: {len(head.fields)} fields for {count!r:.80} segments")

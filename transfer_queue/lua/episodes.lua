@@ -157,7 +157,7 @@ if attempts < run.max_attempts then
 end
 unhold(episode, member.split, member.worker)
 if member.journal_bytes > 0 then
-  -- The journal goes to the letter: it no longer holds anybody up, but it still takes room.
+  -- The journal moves to the dead letter: it no longer counts for back-pressure, but still for memory.
   call('RENAME', key('journal:' .. episode), key('letter_journal:' .. episode))
   call('HSET', key('letter:' .. episode), 'bytes', member.journal_bytes)
   call('HDEL', member.group, 'n' .. m)
@@ -172,7 +172,7 @@ return 0
 
 -- script: release
 -- needs: run, full, server, episode
--- ARGV: episode, fence. Hands a lease back unharmed; one that is already lost is nobody's business.
+-- ARGV: episode, fence. Returns a lease to the queue; a lost lease is ignored.
 local member = owned(ARGV[1], ARGV[2], now_ms())
 if member then hand_back(ARGV[1], member) end
 return 1

@@ -55,7 +55,7 @@ end
 
 for i = 5, #ARGV, 8 do
   local task_id = ARGV[i]
-  -- A queue that lost its last second with its machine may be told again of a task that is trained already.
+  -- A queue that lost its last second in a machine crash may receive a task again that is already trained.
   if call('EXISTS', group_key(task_id)) == 0 and call('SREM', key('trained_ahead'), task_id) == 0 then
     add(task_id, ARGV[i + 1], ARGV[i + 2], tonumber(ARGV[i + 3]), ARGV[i + 4], tonumber(ARGV[i + 5]),
       tonumber(ARGV[i + 6]), ARGV[i + 7])

@@ -287,7 +287,7 @@ local function up_to(step)
   return '(' .. score(step + 1, 0)
 end
 
--- Under `mask` a group that is late while it runs takes nobody's place.
+-- Under `mask` a running group that is late occupies no place.
 local function count_unshipped(step)
   local low = '-inf'
   if run.overage == 'mask' then low = score(run.next_step, 0) end

@@ -2,7 +2,7 @@
 
 -- part: run
 -- The run: its limits, its steps, the queue's clock, and errors. KEYS[1] is the run's prefix, penstock:{RUN}:, a key
--- that never exists: Redis takes KEYS for written, and nobody but the owner may write the run's own hash.
+-- that never exists: Redis treats KEYS as written, and only the owner may write the run's own hash.
 local PREFIX = KEYS[1]
 local RUN = PREFIX .. 'run'
 local call = redis.call

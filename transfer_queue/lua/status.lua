@@ -24,12 +24,12 @@ return 1
 -- write them.
 local now = now_ms()
 local live = call('ZRANGEBYSCORE', key('servers_until'), '(' .. now, '+inf', 'WITHSCORES')
-local told = {}
+local rows = {}
 for i = 1, #live, 2 do
-  told[#told + 1] = call('HGET', key('servers'), live[i])
-  told[#told + 1] = tonumber(live[i + 1]) - now
+  rows[#rows + 1] = call('HGET', key('servers'), live[i])
+  rows[#rows + 1] = tonumber(live[i + 1]) - now
 end
-return told
+return rows
 
 -- script: report_update
 -- needs: run, full

@@ -14,7 +14,7 @@ if step > run.version + 1 then
   return {0, 'version ' .. (step - 1) .. ' is not published yet; only one step ahead is leased'}
 end
 
--- Members that have not ended count with what they have journaled.
+-- Unfinished members count with the tokens journaled so far.
 local function drop_group(task_id)
   local v = forget_group(task_id)
   count_source(v.source, -1)

@@ -17,5 +17,5 @@ from .server_config import ServerOptions as ServerOptions
 from .server_config import check_free as check_free
 from .server_config import find_redis_server as find_redis_server
 from .server_config import free_port as free_port
-from .server_config import mend_append_only_file as mend_append_only_file
 from .server_config import newest_append_only_file as newest_append_only_file
+from .server_config import repair_append_only_file as repair_append_only_file

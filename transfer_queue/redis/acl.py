@@ -38,7 +38,7 @@ _ALL = ("*",)
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """Of one role. Names are patterns below the run's prefix."""
+    """Access rights of one role. Names are patterns below the run's prefix."""
 
     write: tuple[str, ...] = ()
     """Read and write."""
@@ -69,18 +69,18 @@ _COMMANDS = (
 def role_users(run: str, passwords: Mapping[str, str]) -> list[str]:
     """A line ``user ROLE …`` of redis.conf for each role in `passwords`; only hashes of the passwords are in it.
 
-    Raises `QueueError` for an unknown role or a run's name that could reach over its keys.
+    Raises `QueueError` for an unknown role or a run name that could match keys of other runs.
     """
     return [f"user {role} {user_rules(run, role, password)}" for role, password in passwords.items()]
 
 
 def setuser_commands(run: str, passwords: Mapping[str, str]) -> list[str]:
-    """``ACL SETUSER`` lines for a Redis that people run themselves; its users are called ``RUN-ROLE``."""
+    """``ACL SETUSER`` commands for an external Redis; its users are named ``RUN-ROLE``."""
     return [f"ACL SETUSER {run}-{role} {user_rules(run, role, password)}" for role, password in passwords.items()]
 
 
 def user_rules(run: str, role: str, password: str) -> str:
-    """The rules of one user, from scratch."""
+    """The complete ACL rules of one user."""
     if role not in RIGHTS:
         raise QueueError(f"role {role!r}: there are {', '.join(RIGHTS)}")
     if len(password) < 8:

@@ -1,8 +1,8 @@
-"""A Redis connection that outlives Redis: every call is retried with back-off until its deadline.
+"""A Redis connection that survives restarts of Redis: every call is retried with back-off until its deadline.
 
     Connection ── one attempt, retried ──► Routes (which server) ──► Node (its connections, one round trip)
 
-Retrying is safe because every script may be repeated: fences, nonces and step numbers make the second call a no-op.
+Retries are safe because every script may be repeated: fences, nonces and step numbers make the second call a no-op.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 _UNJITTERED = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 _BACKOFF = replace(_UNJITTERED, jitter=(0.5, 1.0))
 SCAN_COUNT = 1000
-"""Keys that one SCAN looks at: Redis serves nobody else meanwhile."""
+"""Keys per SCAN: Redis blocks other clients meanwhile."""
 
 
 class Connection:
-    """One store (a redis-server or a Redis Cluster), many calls at once. Made by `connect`, ended by `close`.
+    """Connection to one store (a redis-server or a Redis Cluster) for concurrent calls. Create it with `connect`.
 
-    Raises `QueueUnavailable` where a call is not done within the deadline, and what the store refused it with:
-    `LeaseLost`, `BadPayload`, `StepError`, else `QueueError`.
+    Calls raise `QueueUnavailable` after the deadline, and the refusals of the store: `LeaseLost`, `BadPayload`,
+    `StepError`, otherwise `QueueError`.
     """
 
     def __init__(self, routes: Routes, where: str, deadline_s: float) -> None:
@@ -52,7 +52,7 @@ class Connection:
     ) -> Connection:
         """``redis://``, ``rediss://`` (``?ssl_ca_certs=FILE``) or ``unix://``; of a cluster, any of its nodes.
 
-        Raises `QueueUnavailable`, or `QueueError` where a server is not fit for use.
+        Raises `QueueUnavailable`, or `QueueError` if a server does not meet the requirements.
         """
         where = redact(url)
         connection = cls(OneServer(Node(url, password, username)), where, deadline_s)
@@ -80,13 +80,13 @@ class Connection:
         return call.reply
 
     async def command(self, *args: Any) -> Any:
-        """One plain command, which must be safe to repeat; its keys lie in one slot. Replies are as redis-py's."""
+        """Run one command, which must be safe to repeat; its keys are in one slot. Replies are those of redis-py."""
         return (await self.many([args]))[0]
 
     async def many(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Independent, repeatable commands in one round trip (per server of a cluster); results in order.
 
-        No transaction: others see some done and some not. Only those that failed are sent again.
+        Not a transaction: others may see a part of it. Only failed commands are sent again.
         """
         calls = [RedisCall(command) for command in commands]
         if calls:
@@ -98,8 +98,8 @@ class Connection:
     ) -> Any:
         """Writes, then a script that must see them: one round trip, or on a cluster one for each of the two.
 
-        All of it is repeated until all of it succeeded. On one server the script runs even where a write before it
-        failed: it must look for what it needs and refuse with ``RETRY …``.
+        The whole is repeated until all of it succeeds. On one server the script runs even if a write before it failed:
+        it must check for what it needs and refuse with ``RETRY …``.
         """
         call = _script_call(name, key, args, keys)
         before = [RedisCall(write) for write in writes]
@@ -108,7 +108,7 @@ class Connection:
         return call.reply
 
     async def scan(self, pattern: str) -> AsyncIterator[list[bytes]]:
-        """All keys of a glob pattern, in chunks; a key may come twice. Keys of a server that is away are waited for."""
+        """All keys of a glob pattern, in chunks; a key may come twice. Waits for servers that are down."""
         for node in await self._masters():
             cursor = b"0"
             while True:
@@ -121,7 +121,7 @@ class Connection:
                     break
 
     async def info(self) -> dict[str, Any]:
-        """INFO of the server; of a cluster, of one of its masters with `used_memory` summed over all."""
+        """INFO of the server; for a cluster of one master, with `used_memory` summed over all."""
         infos = await self.infos()
         return {**infos[0], "used_memory": sum(info["used_memory"] for info in infos)}
 
@@ -140,7 +140,7 @@ class Connection:
         return self._routes.masters
 
     async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], *, whole: bool = False) -> None:
-        """Run the calls, one phase after the other, until all have succeeded; `whole`: else all are repeated."""
+        """Run the calls phase by phase until all have succeeded. With `whole`, a failure repeats all of them."""
         loop = asyncio.get_running_loop()
         started, pauses = loop.time(), _BACKOFF.pauses()
         calls = [call for phase in phases for call in phase]
@@ -160,7 +160,7 @@ class Connection:
             await pauses.sleep()
 
     async def _attempt(self, phases: Sequence[Sequence[RedisCall]], limit_s: float) -> Exception | None:
-        """Why not everything is done yet, or None. Raises a refusal that repeating does not mend."""
+        """The reason why calls are unfinished, or None. Raises errors that a retry cannot fix."""
         failed: list[RedisCall] = []
         try:
             async with asyncio.timeout(limit_s):
@@ -176,7 +176,7 @@ class Connection:
         return failed[0].error if failed else None
 
     async def _run_missing(self, phase: Sequence[RedisCall]) -> list[RedisCall]:
-        """Send what has no reply yet; scripts that Redis has forgotten are sent in full. Returns what failed."""
+        """Send the calls without a reply; scripts that Redis no longer knows are sent in full. Returns failed calls."""
         missing = [call for call in phase if call.error is not None]
         if missing:
             await self._routes.run(missing)

@@ -1,9 +1,8 @@
-"""Which redis-server a command goes to: always the same one, or the one of a Redis Cluster that holds its key.
+"""Routing of commands: to one redis-server, or to the node of a Redis Cluster that owns the key's slot.
 
-One redis-server: its connections, and many commands in one round trip.
-
-Made without redis-py's pools: those may lose a connection to a cancellation while they wait for their own lock, and
-cost a fifth of a small command. Wire format, TLS, login and parsing are redis-py's.
+A `Node` holds the connections to one server and sends many commands in one round trip. It does not use redis-py's
+pools: they may lose a connection when a call is cancelled while it waits for the pool's lock, and they cost a fifth of
+a small command. Wire format, TLS, login and parsing are redis-py's.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class NotSent(RedisTimeoutError):
 
 @dataclass(slots=True, eq=False)
 class RedisCall:
-    """One command and what became of it: `error` is None once `reply` is there."""
+    """A command and its result: `error` is None once `reply` is set."""
 
     args: Sequence[Any]
     node: Node | None = None
@@ -63,7 +62,7 @@ class RedisCall:
 
 
 class Node:
-    """The connections to one redis-server. Safe for many tasks of one event loop; ended by `close`."""
+    """The connections to one redis-server. Safe for concurrent tasks of one event loop."""
 
     def __init__(self, url: str, password: str | None = None, username: str | None = None) -> None:
         login = {name: value for name, value in (("password", password), ("username", username)) if value is not None}
@@ -100,7 +99,7 @@ class Node:
     async def run(self, calls: Sequence[RedisCall], *, asking: bool = False) -> None:
         """All commands in one round trip, in order. Each call ends with its reply or its error.
 
-        `asking`: each is preceded by ASKING, for a slot that is just moving here.
+        `asking`: send ASKING before each, for a slot that is being imported.
         """
         for call in calls:
             call.forget()
@@ -111,13 +110,13 @@ class Node:
             except (RedisError, OSError) as error:
                 await self._lost(connection, calls, error)
             except BaseException:
-                await connection.disconnect(nowait=True)  # replies that nobody reads must not reach the next caller
+                await connection.disconnect(nowait=True)  # unread replies must not reach the next caller
                 raise
             finally:
                 await self._put_back(connection)
 
     async def close(self) -> None:
-        """Calls still running fail or end; their connections are closed behind them."""
+        """Running calls fail or end; then their connections are closed."""
         self._closed = True
         await self._drop_idle()
 
@@ -146,7 +145,7 @@ def redact(url: str) -> str:
 
 
 def _wire(connection: AbstractConnection, commands: Sequence[Sequence[Any]]) -> list[Any]:
-    """The commands in Redis's protocol, buffers of a packed payload as they lie."""
+    """The commands in Redis's protocol; buffers of a packed payload are not copied."""
     chunks: list[Any] = []
     for command in commands:
         if any(isinstance(arg, Packed) for arg in command):
@@ -187,7 +186,7 @@ _KEYLESS = {"ACL", "BGREWRITEAOF", "CLIENT", "CLUSTER", "COMMAND", "CONFIG", "DB
 _KEYLESS |= {"SCRIPT", "TIME"}
 _KEY_AT = {"EVAL": 3, "EVALSHA": 3, "MEMORY": 2, "OBJECT": 2, "DEBUG": 2}
 ASK_TIMEOUT_S = 2.0
-"""For one node to say where the slots are; then another is asked."""
+"""Timeout of one node's slot map; then the next node is asked."""
 
 
 class Routes(Protocol):
@@ -200,13 +199,13 @@ class Routes(Protocol):
 
     @property
     def masters(self) -> Sequence[Node]:
-        """Every server that holds keys; of a cluster, as last heard of."""
+        """Every server that holds keys; for a cluster according to the last slot map."""
 
     async def close(self) -> None: ...
 
 
 class OneServer:
-    """`Routes` where there is nothing to choose."""
+    """`Routes` to a single server."""
 
     spreads = False
 
@@ -227,8 +226,8 @@ class OneServer:
 class Cluster:
     """`Routes` by key slot.
 
-    A MOVED is followed at once, an ASK too; both once per attempt. After a MOVED, a lost connection or a CLUSTERDOWN
-    the map of slots is asked for again, from whichever node answers.
+    MOVED and ASK redirects are followed at once, each once per attempt. After a MOVED, a lost connection or a
+    CLUSTERDOWN the slot map is fetched again from any node that answers.
     """
 
     spreads = True
@@ -249,7 +248,7 @@ class Cluster:
         try:
             await self._send([(call.node or self._node_of(call.args), call) for call in calls])
             await self._redirect([call for call in calls if isinstance(call.error, AskError)])
-        finally:  # a node that is silent until the caller's patience ends is told apart in no other way
+        finally:  # a node that stays silent until the caller's timeout leaves no other trace
             self._stale = self._stale or any(_map_is_old(call.error) for call in calls)
 
     @property
@@ -274,7 +273,7 @@ class Cluster:
                 await node.run(share, asking=asking)
 
     async def _redirect(self, calls: Sequence[RedisCall]) -> None:
-        """Once more, where the first server said. A MOVED is for good: the map is old. An ASK is for this command."""
+        """Repeat redirected calls at the node named. MOVED is permanent: the map is stale. ASK is for one command."""
         for asking in (False, True):
             targets: list[tuple[Node | None, RedisCall]] = []
             for call in calls:
@@ -298,7 +297,7 @@ class Cluster:
 
     # the map of slots ----------------------------------------------------------------------------------------------
     async def _map(self) -> Exception | None:
-        """Bring the map up to date where it is stale; the error where nobody could say."""
+        """Refresh the slot map if it is stale; returns the last error if no node answered."""
         async with self._asking_for_map:
             if not self._stale:
                 return None
@@ -329,7 +328,7 @@ class Cluster:
 
 
 def key_of(args: Sequence[Any]) -> Any | None:
-    """The key that decides where a command runs; None where any server will do."""
+    """The key that determines the node of a command; None if any node will do."""
     name = (args[0].decode() if isinstance(args[0], bytes) else args[0]).upper()
     if name in _KEYLESS:
         return None

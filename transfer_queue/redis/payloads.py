@@ -1,11 +1,11 @@
-"""Packed trajectories in Redis: long ones in pieces, so that one command never holds Redis up for long.
+"""Packed trajectories in Redis, in chunks, so that no single command blocks Redis for long.
 
-    penstock:payload:RUN:EPISODE@FENCE        first piece
-    penstock:payload:RUN:EPISODE@FENCE/1 …    the others, each `CHUNK_BYTES` long but the last
+    penstock:payload:RUN:EPISODE@FENCE        first chunk
+    penstock:payload:RUN:EPISODE@FENCE/1 …    the others, each `CHUNK_BYTES` long except the last
 
-A piece is a key of its own: pieces spread over a cluster and are freed one by one.
+Each chunk is its own key: chunks spread over a cluster and are freed one by one.
 
-Reading trajectories back: whole or by field, from Redis or, once spilled, from the batch log.
+`PayloadReader` reads trajectories, whole or by field, from Redis or, once spilled, from the batch log.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PIPELINE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredPayload:
-    """A payload that the index names."""
+    """A payload referenced by the index."""
 
     name: str
     """``EPISODE@FENCE``"""
@@ -79,7 +79,7 @@ class Payloads:
         return [self._keys.payload(stored.name, piece) for piece in range(count)]
 
     def writes(self, stored: StoredPayload, packed: Packed) -> list[list[Any]]:
-        """Commands that store it. NX: what was acknowledged first stays, whatever a repeat of the call carries."""
+        """Commands that store it. NX: a repeat of the call never replaces an acknowledged payload."""
         if packed.size <= CHUNK_BYTES:
             return [["SET", self._keys.payload(stored.name), packed, "NX"]]
         view = memoryview(packed.joined())
@@ -89,12 +89,12 @@ class Payloads:
         ]
 
     async def fetch(self, wanted: Sequence[StoredPayload]) -> list[bytes | None]:
-        """Whole payloads in the order asked; None for one that is gone or lacks bytes."""
+        """Whole payloads in the order given; None for one that is missing or truncated."""
         blobs = await self.cut([ByteRange(stored, 0, stored.size) for stored in wanted])
         return [blob if len(blob) == stored.size else None for blob, stored in zip(blobs, wanted, strict=True)]
 
     async def cut(self, cuts: Sequence[ByteRange]) -> list[bytes]:
-        """Parts of payloads in the order asked, shorter where the store holds less."""
+        """Ranges of payloads in the order given, shorter if the store holds less."""
         pieces = [list(self._pieces(cut)) for cut in cuts]
         replies = iter(await self._fetch([piece for group in pieces for piece in group]))
         return [_join([next(replies) for _ in group]) for group in pieces]
@@ -121,7 +121,7 @@ class Payloads:
         return replies
 
     async def delete(self, gone: Sequence[StoredPayload]) -> None:
-        """Free payloads whose names will never be used again, so that twice does no harm."""
+        """Delete payloads. Their names are never reused, so a repeat is harmless."""
         keys = [key for stored in await self.measured(gone) for key in self.keys(stored)]
         if self._connection.spreads:
             await self._connection.many([["UNLINK", key] for key in keys])
@@ -129,11 +129,11 @@ class Payloads:
             await self._connection.command("UNLINK", *keys)
 
     async def measured(self, stored: Sequence[StoredPayload]) -> list[StoredPayload]:
-        """With the sizes that were unknown."""
+        """The same payloads with unknown sizes looked up."""
         return [await self._measured(one) if one.size == 0 else one for one in stored]
 
     async def _measured(self, stored: StoredPayload) -> StoredPayload:
-        """What a writer left behind that died before it told the index how much it wrote."""
+        """The payload of a writer that died before it reported its size to the index."""
         preamble = await self._connection.command("GETRANGE", self._keys.payload(stored.name), 0, PREAMBLE.size - 1)
         return StoredPayload(stored.name, blob_length(preamble))
 
@@ -151,7 +151,7 @@ Locate = Callable[[Sequence[str]], Awaitable[list[StoredPayload]]]
 """Where the payloads of episodes are; an empty name where there is none."""
 
 
-class Reader:
+class PayloadReader:
     """`TransferQueue.read`, `get` and the copy that `spill` makes."""
 
     def __init__(self, payloads: Payloads, locate: Locate, batch_log: BatchLog | None) -> None:
@@ -173,14 +173,14 @@ class Reader:
         return [found[episode_id] for episode_id in episode_ids]
 
     async def blobs(self, episode_ids: Sequence[str]) -> dict[str, bytes]:
-        """Packed trajectories. Raises `BadPayload` for one that is not there."""
+        """Packed trajectories. Raises `BadPayload` if one is missing."""
         stored, spilled = await self._split(episode_ids)
         fetched = await self._payloads.fetch(list(stored.values()))
         blobs = {name: _present(name, blob) for name, blob in zip(stored, fetched, strict=True)}
         return {**blobs, **await self._from_log(spilled)}
 
     async def held(self, episode_ids: Sequence[str]) -> dict[str, bytes]:
-        """Packed trajectories of those that are not spilled yet; others are passed over."""
+        """Packed trajectories of the episodes that are not spilled yet; others are skipped."""
         rows = zip(episode_ids, await self._locate(episode_ids), strict=True)
         here = {name: stored for name, stored in rows if stored.size > 0}
         fetched = await self._payloads.fetch(list(here.values()))
@@ -238,7 +238,7 @@ def _present(name: str, blob: bytes | None) -> bytes:
 
 
 def _in_payload(episode_id: str, decode: Callable[..., Value], *args: Any) -> Value:
-    """`decode(*args)`; what is damaged is named with its episode."""
+    """`decode(*args)`, with the episode added to a `BadPayload`."""
     try:
         return decode(*args)
     except BadPayload as error:

@@ -1,8 +1,8 @@
-"""The queue in Redis. Each method is one script in ``lua/`` (contract: `queue.TransferQueue`), besides payloads.
+"""The queue in Redis. Each method is one script in ``lua/`` (contract: `queue.TransferQueue`), except payloads.
 
-A payload is stored before the script that acknowledges it, in the same round trip where one server holds both, and is
-deleted after the script that forgets it: a client that dies in between leaves a payload that nobody names, never a name
-without its payload.
+A payload is stored before the script that acknowledges it, in the same round trip where one server holds both, and
+deleted after the script that drops it: a client that dies in between leaves an unreferenced payload, never a reference
+without a payload.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.transfer_queue.config import TransferQueueConfig
 from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, payload_cost, task_cost
 from penstock.transfer_queue.redis.client import Connection
 from penstock.transfer_queue.redis.keys import LAYOUT, Keys
-from penstock.transfer_queue.redis.payloads import Payloads, Reader, StoredPayload
+from penstock.transfer_queue.redis.payloads import PayloadReader, Payloads, StoredPayload
 from penstock.transfer_queue.redis.replies import (
     layout_refused,
     lease_from_row,
@@ -57,11 +57,11 @@ from penstock.transfer_queue.validation import check_tasks, finish
 
 SWEEP_CHUNK = 500
 SUBMIT_CHUNK = 1000
-"""Tasks per script where no cursor asks for all at once: Redis serves nobody else meanwhile."""
+"""Tasks per script unless a cursor requires all at once: Redis blocks other clients meanwhile."""
 
 
 class RedisTransferQueue:
-    """`TransferQueue` in Redis 6.2 or newer. Safe for tasks of one event loop; `connect` makes it, `close` ends it."""
+    """`TransferQueue` in Redis 6.2 or newer. Safe for concurrent tasks of one event loop; see `connect`."""
 
     def __init__(
         self, connection: Connection, run: str, config: TransferQueueConfig, batch_log: BatchLog | None
@@ -73,7 +73,7 @@ class RedisTransferQueue:
         self._compression = config.compression
         self._payloads = Payloads(connection, self._keys)
         self._batch_log = batch_log
-        self._reader = Reader(self._payloads, self._locate, batch_log)
+        self._reader = PayloadReader(self._payloads, self._locate, batch_log)
 
     @classmethod
     async def connect(
@@ -88,7 +88,7 @@ class RedisTransferQueue:
     ) -> RedisTransferQueue:
         """Connect to ``redis://``, ``rediss://`` or ``unix://``, one server or a cluster.
 
-        `batch_log` is where trained trajectories wait for their commit; only a trainer needs it. Raises
+        `batch_log` stores trained trajectories until their commit; only a trainer needs it. Raises
         `QueueUnavailable` after `config.deadline_s`, `QueueError` for a wrong login, a Redis older than 6.2 or one
         that evicts keys when full, or a compression that is not installed.
         """
@@ -227,7 +227,7 @@ class RedisTransferQueue:
             await asyncio.to_thread(self._batch_log.drop_below, step)
 
     async def _sweep(self) -> None:
-        """Delete payloads that no group names any more. Their names are never used again, so twice does no harm."""
+        """Delete payloads that no group references. Their names are never reused, so a repeat is harmless."""
         garbage = self._keys.garbage
         while rows := await self._connection.command("SRANDMEMBER", garbage, SWEEP_CHUNK):
             pairs = [row.decode().rpartition(" ") for row in rows]
@@ -255,8 +255,8 @@ class RedisTransferQueue:
         await self._script("deregister", server_id)
 
     async def servers(self) -> list[ServerInfo]:
-        told = await self._script("servers")
-        infos = [self._server(blob, left_ms) for blob, left_ms in zip(told[::2], told[1::2], strict=True)]
+        rows = await self._script("servers")
+        infos = [self._server(blob, left_ms) for blob, left_ms in zip(rows[::2], rows[1::2], strict=True)]
         return sorted(infos, key=lambda info: info.server_id)
 
     def _server(self, blob: bytes, left_ms: int) -> ServerInfo:
@@ -313,12 +313,12 @@ class RedisTransferQueue:
 
 
 def _nonce() -> str:
-    """Names one call, so that its repeat after a lost reply is known as such."""
+    """Identifies one call, so that its repeat after a lost reply is recognised."""
     return secrets.token_hex(8)
 
 
 def _submitted(task: Task) -> tuple[Any, ...]:
-    """What script ``submit`` is told of one task."""
+    """Arguments of script ``submit`` for one task."""
     packed = encode_task(task)
     cost = task_cost(len(packed))
     return (

@@ -1,8 +1,6 @@
-"""What Lua scripts return ↔ the queue's types.
+"""Replies of Redis: rows of Lua scripts as the queue's types, errors as ours, and the requirements for a server.
 
-What an error of Redis means: not now, or no.
-
-What a redis-server must be to hold a queue.
+An error is either temporary (retried by `client`) or a refusal (raised at once as the matching `QueueError`).
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ def pack_record(record: Any) -> bytes:
 
 
 def limits_to_args(limits: Limits) -> list[Any]:
-    """Name, value, … as the run's hash holds them. Raises `QueueError` for limits that no run can work with."""
+    """Name, value, … as stored in the run's hash. Raises `QueueError` for invalid limits."""
     check_limits(limits)
     values = {one.name: getattr(limits, one.name) for one in fields(Limits)}
     values["lease_ttl_ms"] = round(values.pop("lease_ttl_s") * 1000)
@@ -194,7 +192,7 @@ _INSIDE_A_SCRIPT = re.compile(r": -([A-Z]+) ")
 
 
 def check_passing(error: Exception, where: str) -> None:
-    """Return where the command may be tried again; raise what it was refused with where that would not help."""
+    """Return if the command may be retried; otherwise raise its refusal."""
     if isinstance(error, AuthenticationError | AuthorizationError):
         raise QueueError(f"{where} refused the login: {error}") from error
     if isinstance(error.__context__, ssl.SSLCertVerificationError):
@@ -220,7 +218,7 @@ FLOOR_VERSION = (6, 2)
 
 
 def check_server(info: Mapping[str, Any], where: str) -> None:
-    """`info` is the reply to INFO. Raises `QueueError` where the server is too old or evicts keys."""
+    """`info` is the reply to INFO. Raises `QueueError` if the server is too old or evicts keys."""
     at = f"{where} (its node on port {info['tcp_port']})" if info.get("cluster_enabled") else where
     version = str(info.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < FLOOR_VERSION:

@@ -1,8 +1,7 @@
 """Starts a real redis-server for one run: own directory, append-only file, password, loopback port or unix socket.
 
-With TLS, users of its own, a memory limit or as a node of a cluster where asked: see `redis_config`.
-
-A Redis Cluster on this machine: some redis-servers that share the 16384 slots. For tests and for trying out.
+With TLS, ACL users, a memory limit, or as a cluster node on request: see `server_config`. `RedisCluster` starts several
+nodes on this machine that share the 16384 slots, for tests and experiments.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from penstock.transfer_queue.redis.server_config import (
     check_free,
     find_redis_server,
     free_port,
-    mend_append_only_file,
+    repair_append_only_file,
 )
 from penstock.transfer_queue.types import QueueError
 
 
 class RedisServer:
-    """A redis-server child. `directory` keeps its data, so that a later start goes on with them.
+    """A redis-server child. `directory` keeps its data for later starts.
 
     async with RedisServer(directory, password) as server:
         queue = await RedisTransferQueue.connect(server.url, run, config, password=password)
 
-    `start` returns once it answers; `stop` ends it cleanly; a child outlives neither. Where ``setpriv`` exists, the
-    kernel ends it with the thread that started it, however that one dies; elsewhere `stop` must be reached.
+    `start` returns once it answers; `stop` ends it cleanly. Where ``setpriv`` exists, the kernel ends it when the
+    thread that started it dies; elsewhere `stop` must run.
     """
 
     def __init__(
@@ -108,12 +107,12 @@ class RedisServer:
         return self.directory / "redis.log"
 
     async def start(self) -> None:
-        """Start and wait until it answers. Raises `QueueError` that says what is in the way and how to mend it."""
+        """Start it and wait until it answers. Raises `QueueError` with the cause and the fix."""
         binary = await asyncio.to_thread(find_redis_server)
         self._options.check_version(binary)
         self._prepare()
         try:
-            await asyncio.to_thread(mend_append_only_file, binary.path, self.directory)
+            await asyncio.to_thread(repair_append_only_file, binary.path, self.directory)
             await self._spawn(binary.path)
             await self._until_up()
         except BaseException:
@@ -121,7 +120,7 @@ class RedisServer:
             raise
 
     async def stop(self, timeout_s: float = 20.0) -> None:
-        """End it: asked first (it writes its file to the end), killed after `timeout_s`. Twice is harmless."""
+        """Stop it: SIGTERM (it completes its file), SIGKILL after `timeout_s`. A second call does nothing."""
         process, self._process = self._process, None
         try:
             if process is not None and process.returncode is None:
@@ -130,12 +129,12 @@ class RedisServer:
             self._lock.release()
 
     async def restart(self) -> None:
-        """Start again on the same directory and address, after `kill`, a crash or in good health."""
+        """Stop it if it runs, and start it with the same directory and address."""
         await self.stop()
         await self.start()
 
     async def kill(self) -> None:
-        """SIGKILL, as a crash would; for tests of what survives."""
+        """SIGKILL, like a crash; for tests."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
@@ -193,7 +192,7 @@ class RedisServer:
 
     async def _answers(self, client: aioredis.Redis) -> bool:
         if not self.alive:
-            raise QueueError(f"redis-server ended at once: {self._last_words()} (whole log: {self.log_file})")
+            raise QueueError(f"redis-server ended at once: {self._log_tail()} (whole log: {self.log_file})")
         try:
             return bool(await client.execute_command("PING"))
         except AuthenticationError as error:
@@ -201,7 +200,7 @@ class RedisServer:
         except (RedisError, OSError):
             return False
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         try:
             lines = self.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         except FileNotFoundError:
@@ -230,8 +229,8 @@ class RedisCluster:
     async with RedisCluster(directory, password) as cluster:
         queue = await RedisTransferQueue.connect(cluster.url, run, config, password)
 
-    `start` returns once every node says ``cluster_state:ok``. A node of `servers` may be killed and restarted by its
-    own methods, on the same port; `until_ok` waits until the others have it back.
+    `start` returns once every node reports ``cluster_state:ok``. A node of `servers` may be killed and restarted with
+    its methods, on the same port; `until_ok` waits until the others see it again.
     """
 
     def __init__(
@@ -262,7 +261,7 @@ class RedisCluster:
         return self.servers[0].url
 
     async def start(self) -> None:
-        """Start all nodes, share the slots out and introduce the nodes to each other. Raises `QueueError`."""
+        """Start all nodes, assign the slots and join the nodes. Raises `QueueError`."""
         try:
             for server in self.servers:  # one after the other: each takes two free ports
                 await server.start()
@@ -273,7 +272,7 @@ class RedisCluster:
             raise
 
     async def stop(self) -> None:
-        """End all nodes. Twice is harmless."""
+        """Stop all nodes. A second call does nothing."""
         await asyncio.gather(*(server.stop() for server in self.servers))
 
     async def until_ok(self) -> None:
@@ -281,7 +280,7 @@ class RedisCluster:
         await asyncio.gather(*(self._until(server, _is_ok(len(self.servers))) for server in self.servers))
 
     async def ask(self, server: RedisServer, *command: Any) -> Any:
-        """One command at one node, whatever it is in charge of. Raises `TimeoutError` after `start_timeout_s`."""
+        """Run a command at one node, regardless of slots. Raises `TimeoutError` after `start_timeout_s`."""
         client = aioredis.Redis.from_url(
             server.url, password=self._password, socket_timeout=None, socket_connect_timeout=None, protocol=2
         )

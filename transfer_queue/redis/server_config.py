@@ -1,13 +1,9 @@
-"""What a redis-server of ours is told: one frozen value, and its redis.conf.
+"""Options of a redis-server that we start, its redis.conf, its binary, and the repair of its append-only file.
 
-Which redis-server there is on this machine.
-
-Mends the end of Redis's append-only file after a crash of its machine, before Redis reads it.
-
-A script's writes stand between MULTI and EXEC in the file. Where a crash cuts such a block in the middle of a command,
-redis-server cuts off that command only: the block stays open, and what is appended later falls into it, so that the
-restart after the next one executes half a script and refuses others. ``redis-check-aof --fix`` cuts the whole block
-off. Every redis-server binary is that tool too, under that name.
+In the append-only file the writes of a script stand between MULTI and EXEC. If a machine crash truncates such a block
+inside a command, redis-server removes only that command: the block stays open, later writes fall into it, and the
+restart after the next one executes half a script and rejects others. ``redis-check-aof --fix`` removes the whole block.
+Every redis-server binary is that tool as well, when run under that name.
 """
 
 from __future__ import annotations
@@ -84,7 +80,7 @@ class ServerOptions:
         return f"redis://127.0.0.1:{port}"
 
     def check_version(self, binary: RedisBinary) -> None:
-        """Raise `QueueError` naming the option that this redis-server is too old for."""
+        """Raise `QueueError` naming the option that needs a newer redis-server."""
         if binary.version < USERS_VERSION and any("%R~" in line or "%W~" in line for line in self.users):
             version = ".".join(map(str, binary.version))
             raise QueueError(f"users: rights to read only (%R~) need Redis 7.0; {binary.path} is {version}")
@@ -112,7 +108,7 @@ class ServerOptions:
         )
 
     def _addresses(self) -> list[str]:
-        """Each once: redis-server takes an address that it has already for one in use."""
+        """Without duplicates: redis-server reports a repeated address as in use."""
         return ["0.0.0.0"] if self.host == "0.0.0.0" else list(dict.fromkeys(("127.0.0.1", self.host)))  # noqa: S104
 
     def _listen(self, port: int) -> list[str]:
@@ -133,7 +129,7 @@ class ServerOptions:
 
 
 def free_port(*, cluster: bool = False) -> int:
-    """A port of loopback that nobody uses; for a node of a cluster its bus port is free too."""
+    """A free port on loopback; for a cluster node its bus port is free as well."""
     for _ in range(200):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -206,10 +202,10 @@ def _version(binary: str) -> tuple[int, int]:
 TIMEOUT_S = 600.0
 
 
-def mend_append_only_file(binary: str, directory: Path) -> None:
-    """Cut off what a crash left unfinished at the end; nothing where the file is whole or not there.
+def repair_append_only_file(binary: str, directory: Path) -> None:
+    """Remove what a crash left incomplete at the end; does nothing if the file is intact or missing.
 
-    Blocking: it reads the whole file once. Raises `QueueError` where the file is damaged before its end.
+    Blocking: it reads the whole file once. Raises `QueueError` if the file is damaged before its end.
     """
     for name in ("appendonlydir/appendonly.aof.manifest", "appendonly.aof"):  # Redis 7, and before
         path = directory / name
@@ -233,8 +229,8 @@ def _check_and_fix(binary: str, path: Path) -> None:
     if done.returncode:
         last = (done.stdout + done.stderr).strip().splitlines()[-3:]
         raise QueueError(
-            f"{path} is damaged and cannot be mended: {' | '.join(last)}. Bring it back from a copy, or start "
-            "anew with another directory; the trainer goes on from its newest checkpoint"
+            f"{path} is damaged and cannot be repaired: {' | '.join(last)}. Restore it from a backup, or start "
+            "with a new directory; the trainer resumes from its newest checkpoint"
         )
 
 
