@@ -97,13 +97,13 @@ async def _until_stopped(main: Coroutine[Any, Any, None]) -> None:
 async def rollout(
     link: RunConnection, name: str, host: str | None, port: int | None, *, evaluates: bool = False, wait_s: float = 0.0
 ) -> None:
-    from penstock.gateway import CaptureJob
+    from penstock.gateway import GatewayJob
     from penstock.gateway.app import mount
     from penstock.rollout_server import EngineError, ServerJob, serve
 
     queue, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' reward functions by dotted path
-    recorded = CaptureJob(
+    recorded = GatewayJob(
         config=config.agent,
         queue=queue,
         model=config.model,

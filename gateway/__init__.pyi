@@ -1,7 +1,7 @@
-from .app import Capture as Capture
-from .app import CaptureJob as CaptureJob
-from .context import CaptureParts as CaptureParts
-from .context import text_of as text_of
+from .app import Gateway as Gateway
+from .app import GatewayJob as GatewayJob
+from .context import GatewayContext as GatewayContext
+from .context import detokenizer as detokenizer
 from .errors import Conflict as Conflict
 from .errors import Gone as Gone
 from .errors import NoEpisode as NoEpisode
@@ -13,9 +13,9 @@ from .prefix_tree import first_key as first_key
 from .prefix_tree import hash_of as hash_of
 from .prefix_tree import next_key as next_key
 from .routes import make_router as make_router
-from .session import CapturedEpisode as CapturedEpisode
+from .session import GatewaySession as GatewaySession
 from .sessions import BadHandle as BadHandle
-from .sessions import Desk as Desk
+from .sessions import SessionManager as SessionManager
 from .sessions import episode_key as episode_key
 from .sessions import handle_of as handle_of
 from .sessions import lease_of as lease_of

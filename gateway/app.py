@@ -1,4 +1,4 @@
-"""Recorded episodes on a rollout server: what `ServerJob.mount` is given."""
+"""Recorded episodes on a rollout server, mounted through `ServerJob.mount`."""
 
 from __future__ import annotations
 
@@ -12,77 +12,77 @@ from fastapi import APIRouter
 from penstock.agent_loops import AgentConfig, AgentError, ChatTokens, allow_imports_from
 from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.agent_loops.rewards import RewardFunction, load_reward
-from penstock.gateway.context import CaptureParts, text_of
+from penstock.gateway.context import GatewayContext, detokenizer
 from penstock.gateway.errors import NotRecordable
 from penstock.gateway.routes import make_router
-from penstock.gateway.sessions import Desk, opens
+from penstock.gateway.sessions import SessionManager, opens
 from penstock.rollout_server import RolloutClient, Sidecar
 from penstock.transfer_queue import TransferQueue
 
 
 @dataclass(frozen=True)
-class CaptureJob:
-    """What a rollout server must know to record episodes. The queue stays its opener's to close."""
+class GatewayJob:
+    """Settings of the recording. Whoever opened the queue closes it."""
 
     config: AgentConfig
     queue: TransferQueue
     model: str
-    """Folder or hub name of the tokenizer; also what clients call the model."""
+    """Folder or hub name of the tokenizer, and the model's name for clients."""
     token: str
-    """The run's."""
+    """The run's token."""
     lease_ttl_s: float
     request_timeout_s: float
     recipe_dir: Path = Path()
-    """Where files named in the recipe are looked for first."""
+    """Files named in the recipe are searched here first."""
 
 
-class Capture:
-    """`Mounted`. Tokenizer and reward function are loaded when the first episode is asked for."""
+class Gateway:
+    """`Mounted`. The first request for an episode loads tokenizer and reward function."""
 
-    def __init__(self, job: CaptureJob, sidecar: Sidecar, url: str) -> None:
+    def __init__(self, job: GatewayJob, sidecar: Sidecar, url: str) -> None:
         self._job, self._sidecar = job, sidecar
         self._client = RolloutClient(job.queue, job.token, job.request_timeout_s, home=url)
-        self._desk: Desk | None = None
+        self._manager: SessionManager | None = None
         self._reward: RewardFunction | None = None
         self._loading = asyncio.Lock()
-        self._router = make_router(self.desk, url, job.token, lambda: sidecar.version)
+        self._router = make_router(self.manager, url, job.token, lambda: sidecar.version)
 
     @property
     def router(self) -> APIRouter:
         return self._router
 
     def allows(self, path: str, token: str) -> bool:
-        """An episode's own key opens its paths."""
+        """An episode's key opens its own paths."""
         return opens(self._job.token, path, token)
 
-    async def desk(self) -> Desk:
-        """Raises `NotRecordable` where the model's tokenizer or the recipe's reward cannot be used."""
+    async def manager(self) -> SessionManager:
+        """The session manager, made on first use. Raises `NotRecordable` where tokenizer or reward cannot be used."""
         async with self._loading:
-            if self._desk is None:
-                self._desk = Desk(await self._parts(), self._job.lease_ttl_s)
-                self._desk.start()
-        return self._desk
+            if self._manager is None:
+                self._manager = SessionManager(await self._context(), self._job.lease_ttl_s)
+                self._manager.start()
+        return self._manager
 
     async def close(self) -> None:
-        if self._desk is not None:
-            await self._desk.close()
+        if self._manager is not None:
+            await self._manager.close()
         if self._reward is not None:
             await self._reward.close()
         await self._client.close()
 
-    async def _parts(self) -> CaptureParts:
+    async def _context(self) -> GatewayContext:
         try:
             chat, self._reward = await asyncio.to_thread(self._load)
         except (AgentError, ValueError) as error:
             raise NotRecordable(str(error)) from error
         sidecar = self._sidecar
-        return CaptureParts(
+        return GatewayContext(
             worker=sidecar.name,
             config=self._job.config,
             queue=self._job.queue,
             client=self._client,
             chat=chat,
-            text_of=text_of(chat, self._job.config.parser),
+            detokenizer=detokenizer(chat, self._job.config.parser),
             model=self._job.model,
             context_limit=lambda: sidecar.info.max_model_len if sidecar.info else None,
             draining=lambda: sidecar.draining,
@@ -97,6 +97,6 @@ class Capture:
         return chat, load_reward(job.config, job.recipe_dir)
 
 
-def mount(job: CaptureJob) -> partial[Capture]:
-    """For `ServerJob.mount`: called with the sidecar and its own URL."""
-    return partial(Capture, job)
+def mount(job: GatewayJob) -> partial[Gateway]:
+    """The value of `ServerJob.mount`, which is called with the sidecar and its URL."""
+    return partial(Gateway, job)

@@ -1,4 +1,4 @@
-"""What all recorded episodes of one rollout server share."""
+"""Objects that all recorded episodes of one rollout server share."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from dataclasses import dataclass, field
 
 from penstock.agent_loops import AgentConfig, ChatTokens, GenerateClient, Mismatches
 from penstock.agent_loops.rewards import RewardFunction
-from penstock.gateway.wire import TextOf, call_syntax, token_bytes_of
+from penstock.gateway.wire import Detokenizer, call_syntax, token_bytes_of
 from penstock.transfer_queue import TransferQueue
 
 
 @dataclass(frozen=True, slots=True)
-class CaptureParts:
+class GatewayContext:
     worker: str
-    """The rollout server's name, as leases have it."""
+    """The rollout server's name, the owner of its leases."""
     config: AgentConfig
     queue: TransferQueue
     client: GenerateClient
     chat: ChatTokens
-    text_of: TextOf
+    detokenizer: Detokenizer
     model: str
-    """What clients call it."""
+    """Name of the model for clients."""
     context_limit: Callable[[], int | None] = lambda: None
-    """Most tokens of context and answer together; None where no engine has said so yet."""
+    """Limit of context and answer together, in tokens; None until an engine is up."""
     draining: Callable[[], bool] = lambda: False
-    """This server goes: it takes no further episodes."""
+    """The server is stopping and leases no further episodes."""
     reward: RewardFunction | None = None
     mismatches: Mismatches = field(default_factory=Mismatches)
 
 
-def text_of(chat: ChatTokens, parser: str) -> TextOf:
-    """How this model's ids become what clients read."""
-    return TextOf(
+def detokenizer(chat: ChatTokens, parser: str) -> Detokenizer:
+    """How this model's token ids become text and tool calls."""
+    return Detokenizer(
         decode=chat.decode,
         token_bytes=token_bytes_of(chat.tokenizer),
         end_ids=frozenset(chat.stop_token_ids),

@@ -1,4 +1,4 @@
-"""How a recorded episode ends: what is in the journal becomes a trajectory, checked against what the engine was fed."""
+"""Finishes a recorded episode: its turns become a trajectory, verified against what the engine was fed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.agent_loops import (
 )
 from penstock.gateway.errors import Conflict, Gone, NotNow
 from penstock.gateway.prefix_tree import Turn
-from penstock.gateway.session import CapturedEpisode
+from penstock.gateway.session import GatewaySession
 from penstock.transfer_queue import (
     COMPLETED,
     BadPayload,
@@ -30,12 +30,12 @@ from penstock.transfer_queue import (
 )
 
 RECORDED = "recorded_as"
-"""Key of a trajectory's `extra`: the handle under which it was recorded."""
+"""Key in a trajectory's `extra`: the handle under which it was recorded."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
-    """What /finish answers, every time it is asked."""
+class FinishResult:
+    """Body of /finish, the same for repeated calls."""
 
     episode_id: str
     outcome: str
@@ -44,17 +44,21 @@ class Ending:
     segments: int
     turns: int
     tried_again: bool = False
-    """It failed, and the queue will give it to somebody else."""
+    """It failed, and the queue leases it again."""
 
     def body(self) -> dict[str, Any]:
         return asdict(self)
 
 
-async def finish(episode: CapturedEpisode, wanted: Outcome | None) -> Ending:
-    """Complete or fail the episode in the queue. `wanted` None or completed: as its last answer says.
+async def finish(episode: GatewaySession, wanted: Outcome | None) -> FinishResult:
+    """Completes or fails the episode in the queue; cancels answers in progress.
 
-    Calls under way are given up. Raises `Conflict` where something has to be done first and `NotNow`, which leave the
-    episode open; `Gone`.
+    Args:
+        wanted: the outcome; None or completed: by the last answer.
+
+    Raises:
+        Conflict, NotNow: the episode stays open.
+        Gone: the lease is lost.
     """
     episode.check_open()
     episode.end("the episode is being finished")
@@ -68,33 +72,33 @@ async def finish(episode: CapturedEpisode, wanted: Outcome | None) -> Ending:
         raise
 
 
-async def _complete(episode: CapturedEpisode, outcome: Outcome) -> Ending:
+async def _complete(episode: GatewaySession, outcome: Outcome) -> FinishResult:
     if not episode.history.turns:
         raise Conflict("nothing was sampled yet; finish with outcome infra_error or cancelled to give the task back")
     try:
         trajectory = await _trajectory(episode, outcome)
-        await episode.parts.queue.complete(episode.lease, trajectory)
+        await episode.context.queue.complete(episode.lease, trajectory)
     except (InfraFailure, BadPayload) as error:
         return await fail(episode, _failure(episode, error))
     except QueueError as error:
-        raise _told(episode, error) from error
+        raise _client_error(episode, error) from error
     episode.end(f"the episode is finished: {outcome.kind}")
     return ending_of(trajectory)
 
 
-async def fail(episode: CapturedEpisode, outcome: Outcome) -> Ending:
-    """Hand the episode back as a failure; the queue decides whether it is tried again. Raises `Gone`, `NotNow`."""
+async def fail(episode: GatewaySession, outcome: Outcome) -> FinishResult:
+    """Fails the episode; the queue decides whether it is tried again. Raises `Gone`, `NotNow`."""
     try:
-        again = await episode.parts.queue.fail(episode.lease, outcome)
+        again = await episode.context.queue.fail(episode.lease, outcome)
     except QueueError as error:
-        raise _told(episode, error) from error
+        raise _client_error(episode, error) from error
     episode.end(f"the episode has failed: {outcome.component}: {outcome.reason}")
     turns, segments = len(episode.history.turns), len(episode.history.segments)
-    return Ending(episode.lease.episode_id, str(outcome.kind), outcome.reason, None, segments, turns, again)
+    return FinishResult(episode.lease.episode_id, str(outcome.kind), outcome.reason, None, segments, turns, again)
 
 
-async def finished_before(episode_id: str, handle: str, queue: Any) -> Ending | None:
-    """The ending of an episode that was completed under this handle and is not trained yet."""
+async def finished_earlier(episode_id: str, handle: str, queue: Any) -> FinishResult | None:
+    """The result of an episode that was completed under this handle and is not trained yet."""
     try:
         (trajectory,) = await queue.read([episode_id])
     except (BadPayload, LeaseLost):
@@ -102,9 +106,9 @@ async def finished_before(episode_id: str, handle: str, queue: Any) -> Ending | 
     return ending_of(trajectory) if trajectory.extra.get(RECORDED) == handle else None
 
 
-def ending_of(trajectory: Trajectory) -> Ending:
+def ending_of(trajectory: Trajectory) -> FinishResult:
     outcome = trajectory.outcome
-    return Ending(
+    return FinishResult(
         trajectory.episode_id,
         str(outcome.kind),
         outcome.reason,
@@ -114,22 +118,22 @@ def ending_of(trajectory: Trajectory) -> Ending:
     )
 
 
-def _told(episode: CapturedEpisode, error: QueueError) -> Exception:
+def _client_error(episode: GatewaySession, error: QueueError) -> Exception:
     if isinstance(error, LeaseLost):
         episode.end(f"the lease is lost: {error}")
         return Gone(str(episode.gone))
     return NotNow(f"the queue: {error}")
 
 
-def _failure(episode: CapturedEpisode, error: InfraFailure | BadPayload) -> Outcome:
+def _failure(episode: GatewaySession, error: InfraFailure | BadPayload) -> Outcome:
     if isinstance(error, BadPayload):
         return Outcome(OutcomeKind.INFRA_ERROR, f"refused the trajectory: {error}", "queue")
-    episode.parts.mismatches.seen += isinstance(error, TokenMismatch)
+    episode.context.mismatches.seen += isinstance(error, TokenMismatch)
     return Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component)
 
 
-def outcome_of(episode: CapturedEpisode, wanted: Outcome | None) -> Outcome:
-    """The client's, but it cannot call completed what ran out of turns or tokens, or was cut in its last words."""
+def outcome_of(episode: GatewaySession, wanted: Outcome | None) -> Outcome:
+    """The client's outcome, except that an episode out of turns or tokens, or cut in its last answer, is truncated."""
     if wanted is not None and wanted.kind is not OutcomeKind.COMPLETED:
         return wanted
     if reason := episode.facts.get("truncated"):
@@ -138,12 +142,12 @@ def outcome_of(episode: CapturedEpisode, wanted: Outcome | None) -> Outcome:
     return TRUNCATED_LENGTH if last is not None and last.choice.finish_reason == "length" else COMPLETED
 
 
-def last_turn(episode: CapturedEpisode) -> Turn | None:
+def last_turn(episode: GatewaySession) -> Turn | None:
     return next(reversed(episode.history.turns.values()), None)
 
 
 # the trajectory ----------------------------------------------------------------------------------------------------
-async def _trajectory(episode: CapturedEpisode, outcome: Outcome) -> Trajectory:
+async def _trajectory(episode: GatewaySession, outcome: Outcome) -> Trajectory:
     outputs = [segment.output(outcome=outcome) for segment in episode.history.segments]
     for output in outputs:
         check_output(output, episode.llm.seen)
@@ -152,8 +156,8 @@ async def _trajectory(episode: CapturedEpisode, outcome: Outcome) -> Trajectory:
     return replace(made, turn_rewards=_turn_rewards(episode))
 
 
-def _turn_rewards(episode: CapturedEpisode) -> tuple[float, ...]:
-    """Posted in the order of answers; a trajectory has them in the order of its segments' turns."""
+def _turn_rewards(episode: GatewaySession) -> tuple[float, ...]:
+    """Rewards in the order of the segments' turns; clients post them in the order of answers."""
     posted, turns = episode.facts.get("turn_rewards") or (), list(episode.history.turns.values())
     if posted and len(posted) != len(turns):
         raise Conflict(f"{len(posted)} turn_rewards for {len(turns)} turns; POST /reward with one for each, in order")
@@ -161,18 +165,18 @@ def _turn_rewards(episode: CapturedEpisode) -> tuple[float, ...]:
     return tuple(value for segment in episode.history.segments for turn, value in pairs if turn.segment is segment)
 
 
-async def _reward(episode: CapturedEpisode, outputs: Sequence[AgentLoopOutput]) -> tuple[float, Mapping[str, float]]:
-    """The client's; else the reward function's on the segment that was answered last."""
+async def _reward(episode: GatewaySession, outputs: Sequence[AgentLoopOutput]) -> tuple[float, Mapping[str, float]]:
+    """The client's reward; otherwise the reward function's, on the segment of the last answer."""
     posted = episode.facts.get("reward")
     if posted is not None:
         return float(posted), {}
-    if episode.parts.reward is None:
+    if episode.context.reward is None:
         raise Conflict(
             f"no reward: POST /episodes/{episode.handle}/reward before /finish, or name a function in agent.reward"
         )
     last = last_turn(episode)
     assert last is not None
-    decode, task = episode.parts.chat.decode, episode.lease.task
+    decode, task = episode.context.chat.decode, episode.lease.task
     output = outputs[episode.history.segments.index(last.segment)]
     further = {
         "final_text": decode(last.choice.token_ids, special=False),
@@ -180,15 +184,15 @@ async def _reward(episode: CapturedEpisode, outputs: Sequence[AgentLoopOutput]) 
         "tool_calls": tool_calls_of(episode),
         "tool_rewards": {},
     }
-    score = await episode.parts.reward.score(task, decode(output.response_ids.tolist(), special=False), further)
+    score = await episode.context.reward.score(task, decode(output.response_ids.tolist(), special=False), further)
     return score.reward, score.metrics
 
 
-def tool_calls_of(episode: CapturedEpisode) -> int:
+def tool_calls_of(episode: GatewaySession) -> int:
     return sum(len(turn.choice.calls) for turn in episode.history.turns.values())
 
 
-def _numbers(episode: CapturedEpisode, outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
+def _numbers(episode: GatewaySession, outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
     counts = episode.llm.counts
     return {
         "calls": counts.calls,
@@ -200,16 +204,16 @@ def _numbers(episode: CapturedEpisode, outputs: Sequence[AgentLoopOutput]) -> di
         "num_turns": sum(output.num_turns for output in outputs),
         "response_tokens": sum(len(output.response_ids) for output in outputs),
         "segments": len(outputs),
-        **continuity(outputs, episode.parts.chat.decode, episode.parts.chat.opening_tokens),
-        "token_mismatches": episode.parts.mismatches.take(),
+        **continuity(outputs, episode.context.chat.decode, episode.context.chat.opening_tokens),
+        "token_mismatches": episode.context.mismatches.take(),
         "latency_s": time.monotonic() - episode.opened_at,
     }
 
 
-def _notes(episode: CapturedEpisode) -> dict[str, Any]:
+def _notes(episode: GatewaySession) -> dict[str, Any]:
     return {
         "agent": "openai client",
-        "worker": episode.parts.worker,
+        "worker": episode.context.worker,
         "attempt": episode.lease.attempt,
         RECORDED: episode.handle,
     }

@@ -1,9 +1,7 @@
-"""What the journal keeps of an answer besides its ids, and how turns are made from it again.
+"""The durable part of a recorded episode: its journal, and the prefix tree that is restored from it.
 
-Only what is new since the parent turn is written, and each message or tool list once per episode: a turn costs what was
-said in it, however long the conversation is.
-
-What is durable of one recorded episode: its journal, and the history that is made from it.
+An entry holds an answer's ids and the data to restore its turn. Only messages that are new since the parent turn are
+written, and each message or tool list once per episode: the size of an entry does not grow with the conversation.
 """
 
 from __future__ import annotations
@@ -23,111 +21,122 @@ from penstock.agent_loops import (
     usual_sampling,
 )
 from penstock.agent_loops.chat import new_budget
-from penstock.gateway.context import CaptureParts
-from penstock.gateway.prefix_tree import History, NotRenderable, Place, Turn, as_json, digest, hash_of
-from penstock.gateway.requests import Call
-from penstock.gateway.wire import Ask, Choice, Head, TextOf, read_answer
+from penstock.gateway.context import GatewayContext
+from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, PrefixTree, Turn, as_json, digest, hash_of
+from penstock.gateway.requests import PendingAnswer
+from penstock.gateway.wire import AnswerHead, Choice, CompletionRequest, Detokenizer, read_answer
 from penstock.gateway.wire.types import Api, EngineFinish
 from penstock.rollout_server import Generation
 from penstock.transfer_queue import JournalEntry, JournalKind, Lease, QueueError
 
 ANSWER = "answer"
-"""Key of an entry's data: this entry is an answer of a recorded episode."""
+"""Key in an entry's data: the entry is an answer of a recorded episode."""
 
 
-class Bodies:
-    """Messages and tool lists by digest: which ones the journal holds."""
+class MessageStore:
+    """Messages and tool lists that are in the journal, by digest."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
 
     def new(self, values: Iterable[Any]) -> dict[str, str]:
-        """Digest → JSON of those that are not in the journal yet."""
+        """Digest → JSON of those `values` that are not in the journal yet."""
         texts = {digest(text): text for text in map(_dump, values)}
         return {name: text for name, text in texts.items() if name not in self._texts}
 
     def keep(self, texts: Mapping[str, str]) -> None:
-        """They are in the journal now."""
+        """Records that `texts` are in the journal."""
         self._texts.update(texts)
 
     def get(self, name: str) -> Any:
         return json.loads(self._texts[name])
 
 
-def how_asked(ask: Ask) -> str:
-    """What makes two requests on one context the same: another seed is another question."""
+def sampling_key(request: CompletionRequest) -> str:
+    """Equal for two requests that are the same on the same context; another seed makes another request."""
     return as_json(
-        [ask.api, dict(ask.sampling), ask.n, list(ask.stop), ask.tool_choice, ask.parallel_tool_calls],
+        [
+            request.api,
+            dict(request.sampling),
+            request.n,
+            list(request.stop),
+            request.tool_choice,
+            request.parallel_tool_calls,
+        ],
     )
 
 
-def note_of(place: Place, ask: Ask, head: Head, index: int, bodies: Bodies) -> dict[str, Any]:
+def answer_data(
+    match: PrefixMatch, request: CompletionRequest, head: AnswerHead, index: int, bodies: MessageStore
+) -> dict[str, Any]:
     """Data of the journal entry of choice `index`."""
-    said = [*place.new, *([list(place.tools)] if place.tools and not place.parent else [])]
+    resolved = [*match.new, *([list(match.tools)] if match.tools and not match.parent else [])]
     return {
         ANSWER: head.answer_id,
         "index": index,
         "created_s": head.created_s,
-        "asked": how_asked(ask),
-        "parent": place.parent.turn_id if place.parent else "",
-        "new": [digest(_dump(message)) for message in place.new],
-        "tools": digest(_dump(list(place.tools))) if place.tools and not place.parent else "",
-        "prompt": list(place.prompt) if isinstance(place.prompt, tuple) else place.prompt,
-        "instructed": place.instructed,
-        "bodies": bodies.new(said),
+        "asked": sampling_key(request),
+        "parent": match.parent.turn_id if match.parent else "",
+        "new": [digest(_dump(message)) for message in match.new],
+        "tools": digest(_dump(list(match.tools))) if match.tools and not match.parent else "",
+        "prompt": list(match.prompt) if isinstance(match.prompt, tuple) else match.prompt,
+        "instructed": match.instructed,
+        "bodies": bodies.new(resolved),
     }
 
 
-def restore(history: History, entry: JournalEntry, bodies: Bodies, text_of: TextOf) -> Turn | None:
-    """Add one entry's answer; None where it is known. Raises `TokenMismatch` where its ids cannot be made again."""
+def restore_turn(
+    history: PrefixTree, entry: JournalEntry, bodies: MessageStore, detokenizer: Detokenizer
+) -> Turn | None:
+    """Adds one entry's answer; None where it is known. Raises `TokenMismatch` where its context has other ids now."""
     note = entry.data
     bodies.keep(note["bodies"])
     if f"{note[ANSWER]}.{note['index']}" in history.turns:
         return None
     try:
-        place = _place_of(history, note, bodies)
+        match = _match_of(history, note, bodies)
     except (KeyError, NotRenderable) as error:
         raise TokenMismatch("agent", f"answer {note[ANSWER]} of the journal has no place: {error!r}") from error
-    if place.asked != (entry.context_len, entry.context_hash):
+    if match.asked != (entry.context_len, entry.context_hash):
         raise TokenMismatch("agent", f"the context of {note[ANSWER]} renders to other ids than the engine was fed")
-    ask = _ask_of(note["asked"], place)
+    request = _ask_of(note["asked"], match)
     generation = from_entry(entry)
-    head = head_of(note[ANSWER], note["created_s"], "", place)
+    head = head_of(note[ANSWER], note["created_s"], "", match)
     reason: EngineFinish = "length" if generation.finish_reason == "length" else "stop"
     answer = (generation.token_ids, generation.logprobs, reason)
-    choice = read_answer(ask, head, note["index"], text_of, answer)
-    turn = Turn(note[ANSWER], place, choice, note["asked"], note["created_s"])
+    choice = read_answer(request, head, note["index"], detokenizer, answer)
+    turn = Turn(note[ANSWER], match, choice, note["asked"], note["created_s"])
     history.add(turn, generation)
     return turn
 
 
-def head_of(answer_id: str, created_s: int, model: str, place: Place) -> Head:
-    return Head(answer_id, created_s, model, len(place.context), place.parent.end if place.parent else 0)
+def head_of(answer_id: str, created_s: int, model: str, match: PrefixMatch) -> AnswerHead:
+    return AnswerHead(answer_id, created_s, model, len(match.context), match.parent.end if match.parent else 0)
 
 
-def told_again(turn: Turn, ask: Ask, head: Head, text_of: TextOf) -> Choice:
-    """A recorded answer in the form that `ask` wants it in (log-probabilities of tokens or not)."""
+def recorded_choice(turn: Turn, request: CompletionRequest, head: AnswerHead, detokenizer: Detokenizer) -> Choice:
+    """A recorded answer in the form that `request` needs (with log-probabilities of tokens or without)."""
     reason: EngineFinish = "length" if turn.choice.finish_reason == "length" else "stop"
     answer = (turn.choice.token_ids, turn.choice.logprobs, reason)
-    return read_answer(ask, head, turn.choice.index, text_of, answer)
+    return read_answer(request, head, turn.choice.index, detokenizer, answer)
 
 
-def _place_of(history: History, note: Mapping[str, Any], bodies: Bodies) -> Place:
+def _match_of(history: PrefixTree, note: Mapping[str, Any], bodies: MessageStore) -> PrefixMatch:
     new = tuple(bodies.get(name) for name in note["new"])
     if note["parent"]:
-        tools = history.turns[note["parent"]].place.tools
+        tools = history.turns[note["parent"]].match.tools
     else:
         tools = tuple(bodies.get(note["tools"])) if note["tools"] else ()
-    return history.place_as_noted(note, new, tools)
+    return history.resolve_recorded(note, new, tools)
 
 
-def _ask_of(asked: str, place: Place) -> Ask:
+def _ask_of(asked: str, match: PrefixMatch) -> CompletionRequest:
     api: Api
     api, sampling, n, stop, tool_choice, parallel = json.loads(asked)
-    return Ask(
+    return CompletionRequest(
         api=api,
         model="",
-        tools=place.tools,
+        tools=match.tools,
         tool_choice=tool_choice,
         parallel_tool_calls=parallel,
         n=n,
@@ -141,40 +150,40 @@ def _dump(value: Any) -> str:
 
 
 NOTED = "noted"
-"""Key of an entry's data: facts of the episode that are no answer (reward, truncation)."""
+"""Key in an entry's data: facts of the episode other than answers (reward, truncation)."""
 
 
-class Record:
-    """Answers enter journal and history one by one, in the same order; the journal first.
+class SessionJournal:
+    """Adds answers to the journal, then to the prefix tree, one by one and in the same order.
 
-    Raises `TokenMismatch` where the journal of `lease` cannot be followed.
+    Raises `TokenMismatch` where the journal of `lease` cannot be restored.
     """
 
-    def __init__(self, parts: CaptureParts, lease: Lease) -> None:
-        chat = parts.chat.for_episode(new_budget(parts.config))
-        sampling = usual_sampling(parts.config, chat.stop_token_ids, lease)
+    def __init__(self, context: GatewayContext, lease: Lease) -> None:
+        chat = context.chat.for_episode(new_budget(context.config))
+        sampling = usual_sampling(context.config, chat.stop_token_ids, lease)
         self.lease = lease
         self.budget = chat.budget
-        self.history = History(chat)
+        self.history = PrefixTree(chat)
         self.facts: dict[str, Any] = {}
-        """``reward``, ``turn_rewards``, ``truncated``: as journaled last."""
-        self.text_of = parts.text_of
+        """``reward``, ``turn_rewards``, ``truncated``, as journaled last."""
+        self.detokenizer = context.detokenizer
         self.unsure = False
-        """The queue may hold an answer that is not known here."""
-        self._parts = parts
-        self._journal = EpisodeJournal(parts.queue, lease)
-        self.llm = EpisodeLLM(parts.client, lease, self._journal, sampling, chat.decode)
-        self._bodies = Bodies()
+        """The queue may hold an answer that is unknown here: the last write failed."""
+        self._context = context
+        self._journal = EpisodeJournal(context.queue, lease)
+        self.llm = EpisodeLLM(context.client, lease, self._journal, sampling, chat.decode)
+        self._bodies = MessageStore()
         self._writing = asyncio.Lock()
         self._absorb(lease)
 
-    async def write(self, call: Call, place: Place, choice: Choice, generation: Generation) -> None:
-        """A whole answer. Raises `QueueError`; it may be in the journal then, or not."""
-        turn = Turn(call.head.answer_id, place, choice, how_asked(call.ask), call.head.created_s)
+    async def write(self, call: PendingAnswer, match: PrefixMatch, choice: Choice, generation: Generation) -> None:
+        """Adds a whole answer. Raises `QueueError`, after which it may or may not be in the journal."""
+        turn = Turn(call.head.answer_id, match, choice, sampling_key(call.request), call.head.created_s)
         async with self._writing:
-            note = note_of(place, call.ask, call.head, choice.index, self._bodies)
+            note = answer_data(match, call.request, call.head, choice.index, self._bodies)
             try:
-                await self._journal.append(to_entry(generation, place.asked, note))
+                await self._journal.append(to_entry(generation, match.asked, note))
             except QueueError:
                 self.unsure = True
                 raise
@@ -183,23 +192,23 @@ class Record:
             self._remember(turn, generation)
 
     async def note(self, **facts: Any) -> None:
-        """Facts that are not noted yet; the newest of each name counts. Raises `QueueError`."""
+        """Journals facts that have changed; the newest of each name counts. Raises `QueueError`."""
         if any(self.facts.get(name) != value for name, value in facts.items()):
             await self._journal.append(JournalEntry(kind=JournalKind.TOOLS, data={NOTED: facts}))
             self.facts.update(facts)
 
     async def refresh(self) -> None:
-        """Take in what other sidecars recorded under this lease. Raises `QueueError`, `TokenMismatch`."""
+        """Reads what other servers recorded under this lease. Raises `QueueError`, `TokenMismatch`."""
         async with self._writing:
-            self._absorb(await self._parts.queue.adopt(self.lease.episode_id, self.lease.fence))
+            self._absorb(await self._context.queue.adopt(self.lease.episode_id, self.lease.fence))
             self.unsure = False
 
     def _absorb(self, lease: Lease) -> None:
         for entry in since_last_restart(lease.journal):
             if NOTED in entry.data:
                 self.facts.update(entry.data[NOTED])
-            elif ANSWER in entry.data and (turn := restore(self.history, entry, self._bodies, self.text_of)):
+            elif ANSWER in entry.data and (turn := restore_turn(self.history, entry, self._bodies, self.detokenizer)):
                 self._remember(turn, from_entry(entry))
 
     def _remember(self, turn: Turn, generation: Generation) -> None:
-        self.llm.remember(turn.place.asked, (turn.end, hash_of(turn.ids())), generation)
+        self.llm.remember(turn.match.asked, (turn.end, hash_of(turn.ids())), generation)

@@ -1,8 +1,8 @@
-"""Any async function that takes an `AsyncOpenAI` client is an agent: what it samples is trained on, token for token.
+"""Any async function that takes an `AsyncOpenAI` client is an agent: its samples are trained on, token for token.
 
-agent(client, task) ──► openai_client.py ──► capture (parent turn? splice : new segment) ──► journal ──► segments
+    agent(client, task) ──► openai_client ──► session (parent turn? splice : new segment) ──► journal ──► segments
 
-The rules are those of recorded episodes (docs/recorded_episodes.md): the same history, the same journal, no server.
+The rules are those of recorded episodes (docs/recorded_episodes.md): the same prefix tree and journal, no server.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from penstock.agent_loops import (
     InfraFailure,
     LoadError,
 )
-from penstock.gateway.context import CaptureParts, text_of
+from penstock.gateway.context import GatewayContext, detokenizer
 from penstock.gateway.finish import last_turn, outcome_of, tool_calls_of
 from penstock.gateway.journal import ANSWER, NOTED
-from penstock.gateway.session import CapturedEpisode
-from penstock.gateway.wire import TextOf
+from penstock.gateway.session import GatewaySession
+from penstock.gateway.wire import Detokenizer
 from penstock.transfer_queue import Lease, Task
 
 if TYPE_CHECKING:
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 
 Agent = Callable[["openai.AsyncOpenAI", Task], Awaitable[float | None]]
 MODEL = "policy"
-"""What `client.models.list()` names; requests may name any model."""
+"""The model in `client.models.list()`; requests may name any model."""
 
 
 class OpenAIAgentLoop(AgentLoopBase):
     """Runs `agent` inside the worker. A function by its path does the same: ``agent.loop=my_agent.py:solve``.
 
-    On a resumed episode the agent runs from its start and its questions are answered from the journal; what it does
-    besides (its own tools) it does again.
+    On a resumed episode the agent runs from its start, and its requests are answered from the journal; its own tools
+    run again.
     """
 
-    recorded: CapturedEpisode
+    recorded: GatewaySession
     _transport: RecordingTransport
 
     @abstractmethod
     async def agent(self, client: openai.AsyncOpenAI, task: Task) -> float | None:
-        """One episode. Returns its reward, or None where ``agent.reward`` is to give it."""
+        """Runs one episode. Returns its reward; None: ``agent.reward`` computes it."""
 
     @classmethod
     def require(cls) -> None:
@@ -67,10 +67,10 @@ class OpenAIAgentLoop(AgentLoopBase):
             )
 
     def equip(self, parts: EpisodeParts, lease: Lease, journal: EpisodeJournal) -> None:
-        """Calls, ids and budget are counted by the recording; the rest of the episode reads them there."""
+        """The session counts calls, ids and budget; the rest of the episode reads them there."""
         super().equip(parts, lease, journal)
         told = journal.hand_over((ANSWER, NOTED))
-        self.recorded = CapturedEpisode(_capture_parts(parts), replace(lease, journal=told), "", alone=True)
+        self.recorded = GatewaySession(_context_of(parts), replace(lease, journal=told), "", alone=True)
         self.llm, self.chat = self.recorded.llm, self.recorded.history.chat
         self.llm.segments = self.recorded.history.segments
 
@@ -91,12 +91,12 @@ class OpenAIAgentLoop(AgentLoopBase):
         return self._outputs(_number(reward))
 
     async def _close(self) -> None:
-        """What the agent left running is given up before segments are read; they grow no more."""
+        """Cancels answers that the agent left in progress, before segments are read."""
         self.recorded.end("the agent has returned")
         await self.recorded.in_flight.ended()
 
     def _raise_ours(self, error: Exception | None) -> None:
-        """An agent sees our failures as an `openai` error; they end the episode all the same."""
+        """An agent sees infrastructure failures as `openai` errors; they end the episode even if it handles them."""
         if self._transport.failure is not None:
             raise self._transport.failure from error
 
@@ -105,7 +105,7 @@ class OpenAIAgentLoop(AgentLoopBase):
             raise EpisodeRestart(f"the agent did not ask again for {self.recorded.replay.left} recorded answers")
 
     def _outputs(self, reward: float | None) -> list[AgentLoopOutput]:
-        """The segment that was answered last comes last: its end is the episode's."""
+        """The segment of the last answer comes last: its end is the episode's."""
         last = last_turn(self.recorded)
         if last is None:
             raise InfraFailure("loop", "the agent returned without asking the model anything")
@@ -130,14 +130,14 @@ def loop_of(function: Agent, name: str) -> type[OpenAIAgentLoop]:
     return type(title, (OpenAIAgentLoop,), {"agent": agent, "__doc__": function.__doc__})
 
 
-def _capture_parts(parts: EpisodeParts) -> CaptureParts:
-    return CaptureParts(
+def _context_of(parts: EpisodeParts) -> GatewayContext:
+    return GatewayContext(
         worker=parts.worker,
         config=parts.config,
         queue=parts.queue,
         client=parts.client,
         chat=parts.chat,
-        text_of=_text_of(parts.chat, parts.config.parser),
+        detokenizer=_text_of(parts.chat, parts.config.parser),
         model=MODEL,
         reward=parts.reward,
         mismatches=parts.mismatches,
@@ -145,9 +145,9 @@ def _capture_parts(parts: EpisodeParts) -> CaptureParts:
 
 
 @lru_cache(maxsize=4)
-def _text_of(chat: ChatTokens, parser: str) -> TextOf:
-    """Reads the whole vocabulary: once per worker, not per episode."""
-    return text_of(chat, parser)
+def _text_of(chat: ChatTokens, parser: str) -> Detokenizer:
+    """Cached per worker, because it reads the whole vocabulary."""
+    return detokenizer(chat, parser)
 
 
 def _number(reward: Any) -> float | None:

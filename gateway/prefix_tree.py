@@ -1,18 +1,17 @@
-"""What was said in an episode, as a tree of turns over append-only segments.
+"""The conversations of an episode as a tree of turns over append-only segments.
 
-    messages of a request ──place──► parent turn + what is new ──► exact ids of parent + delta of the new = context
-    context, answer       ──add────► the parent's segment goes on where it ended; elsewhere a new segment begins
+    messages of a request ──resolve_prefix──► parent turn + new messages ──► parent's ids + delta of the new = context
+    context, answer       ──add─────────────► appended to the parent's segment if it ends there; else a new segment
 
-A turn continues its parent where the messages begin with everything that was said up to the parent's answer, that
-answer included as it was returned. Its context is then the parent's ids as they were fed and sampled, and the delta of
-the new messages. Everything else is a new segment, rendered by the chat template: rewritten histories, other
-tools, sub-agents. Where something is answered that was answered already (n > 1, asked again), the context of each
-further answer is the prompt of a segment of its own: each sampled id is in one place, no answer is trained twice.
+A turn continues its parent where the messages begin with the whole conversation up to the parent's answer, that answer
+included as it was returned. Its context is then the parent's ids as they were fed and sampled, and the delta of the new
+messages. Everything else starts a new segment, rendered by the chat template: rewritten histories, other tools,
+sub-agents. Where a context is answered more than once (n > 1, repeated requests), each further answer gets a segment
+with that context as its prompt: each sampled id is in one segment, and no answer is trained twice.
 
-What makes two messages the same: for comparison only, never for rendering.
 
-A client sends back what it was given, but not in the same letters: it adds keys (`refusal`, `annotations`, `audio`),
-writes null for what was left out, serialises arguments anew, or puts text into parts. None of this is another history.
+Messages are compared in a normal form (`normal`), which is never rendered: clients send answers back with further keys
+(`refusal`, `annotations`, `audio`), null for absent keys, arguments serialised anew, or text in parts.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ Tools = tuple[Mapping[str, Any], ...]
 
 
 class NotRenderable(AgentError):
-    """The chat template refuses these messages; the message says why."""
+    """The chat template rejects these messages; the message has the cause."""
 
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """One answer of the model, in its place."""
+    """One answer of the model and its position in the tree."""
 
     answer_id: str
-    """Of the call; n choices share it."""
-    place: Place
+    """Of the request; n choices share it."""
+    match: PrefixMatch
     choice: Choice
     asked: str
-    """How it was asked, as JSON: sampling, stop …"""
+    """The request's sampling key."""
     created_s: int
     segment: SegmentBuilder = field(init=False)
     end: int = 0
@@ -57,106 +56,106 @@ class Turn:
         return f"{self.answer_id}.{self.choice.index}"
 
     def ids(self) -> list[int]:
-        """Everything up to the end of the answer."""
+        """All ids up to the end of the answer."""
         return self.segment.context()[: self.end]
 
     @property
     def is_last(self) -> bool:
-        """Its segment ends with it."""
+        """Whether its segment ends with it."""
         return self.end == self.segment.context_len
 
     def conversation(self) -> list[Message]:
-        """Everything said up to and with the answer, without instructions that held for one request only."""
-        before = self.place.parent.conversation() if self.place.parent else []
-        new = self.place.new[1:] if self.place.instructed else self.place.new
+        """All messages up to the answer, included, without instructions of a single request."""
+        before = self.match.parent.conversation() if self.match.parent else []
+        new = self.match.new[1:] if self.match.instructed else self.match.new
         return [*before, *new, message_of(self.choice)]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an answer belongs: behind `parent`, or at the beginning of a new segment."""
+class PrefixMatch:
+    """Position of a request in the tree: behind `parent`, or at the beginning of a new segment."""
 
     parent: Turn | None
     new: tuple[Message, ...]
-    """What was said after the parent's answer; of a new segment, everything."""
+    """Messages after the parent's answer; all messages of a new segment."""
     tools: Tools
     prompt: str | tuple[int, ...] | None
-    """/v1/completions: what follows the parent's answer, as text or ids."""
+    """/v1/completions: text or ids after the parent's answer."""
     instructed: bool
-    """The first of all messages is the instructions of a single request (/v1/responses)."""
+    """The first message holds the instructions of a single request (/v1/responses)."""
     key: str
-    """Of the conversation before the answer."""
+    """Key of the conversation before the answer."""
     delta: tuple[int, ...]
-    """Ids of what is new; of a new segment, its prompt."""
+    """Ids of the new messages; of a new segment, its prompt."""
     context: tuple[int, ...]
-    """Exactly what the model is fed."""
+    """The exact ids that the model is fed."""
     asked: tuple[int, int]
-    """(length, xxh3-64) of the context, as the journal has them."""
+    """(length, xxh3-64) of the context, as in the journal."""
 
     @property
     def may_be_known_elsewhere(self) -> bool:
-        """What is new holds an answer that this history does not know: rewritten, or recorded by another sidecar."""
+        """The new messages hold an unknown answer: rewritten by the client, or recorded by another server."""
         if self.prompt is not None:
             return self.parent is None
         return any(message.get("role") == "assistant" for message in self.new)
 
 
-class History:
-    """One episode's turns. Not for several writers: who adds holds the episode's lock."""
+class PrefixTree:
+    """One episode's turns. Callers of `add` hold the session's lock."""
 
     def __init__(self, chat: ChatTokens) -> None:
-        """`chat.budget` is the episode's."""
+        """`chat.budget` is the episode's budget."""
         self.chat = chat
         self.turns: dict[str, Turn] = {}
         self.segments: list[SegmentBuilder] = []
         """In the order of their first answer."""
         self._after: dict[str, list[Turn]] = {}
-        """Key of a conversation that ends in our answer → turns that answered so."""
+        """Key of a conversation that ends with a recorded answer → turns with that answer."""
         self._answers: dict[tuple[tuple[int, int], str], list[Turn]] = {}
 
     # where a request belongs ---------------------------------------------------------------------------------------
-    def place(self, messages: Sequence[Message], tools: Tools, *, instructed: bool = False) -> Place:
+    def resolve_prefix(self, messages: Sequence[Message], tools: Tools, *, instructed: bool = False) -> PrefixMatch:
         """Raises `NotRenderable`."""
         keys = [first_key(tools)]
         for message in messages:
             keys.append(next_key(keys[-1], message))
         for count in range(len(messages), 0, -1):
             parent = self._answered(keys[count]) if messages[count - 1].get("role") == "assistant" else None
-            place = parent and self._behind(parent, tuple(messages[count:]), tools, keys[-1])
-            if place:
-                return place
-        return self._beginning(tuple(messages), tools, keys[-1], instructed)
+            match = parent and self._continue(parent, tuple(messages[count:]), tools, keys[-1])
+            if match:
+                return match
+        return self._new_segment(tuple(messages), tools, keys[-1], instructed)
 
-    def place_prompt(self, prompt: str | tuple[int, ...]) -> Place:
-        """The same for a bare prompt: text goes on from the text of an earlier answer, ids from its ids."""
+    def resolve_prompt(self, prompt: str | tuple[int, ...]) -> PrefixMatch:
+        """The same for a bare prompt: text continues the text of an earlier answer, ids its ids."""
         for turn in reversed(self.turns.values()):
             rest = self._rest_of(turn, prompt)
             if rest is not None:
-                return self._prompt_place(turn, rest)
-        return self._prompt_place(None, prompt)
+                return self._prompt_match(turn, rest)
+        return self._prompt_match(None, prompt)
 
-    def place_as_noted(self, note: Mapping[str, Any], new: tuple[Message, ...], tools: Tools) -> Place:
-        """The place that a journal's note names. Raises `KeyError`, `NotRenderable`."""
+    def resolve_recorded(self, note: Mapping[str, Any], new: tuple[Message, ...], tools: Tools) -> PrefixMatch:
+        """The position that a journal entry names. Raises `KeyError`, `NotRenderable`."""
         parent = self.turns[note["parent"]] if note.get("parent") else None
         if (prompt := note.get("prompt")) is not None:
-            return self._prompt_place(parent, prompt if isinstance(prompt, str) else tuple(prompt))
+            return self._prompt_match(parent, prompt if isinstance(prompt, str) else tuple(prompt))
         key = self._key_after(parent) if parent else first_key(tools)
         for message in new:
             key = next_key(key, message)
         if parent is None:
-            return self._beginning(new, tools, key, bool(note.get("instructed")))
-        place = self._behind(parent, new, tools, key)
-        if place is None:
-            raise NotRenderable("the chat template does not continue what it continued before")
-        return place
+            return self._new_segment(new, tools, key, bool(note.get("instructed")))
+        match = self._continue(parent, new, tools, key)
+        if match is None:
+            raise NotRenderable("the chat template no longer continues this conversation")
+        return match
 
     def _answered(self, key: str) -> Turn | None:
-        """Of turns that said the same, one that nothing followed yet."""
+        """Of turns with equal conversations, one that was not continued yet."""
         turns = self._after.get(key, [])
         return next((turn for turn in turns if not turn.continued), turns[0] if turns else None)
 
-    def _behind(self, parent: Turn, new: tuple[Message, ...], tools: Tools, key: str) -> Place | None:
-        """None where the template closes a reply differently before such messages, or old thinking is to be dropped."""
+    def _continue(self, parent: Turn, new: tuple[Message, ...], tools: Tools, key: str) -> PrefixMatch | None:
+        """None where the template closes a reply differently before such messages, or drops old thinking."""
         before = parent.ids()
         if self.chat.begins_anew(before, new):
             return None
@@ -165,66 +164,66 @@ class History:
         except TemplateError:
             return None
         delta = list(self.chat.without_repeated_end(before[-1], delta))
-        return _placed(parent, before, tuple(delta), new=new, tools=tools, key=key)
+        return _prefix_match(parent, before, tuple(delta), new=new, tools=tools, key=key)
 
-    def _beginning(self, messages: tuple[Message, ...], tools: Tools, key: str, instructed: bool) -> Place:
+    def _new_segment(self, messages: tuple[Message, ...], tools: Tools, key: str, instructed: bool) -> PrefixMatch:
         try:
             ids = self.chat.prompt_ids([self.chat.defused(message) for message in messages], tools)
         except TemplateError as error:
             raise NotRenderable(str(error)) from error
-        return _placed(None, [], ids, new=messages, tools=tools, key=key, instructed=instructed)
+        return _prefix_match(None, [], ids, new=messages, tools=tools, key=key, instructed=instructed)
 
-    def _prompt_place(self, parent: Turn | None, prompt: str | tuple[int, ...]) -> Place:
+    def _prompt_match(self, parent: Turn | None, prompt: str | tuple[int, ...]) -> PrefixMatch:
         delta = tuple(self.chat.encode(prompt)) if isinstance(prompt, str) else prompt
         before = parent.ids() if parent else []
         if not before and not delta:
             raise NotRenderable("the prompt has no tokens")
-        return _placed(parent, before, delta, prompt=prompt)
+        return _prefix_match(parent, before, delta, prompt=prompt)
 
     def _rest_of(self, turn: Turn, prompt: str | tuple[int, ...]) -> str | tuple[int, ...] | None:
-        """What `prompt` adds to a turn that answered a bare prompt; None where it does not go on from it."""
-        if turn.place.prompt is None or type(prompt) is not type(turn.place.prompt):
+        """What `prompt` adds to a turn that answered a bare prompt; None where it does not continue that turn."""
+        if turn.match.prompt is None or type(prompt) is not type(turn.match.prompt):
             return None
         whole: Any = self._prompt_text(turn) if isinstance(prompt, str) else tuple(turn.ids())
         return prompt[len(whole) :] if prompt[: len(whole)] == whole else None
 
     def _prompt_text(self, turn: Turn) -> str:
-        before = self._prompt_text(turn.place.parent) if turn.place.parent else ""
-        return before + str(turn.place.prompt) + self.chat.decode(turn.choice.token_ids)
+        before = self._prompt_text(turn.match.parent) if turn.match.parent else ""
+        return before + str(turn.match.prompt) + self.chat.decode(turn.choice.token_ids)
 
     # answers -------------------------------------------------------------------------------------------------------
     def add(self, turn: Turn, generation: Generation) -> None:
-        """Append an answer that is in the journal. `turn.segment` and `turn.end` are set here."""
-        place = turn.place
-        parent = place.parent
+        """Adds an answer that is in the journal; sets `turn.segment` and `turn.end`."""
+        match = turn.match
+        parent = match.parent
         if parent is not None and parent.is_last:
             turn.segment = parent.segment
-            turn.segment.append_fed(place.delta)
+            turn.segment.append_fed(match.delta)
         else:
-            turn.segment = SegmentBuilder(place.context, self.chat.budget, self.chat.stop_token_ids)
+            turn.segment = SegmentBuilder(match.context, self.chat.budget, self.chat.stop_token_ids)
             self.segments.append(turn.segment)
         turn.segment.append_sampled(
             generation.token_ids, generation.logprobs, generation.version_spans, generation.finish_reason
         )
         turn.end = turn.segment.context_len
-        turn.place = replace(place, delta=(), context=())  # the segment has them; kept twice they grow with turns²
+        turn.match = replace(match, delta=(), context=())  # the segment holds them; copies would grow with turns²
         if parent is not None:
             parent.continued = True
         self.turns[turn.turn_id] = turn
-        self._answers.setdefault((place.asked, turn.asked), []).append(turn)
-        if place.prompt is None:
+        self._answers.setdefault((match.asked, turn.asked), []).append(turn)
+        if match.prompt is None:
             self._after.setdefault(self._key_after(turn), []).append(turn)
 
-    def answers(self, place: Place, asked: str) -> list[Turn]:
-        """Of the newest call that asked the same on the same context; by choice."""
-        turns = self._answers.get((place.asked, asked), [])
+    def answers(self, match: PrefixMatch, asked: str) -> list[Turn]:
+        """The choices of the newest equal request on the same context."""
+        turns = self._answers.get((match.asked, asked), [])
         return [turn for turn in turns if turn.answer_id == turns[-1].answer_id]
 
     def _key_after(self, turn: Turn) -> str:
-        return next_key(turn.place.key, message_of(turn.choice))
+        return next_key(turn.match.key, message_of(turn.choice))
 
 
-def _placed(
+def _prefix_match(
     parent: Turn | None,
     before: Sequence[int],
     delta: tuple[int, ...],
@@ -234,9 +233,9 @@ def _placed(
     key: str = "",
     prompt: str | tuple[int, ...] | None = None,
     instructed: bool = False,
-) -> Place:
+) -> PrefixMatch:
     context = (*before, *delta)
-    return Place(parent, new, tools, prompt, instructed, key, delta, context, (len(context), hash_of(context)))
+    return PrefixMatch(parent, new, tools, prompt, instructed, key, delta, context, (len(context), hash_of(context)))
 
 
 def hash_of(ids: Sequence[int]) -> int:
@@ -249,27 +248,27 @@ ROLES = {"developer": "system"}
 
 
 def digest(text: str) -> str:
-    """Names a text; 128 bits."""
+    """128-bit digest of a text, as hexadecimal."""
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def as_json(value: Any) -> str:
-    """One spelling per value."""
+    """Canonical JSON."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 def first_key(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Of a conversation in which nothing was said yet; other tools are another conversation."""
+    """Key of an empty conversation; other tools make another conversation."""
     return digest(as_json(list(tools)))
 
 
 def next_key(key: str, message: Message) -> str:
-    """Of the conversation `key` with one message more."""
+    """Key of the conversation `key` with one more message."""
     return digest(f"{key} {as_json(normal(message))}")
 
 
 def normal(message: Message) -> list[Any]:
-    """[role, text, further parts, calls, tool_call_id, name] with everything left out that says nothing."""
+    """[role, text, other parts, calls, tool_call_id, name], without what does not change the meaning."""
     role = ROLES.get(str(message.get("role")), message.get("role"))
     text, parts = _text_of(message.get("content"))
     calls = [_call(call) for call in message.get("tool_calls") or ()]
@@ -279,7 +278,7 @@ def normal(message: Message) -> list[Any]:
 
 
 def _text_of(content: Any) -> tuple[str, list[Any]]:
-    """Texts of all parts in order, and the parts that are no text."""
+    """The texts of all parts, joined in order, and the other parts."""
     if content is None or isinstance(content, str):
         return content or "", []
     if not isinstance(content, Sequence):

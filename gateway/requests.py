@@ -1,13 +1,9 @@
-"""One request's answer while it is made. It goes on when its client goes away, so that a retry finds it.
+"""Requests to one session: what they ask for, their answers in progress, and answers that are given again.
 
-sampler ──show──► pieces of each choice ──► readers, any number, each from the beginning
-        ──close─► the journaled choice  ──►
+    sampler ──show──► pieces of each choice ──► readers, any number, each from the beginning
+            ──close─► the journaled choice  ──►
 
-The answers of one episode that are being made now, by what they are answers to.
-
-What an agent's second run is told: the answers that its first run was given, each one once.
-
-What a request says, whichever route it came by, for `History.place`.
+An answer is completed also after its client has disconnected, so that a retry finds it.
 """
 
 from __future__ import annotations
@@ -16,34 +12,34 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.gateway.prefix_tree import History, Message, Place, Tools, Turn
-from penstock.gateway.wire import Ask, BadAsk, Choice, Delta, Head
+from penstock.gateway.prefix_tree import Message, PrefixMatch, PrefixTree, Tools, Turn
+from penstock.gateway.wire import AnswerHead, Choice, CompletionRequest, InvalidRequest, TextDelta
 
-Update = tuple[int, Delta | Choice]
-"""(choice, what can be shown of it now), or the whole choice, once it is in the journal."""
+Update = tuple[int, TextDelta | Choice]
+"""(index of the choice, text that can be shown now, or the whole choice once it is in the journal)"""
 
 
-class Call:
-    """`task` makes it; readers follow `updates` or wait for `whole`."""
+class PendingAnswer:
+    """One request's answer; `task` makes it, readers follow `updates` or await `whole`."""
 
-    def __init__(self, ask: Ask, head: Head) -> None:
-        self.ask, self.head = ask, head
+    def __init__(self, request: CompletionRequest, head: AnswerHead) -> None:
+        self.request, self.head = request, head
         self.task: asyncio.Task[None] | None = None
         self.readers = 0
-        """Clients that wait for it; a second request while there are some is a question of its own."""
-        self._pieces: list[list[Delta | Choice]] = [[] for _ in range(ask.n)]
+        """Clients that wait for it; while there are any, an equal request is a further sample."""
+        self._pieces: list[list[TextDelta | Choice]] = [[] for _ in range(request.n)]
         self._more = asyncio.Event()
         self.ended = False
         self._error: BaseException | None = None
 
-    def show(self, index: int, delta: Delta) -> None:
-        """Text and tokens that may be sent before the answer is in the journal."""
+    def show(self, index: int, delta: TextDelta) -> None:
+        """Adds text and tokens that may be sent before the answer is in the journal."""
         if delta.text or delta.tokens:
             self._pieces[index].append(delta)
             self._wake()
 
     def close(self, choice: Choice) -> None:
-        """The choice is whole and in the journal."""
+        """Adds a whole choice, which is in the journal."""
         self._pieces[choice.index].append(choice)
         self._wake()
 
@@ -51,22 +47,22 @@ class Call:
         self.ended, self._error = True, error
         self._wake()
 
-    async def over(self) -> None:
-        """Wait until it has ended, however it did."""
+    async def wait_end(self) -> None:
+        """Waits until the answer has ended, with or without an error."""
         while not self.ended:
             await self._more.wait()
 
     @classmethod
-    def finished(cls, ask: Ask, head: Head, choices: Sequence[Choice]) -> Call:
-        """A call whose answer is known already."""
-        call = cls(ask, head)
+    def finished(cls, request: CompletionRequest, head: AnswerHead, choices: Sequence[Choice]) -> PendingAnswer:
+        """An answer that is known already."""
+        call = cls(request, head)
         for choice in choices:
             call.close(choice)
         call.end()
         return call
 
     async def updates(self) -> AsyncGenerator[Update]:
-        """Everything from the beginning on. Raises what ended the call early."""
+        """All pieces, from the beginning. Raises the error that ended the answer early."""
         seen = [0] * len(self._pieces)
         self.readers += 1
         try:
@@ -85,7 +81,7 @@ class Call:
             self.readers -= 1
 
     async def whole(self) -> list[Choice]:
-        """All choices, in order. Raises what ended the call early."""
+        """All choices, in order. Raises the error that ended the answer early."""
         choices: dict[int, Choice] = {}
         async for index, update in self.updates():
             if isinstance(update, Choice):
@@ -98,40 +94,41 @@ class Call:
 
 
 Asked = tuple[tuple[int, int], str]
-"""(context, how it is sampled): requests with the same one may share an answer."""
+"""((length, hash) of the context, sampling key): requests with equal ones may share an answer."""
 
 
-class InFlight:
-    """Whoever makes a call's task adds it, and removes it before anybody hears of its end."""
+class InFlightAnswers:
+    """Answers of one session that are being made. Register on start; unregister before completing."""
 
     def __init__(self) -> None:
-        self._calls: dict[Asked, list[Call]] = {}
+        self._calls: dict[Asked, list[PendingAnswer]] = {}
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[PendingAnswer]:
         return iter([call for calls in self._calls.values() for call in calls])
 
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))
 
-    def add(self, asked: Asked, call: Call) -> None:
+    def add(self, asked: Asked, call: PendingAnswer) -> None:
         self._calls.setdefault(asked, []).append(call)
 
-    def remove(self, call: Call) -> None:
+    def remove(self, call: PendingAnswer) -> None:
         left = {asked: [one for one in calls if one is not call] for asked, calls in self._calls.items()}
         self._calls = {asked: calls for asked, calls in left.items() if calls}
 
-    async def to_join(self, asked: Asked, ask: Ask, *, retried: bool) -> Call | None:
-        """The one that this request may read too. One that its own client gave up, and asks otherwise now, is awaited.
+    async def to_join(self, asked: Asked, request: CompletionRequest, *, retried: bool) -> PendingAnswer | None:
+        """The answer that this request may share; None: it gets its own.
 
-        A call with readers is somebody else's, unless the client says that it repeats itself: without that, this is a
-        further sample of the same context.
+        An answer without readers was abandoned by its client and is shared; with readers only if the client marks this
+        request as a retry, otherwise it is a further sample of the same context. An answer that was requested without
+        the log-probabilities wanted now, or with them, is awaited instead, and then found in the journal.
         """
         for call in list(self._calls.get(asked, [])):
             if not retried and call.readers:
                 continue
-            if call.ask.logprobs == ask.logprobs:
+            if call.request.logprobs == request.logprobs:
                 return call
-            await call.over()
+            await call.wait_end()
         return None
 
     def give_up(self) -> None:
@@ -140,7 +137,7 @@ class InFlight:
                 call.task.cancel()
 
     async def ended(self) -> None:
-        """Wait until nothing is being sampled any more."""
+        """Waits until no answer is being sampled."""
         tasks = [call.task for call in self if call.task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -149,55 +146,57 @@ class InFlight:
 
 
 class Replay:
-    """Made from what the journal held when the episode was taken over. Empty for an episode that is new."""
+    """Answers for the second run of an agent: those that its first run got, each one once. Empty for a new episode."""
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._left: dict[Asked, dict[str, list[Turn]]] = {}
         for turn in turns:
-            calls = self._left.setdefault((turn.place.asked, turn.asked), {})
+            calls = self._left.setdefault((turn.match.asked, turn.asked), {})
             calls.setdefault(turn.answer_id, []).append(turn)
 
-    def take(self, place: Place, how: str) -> list[Turn]:
-        """Choices of the oldest call that asked this and was not told yet; none where it was never asked."""
-        calls = self._left.get((place.asked, how))
+    def take(self, match: PrefixMatch, key: str) -> list[Turn]:
+        """Choices of the oldest answer to this request that was not given again yet; empty: there is none."""
+        calls = self._left.get((match.asked, key))
         if not calls:
             return []
         return calls.pop(next(iter(calls)))
 
     @property
     def left(self) -> int:
-        """Calls that were not asked for again."""
+        """Answers that were not requested again."""
         return sum(len(calls) for calls in self._left.values())
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ResolvedRequest:
     messages: tuple[Message, ...]
     tools: Tools
     prompt: str | tuple[int, ...] | None
     instructed: bool
 
-    def place(self, history: History) -> Place:
+    def resolve(self, history: PrefixTree) -> PrefixMatch:
         """Raises `NotRenderable`."""
         if self.prompt is not None:
-            return history.place_prompt(self.prompt)
-        return history.place(self.messages, self.tools, instructed=self.instructed)
+            return history.resolve_prompt(self.prompt)
+        return history.resolve_prefix(self.messages, self.tools, instructed=self.instructed)
 
 
-def said_by(ask: Ask, history: History) -> Said:
-    """Raises `BadAsk` for a `previous_response_id` that is not of this episode."""
-    if ask.prompt is not None:
-        return Said((), (), ask.prompt, instructed=False)
+def resolve_request(request: CompletionRequest, history: PrefixTree) -> ResolvedRequest:
+    """The whole conversation of a request. Raises `InvalidRequest` for a `previous_response_id` of another episode."""
+    if request.prompt is not None:
+        return ResolvedRequest((), (), request.prompt, instructed=False)
     before: list[Message] = []
-    if ask.instructions is not None:
-        before.append({"role": "system", "content": ask.instructions})
-    if ask.previous_response_id is not None:
-        before += _conversation(ask.previous_response_id, history)
-    return Said((*before, *ask.messages), ask.tools, None, instructed=ask.instructions is not None)
+    if request.instructions is not None:
+        before.append({"role": "system", "content": request.instructions})
+    if request.previous_response_id is not None:
+        before += _conversation(request.previous_response_id, history)
+    return ResolvedRequest(
+        (*before, *request.messages), request.tools, None, instructed=request.instructions is not None
+    )
 
 
-def _conversation(answer: str, history: History) -> list[Message]:
+def _conversation(answer: str, history: PrefixTree) -> list[Message]:
     turn = history.turns.get(f"{answer}.0")
     if turn is None:
-        raise BadAsk("previous_response_id", f"{answer!r} is no response of this episode", "invalid_value")
+        raise InvalidRequest("previous_response_id", f"{answer!r} is no response of this episode", "invalid_value")
     return turn.conversation()

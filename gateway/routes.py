@@ -1,4 +1,4 @@
-"""HTTP of recorded episodes. The run's token opens everything, an episode's key what lies under its handle."""
+"""HTTP routes of recorded episodes. The run's token opens all of them, an episode's key those under its handle."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from penstock.gateway.errors import CaptureError, refusal_of
-from penstock.gateway.session import CapturedEpisode
-from penstock.gateway.sessions import Desk, episode_key
+from penstock.gateway.errors import GatewayError, refusal_of
+from penstock.gateway.session import GatewaySession
+from penstock.gateway.sessions import SessionManager, episode_key
 from penstock.gateway.streaming import respond
 from penstock.gateway.wire import (
-    Ask,
-    BadAsk,
     ChatBody,
     CompletionBody,
+    CompletionRequest,
+    InvalidRequest,
+    OpenAIErrorBody,
     ResponseBody,
     model_body,
     model_list_body,
@@ -28,7 +29,6 @@ from penstock.gateway.wire import (
     parse_completion,
     parse_response,
 )
-from penstock.gateway.wire.answers import ErrorDetail
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 MAX_WAIT_S = 600.0
@@ -37,17 +37,7 @@ WHOLE_OR_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "OpenAI's answer, whole or as events", "content": {"text/event-stream": {}}}
 }
 RETRY_HEADER = "x-stainless-retry-count"
-"""The `openai` packages count their retries in it."""
-
-
-class OpenAIError(ErrorDetail):
-    """Under a name of its own: the server's other routes refuse in another shape."""
-
-
-class OpenAIErrorBody(BaseModel):
-    """Of every refusal here, besides 401 and 413, which are the server's own."""
-
-    error: OpenAIError
+"""Sent by the `openai` packages: how often this request was retried."""
 
 
 class OpenBody(BaseModel):
@@ -68,78 +58,81 @@ class FinishBody(BaseModel):
 
 
 Route = Callable[..., Awaitable[Response]]
-Find = Callable[[], Awaitable[Desk]]
-"""The desk, once the tokenizer is there."""
+FindManager = Callable[[], Awaitable[SessionManager]]
+"""Returns the session manager, once the tokenizer is loaded."""
 
 
-def make_router(desk: Find, url: str, token: str, version: Callable[[], int]) -> APIRouter:
-    """`url`: of this sidecar, as agents reach it. `version`: the policy version it holds."""
+def make_router(manager: FindManager, url: str, token: str, version: Callable[[], int]) -> APIRouter:
+    """Args:
+    url: URL of this server for agents.
+    version: returns the loaded policy version.
+    """
     router = APIRouter(responses={status: {"model": OpenAIErrorBody} for status in REFUSALS})
-    _add_episode_routes(router, desk, url, token)
-    _add_openai_routes(router, desk, version)
+    _add_episode_routes(router, manager, url, token)
+    _add_openai_routes(router, manager, version)
     return router
 
 
-def _add_episode_routes(router: APIRouter, desk: Find, url: str, token: str) -> None:
+def _add_episode_routes(router: APIRouter, manager: FindManager, url: str, token: str) -> None:
     @router.post("/episodes", openapi_extra=_takes(OpenBody))
-    @_told
+    @_with_refusals
     async def open_episode(request: Request) -> Response:
         """Lease the next episode of the run."""
         wanted = await _read(request, OpenBody)
-        episode = await (await desk()).open(wanted.wait_s, request.is_disconnected)
+        episode = await (await manager()).open(wanted.wait_s, request.is_disconnected)
         return JSONResponse(_plain(_opened(episode, url, token)))
 
     @router.get("/episodes/{handle}")
-    @_told
+    @_with_refusals
     async def look(request: Request, handle: str) -> Response:
-        """What was recorded so far, and what is left."""
-        return JSONResponse((await (await desk()).find(handle)).state())
+        """What is recorded so far, and the rest of the budget."""
+        return JSONResponse((await (await manager()).find(handle)).state())
 
     @router.post("/episodes/{handle}/reward", openapi_extra=_takes(RewardBody))
-    @_told
+    @_with_refusals
     async def reward(request: Request, handle: str) -> Response:
-        """The episode's reward; durable at once. The last one counts."""
+        """Set the episode's reward; durable at once. The last one counts."""
         given = await _read(request, RewardBody)
-        episode = await (await desk()).find(handle)
+        episode = await (await manager()).find(handle)
         episode.check_open()
         await episode.note(reward=given.reward, turn_rewards=given.turn_rewards)
         return JSONResponse(episode.state())
 
     @router.post("/episodes/{handle}/finish", openapi_extra=_takes(FinishBody))
-    @_told
+    @_with_refusals
     async def finish(request: Request, handle: str) -> Response:
-        """Complete the episode; twice is once."""
+        """Complete the episode; repeated calls return the first result."""
         given = await _read(request, FinishBody)
-        return JSONResponse((await (await desk()).finish(handle, _outcome(given))).body())
+        return JSONResponse((await (await manager()).finish(handle, _outcome(given))).body())
 
 
-def _add_openai_routes(router: APIRouter, desk: Find, version: Callable[[], int]) -> None:
-    routes: list[tuple[str, type[BaseModel], Callable[[Any], Ask]]] = [
+def _add_openai_routes(router: APIRouter, manager: FindManager, version: Callable[[], int]) -> None:
+    routes: list[tuple[str, type[BaseModel], Callable[[Any], CompletionRequest]]] = [
         ("chat/completions", ChatBody, parse_chat),
         ("completions", CompletionBody, parse_completion),
         ("responses", ResponseBody, parse_response),
     ]
     for path, body, parse in routes:
         route = router.post(f"/episodes/{{handle}}/v1/{path}", openapi_extra=_takes(body), responses=WHOLE_OR_STREAM)
-        route(_told(_asking(desk, parse)))
+        route(_with_refusals(_asking(manager, parse)))
 
     @router.get("/episodes/{handle}/v1/models")
-    @_told
+    @_with_refusals
     async def models(request: Request, handle: str) -> Response:
-        episode = await (await desk()).find(handle)
+        episode = await (await manager()).find(handle)
         return JSONResponse(model_list_body([_model(episode, version())]))
 
     @router.get("/episodes/{handle}/v1/models/{model:path}")
-    @_told
+    @_with_refusals
     async def model(request: Request, handle: str, model: str) -> Response:
-        return JSONResponse(_model(await (await desk()).find(handle), version()))
+        return JSONResponse(_model(await (await manager()).find(handle), version()))
 
 
-def _asking(desk: Find, parse: Callable[[Any], Ask]) -> Route:
+def _asking(manager: FindManager, parse: Callable[[Any], CompletionRequest]) -> Route:
     async def ask(request: Request, handle: str) -> Response:
-        """As OpenAI's; the answer is recorded before it ends."""
+        """As OpenAI's route; the answer is recorded before it ends."""
         asked = parse(await _json(request))
-        episode = await (await desk()).find(handle)
+        episode = await (await manager()).find(handle)
         retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
         return await respond(request, asked, await episode.answer(asked, retried=retried))
 
@@ -147,14 +140,14 @@ def _asking(desk: Find, parse: Callable[[Any], Ask]) -> Route:
 
 
 # answers -----------------------------------------------------------------------------------------------------------
-def _opened(episode: CapturedEpisode, url: str, token: str) -> dict[str, Any]:
-    task, config, lease = episode.lease.task, episode.parts.config, episode.lease
+def _opened(episode: GatewaySession, url: str, token: str) -> dict[str, Any]:
+    task, config, lease = episode.lease.task, episode.context.config, episode.lease
     return {
         "episode_id": lease.episode_id,
         "handle": episode.handle,
         "base_url": f"{url}/episodes/{episode.handle}/v1",
         "api_key": episode_key(token, episode.handle),
-        "model": episode.parts.model,
+        "model": episode.context.model,
         "task": {
             "task_id": task.task_id,
             "split": task.split,
@@ -173,8 +166,8 @@ def _opened(episode: CapturedEpisode, url: str, token: str) -> dict[str, Any]:
     }
 
 
-def _model(episode: CapturedEpisode, version: int) -> dict[str, Any]:
-    return model_body(episode.parts.model, 0, max_model_len=episode.parts.context_limit(), policy_version=version)
+def _model(episode: GatewaySession, version: int) -> dict[str, Any]:
+    return model_body(episode.context.model, 0, max_model_len=episode.context.context_limit(), policy_version=version)
 
 
 def _outcome(given: FinishBody) -> Outcome | None:
@@ -185,18 +178,18 @@ def _outcome(given: FinishBody) -> Outcome | None:
 
 
 def _plain(value: dict[str, Any]) -> Any:
-    """Rows of datasets may hold what JSON does not know."""
+    """JSON values only; rows of datasets may hold others."""
     return json.loads(json.dumps(value, default=str))
 
 
 # requests ----------------------------------------------------------------------------------------------------------
 async def _read(request: Request, kind: type[Any]) -> Any:
-    """The body as `kind`; an empty one is all defaults. Raises `BadAsk`."""
+    """The body as `kind`; an empty body means all defaults. Raises `InvalidRequest`."""
     try:
         return kind.model_validate(await _json(request))
     except ValidationError as error:
         first = error.errors()[0]
-        raise BadAsk(".".join(map(str, first["loc"])), first["msg"], "invalid_value") from error
+        raise InvalidRequest(".".join(map(str, first["loc"])), first["msg"], "invalid_value") from error
 
 
 async def _json(request: Request) -> Any:
@@ -204,17 +197,17 @@ async def _json(request: Request) -> Any:
     try:
         return json.loads(body or b"{}", parse_constant=lambda name: math.nan)
     except (ValueError, RecursionError) as error:
-        raise BadAsk("", f"the body is no JSON: {error}", "invalid_value") from error
+        raise InvalidRequest("", f"the body is no JSON: {error}", "invalid_value") from error
 
 
-def _told(route: Route) -> Route:
-    """Refusals as statuses, in the words and the shape that OpenAI clients read."""
+def _with_refusals(route: Route) -> Route:
+    """Converts errors to HTTP responses in OpenAI's shape."""
 
     @functools.wraps(route)
     async def answered(*args: Any, **named: Any) -> Response:
         try:
             return await route(*args, **named)
-        except (BadAsk, CaptureError) as error:
+        except (InvalidRequest, GatewayError) as error:
             refusal = refusal_of(error)
             return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
@@ -222,7 +215,7 @@ def _told(route: Route) -> Route:
 
 
 def _takes(body: type[BaseModel]) -> dict[str, Any]:
-    """For OpenAPI: bodies are read by hand, so that errors name fields as OpenAI's do."""
+    """The request body for OpenAPI; FastAPI does not parse it, so that errors name fields as OpenAI's do."""
     schema = body.model_json_schema()
     whole = _inlined(schema, schema.pop("$defs", {}))
     required = bool(schema.get("required"))
@@ -230,7 +223,7 @@ def _takes(body: type[BaseModel]) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, known: dict[str, Any]) -> Any:
-    """`schema` with what it refers to written in its place."""
+    """`schema` with its references replaced by what they refer to."""
     if isinstance(schema, list):
         return [_inlined(one, known) for one in schema]
     if not isinstance(schema, dict):

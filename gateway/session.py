@@ -1,15 +1,11 @@
-"""One recorded episode: requests in, answers out, each answer durable before its reply ends.
+"""One recorded episode: requests in, answers out. Each answer is durable before its reply ends.
 
-request ──place──► context ─┬─ asked before, in the journal ───────► told again
-                            ├─ being sampled, its client gone ─────► joined
-                            ├─ turns or tokens used up ────────────► empty, finish reason "length"
-                            └─ sampled, shown as it comes ──► journal ──► history ──► the reply's last words
+    request ──resolve_prefix──► context ─┬─ answered before, in the journal ──► the same answer
+                                         ├─ being sampled, client gone ───────► the answer in progress
+                                         ├─ turns or tokens used up ──────────► empty, finish reason "length"
+                                         └─ sampled, streamed ──► journal ──► prefix tree ──► end of the reply
 
-Requests may come side by side (sub-agents); journal and history are `record.py`'s.
-
-What further answers may use of an episode's budget, with what is being sampled now taken off.
-
-One choice of a call: sampled, shown as it comes, written down, closed.
+Requests may be concurrent (sub-agents). `journal.py` holds what is durable, `prefix_tree.py` the turns.
 """
 
 from __future__ import annotations
@@ -23,183 +19,198 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.agent_loops import TRUNCATED_LENGTH, TRUNCATED_TURNS, Budget, InfraFailure, TokenMismatch, Watch
+from penstock.agent_loops import (
+    TRUNCATED_LENGTH,
+    TRUNCATED_TURNS,
+    Budget,
+    InfraFailure,
+    TokenMismatch,
+    Watch,
+)
 from penstock.common import gather_or_cancel
-from penstock.gateway.context import CaptureParts
-from penstock.gateway.errors import Gone, TooLong, told_of, unforeseen
-from penstock.gateway.journal import Record, head_of, how_asked, told_again
-from penstock.gateway.prefix_tree import NotRenderable, Place, Turn
-from penstock.gateway.requests import Call, InFlight, Replay, said_by
-from penstock.gateway.wire import AnswerReader, Ask, BadAsk, Choice, answer_id
+from penstock.gateway.context import GatewayContext
+from penstock.gateway.errors import Gone, TooLong, to_client_error, unexpected_end
+from penstock.gateway.journal import SessionJournal, head_of, recorded_choice, sampling_key
+from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, Turn
+from penstock.gateway.requests import InFlightAnswers, PendingAnswer, Replay, resolve_request
+from penstock.gateway.wire import AnswerReader, Choice, CompletionRequest, InvalidRequest, answer_id
 from penstock.rollout_server import Chunk
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError
 
 
-class CapturedEpisode:
-    """Made for one lease, by whoever holds its handle. Raises `TokenMismatch` where the journal cannot be followed."""
+class GatewaySession:
+    """Recording of one leased episode. Raises `TokenMismatch` where its journal cannot be restored."""
 
-    def __init__(self, parts: CaptureParts, lease: Lease, handle: str, *, alone: bool = False) -> None:
-        """`alone`: the agent runs in this process, from its start. No other process records under this lease; what the
-        journal holds answers the agent's own questions anew, in order, and each further one is a sample of its own.
+    def __init__(self, context: GatewayContext, lease: Lease, handle: str, *, alone: bool = False) -> None:
+        """Args:
+        alone: the agent runs in this process, from its start, and no other process records under this lease. The
+            journal answers the agent's repeated requests in order; each further one is a new sample.
         """
-        self.parts, self.lease, self.handle = parts, lease, handle
+        self.context, self.lease, self.handle = context, lease, handle
         self._alone = alone
-        self.record = Record(parts, lease)
+        self.record = SessionJournal(context, lease)
         self.history, self.llm, self.facts = self.record.history, self.record.llm, self.record.facts
         self.replay = Replay(self.history.turns.values() if alone else ())
         self.gone: str | None = None
-        """Why there are no more calls."""
+        """Why no requests are accepted any more."""
         self.broken: Outcome | None = None
-        """Set where the episode must end as a failure of ours."""
+        """Set where the episode must end as an infrastructure failure."""
         self.opened_at = self.active_at = time.monotonic()
         self.wasted_calls = 0
-        """Answers that were given up before they were whole; their tokens are nowhere."""
-        self._room = Room(self.record.budget)
-        self.in_flight = InFlight()
+        """Answers that ended before they were whole; their tokens are not recorded."""
+        self._budget = TokenBudget(self.record.budget)
+        self.in_flight = InFlightAnswers()
 
     # a request -----------------------------------------------------------------------------------------------------
-    async def answer(self, ask: Ask, *, retried: bool = False) -> Call:
-        """Its answer, made now or known already. `retried`: the client says that it asked before.
+    async def answer(self, request: CompletionRequest, *, retried: bool = False) -> PendingAnswer:
+        """The answer to `request`, new or recorded. Raises `InvalidRequest`, `TooLong`, `Gone`, `NotNow`.
 
-        Raises `BadAsk`, `TooLong`, `Gone`, `NotNow`.
+        Args:
+            retried: the client marks this request as a retry.
         """
         self.check_open()
         self.active_at = time.monotonic()
-        place = await self._place(ask)
-        key = (place.asked, how_asked(ask))
-        if running := await self.in_flight.to_join(key, ask, retried=retried):
+        match = await self._resolve(request)
+        key = (match.asked, sampling_key(request))
+        if running := await self.in_flight.to_join(key, request, retried=retried):
             return running
-        self.check_open()  # it may have ended while others were asked
-        known = self._known(place, key[1], retried)
-        if len(known) == ask.n:
-            return self._told_again(ask, place, known)
-        self._check_length(place)
-        share = self._room.take(ask.n - len(known), self._wanted(ask), self._fed(place))
-        if isinstance(share, Outcome):
-            await self.note(truncated=share.reason)
-            return self._told_again(ask, place, known)
-        return self._start(ask, place, known, share)
+        self.check_open()  # it may have ended during the await
+        known = self._known(match, key[1], retried)
+        if len(known) == request.n:
+            return self._recorded(request, match, known)
+        self._check_length(match)
+        reservation = self._budget.take(request.n - len(known), self._wanted(request), self._fed(match))
+        if isinstance(reservation, Outcome):
+            await self.note(truncated=reservation.reason)
+            return self._recorded(request, match, known)
+        return self._start(request, match, known, reservation)
 
     def check_open(self) -> None:
-        """Raises `Gone` with the cause."""
+        """Raises `Gone`, with the cause, where the session has ended."""
         if self.gone is not None:
             raise Gone(self.gone)
 
-    async def _place(self, ask: Ask) -> Place:
-        """Another sidecar may have answered what is not known here: asked only where that would show."""
+    async def _resolve(self, request: CompletionRequest) -> PrefixMatch:
+        """Reads the journal again only where another server may have recorded an answer that this request contains."""
         try:
-            place = said_by(ask, self.history).place(self.history)
-            if self.record.unsure or (place.may_be_known_elsewhere and not self._alone):
+            match = resolve_request(request, self.history).resolve(self.history)
+            if self.record.unsure or (match.may_be_known_elsewhere and not self._alone):
                 await self.refresh()
-                place = said_by(ask, self.history).place(self.history)
+                match = resolve_request(request, self.history).resolve(self.history)
         except NotRenderable as error:
-            raise BadAsk("prompt" if ask.api == "completions" else "messages", str(error)) from error
-        return place
+            raise InvalidRequest("prompt" if request.api == "completions" else "messages", str(error)) from error
+        return match
 
-    def _known(self, place: Place, how: str, retried: bool) -> list[Turn]:
-        """Recorded answers to exactly this. One that was gone on from is asked anew, unless the client repeats."""
-        if (replayed := self.replay.take(place, how)) or (self._alone and not retried):
+    def _known(self, match: PrefixMatch, key: str, retried: bool) -> list[Turn]:
+        """Recorded answers to this very request. One that has been continued is sampled anew, unless retried."""
+        if (replayed := self.replay.take(match, key)) or (self._alone and not retried):
             return replayed
-        turns = self.history.answers(place, how)
+        turns = self.history.answers(match, key)
         return [] if not retried and any(turn.continued for turn in turns) else turns
 
-    def _told_again(self, ask: Ask, place: Place, known: Sequence[Turn]) -> Call:
-        """What is recorded; choices beyond it are empty, for there is no room for them."""
-        head = self._head(ask, place, known)
-        choices = {turn.choice.index: told_again(turn, ask, head, self.parts.text_of) for turn in known}
-        return Call.finished(ask, head, [choices.get(index) or _nothing(index) for index in range(ask.n)])
+    def _recorded(self, request: CompletionRequest, match: PrefixMatch, known: Sequence[Turn]) -> PendingAnswer:
+        """Recorded choices; those beyond them are empty, because the budget is used up."""
+        head = self._head(request, match, known)
+        choices = {turn.choice.index: recorded_choice(turn, request, head, self.context.detokenizer) for turn in known}
+        return PendingAnswer.finished(
+            request, head, [choices.get(index) or _nothing(index) for index in range(request.n)]
+        )
 
-    def _head(self, ask: Ask, place: Place, known: Sequence[Turn] = ()) -> Any:
+    def _head(self, request: CompletionRequest, match: PrefixMatch, known: Sequence[Turn] = ()) -> Any:
         if known:
-            return head_of(known[0].answer_id, known[0].created_s, ask.model, place)
-        return head_of(answer_id(ask.api, secrets.token_hex(16)), int(time.time()), ask.model, place)
+            return head_of(known[0].answer_id, known[0].created_s, request.model, match)
+        return head_of(answer_id(request.api, secrets.token_hex(16)), int(time.time()), request.model, match)
 
-    def _check_length(self, place: Place) -> None:
-        limit = self.parts.context_limit()
-        if limit is not None and len(place.context) >= limit:
-            raise TooLong(f"this model's context is {limit} tokens; the messages are {len(place.context)} tokens")
+    def _check_length(self, match: PrefixMatch) -> None:
+        limit = self.context.context_limit()
+        if limit is not None and len(match.context) >= limit:
+            raise TooLong(f"this model's context is {limit} tokens; the messages are {len(match.context)} tokens")
 
-    def _wanted(self, ask: Ask) -> int:
-        return int(ask.sampling.get("max_new_tokens", self.llm.sampling.max_new_tokens))
+    def _wanted(self, request: CompletionRequest) -> int:
+        return int(request.sampling.get("max_new_tokens", self.llm.sampling.max_new_tokens))
 
-    def _fed(self, place: Place) -> int:
+    def _fed(self, match: PrefixMatch) -> int:
         """New ids that a segment goes on with; the prompt of a new segment costs nothing, as in agent loops."""
-        return len(place.delta) if place.parent is not None and place.parent.is_last else 0
+        return len(match.delta) if match.parent is not None and match.parent.is_last else 0
 
     # sampling ------------------------------------------------------------------------------------------------------
-    def _start(self, ask: Ask, place: Place, known: Sequence[Turn], share: Share) -> Call:
-        call = Call(ask, self._head(ask, place, known))
-        self.in_flight.add((place.asked, how_asked(ask)), call)
-        call.task = asyncio.create_task(self._make(call, place, known, share), name=call.head.answer_id)
-        # Its last line is not enough: a task that is cancelled before its first step runs no line at all.
-        call.task.add_done_callback(lambda task: self._close(call, share, unforeseen(task)))
+    def _start(
+        self, request: CompletionRequest, match: PrefixMatch, known: Sequence[Turn], reservation: Reservation
+    ) -> PendingAnswer:
+        call = PendingAnswer(request, self._head(request, match, known))
+        self.in_flight.add((match.asked, sampling_key(request)), call)
+        call.task = asyncio.create_task(self._make(call, match, known, reservation), name=call.head.answer_id)
+        # A task that is cancelled before its first step runs no line of `_make`.
+        call.task.add_done_callback(lambda task: self._close(call, reservation, unexpected_end(task)))
         return call
 
-    async def _make(self, call: Call, place: Place, known: Sequence[Turn], share: Share) -> None:
-        """What goes wrong is for those who wait for the call."""
+    async def _make(
+        self, call: PendingAnswer, match: PrefixMatch, known: Sequence[Turn], reservation: Reservation
+    ) -> None:
+        """Samples the choices that are not recorded. Errors go to the readers of `call`."""
         try:
             for turn in known:
-                call.close(told_again(turn, call.ask, call.head, self.parts.text_of))
-            missing = [index for index in range(call.ask.n) if index not in {turn.choice.index for turn in known}]
-            rooms = zip(missing, share.rooms, strict=True)
-            await gather_or_cancel([sample(self.record, call, place, index, room) for index, room in rooms])
-            self._close(call, share, None)
+                call.close(recorded_choice(turn, call.request, call.head, self.context.detokenizer))
+            missing = [index for index in range(call.request.n) if index not in {turn.choice.index for turn in known}]
+            limits = zip(missing, reservation.limits, strict=True)
+            await gather_or_cancel([sample(self.record, call, match, index, room) for index, room in limits])
+            self._close(call, reservation, None)
         except (InfraFailure, QueueError, ValidationError) as error:
-            self._close(call, share, self._explained(error))
+            self._close(call, reservation, self._explained(error))
 
-    def _close(self, call: Call, share: Share, error: Exception | None) -> None:
-        """Before anybody hears of its end: the next request must find the room that this one leaves."""
+    def _close(self, call: PendingAnswer, reservation: Reservation, error: Exception | None) -> None:
+        """Ends `call`; releases its reservation first, because the next request must find the rest of the budget."""
         if call.ended:
             return
         self.in_flight.remove(call)
-        self._room.give_back(share)
+        self._budget.give_back(reservation)
         self.wasted_calls += error is not None
         self.active_at = time.monotonic()
         call.end(Gone(self.gone) if error is not None and self.gone is not None else error)
 
     def _explained(self, error: Exception) -> Exception:
-        """What the client is told."""
+        """The error for the client; ends the session where the lease is lost or ids do not match."""
         if isinstance(error, LeaseLost):
             self.end(f"the lease is lost: {error}")
             return Gone(str(self.gone))
         if isinstance(error, TokenMismatch):
             return self._spoiled(error)
-        return told_of(error)
+        return to_client_error(error)
 
     # the journal ---------------------------------------------------------------------------------------------------
     async def refresh(self) -> None:
-        """Take in what other sidecars recorded under this lease. Raises `Gone`, `NotNow`."""
+        """Reads what other servers recorded under this lease. Raises `Gone`, `NotNow`."""
         try:
             await self.record.refresh()
         except (QueueError, TokenMismatch) as error:
             raise self._explained(error) from error
 
     async def note(self, **facts: Any) -> None:
-        """Write facts down; the newest of each name counts. Raises `Gone`, `NotNow`."""
+        """Journals facts; the newest of each name counts. Raises `Gone`, `NotNow`."""
         try:
             await self.record.note(**facts)
         except QueueError as error:
             raise self._explained(error) from error
 
     def _spoiled(self, error: TokenMismatch) -> Gone:
-        """Ids do not fit together: the episode ends as a failure of ours, never with a reward."""
-        self.parts.mismatches.seen += 1
+        """Token ids do not match: the episode ends as an infrastructure failure, never with a reward."""
+        self.context.mismatches.seen += 1
         self.broken = Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component)
         self.end(str(error))
         return Gone(str(error))
 
     # its end -------------------------------------------------------------------------------------------------------
     def end(self, cause: str) -> None:
-        """No more calls, for this cause; those being made are given up."""
+        """Accepts no more requests, for this cause, and cancels those in progress."""
         self.gone = cause
         self.in_flight.give_up()
 
     def reopen(self) -> None:
-        """The end did not come about: calls are taken again."""
+        """Accepts requests again, after an end that failed."""
         self.gone = None
 
     def state(self) -> Mapping[str, Any]:
-        """For GET /episodes/{handle}."""
+        """Body of GET /episodes/{handle}."""
         return {
             "episode_id": self.lease.episode_id,
             "handle": self.handle,
@@ -219,73 +230,76 @@ def _nothing(index: int) -> Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Taken by one call until it has ended."""
+class Reservation:
+    """Part of a budget that one request holds until it has ended."""
 
-    rooms: tuple[int, ...]
-    """Most tokens of each answer."""
+    limits: tuple[int, ...]
+    """Token limit of each answer."""
     tokens: int
-    """These together, and the ids that are fed before them."""
+    """All limits together, and the new context tokens before them."""
 
 
-class Room:
-    """Shares of calls that run side by side; together they never take more than is left."""
+class TokenBudget:
+    """Reservations of concurrent requests; together they never exceed the rest of the episode's budget."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._turns = 0
         self._tokens = 0
 
-    def take(self, answers: int, wanted: int, fed: int) -> Share | Outcome:
-        """Room for so many answers of `wanted` tokens at most, behind `fed` new ids; or how the episode is over."""
+    def take(self, answers: int, wanted: int, fed: int) -> Reservation | Outcome:
+        """Reserves `answers` answers of up to `wanted` tokens after `fed` new context tokens; else the outcome."""
         if self._budget.turns_left - self._turns < answers:
             return TRUNCATED_TURNS
         left = self._budget.tokens_left - self._tokens - fed
-        rooms = []
+        limits = []
         for _ in range(answers):
-            rooms.append(min(wanted, left))
-            left -= rooms[-1]
-        if rooms[-1] < 1:
+            limits.append(min(wanted, left))
+            left -= limits[-1]
+        if limits[-1] < 1:
             return TRUNCATED_LENGTH
         self._turns += answers
-        self._tokens += fed + sum(rooms)
-        return Share(tuple(rooms), fed + sum(rooms))
+        self._tokens += fed + sum(limits)
+        return Reservation(tuple(limits), fed + sum(limits))
 
-    def give_back(self, share: Share) -> None:
-        """The call has ended; what it really used is in the budget by now."""
-        self._turns -= len(share.rooms)
-        self._tokens -= share.tokens
+    def give_back(self, reservation: Reservation) -> None:
+        """Releases a reservation; what the request really used is in the budget by now."""
+        self._turns -= len(reservation.limits)
+        self._tokens -= reservation.tokens
 
 
 SEEDS = 2**63
-"""OpenAI's seeds may be negative, an engine's are not."""
+"""Seeds of engines are not negative; OpenAI's may be."""
 
 
-async def sample(record: Record, call: Call, place: Place, index: int, room: int) -> None:
-    """Choice `index`, of `room` tokens at most. Raises `InfraFailure`, `QueueError`, `ValidationError`."""
-    reader = AnswerReader(call.ask, call.head, index, record.text_of)
-    watch = _watch(call, reader, index) if _must_watch(call.ask) else None
-    generation = await record.llm.draw(list(place.context), room, _overrides(call.ask, index), watch)
+async def sample(record: SessionJournal, call: PendingAnswer, match: PrefixMatch, index: int, room: int) -> None:
+    """Samples choice `index` of up to `room` tokens, shows it as it comes, journals and closes it.
+
+    Raises `InfraFailure`, `QueueError`, `ValidationError`.
+    """
+    reader = AnswerReader(call.request, call.head, index, record.detokenizer)
+    watch = _watch(call, reader, index) if _must_watch(call.request) else None
+    generation = await record.llm.draw(list(match.context), room, _overrides(call.request, index), watch)
     if watch is None:
         reader.feed(generation.token_ids, generation.logprobs)
     choice = reader.finish("length" if generation.finish_reason == "length" else "stop")
-    await record.write(call, place, choice, generation)
+    await record.write(call, match, choice, generation)
     call.close(choice)
 
 
-def _overrides(ask: Ask, index: int) -> Mapping[str, Any]:
-    """Fields of `Sampling`; each choice has a seed of its own."""
-    if "seed" not in ask.sampling:
-        return ask.sampling
-    return {**ask.sampling, "seed": (ask.sampling["seed"] + index) % SEEDS}
+def _overrides(request: CompletionRequest, index: int) -> Mapping[str, Any]:
+    """Fields of `Sampling`; each choice has its own seed."""
+    if "seed" not in request.sampling:
+        return request.sampling
+    return {**request.sampling, "seed": (request.sampling["seed"] + index) % SEEDS}
 
 
-def _must_watch(ask: Ask) -> bool:
-    """Whether somebody reads along, or the answer may end before the engine ends it."""
-    return ask.stream or bool(ask.stop) or (ask.reads_calls and not ask.parallel_tool_calls)
+def _must_watch(request: CompletionRequest) -> bool:
+    """Whether the answer is streamed, or may end before the engine ends it."""
+    return request.stream or bool(request.stop) or (request.reads_calls and not request.parallel_tool_calls)
 
 
-def _watch(call: Call, reader: AnswerReader, index: int) -> Watch:
+def _watch(call: PendingAnswer, reader: AnswerReader, index: int) -> Watch:
     def watch(chunk: Chunk) -> int | None:
         taken = len(reader.token_ids)
         call.show(index, reader.feed(chunk.token_ids, chunk.logprobs))

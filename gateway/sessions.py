@@ -1,18 +1,15 @@
-"""All recorded episodes of one rollout server: leased, found by handle, kept alive, given up, forgotten.
+"""The sessions of one rollout server: leased, found by handle, kept alive, failed, forgotten.
 
-task     every               does
-keep     a third of the TTL  renews leases; drops lost ones; fails episodes that are silent or over their deadline
-open     a request           asks the queue until it gives an episode or the client's patience ends
-calls    a request           see `episode.py`; they go on when their client goes away
+task     runs                does
+keep     every TTL / 3       renews leases; drops lost ones; fails episodes that are idle or over their deadline
+open     per request         polls the queue until it gives an episode or the client's wait ends
+answers  per request         see `session.py`; they continue after their client has disconnected
 
-Stopped (drain or kill -9), nothing is given back: leases stay until their TTL, and whichever sidecar is asked for a
-handle first takes the episode over from the journal.
+A server that stops (drain or kill -9) fails nothing: leases stay until their TTL, and the first server that gets a
+request with the handle adopts the episode from its journal.
 
-The next episode for an agent, or why there is none.
-
-Who may open an episode's paths: the run's token, and for this episode alone a key made from it.
-
-handle = URL-safe base64 of ``FENCE EPISODE_ID``: names one lease, so it stops working when another one is given.
+A handle is the URL-safe base64 of ``FENCE EPISODE_ID``. It names one lease, and is invalid once another one is given.
+The run's token opens all episodes, an episode's key, derived from it, that episode's paths.
 """
 
 from __future__ import annotations
@@ -29,46 +26,46 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from penstock.agent_loops import EpisodeJournal, TokenMismatch
-from penstock.gateway.context import CaptureParts
-from penstock.gateway.errors import CaptureError, Gone, NoEpisode, NotNow
-from penstock.gateway.finish import Ending, fail, finish, finished_before
-from penstock.gateway.session import CapturedEpisode
+from penstock.common import Backoff, cancel_and_wait, same_token
+from penstock.gateway.context import GatewayContext
+from penstock.gateway.errors import GatewayError, Gone, NoEpisode, NotNow
+from penstock.gateway.finish import FinishResult, fail, finish, finished_earlier
+from penstock.gateway.session import GatewaySession
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, Status
 
 MAX_OPEN = 4096
 """Episodes held at once by one rollout server."""
 REMEMBERED = 4096
-"""Endings, so that /finish answers twice the same and later calls hear why there is nothing."""
-PAUSE_S = (0.05, 0.5)
-"""First and longest pause between two looks at a queue that has nothing to give."""
+"""Results kept, so that a repeated /finish returns the first result and later requests get the cause."""
+POLL = Backoff(0.05, 0.5, factor=1.5)
+"""Between polls of a queue that gives no episode."""
 log = logging.getLogger(__name__)
 
 
-class Desk:
+class SessionManager:
     """`start` once, `close` last. One event loop."""
 
-    def __init__(self, parts: CaptureParts, lease_ttl_s: float) -> None:
-        self.parts = parts
+    def __init__(self, context: GatewayContext, lease_ttl_s: float) -> None:
+        self.context = context
         self._ttl_s = lease_ttl_s
-        self._open: dict[str, CapturedEpisode] = {}
-        self._ended: OrderedDict[str, Ending | str] = OrderedDict()
-        """Handle → how it was finished, or why it is gone."""
+        self._open: dict[str, GatewaySession] = {}
+        self._ended: OrderedDict[str, FinishResult | str] = OrderedDict()
+        """Handle → its result, or why it is gone."""
         self._doors: dict[str, asyncio.Lock] = {}
-        """One at a time adopts or finishes an episode."""
+        """By handle; held while an episode is adopted or finished."""
         self._keeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep(), name="recorded episodes")
-            self._keeper.add_done_callback(_say_why)
+            self._keeper.add_done_callback(_log_failure)
 
     async def close(self) -> None:
-        """Calls are given up; leases stay as they are."""
+        """Cancels answers in progress; leases stay as they are."""
         if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+            await cancel_and_wait([self._keeper])
         for episode in self._open.values():
-            episode.end("the rollout server stops; the episode goes on at another one")
+            episode.end("the rollout server stops; another one continues the episode")
         await asyncio.gather(*(episode.in_flight.ended() for episode in self._open.values()))
 
     @property
@@ -76,35 +73,34 @@ class Desk:
         return len(self._open)
 
     # opening -------------------------------------------------------------------------------------------------------
-    async def open(self, wait_s: float, gone: Callable[[], Awaitable[bool]] | None = None) -> CapturedEpisode:
-        """The next episode of the run. Raises `NotNow` with the queue's cause where none is given in time.
+    async def open(self, wait_s: float, gone: Callable[[], Awaitable[bool]] | None = None) -> GatewaySession:
+        """Leases the next episode of the run. Raises `NotNow`, with the queue's cause, where none is given in time.
 
-        `gone`: whether who asked has hung up; nothing is leased for nobody then.
+        Args:
+            gone: whether the client has disconnected; then nothing is leased.
         """
-        deadline, pause_s = time.monotonic() + wait_s, PAUSE_S[0]
+        deadline, pauses = time.monotonic() + wait_s, POLL.pauses()
         while (lease := await self._lease_if_wanted(gone)) is None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise NotNow(await why_none(self.parts))
-            await asyncio.sleep(min(pause_s, left_s))
-            pause_s = min(pause_s * 1.5, PAUSE_S[1])
-        episode = CapturedEpisode(self.parts, lease, handle_of(lease.episode_id, lease.fence))
+                raise NotNow(await why_none(self.context))
+            await pauses.sleep(left_s)
+        episode = GatewaySession(self.context, lease, handle_of(lease.episode_id, lease.fence))
         self._open[episode.handle] = episode
         return episode
 
     async def _lease_if_wanted(self, gone: Callable[[], Awaitable[bool]] | None) -> Lease | None:
         if len(self._open) >= MAX_OPEN:
             raise NotNow(f"this server holds {MAX_OPEN} episodes already")
-        if self.parts.draining():
+        if self.context.draining():
             raise NotNow("this server is draining; ask another one")
         if gone is not None and await gone():
-            raise NotNow("who asked is gone")
-        return await next_lease(self.parts)
+            raise NotNow("the client has disconnected")
+        return await next_lease(self.context)
 
     # finding -------------------------------------------------------------------------------------------------------
-    async def find(self, handle: str) -> CapturedEpisode:
-        """The episode of a handle, taken over from the journal where it is not known here.
-
+    async def find(self, handle: str) -> GatewaySession:
+        """The session of a handle, adopted from the journal where it is unknown here.
         Raises `NoEpisode`, `Gone`, `NotNow`.
         """
         async with self._door(handle):
@@ -114,10 +110,10 @@ class Desk:
             episode = self._open.get(handle)
             return episode if episode is not None else await self._adopt(handle)
 
-    async def _adopt(self, handle: str) -> CapturedEpisode:
+    async def _adopt(self, handle: str) -> GatewaySession:
         try:
             episode_id, fence = lease_of(handle)
-            lease = await self.parts.queue.adopt(episode_id, fence)
+            lease = await self.context.queue.adopt(episode_id, fence)
         except BadHandle as error:
             raise NoEpisode(str(error)) from error
         except LeaseLost as error:
@@ -125,9 +121,9 @@ class Desk:
         except QueueError as error:
             raise NotNow(f"the queue: {error}") from error
         try:
-            episode = CapturedEpisode(self.parts, lease, handle)
+            episode = GatewaySession(self.context, lease, handle)
         except TokenMismatch as error:
-            self.parts.mismatches.seen += 1
+            self.context.mismatches.seen += 1
             await self._give_back(lease, error)
             raise Gone(str(error)) from error
         self._open[handle] = episode
@@ -135,8 +131,8 @@ class Desk:
         return episode
 
     async def _give_back(self, lease: Lease, error: TokenMismatch) -> None:
-        with suppress(QueueError):  # the lease runs out by itself
-            await self.parts.queue.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component))
+        with suppress(QueueError):  # the lease expires
+            await self.context.queue.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, error.reason, error.component))
 
     def _door(self, handle: str) -> asyncio.Lock:
         if len(self._doors) > MAX_OPEN:
@@ -144,25 +140,25 @@ class Desk:
         return self._doors.setdefault(handle, asyncio.Lock())
 
     # ending --------------------------------------------------------------------------------------------------------
-    async def finish(self, handle: str, outcome: Outcome | None) -> Ending:
-        """Raises as `closing.finish`; the second time it answers what it answered the first time."""
+    async def finish(self, handle: str, outcome: Outcome | None) -> FinishResult:
+        """Repeated calls return the first result. Raises as `finish.finish` does."""
         try:
             episode = await self.find(handle)
             async with self._door(handle):
-                if not isinstance(self._ended.get(handle), Ending):
+                if not isinstance(self._ended.get(handle), FinishResult):
                     self._forget(handle, await finish(episode, outcome))
         except Gone:
-            if not isinstance(self._ended.get(handle), Ending):
+            if not isinstance(self._ended.get(handle), FinishResult):
                 self._forget(handle, await self._finished_before(handle))
         ending = self._ended[handle]
-        assert isinstance(ending, Ending)
+        assert isinstance(ending, FinishResult)
         return ending
 
-    async def _finished_before(self, handle: str) -> Ending:
-        """After a restart: the queue knows how it was finished. Raises the `Gone` that it is otherwise."""
+    async def _finished_before(self, handle: str) -> FinishResult:
+        """The result of an episode finished before a restart, from the queue. Raises `Gone` where there is none."""
         episode_id, _ = lease_of(handle)
         try:
-            ending = await finished_before(episode_id, handle, self.parts.queue)
+            ending = await finished_earlier(episode_id, handle, self.context.queue)
         except QueueError as error:
             raise NotNow(f"the queue: {error}") from error
         if ending is None:
@@ -170,7 +166,7 @@ class Desk:
             raise Gone(known if isinstance(known, str) else "the episode has ended, or it was leased anew")
         return ending
 
-    def _forget(self, handle: str, ending: Ending | str) -> None:
+    def _forget(self, handle: str, ending: FinishResult | str) -> None:
         self._open.pop(handle, None)
         self._ended[handle] = ending
         while len(self._ended) > REMEMBERED:
@@ -185,17 +181,17 @@ class Desk:
             except QueueError as error:
                 log.warning("leases not renewed: %s", error)
             for episode in list(self._open.values()):
-                if not self._door(episode.handle).locked():  # being adopted or finished
+                if not self._door(episode.handle).locked():  # not while it is adopted or finished
                     await self._look_at(episode)
 
     async def _renew(self) -> None:
         held = {episode.lease.episode_id: episode for episode in self._open.values()}
-        lost = await self.parts.queue.renew([episode.lease for episode in held.values()]) if held else []
+        lost = await self.context.queue.renew([episode.lease for episode in held.values()]) if held else []
         for episode_id in lost:
             held[episode_id].end("the lease is lost: the episode has ended elsewhere, or it was leased anew")
 
-    async def _look_at(self, episode: CapturedEpisode) -> None:
-        """Forget what is gone; fail what must end. Another sidecar that serves it by now keeps it."""
+    async def _look_at(self, episode: GatewaySession) -> None:
+        """Forgets a session that is gone; fails one that must end, unless another server serves it by now."""
         if episode.gone is not None and episode.broken is None:
             self._forget(episode.handle, episode.gone)
             return
@@ -213,12 +209,12 @@ class Desk:
             log.warning("episode %s: %s: %s", episode.lease.episode_id, cause.component, cause.reason)
         except NotNow:
             return
-        except CaptureError as error:
+        except GatewayError as error:
             log.warning("episode %s is gone: %s", episode.lease.episode_id, error)
         self._forget(episode.handle, str(episode.gone))
 
-    def _overdue(self, episode: CapturedEpisode) -> Outcome | None:
-        now, config = time.monotonic(), self.parts.config
+    def _overdue(self, episode: GatewaySession) -> Outcome | None:
+        now, config = time.monotonic(), self.context.config
         silent_s = now - episode.active_at
         if not episode.in_flight and silent_s > config.capture.idle_s:
             return _agent_failure(f"silent for {silent_s:.0f} s")
@@ -231,19 +227,19 @@ def _agent_failure(reason: str) -> Outcome:
     return Outcome(OutcomeKind.INFRA_ERROR, reason, "agent")
 
 
-def _say_why(keeper: asyncio.Task[None]) -> None:
+def _log_failure(keeper: asyncio.Task[None]) -> None:
     if not keeper.cancelled() and (error := keeper.exception()) is not None:
-        log.critical("leases of recorded episodes are not kept any more", exc_info=error)
+        log.critical("leases of recorded episodes are no longer renewed", exc_info=error)
 
 
-async def next_lease(parts: CaptureParts) -> Lease | None:
-    """A lease with nothing in its journal that counts: an earlier owner's agent is not this one. Raises `NotNow`."""
+async def next_lease(context: GatewayContext) -> Lease | None:
+    """A lease with an empty journal: the entries of an earlier agent are discarded. Raises `NotNow`."""
     try:
-        version = await parts.client.best_version()
-        leases = [] if version is None else await parts.queue.lease_episodes(parts.worker, 1, version)
+        version = await context.client.best_version()
+        leases = [] if version is None else await context.queue.lease_episodes(context.worker, 1, version)
         if leases and leases[0].journal:
-            await EpisodeJournal(parts.queue, leases[0]).restart("leased to another agent")
-            return await parts.queue.adopt(leases[0].episode_id, leases[0].fence)
+            await EpisodeJournal(context.queue, leases[0]).restart("leased to another agent")
+            return await context.queue.adopt(leases[0].episode_id, leases[0].fence)
     except LeaseLost:
         return None
     except QueueError as error:
@@ -251,18 +247,18 @@ async def next_lease(parts: CaptureParts) -> Lease | None:
     return leases[0] if leases else None
 
 
-async def why_none(parts: CaptureParts) -> str:
-    """For people."""
+async def why_none(context: GatewayContext) -> str:
+    """The cause, for error messages."""
     try:
-        if await parts.client.best_version() is None:
+        if await context.client.best_version() is None:
             return "no rollout server takes requests now"
-        return _cause(await parts.queue.status())
+        return _cause(await context.queue.status())
     except QueueError as error:
         return f"the queue: {error}"
 
 
 def _cause(status: Status) -> str:
-    """Why `lease_episodes` gave nothing."""
+    """Why `lease_episodes` returned nothing."""
     groups, episodes = status.groups, status.episodes
     if not groups.get("queued") and not episodes.get("queued"):
         return f"no episode is queued; {episodes.get('leased', 0)} are being run"
@@ -277,7 +273,7 @@ PREFIX = "/episodes/"
 
 
 class BadHandle(Exception):
-    """The path names no episode that there could be."""
+    """The text is no handle."""
 
 
 def handle_of(episode_id: str, fence: int) -> str:
@@ -297,14 +293,14 @@ def lease_of(handle: str) -> tuple[str, int]:
 
 
 def episode_key(token: str, handle: str) -> str:
-    """The `api_key` of one episode."""
+    """The key of one episode, its clients' `api_key`."""
     return hmac.new(token.encode(), b"episode:" + handle.encode(), hashlib.sha256).hexdigest()
 
 
 def opens(token: str, path: str, given: str) -> bool:
-    """Whether `given` is the key of the episode that `path` lies in; compared in constant time."""
+    """Whether `given` is the key of the episode of `path`; compared in constant time."""
     if not path.startswith(PREFIX):
         return False
     handle = path[len(PREFIX) :].partition("/")[0]
     expected = episode_key(token, handle)
-    return bool(handle) and hmac.compare_digest(expected.encode(), given.encode("utf-8", "surrogateescape"))
+    return bool(handle) and same_token(given, expected)

@@ -1,4 +1,4 @@
-"""A `Call` as an HTTP answer: whole, or as server-sent events."""
+"""A `PendingAnswer` as an HTTP response: whole, or as server-sent events."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from penstock.gateway.errors import CaptureError
-from penstock.gateway.requests import Call, Update
+from penstock.common import cancel_and_wait
+from penstock.gateway.errors import GatewayError
+from penstock.gateway.requests import PendingAnswer, Update
 from penstock.gateway.wire import (
     KEEP_ALIVE,
-    Ask,
-    BadAsk,
+    AnswerHead,
     ChatStream,
     Choice,
+    CompletionRequest,
     CompletionStream,
-    Delta,
-    Head,
+    InvalidRequest,
     ResponseStream,
+    TextDelta,
     chat_body,
     completion_body,
     response_body,
@@ -29,65 +30,63 @@ from penstock.gateway.wire import (
 from penstock.gateway.wire.types import Api
 
 QUIET_S = 5.0
-"""A stream in which nothing happens for so long sends a comment; until then an error still has a status of its own."""
+"""A stream silent for this long sends a comment; before the first one, errors are still HTTP statuses."""
 
 
 class Stream(Protocol):
     def start(self) -> bytes: ...
-    def feed(self, index: int, delta: Delta) -> bytes: ...
+    def feed(self, index: int, delta: TextDelta) -> bytes: ...
     def finish(self, choice: Choice) -> bytes: ...
     def end(self) -> bytes: ...
     def fail(self, status: int, message: str) -> bytes: ...
 
 
-BODIES: Mapping[Api, Callable[[Ask, Head, Sequence[Choice]], dict[str, Any]]] = {
+BODIES: Mapping[Api, Callable[[CompletionRequest, AnswerHead, Sequence[Choice]], dict[str, Any]]] = {
     "chat": chat_body,
     "completions": completion_body,
     "responses": response_body,
 }
-STREAMS: Mapping[Api, Callable[[Ask, Head], Stream]] = {
+STREAMS: Mapping[Api, Callable[[CompletionRequest, AnswerHead], Stream]] = {
     "chat": ChatStream,
     "completions": CompletionStream,
     "responses": ResponseStream,
 }
 
 
-async def respond(request: Request, ask: Ask, call: Call) -> Response:
-    """`ask` says how this client wants it; `call` may have been begun by another request. Raises what the call does."""
-    if ask.stream:
-        return await stream(ask, call)
-    choices = await _whole(request, call)
+async def respond(http: Request, request: CompletionRequest, call: PendingAnswer) -> Response:
+    """Responds in the form that `request` wants; another request may have started `call`. Raises its errors."""
+    if request.stream:
+        return await stream(request, call)
+    choices = await _whole(http, call)
     if choices is None:
-        return Response(status_code=499)  # nobody reads it
-    return JSONResponse(BODIES[ask.api](ask, call.head, choices))
+        return Response(status_code=499)  # the client has disconnected
+    return JSONResponse(BODIES[request.api](request, call.head, choices))
 
 
-async def _whole(request: Request, call: Call) -> list[Choice] | None:
-    """None where the client went away; the call goes on without it."""
-    making, leaving = asyncio.ensure_future(call.whole()), asyncio.ensure_future(_gone(request))
+async def _whole(http: Request, call: PendingAnswer) -> list[Choice] | None:
+    """None where the client disconnected; the answer is completed without it."""
+    making, leaving = asyncio.ensure_future(call.whole()), asyncio.ensure_future(_gone(http))
     try:
         await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return making.result() if making.done() else None
     finally:
-        for task in (making, leaving):
-            task.cancel()
-        await asyncio.gather(making, leaving, return_exceptions=True)
+        await cancel_and_wait([making, leaving])
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _gone(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
-async def stream(ask: Ask, call: Call) -> StreamingResponse:
-    """Events; an error before the first of them is raised. Raises what the call does."""
+async def stream(request: CompletionRequest, call: PendingAnswer) -> StreamingResponse:
+    """The events. Errors before the first one are raised, later ones are events."""
     updates = _with_pauses(call.updates())
     try:
         first = await anext(updates)
     except BaseException:
         await updates.aclose()
         raise
-    events = _events(STREAMS[ask.api](ask, call.head), first, updates)
+    events = _events(STREAMS[request.api](request, call.head), first, updates)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
@@ -99,9 +98,9 @@ async def _events(stream: Stream, first: Update | None, updates: AsyncGenerator[
                 if event := _event(stream, update):
                     yield event
             yield stream.end()
-        except CaptureError as error:
+        except GatewayError as error:
             yield stream.fail(error.status, str(error))
-        except BadAsk as error:
+        except InvalidRequest as error:
             yield stream.fail(400, str(error))
 
 
@@ -113,7 +112,7 @@ def _event(stream: Stream, update: Update | None) -> bytes:
 
 
 async def _with_pauses(updates: AsyncGenerator[Update]) -> AsyncGenerator[Update | None]:
-    """None wherever nothing came for `QUIET_S`."""
+    """Adds None for each `QUIET_S` of silence."""
     following = asyncio.ensure_future(anext(updates))
     try:
         while True:
@@ -126,6 +125,5 @@ async def _with_pauses(updates: AsyncGenerator[Update]) -> AsyncGenerator[Update
     except StopAsyncIteration:
         return
     finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+        await cancel_and_wait([following])
         await updates.aclose()

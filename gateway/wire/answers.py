@@ -1,10 +1,7 @@
-"""Bodies of answers as pydantic models, for routes to declare in OpenAPI; answers are built as dicts without them.
+"""Bodies of answers: their OpenAPI models, models lists, errors, and server-sent events.
 
-/v1/models: the list with the one model that is served, and that model.
+Answers are built as dicts, without the models.
 
-Errors in the shape that OpenAI clients read: ``{"error": {"message", "type", "param", "code"}}``.
-
-Server-sent events as bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.gateway.wire.types import BadAsk
+from penstock.gateway.wire.types import InvalidRequest
 
 
 class Shape(BaseModel):
-    """Closed: a field that is answered and not declared fails the tests."""
+    """Without extra fields: tests fail for a field that is sent and not declared."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,7 +49,7 @@ class CalledFunction(Shape):
     arguments: str
 
 
-class Call(Shape):
+class ToolCallBody(Shape):
     id: str
     type: Literal["function"]
     function: CalledFunction
@@ -62,7 +59,7 @@ class ChatMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[Call] = []
+    tool_calls: list[ToolCallBody] = []
 
 
 class ChatChoice(Shape):
@@ -187,7 +184,7 @@ class ResponseAnswer(Shape):
 
 
 class ModelAnswer(BaseModel):
-    """`model_body`; open, for what is told of a model besides."""
+    """`model_body`, with further fields."""
 
     id: str
     object: Literal["model"]
@@ -229,34 +226,34 @@ _TYPES = {
 """HTTP status → (type, code). The `openai` package raises its exceptions by status and retries 409, 429 and 5xx."""
 
 
-class ErrorDetail(BaseModel):
+class OpenAIError(BaseModel):
     message: str
     type: str
     param: str | None = None
-    """The field that is wrong, as the client wrote it: ``messages.0.content``."""
+    """The wrong field, as the client wrote it: ``messages.0.content``."""
     code: str | None = None
 
 
-class ErrorBody(BaseModel):
-    """For routes to declare in OpenAPI."""
+class OpenAIErrorBody(BaseModel):
+    """``{"error": {"message", "type", "param", "code"}}``, the shape that OpenAI clients read."""
 
-    error: ErrorDetail
+    error: OpenAIError
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Body of an answer with this status; statuses that are not in the table read as 400 or 500."""
+    """Body of an error; statuses that are not in the table are treated as 400 or 500."""
     kind, usual = _TYPES.get(status) or _TYPES[400 if status < 500 else 500]
     return {"error": {"message": message, "type": kind, "param": param, "code": code or usual}}
 
 
-def bad_ask_body(error: BadAsk) -> dict[str, Any]:
-    """Body of the 400 for a request that cannot be served."""
+def invalid_request_body(error: InvalidRequest) -> dict[str, Any]:
+    """Body of the 400 for an invalid request."""
     return error_body(400, str(error), error.field or None, error.code)
 
 
 SSE_DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: clients skip it, proxies see life."""
+"""A comment: clients skip it, and proxies keep the connection open."""
 
 
 def sse_data(body: Mapping[str, Any]) -> bytes:
@@ -270,5 +267,5 @@ def sse_event(body: Mapping[str, Any]) -> bytes:
 
 
 def _ascii_json(body: Mapping[str, Any]) -> bytes:
-    """ASCII only: a line separator inside a text must not end the event."""
+    """ASCII only: a line separator in a text must not end the event."""
     return json.dumps(body, separators=(",", ":")).encode()

@@ -1,12 +1,8 @@
-"""Messages of /v1/chat/completions, and the plain dicts that a chat template takes.
+"""/v1/chat/completions: the body → `CompletionRequest`, `Choice`s → the answer, whole or as a stream.
 
-The body of POST /v1/chat/completions → `Ask`.
-
-`Choice`s → the answer of /v1/chat/completions, whole or as a stream.
-
-A stream, per choice and in any order among choices: role, text and token log-probabilities as they come, the rest of
-the text, calls (whole, one chunk each), finish_reason; then usage where asked for, then ``[DONE]``. Text that may turn
-out to be a stop string or a call was held back by `AnswerReader`, so a client's sum of a stream is the whole answer.
+A stream holds per choice, in any order among choices: role, text and token log-probabilities as they come, the rest of
+the text, calls (whole, one chunk each), finish_reason; then usage if requested, then ``[DONE]``. `AnswerReader` holds
+back text that may become a stop string or a call, so the sum of a stream is the whole answer.
 """
 
 from __future__ import annotations
@@ -18,17 +14,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from penstock.gateway.wire.answers import SSE_DONE, error_body, sse_data
-from penstock.gateway.wire.reader import Delta
+from penstock.gateway.wire.reader import TextDelta
 from penstock.gateway.wire.schema import (
     HARMLESS,
     PENALTIES,
+    BodyFields,
     ChoicesBody,
     ContentPart,
     Count,
-    Fields,
     Function,
     ToolChoice,
-    Wire,
+    WireModel,
     check_names,
     check_tool_choice,
     image_part,
@@ -38,7 +34,7 @@ from penstock.gateway.wire.schema import (
     text_part,
     tool_schema,
 )
-from penstock.gateway.wire.types import Ask, BadAsk, Choice, Head, Token
+from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest, SampledToken
 from penstock.tools.parsers import ToolCall
 
 
@@ -46,17 +42,17 @@ class TextPart(ContentPart):
     type: Literal["text"]
     text: str
     prompt_cache_breakpoint: Any = None
-    """Taken and dropped."""
+    """Ignored."""
 
     @property
     def plain(self) -> dict[str, str]:
         return text_part(self.text)
 
 
-class ImageUrl(Wire):
+class ImageUrl(WireModel):
     url: str
     detail: str | None = None
-    """Taken and dropped."""
+    """Ignored."""
 
 
 class ImagePart(ContentPart):
@@ -71,43 +67,43 @@ class ImagePart(ContentPart):
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
-class FunctionCall(Wire):
+class FunctionCall(WireModel):
     name: str
     arguments: str
 
 
-class CallIn(Wire):
+class CallIn(WireModel):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
-    """Taken and dropped: left over from streams."""
+    """Ignored: left over from streams."""
 
 
-class SystemMessage(Wire):
+class SystemMessage(WireModel):
     role: Literal["system", "developer"]
     content: str | list[TextPart]
     name: str | None = None
 
 
-class UserMessage(Wire):
+class UserMessage(WireModel):
     role: Literal["user"]
     content: str | list[Part]
     name: str | None = None
 
 
-class AssistantMessage(Wire):
+class AssistantMessage(WireModel):
     role: Literal["assistant"]
     content: str | list[TextPart] | None = None
     tool_calls: list[CallIn] | None = None
     reasoning_content: str | None = None
-    """Templates that know it render it; answers never have it."""
+    """Rendered by templates that know it; answers never have it."""
     name: str | None = None
     annotations: Any = None
-    """Taken and dropped."""
+    """Ignored."""
 
 
-class ToolMessage(Wire):
+class ToolMessage(WireModel):
     role: Literal["tool"]
     content: str | list[TextPart]
     tool_call_id: str
@@ -118,7 +114,7 @@ MessageIn = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessa
 
 
 def plain_message(message: MessageIn, where: str, *, images: bool = False) -> dict[str, Any]:
-    """As a chat template takes it. Raises `BadAsk` at `where` for an image that is not allowed."""
+    """The message for a chat template. Raises `InvalidRequest` at `where` for an image that is not allowed."""
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": plain_content(message.content, f"{where}.content", images)}
     if message.name is not None:
@@ -131,12 +127,12 @@ def plain_message(message: MessageIn, where: str, *, images: bool = False) -> di
 
 
 def plain_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call of an earlier answer; arguments that are no JSON object stay the text that they are."""
+    """A call of an earlier answer; arguments that are no JSON object stay text."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_of(arguments)}}
 
 
 def arguments_of(text: str) -> dict[str, Any] | str:
-    """The object that `text` holds, if a template can write it down again; else `text`."""
+    """The JSON object in `text`, if a template can write it again; else `text`."""
     try:
         value = json.loads(text)
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -146,12 +142,12 @@ def arguments_of(text: str) -> dict[str, Any] | str:
 
 
 def arguments_text(call: ToolCall) -> str:
-    """A call's arguments as clients get them; `arguments_of` gives back the same object."""
+    """A call's arguments as JSON for clients; `arguments_of` returns the same object."""
     return json.dumps(call.arguments, ensure_ascii=False)
 
 
 def message_of(choice: Choice) -> dict[str, Any]:
-    """The message that comes back when a client sends this answer as a part of its next request, as it was given."""
+    """The message of this answer in a client's next request, unchanged by the client."""
     plain: dict[str, Any] = {"role": "assistant", "content": choice.content}
     if choice.calls:
         plain["tool_calls"] = [plain_call(one.call_id, one.name, arguments_text(one)) for one in choice.calls]
@@ -168,13 +164,13 @@ def _plain_assistant(plain: dict[str, Any], message: AssistantMessage) -> dict[s
     return plain
 
 
-class Tool(Wire):
+class Tool(WireModel):
     type: Literal["function"]
     function: Function
 
 
 class ChatBody(ChoicesBody):
-    """What is used of a chat request; for routes to declare in OpenAPI."""
+    """Fields of a chat request that are used; also its OpenAPI schema."""
 
     messages: list[MessageIn] = Field(min_length=1)
     max_tokens: Count | None = None
@@ -185,7 +181,7 @@ class ChatBody(ChoicesBody):
     parallel_tool_calls: bool | None = None
 
 
-FIELDS = Fields(
+FIELDS = BodyFields(
     ChatBody,
     harmless=HARMLESS | {"prediction"},
     refused=PENALTIES
@@ -204,14 +200,14 @@ FIELDS = Fields(
 )
 
 
-def parse_chat(body: Any, *, images: bool = False) -> Ask:
-    """Raises `BadAsk` naming what is wrong or cannot be given. `images`: the model takes image parts."""
+def parse_chat(body: Any, *, images: bool = False) -> CompletionRequest:
+    """Raises `InvalidRequest` naming the field. `images`: the model takes image parts."""
     chat = FIELDS.read(body)
     functions = [tool.function for tool in chat.tools or []]
     check_names(functions)
     check_tool_choice(chat.tool_choice)
     messages = tuple(plain_message(one, f"messages.{i}", images=images) for i, one in enumerate(chat.messages))
-    return Ask(
+    return CompletionRequest(
         api="chat",
         model=chat.model,
         messages=messages,
@@ -229,17 +225,17 @@ def parse_chat(body: Any, *, images: bool = False) -> Ask:
 
 def _max_new_tokens(chat: ChatBody) -> int | None:
     if None not in (chat.max_tokens, chat.max_completion_tokens) and chat.max_tokens != chat.max_completion_tokens:
-        raise BadAsk("max_tokens", "differs from max_completion_tokens; it is its old name", "invalid_value")
+        raise InvalidRequest("max_tokens", "differs from max_completion_tokens; it is its old name", "invalid_value")
     return chat.max_completion_tokens or chat.max_tokens
 
 
-def chat_body(ask: Ask, head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
+def chat_body(request: CompletionRequest, head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
     """A ``chat.completion``."""
     whole = [
         {
             "index": choice.index,
             "message": _message(choice),
-            "logprobs": _logprobs(choice.tokens) if ask.logprobs else None,
+            "logprobs": _logprobs(choice.tokens) if request.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
         for choice in choices
@@ -248,23 +244,23 @@ def chat_body(ask: Ask, head: Head, choices: Sequence[Choice]) -> dict[str, Any]
 
 
 class ChatStream:
-    """`start` once, `feed` and one `finish` per choice, `end` once; each gives bytes for the client, maybe none."""
+    """`start` once, `feed` and one `finish` per choice, `end` once; each returns bytes for the client, maybe none."""
 
-    def __init__(self, ask: Ask, head: Head) -> None:
-        self._ask = ask
+    def __init__(self, request: CompletionRequest, head: AnswerHead) -> None:
+        self._request = request
         self._frame = _frame(head, "chat.completion.chunk")
         self._head = head
-        self._shown = [0] * ask.n
+        self._shown = [0] * request.n
         """Characters of content sent, by choice."""
-        self._tokens = [0] * ask.n
+        self._tokens = [0] * request.n
         self._done: list[Choice] = []
 
     def start(self) -> bytes:
-        """The role of each choice, so that clients see life before the first token."""
+        """The role of each choice, sent before the first token."""
         opening = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(index, opening) for index in range(self._ask.n))
+        return b"".join(self._chunk(index, opening) for index in range(self._request.n))
 
-    def feed(self, index: int, delta: Delta) -> bytes:
+    def feed(self, index: int, delta: TextDelta) -> bytes:
         """Text that can be shown and tokens that were sampled meanwhile."""
         if not delta.text and not delta.tokens:
             return b""
@@ -274,7 +270,7 @@ class ChatStream:
 
     def finish(self, choice: Choice) -> bytes:
         """The rest of a choice, its calls, and why it ended."""
-        rest = Delta(choice.content[self._shown[choice.index] :], choice.tokens[self._tokens[choice.index] :])
+        rest = TextDelta(choice.content[self._shown[choice.index] :], choice.tokens[self._tokens[choice.index] :])
         events = [self.feed(choice.index, rest)]
         events += [self._chunk(choice.index, {"tool_calls": [_call(one, i)]}) for i, one in enumerate(choice.calls)]
         events.append(self._chunk(choice.index, {}, finish_reason=choice.finish_reason))
@@ -282,26 +278,26 @@ class ChatStream:
         return b"".join(events)
 
     def end(self) -> bytes:
-        """Usage where asked for, and the end of the stream."""
-        if not self._ask.include_usage:
+        """Usage if requested, and the end of the stream."""
+        if not self._request.include_usage:
             return SSE_DONE
         return sse_data({**self._frame, "choices": [], "usage": usage(self._head, self._done)}) + SSE_DONE
 
     def fail(self, status: int, message: str) -> bytes:
-        """Instead of `end` where the answer broke off: clients raise it. There is no ``[DONE]`` behind it."""
+        """In place of `end`, where the answer broke off: an error that clients raise, without ``[DONE]``."""
         return sse_data(error_body(status, message))
 
     def _chunk(
-        self, index: int, delta: dict[str, Any], tokens: Sequence[Token] = (), finish_reason: str | None = None
+        self, index: int, delta: dict[str, Any], tokens: Sequence[SampledToken] = (), finish_reason: str | None = None
     ) -> bytes:
         logprobs = _logprobs(tokens) if tokens else None
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        more = {"usage": None} if self._ask.include_usage else {}
+        more = {"usage": None} if self._request.include_usage else {}
         return sse_data({**self._frame, "choices": [choice], **more})
 
 
-def usage(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Counts of ids: of the context, once, and of all answers, closing ids included."""
+def usage(head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Token counts: of the context, once, and of all answers, closing ids included."""
     sampled = sum(len(choice.token_ids) for choice in choices)
     return {
         "prompt_tokens": head.prompt_tokens,
@@ -311,7 +307,7 @@ def usage(head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def _frame(head: Head, kind: str) -> dict[str, Any]:
+def _frame(head: AnswerHead, kind: str) -> dict[str, Any]:
     return {"id": head.answer_id, "object": kind, "created": head.created_s, "model": head.model}
 
 
@@ -324,14 +320,14 @@ def _message(choice: Choice) -> dict[str, Any]:
 
 
 def _call(call: ToolCall, position: int | None = None) -> dict[str, Any]:
-    """`position` is written in streams only."""
+    """`position` is for streams only."""
     where = {} if position is None else {"index": position}
     function = {"name": call.name, "arguments": arguments_text(call)}
     return {**where, "id": call.call_id, "type": "function", "function": function}
 
 
-def _logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
-    """`top_logprobs` is empty: only the sampled token's is known."""
+def _logprobs(tokens: Sequence[SampledToken]) -> dict[str, Any]:
+    """`top_logprobs` is empty: only the sampled token's log-probability is known."""
     content = [
         {"token": one.text, "bytes": list(one.raw), "logprob": one.logprob, "top_logprobs": []} for one in tokens
     ]

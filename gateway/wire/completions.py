@@ -1,7 +1,4 @@
-"""The body of POST /v1/completions → `Ask`.
-
-`Choice`s → the answer of /v1/completions, whole or as a stream.
-"""
+"""/v1/completions: the body → `CompletionRequest`, `Choice`s → the answer, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from pydantic import Field
 
 from penstock.gateway.wire.answers import SSE_DONE, error_body, sse_data
 from penstock.gateway.wire.chat import usage
-from penstock.gateway.wire.reader import Delta
-from penstock.gateway.wire.schema import HARMLESS, INT32, PENALTIES, ChoicesBody, Count, Fields, sampling_of
-from penstock.gateway.wire.types import Ask, BadAsk, Choice, Head, Token
+from penstock.gateway.wire.reader import TextDelta
+from penstock.gateway.wire.schema import HARMLESS, INT32, PENALTIES, BodyFields, ChoicesBody, Count, sampling_of
+from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest, SampledToken
 
 Id = Annotated[int, Field(ge=0, le=INT32)]
 Text = Annotated[str, Field(min_length=1)]
@@ -23,7 +20,7 @@ One = Field(min_length=1, json_schema_extra={"maxItems": 1})
 
 
 class CompletionBody(ChoicesBody):
-    """What is used of a completion request; for routes to declare in OpenAPI."""
+    """Fields of a completion request that are used; also its OpenAPI schema."""
 
     prompt: Text | Ids | Annotated[list[Text], One] | Annotated[list[Ids], One] = Field(
         description="One prompt: text, or exact ids."
@@ -33,20 +30,20 @@ class CompletionBody(ChoicesBody):
     best_of: Count | None = Field(None, description="Only as many as n.")
 
 
-FIELDS = Fields(
+FIELDS = BodyFields(
     CompletionBody,
     harmless=HARMLESS,
     refused=PENALTIES | {"echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},)},
 )
 
 
-def parse_completion(body: Any) -> Ask:
-    """Raises `BadAsk` naming what is wrong or cannot be given. Without max_tokens the run's own limit holds, not 16."""
+def parse_completion(body: Any) -> CompletionRequest:
+    """Raises `InvalidRequest` naming the field. Without max_tokens the run's limit holds, not 16."""
     completion = FIELDS.read(body)
     n = completion.n or 1
     if completion.best_of not in (None, n):
-        raise BadAsk("best_of", "is not supported here, other than n", "unsupported_parameter")
-    return Ask(
+        raise InvalidRequest("best_of", "is not supported here, other than n", "unsupported_parameter")
+    return CompletionRequest(
         api="completions",
         model=completion.model,
         prompt=_one_prompt(completion.prompt),
@@ -62,15 +59,15 @@ def parse_completion(body: Any) -> Ask:
 def _one_prompt(prompt: Any) -> str | tuple[int, ...]:
     several = isinstance(prompt, list) and not isinstance(prompt[0], int)
     if several and len(prompt) > 1:
-        raise BadAsk("prompt", "one prompt per request: each is an answer of its own", "unsupported_parameter")
+        raise InvalidRequest("prompt", "one prompt per request: each is an answer of its own", "unsupported_parameter")
     one = prompt[0] if several else prompt
     return one if isinstance(one, str) else tuple(one)
 
 
-def completion_body(ask: Ask, head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
+def completion_body(request: CompletionRequest, head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
     """A ``text_completion``."""
     whole = [
-        _choice(one.index, one.content, _logprobs(one.tokens, 0) if ask.logprobs else None, one.finish_reason)
+        _choice(one.index, one.content, _logprobs(one.tokens, 0) if request.logprobs else None, one.finish_reason)
         for one in choices
     ]
     return {**_frame(head), "choices": whole, "usage": usage(head, choices)}
@@ -79,18 +76,18 @@ def completion_body(ask: Ask, head: Head, choices: Sequence[Choice]) -> dict[str
 class CompletionStream:
     """The same calls as `ChatStream`."""
 
-    def __init__(self, ask: Ask, head: Head) -> None:
-        self._ask = ask
+    def __init__(self, request: CompletionRequest, head: AnswerHead) -> None:
+        self._request = request
         self._head = head
-        self._shown = [0] * ask.n
-        self._tokens: list[list[Token]] = [[] for _ in range(ask.n)]
+        self._shown = [0] * request.n
+        self._tokens: list[list[SampledToken]] = [[] for _ in range(request.n)]
         self._done: list[Choice] = []
 
     def start(self) -> bytes:
-        """Nothing: the first chunk of a choice has its first text."""
+        """Empty: the first chunk of a choice has its first text."""
         return b""
 
-    def feed(self, index: int, delta: Delta) -> bytes:
+    def feed(self, index: int, delta: TextDelta) -> bytes:
         """Text that can be shown and tokens that were sampled meanwhile."""
         return self._chunk(index, delta, None) if delta.text or delta.tokens else b""
 
@@ -98,29 +95,29 @@ class CompletionStream:
         """The rest of a choice, and why it ended."""
         shown, told = self._shown[choice.index], len(self._tokens[choice.index])
         self._done.append(choice)
-        return self._chunk(choice.index, Delta(choice.content[shown:], choice.tokens[told:]), choice.finish_reason)
+        return self._chunk(choice.index, TextDelta(choice.content[shown:], choice.tokens[told:]), choice.finish_reason)
 
     def end(self) -> bytes:
         """Usage where asked for, and the end of the stream."""
-        if not self._ask.include_usage:
+        if not self._request.include_usage:
             return SSE_DONE
         return sse_data({**_frame(self._head), "choices": [], "usage": usage(self._head, self._done)}) + SSE_DONE
 
     def fail(self, status: int, message: str) -> bytes:
-        """Instead of `end` where the answer broke off."""
+        """In place of `end`, where the answer broke off."""
         return sse_data(error_body(status, message))
 
-    def _chunk(self, index: int, delta: Delta, finish_reason: str | None) -> bytes:
+    def _chunk(self, index: int, delta: TextDelta, finish_reason: str | None) -> bytes:
         offset = _characters(self._tokens[index])
         logprobs = _logprobs(delta.tokens, offset) if delta.tokens else None
         self._tokens[index].extend(delta.tokens)
         self._shown[index] += len(delta.text)
         choice = _choice(index, delta.text, logprobs, finish_reason)
-        more = {"usage": None} if self._ask.include_usage else {}
+        more = {"usage": None} if self._request.include_usage else {}
         return sse_data({**_frame(self._head), "choices": [choice], **more})
 
 
-def _frame(head: Head) -> dict[str, Any]:
+def _frame(head: AnswerHead) -> dict[str, Any]:
     return {"id": head.answer_id, "object": "text_completion", "created": head.created_s, "model": head.model}
 
 
@@ -128,7 +125,7 @@ def _choice(index: int, text: str, logprobs: dict[str, Any] | None, finish_reaso
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
-def _logprobs(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[SampledToken], offset: int) -> dict[str, Any]:
     """`top_logprobs` is null: only the sampled token's is known. `offset`: characters before these tokens."""
     return {
         "tokens": [one.text for one in tokens],
@@ -138,6 +135,6 @@ def _logprobs(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
     }
 
 
-def _characters(tokens: Sequence[Token]) -> int:
+def _characters(tokens: Sequence[SampledToken]) -> int:
     """Characters that have begun in these tokens; a byte that only goes on with one does not count."""
     return sum(byte & 0xC0 != 0x80 for one in tokens for byte in one.raw)

@@ -1,24 +1,14 @@
-"""One answer read as its ids come: where it ends, what may be shown already, and what it is in the end.
+"""One answer, read as its ids come: where it ends, which text can be shown, and the finished `Choice`.
 
-ids ──TextStream──► text ──stop strings, calls──► Delta (safe to show)   … finish ──► Choice
+    ids ──TextStream──► text ──stop strings, calls──► TextDelta (safe to show)   … finish ──► Choice
 
-An answer ends at the id that closes the turn, at the id that completes a stop string, or, where one call at a time was
-asked for, at the id that completes the first. This is decided id by id, so it does not depend on how an engine
-cuts its chunks: read again from a record, an answer is the same.
+An answer ends at the id that closes the turn, at the id that completes a stop string, or, without parallel tool calls,
+at the id that completes the first call. This is decided id by id and does not depend on how an engine cuts its chunks:
+restored from the journal, an answer is the same.
 
-Tool calls in an answer: where the first may begin, and how an answer is divided into content and calls.
-
-Content is what the model wrote, character for character, thinking included; nothing is moved to `reasoning_content`.
-Only where an answer has calls, the space between content and the first call is left out. A call that cannot be read
-stays text, and with it the whole answer: half of what a model asked for must not run as if it were everything.
-
-Ids to text, some at a time, so that the pieces joined are the text of all ids.
-
-A character can be spread over several tokens: decoded too early it reads ``\ufffd``. So what is decoded is held back
-from the first ``\ufffd`` at its end on, until later tokens settle it. Exact for every sequence of ids of a byte-level
-BPE; for other vocabularies (SentencePiece that spells unknown characters byte by byte) where the ids spell characters.
-
-What single tokens spell: the bytes of each, where the vocabulary says them.
+Content is the model's text, character for character, thinking included; nothing is moved to `reasoning_content`. Only
+the space between content and the first call is removed. A malformed call stays text, and with it the whole answer: part
+of a model's calls must not run as if they were all.
 """
 
 from __future__ import annotations
@@ -29,64 +19,72 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from penstock.gateway.wire.types import Ask, Choice, EngineFinish, Finish, Head, Token, call_id
+from penstock.gateway.wire.types import (
+    AnswerHead,
+    Choice,
+    CompletionRequest,
+    EngineFinish,
+    Finish,
+    SampledToken,
+    call_id,
+)
 from penstock.tools.parsers import ToolCall, ToolCallParser, get_parser
 
 
 @dataclass(frozen=True, slots=True)
-class TextOf:
-    """How one model's ids become what clients read."""
+class Detokenizer:
+    """Converts one model's ids to text and calls."""
 
     decode: Decode
-    """Special tokens kept: they may be part of a call's syntax."""
+    """Keeps special tokens: they may be part of a call's syntax."""
     token_bytes: TokenBytes
     end_ids: frozenset[int]
-    """Ids that close a turn; they end an answer and are not shown."""
+    """Ids that close a turn; they end an answer and are not part of its text."""
     syntax: CallSyntax
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """What one `feed` added that can be shown."""
+class TextDelta:
+    """The text that one `feed` released."""
 
     text: str = ""
-    tokens: tuple[Token, ...] = ()
-    """Where log-probabilities were asked for: of the ids that were fed."""
+    tokens: tuple[SampledToken, ...] = ()
+    """Of the ids that were fed, where log-probabilities were requested."""
 
 
 class AnswerReader:
     """`feed` until the engine is done or `stopped`, then `finish`. One object per choice."""
 
-    def __init__(self, ask: Ask, head: Head, index: int, text_of: TextOf) -> None:
+    def __init__(self, request: CompletionRequest, head: AnswerHead, index: int, detokenizer: Detokenizer) -> None:
         self.stopped = False
-        """The answer is over: further ids are ignored, the engine's stream can be closed."""
+        """The answer has ended: further ids are ignored, and the engine's stream can be closed."""
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        self._ask = ask
+        self._request = request
         self._head = head
         self._index = index
-        self._of = text_of
-        self._stream = TextStream(text_of.decode)
+        self._of = detokenizer
+        self._stream = TextStream(detokenizer.decode)
         self._shown: list[str] = []
         self._held = ""
-        """Settled text that was not shown. A stop string or a call that is still to come begins in here, or later."""
-        self._tokens: list[Token] = []
-        self._one_call = ask.reads_calls and not ask.parallel_tool_calls
+        """Final text that was not released. A stop string or a call may begin in it."""
+        self._tokens: list[SampledToken] = []
+        self._one_call = request.reads_calls and not request.parallel_tool_calls
 
-    def feed(self, ids: Sequence[int], logprobs: Sequence[float]) -> Delta:
-        """Take more of the answer, as many log-probabilities as ids. What lies behind its end is left out."""
+    def feed(self, ids: Sequence[int], logprobs: Sequence[float]) -> TextDelta:
+        """Adds ids and as many log-probabilities; ignores those after the end of the answer."""
         if len(ids) != len(logprobs):
             raise ValueError(f"{len(ids)} ids with {len(logprobs)} log-probabilities")
         taken = len(self.token_ids)
-        step = 1 if self._ask.stop or self._one_call else max(len(ids), 1)
+        step = 1 if self._request.stop or self._one_call else max(len(ids), 1)
         for start in range(0, len(ids), step):
             if not self.stopped:
                 self._take(ids[start : start + step])
         self.logprobs.extend(logprobs[: len(self.token_ids) - taken])
-        return Delta(self._next_text(), self._new_tokens(taken))
+        return TextDelta(self._next_text(), self._new_tokens(taken))
 
     def finish(self, reason: EngineFinish) -> Choice:
-        """The whole answer. `reason` is the engine's; an end found here outweighs it."""
+        """The whole answer. `reason` is the engine's; an end found here takes precedence."""
         if not self.stopped:
             self._add(self._stream.flush())
         finish: Finish = "stop" if self.stopped else reason
@@ -117,15 +115,15 @@ class AnswerReader:
             return
         before = len(self._held)
         self._held += piece
-        found = _first_of(self._ask.stop, self._held, before)
+        found = _first_of(self._request.stop, self._held, before)
         if found is not None:
             self._held = self._held[:found]
             self.stopped = True
         elif self._one_call and self._of.syntax.one_is_whole(self._held):
             self.stopped = True
 
-    def _new_tokens(self, taken: int) -> tuple[Token, ...]:
-        if not self._ask.logprobs:
+    def _new_tokens(self, taken: int) -> tuple[SampledToken, ...]:
+        if not self._request.logprobs:
             return ()
         pairs = zip(self.token_ids[taken:], self.logprobs[taken:], strict=True)
         new = [token_of(self._of.token_bytes(one), logprob) for one, logprob in pairs]
@@ -134,9 +132,9 @@ class AnswerReader:
 
     # text out -------------------------------------------------------------------------------------------------------
     def _next_text(self) -> str:
-        """Never more than `finish` will show, whatever comes: nothing that was shown can be taken back."""
-        end = len(self._held) - (0 if self.stopped else _longest_beginning(self._ask.stop, self._held))
-        if self._ask.reads_calls:
+        """Never more than `finish` will return, whatever follows: released text cannot be taken back."""
+        end = len(self._held) - (0 if self.stopped else _longest_beginning(self._request.stop, self._held))
+        if self._request.reads_calls:
             opening = _longest_beginning((self._of.syntax.opening,), self._held)
             before_call = min(self._of.syntax.start(self._held), len(self._held) - opening, end)
             end = len(self._held[:before_call].rstrip())
@@ -145,34 +143,34 @@ class AnswerReader:
         return piece
 
     def _divide(self, text: str, finish: Finish) -> tuple[str, tuple[ToolCall, ...]]:
-        if not self._ask.reads_calls or finish == "length":
+        if not self._request.reads_calls or finish == "length":
             return text, ()
-        content, calls = self._of.syntax.divide(text, self._ask.tools)
+        content, calls = self._of.syntax.divide(text, self._request.tools)
         kept = calls[:1] if self._one_call else calls
         return content, with_ids(kept, self._head.answer_id, self._index)
 
 
 def read_answer(
-    ask: Ask,
-    head: Head,
+    request: CompletionRequest,
+    head: AnswerHead,
     index: int,
-    text_of: TextOf,
+    detokenizer: Detokenizer,
     answer: tuple[Sequence[int], Sequence[float], EngineFinish],
 ) -> Choice:
-    """A whole answer at once: (ids, log-probabilities, the engine's reason)."""
-    reader = AnswerReader(ask, head, index, text_of)
+    """The choice of a whole answer: (ids, log-probabilities, the engine's reason)."""
+    reader = AnswerReader(request, head, index, detokenizer)
     reader.feed(answer[0], answer[1])
     return reader.finish(answer[2])
 
 
 def _first_of(words: Sequence[str], text: str, before: int) -> int | None:
-    """Where the first of `words` begins that ends behind `before`."""
+    """Start of the first of `words` that ends after `before`; None: there is none."""
     found = [text.find(word, max(0, before - len(word) + 1)) for word in words]
     return min((at for at in found if at >= 0), default=None)
 
 
 def _longest_beginning(words: Sequence[str], text: str) -> int:
-    """Length of the longest end of `text` that one of `words` may go on from."""
+    """Length of the longest suffix of `text` that is a proper prefix of one of `words`."""
     longest = 0
     for word in words:
         for length in range(min(len(word) - 1, len(text)), longest, -1):
@@ -184,34 +182,34 @@ def _longest_beginning(words: Sequence[str], text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How one model writes calls, by its parser's own marks."""
+    """How one model writes calls, by the marks of its parser."""
 
     parser: ToolCallParser
 
     @property
     def opening(self) -> str:
-        """What every call begins with; empty: nothing is streamed of answers that may hold calls."""
+        """The start of every call; empty: answers that may hold calls are not streamed."""
         return self.parser.opening
 
     @property
     def closing(self) -> str:
-        """What every call ends with; empty: an answer is not cut behind its first call."""
+        """The end of every call; empty: an answer is not cut after its first call."""
         return self.parser.closing
 
     def start(self, text: str) -> int:
-        """Where the first call begins, or the end of `text`."""
+        """Start of the first call, or the end of `text`."""
         at = text.find(self.opening)
         return at if at >= 0 else len(text)
 
     def one_is_whole(self, text: str) -> bool:
-        """A well-formed call is complete in `text`."""
+        """Whether `text` holds a complete, well-formed call."""
         if not self.closing or self.closing not in text:
             return False
         calls = self.parser.parse(text[self.start(text) :]).calls
         return bool(calls) and calls[0].error is None
 
     def divide(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[str, tuple[ToolCall, ...]]:
-        """(content, calls). Content begins with ``text[: start].rstrip()`` in any case, which may be shown early."""
+        """(content, calls). Content always begins with ``text[: start].rstrip()``, which can be released early."""
         start = self.start(text)
         turn = self.parser.parse(text[start:], tools)
         if not turn.calls or any(call.error for call in turn.calls):
@@ -221,35 +219,40 @@ class CallSyntax:
 
 
 def call_syntax(parser: str) -> CallSyntax:
-    """By the name in `agent.parser`. Raises `ValueError` naming the nearest."""
+    """The syntax of the parser named in `agent.parser`. Raises `ValueError` naming the nearest one."""
     return CallSyntax(get_parser(parser))
 
 
 def with_ids(calls: tuple[ToolCall, ...], answer_id: str, index: int) -> tuple[ToolCall, ...]:
-    """The same calls with ids that are the same whenever this answer is told again."""
+    """The calls with ids derived from the answer's."""
     return tuple(replace(call, call_id=call_id(answer_id, index, i)) for i, call in enumerate(calls))
 
 
 Decode = Callable[[Sequence[int]], str]
 UNSETTLED = "\ufffd"
 WINDOW_IDS = 16
-"""Ids that are kept to decode the next ones with. What is unsettled for twice as long is broken for good."""
+"""Ids kept to decode the next ones with. Text unsettled for twice as long stays broken."""
 CONTEXT_IDS = 4
-"""Kept in front of new ids: some decoders drop a space at the beginning of a text."""
+"""Ids kept before new ones: some decoders drop a space at the beginning of a text."""
 
 
 class TextStream:
-    """`feed` ids as they come, `flush` once at the end. Pieces joined equal ``decode(all ids)``."""
+    """Decodes ids piece by piece: `feed` them as they come, `flush` once; pieces joined equal ``decode(all ids)``.
+
+    A character can be spread over several tokens and decodes to ``\\ufffd`` until it is complete: text is held back
+    from the first ``\\ufffd`` at its end until later tokens settle it. Exact for every sequence of byte-level BPE ids;
+    for other vocabularies (SentencePiece with byte fallback) where the ids spell characters.
+    """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._window: list[int] = []
-        """The newest ids: those whose text may change, and some before them."""
+        """The newest ids: those whose text may still change, and some before them."""
         self._shown = 0
-        """Characters of the window's text that were given out."""
+        """Characters of the window's text that were returned."""
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that is settled by now and was not given out yet."""
+        """The text that is final by now and was not returned yet."""
         if not ids:
             return ""
         text = self._decode([*self._window, *ids])
@@ -263,19 +266,19 @@ class TextStream:
         return piece
 
     def flush(self) -> str:
-        """What was held back; nothing may be fed after this."""
+        """The text held back; nothing may be fed after this."""
         text = self._decode(self._window) if self._window else ""
         piece, self._shown = text[self._shown :], len(text)
         return piece
 
     def _settled(self, text: str) -> int:
-        """How much of the window's text no later id changes. Of many broken characters, only the last may."""
+        """Length of the window's text that no later id changes; of many broken characters only the last one can."""
         if len(self._window) > 2 * WINDOW_IDS:
             return len(text) - text.endswith(UNSETTLED)
         return len(text.rstrip(UNSETTLED))
 
     def _shrink(self, text: str) -> None:
-        """Forget old ids. A cut inside a character would make what comes behind it read differently."""
+        """Forgets old ids. A cut inside a character would change the text after it."""
         broken = text.endswith(UNSETTLED)
         if broken and len(self._window) <= 2 * WINDOW_IDS:
             return
@@ -291,17 +294,17 @@ class TextStream:
 TokenBytes = Callable[[int], bytes]
 
 
-def token_of(raw: bytes, logprob: float) -> Token:
+def token_of(raw: bytes, logprob: float) -> SampledToken:
     """OpenAI writes a token that is a part of a character as ``bytes:\\xf0\\x9f``."""
     try:
         text = raw.decode()
     except UnicodeDecodeError:
         text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-    return Token(text, raw, logprob)
+    return SampledToken(text, raw, logprob)
 
 
 def token_bytes_of(tokenizer: Any) -> TokenBytes:
-    """The bytes of each id of a Hugging Face fast tokenizer: exact for byte-level BPE, decoded text for others."""
+    """Bytes of each id of a Hugging Face fast tokenizer: exact for byte-level BPE, else of the decoded text."""
     added = {index: str(token.content).encode() for index, token in tokenizer.added_tokens_decoder.items()}
     if b"ByteLevel" not in _decoder_state(tokenizer):
         return lambda index: added.get(index) or tokenizer.decode([index]).encode()
@@ -320,7 +323,7 @@ def spelled(token: str) -> bytes:
 
 @lru_cache
 def byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet: printable bytes stand for themselves, the others for characters from 256 on."""
+    """The byte-level alphabet: printable bytes are themselves, the others characters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

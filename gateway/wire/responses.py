@@ -1,13 +1,12 @@
-"""Input items of /v1/responses, and the plain messages that a chat template takes.
+"""/v1/responses: the body → `CompletionRequest`, a `Choice` → the ``response`` object. Streams: `responses_stream.py`.
 
-A call is an item of its own there. In a conversation it belongs to the assistant's message before it:
+Input items become messages for the chat template. A call is an item, part of the assistant's message before it:
 
     message(assistant) · function_call · function_call · function_call_output
     └──────────── one assistant message ────────────┘   └─── tool message ──┘
 
-The body of POST /v1/responses → `Ask`.
 
-A `Choice` → the ``response`` object of /v1/responses: one message, then one item per call.
+The answer has one message, then one item per call.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from pydantic import Discriminator, Field, Tag
 from penstock.gateway.wire.chat import arguments_text, plain_call
 from penstock.gateway.wire.schema import (
     HARMLESS,
+    BodyFields,
     ContentPart,
     Count,
-    Fields,
     Function,
     SamplingBody,
     StreamOptions,
     ToolChoice,
-    Wire,
+    WireModel,
     check_names,
     check_tool_choice,
     image_part,
@@ -36,7 +35,7 @@ from penstock.gateway.wire.schema import (
     text_part,
     tool_schema,
 )
-from penstock.gateway.wire.types import Ask, BadAsk, Choice, Head, Token, item_id
+from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest, SampledToken, item_id
 from penstock.tools.parsers import ToolCall
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -46,7 +45,7 @@ class TextItemPart(ContentPart):
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Any = None
-    """Taken and dropped, as the next two."""
+    """Ignored, as the next two."""
     logprobs: Any = None
     prompt_cache_breakpoint: Any = None
 
@@ -59,7 +58,7 @@ class ImageItemPart(ContentPart):
     type: Literal["input_image"]
     image_url: str
     detail: str | None = None
-    """Taken and dropped."""
+    """Ignored."""
 
     @property
     def plain(self) -> dict[str, str]:
@@ -69,37 +68,37 @@ class ImageItemPart(ContentPart):
 ItemPart = Annotated[TextItemPart | ImageItemPart, Field(discriminator="type")]
 
 
-class MessageItem(Wire):
+class MessageItem(WireModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[ItemPart]
     id: str | None = None
-    """Taken and dropped, as the next two."""
+    """Ignored, as the next two."""
     status: Status | None = None
     phase: str | None = None
 
 
-class CallItem(Wire):
+class CallItem(WireModel):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
     id: str | None = None
-    """Taken and dropped, as the next one."""
+    """Ignored, as the next one."""
     status: Status | None = None
 
 
-class OutputItem(Wire):
+class OutputItem(WireModel):
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[ItemPart]
     id: str | None = None
-    """Taken and dropped, as the next one."""
+    """Ignored, as the next one."""
     status: Status | None = None
 
 
-class ReasoningItem(Wire):
-    """Taken and dropped: answers here have none, another model's thoughts are not this one's."""
+class ReasoningItem(WireModel):
+    """Ignored: answers here have none, and another model's reasoning is not this one's."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -124,7 +123,7 @@ Item = Annotated[
 
 
 def plain_items(items: Sequence[Item], *, images: bool = False) -> tuple[dict[str, Any], ...]:
-    """Messages as a chat template takes them. Raises `BadAsk` for an image that is not allowed."""
+    """Messages as a chat template takes them. Raises `InvalidRequest` for an image that is not allowed."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         if isinstance(item, MessageItem):
@@ -154,13 +153,13 @@ ECHOED = ["instructions", "max_output_tokens", "metadata", "previous_response_id
 
 
 class FunctionTool(Function):
-    """Tools that OpenAI runs itself (search, files, computers) are refused: there is none of them here."""
+    """Tools that OpenAI runs itself (search, files, computers) are refused."""
 
     type: Literal["function"]
 
 
 class ResponseBody(SamplingBody):
-    """What is used of a request; for routes to declare in OpenAPI."""
+    """Fields of a request that are used; also its OpenAPI schema."""
 
     input: str | list[Item]
     instructions: str | None = None
@@ -175,7 +174,7 @@ class ResponseBody(SamplingBody):
     stream_options: StreamOptions | None = None
 
 
-FIELDS = Fields(
+FIELDS = BodyFields(
     ResponseBody,
     harmless=HARMLESS | {"max_tool_calls"},
     refused={
@@ -194,17 +193,17 @@ FIELDS = Fields(
 )
 
 
-def parse_response(body: Any, *, images: bool = False) -> Ask:
-    """Raises `BadAsk` naming what is wrong or cannot be given.
+def parse_response(body: Any, *, images: bool = False) -> CompletionRequest:
+    """Raises `InvalidRequest` naming the field.
 
-    `Ask.messages` are this request's alone; the caller puts those of `previous_response_id` before them and
+    `messages` of the result are this request's alone; the caller adds those of `previous_response_id` before them, and
     `instructions`, as a system message, before all.
     """
     asked = FIELDS.read(body)
     tools = asked.tools or []
     check_names(tools)
     check_tool_choice(asked.tool_choice)
-    return Ask(
+    return CompletionRequest(
         api="responses",
         model=asked.model,
         messages=_messages(asked, images),
@@ -226,12 +225,12 @@ def _messages(asked: ResponseBody, images: bool) -> tuple[dict[str, Any], ...]:
         return ({"role": "user", "content": asked.input},)
     messages = plain_items(asked.input, images=images)
     if not messages and asked.previous_response_id is None:
-        raise BadAsk("input", "there is no message in it", "invalid_value")
+        raise InvalidRequest("input", "there is no message in it", "invalid_value")
     return messages
 
 
 def _echo(asked: ResponseBody) -> dict[str, Any]:
-    """Fields that a ``response`` repeats, with the values that hold where they were not given."""
+    """Fields that a ``response`` repeats, with their defaults where they were not given."""
     return {
         **{name: getattr(asked, name) for name in ECHOED},
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
@@ -240,20 +239,20 @@ def _echo(asked: ResponseBody) -> dict[str, Any]:
     }
 
 
-def response_body(ask: Ask, head: Head, choices: Sequence[Choice]) -> dict[str, Any]:
-    """The whole answer. The API knows no `n`: there is one choice."""
+def response_body(request: CompletionRequest, head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
+    """The whole answer. The API has no `n`: there is one choice."""
     (choice,) = choices
     cut = choice.finish_reason == "length"
     return {
-        **opening_body(ask, head, "incomplete" if cut else "completed"),
+        **opening_body(request, head, "incomplete" if cut else "completed"),
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": output_items(head, choice),
         "usage": _usage(head, choice),
     }
 
 
-def opening_body(ask: Ask, head: Head, status: str = "in_progress") -> dict[str, Any]:
-    """The ``response`` with no output yet."""
+def opening_body(request: CompletionRequest, head: AnswerHead, status: str = "in_progress") -> dict[str, Any]:
+    """The ``response`` without output."""
     return {
         "id": head.answer_id,
         "object": "response",
@@ -263,14 +262,14 @@ def opening_body(ask: Ask, head: Head, status: str = "in_progress") -> dict[str,
         "error": None,
         "incomplete_details": None,
         "output": [],
-        **ask.echo,
+        **request.echo,
         "truncation": "disabled",
         "text": {"format": {"type": "text"}},
         "usage": None,
     }
 
 
-def output_items(head: Head, choice: Choice) -> list[dict[str, Any]]:
+def output_items(head: AnswerHead, choice: Choice) -> list[dict[str, Any]]:
     """A message, left out where there are calls and no text, then the calls."""
     status = "incomplete" if choice.finish_reason == "length" else "completed"
     message = [message_item(head, [output_text(choice.content, choice.tokens)], status)]
@@ -278,18 +277,18 @@ def output_items(head: Head, choice: Choice) -> list[dict[str, Any]]:
     return shown + [call_item(head, call, i) for i, call in enumerate(choice.calls)]
 
 
-def message_item(head: Head, content: list[dict[str, Any]], status: str) -> dict[str, Any]:
+def message_item(head: AnswerHead, content: list[dict[str, Any]], status: str) -> dict[str, Any]:
     """The one message of an answer."""
     item = item_id("msg", head.answer_id, 0)
     return {"id": item, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def output_text(text: str, tokens: Sequence[Token] = ()) -> dict[str, Any]:
-    """`tokens` are empty where no log-probabilities were asked for."""
+def output_text(text: str, tokens: Sequence[SampledToken] = ()) -> dict[str, Any]:
+    """`tokens` are empty where no log-probabilities were requested."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_logprobs(tokens)}
 
 
-def call_item(head: Head, call: ToolCall, position: int, status: str = "completed") -> dict[str, Any]:
+def call_item(head: AnswerHead, call: ToolCall, position: int, status: str = "completed") -> dict[str, Any]:
     """A call; without its arguments while it is ``in_progress``."""
     return {
         "id": item_id("fc", head.answer_id, position),
@@ -301,12 +300,12 @@ def call_item(head: Head, call: ToolCall, position: int, status: str = "complete
     }
 
 
-def token_logprobs(tokens: Sequence[Token]) -> list[dict[str, Any]]:
-    """`top_logprobs` is empty: only the sampled token's is known."""
+def token_logprobs(tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+    """`top_logprobs` is empty: only the sampled token's log-probability is known."""
     return [{"token": one.text, "bytes": list(one.raw), "logprob": one.logprob, "top_logprobs": []} for one in tokens]
 
 
-def _usage(head: Head, choice: Choice) -> dict[str, Any]:
+def _usage(head: AnswerHead, choice: Choice) -> dict[str, Any]:
     sampled = len(choice.token_ids)
     return {
         "input_tokens": head.prompt_tokens,

@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.gateway.wire.answers import sse_event
 from penstock.gateway.wire.chat import arguments_text
-from penstock.gateway.wire.reader import Delta
+from penstock.gateway.wire.reader import TextDelta
 from penstock.gateway.wire.responses import (
     call_item,
     message_item,
@@ -25,31 +25,31 @@ from penstock.gateway.wire.responses import (
     response_body,
     token_logprobs,
 )
-from penstock.gateway.wire.types import Ask, Choice, Head, Token
+from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, SampledToken
 from penstock.tools.parsers import ToolCall
 
 
 class ResponseStream:
-    """The same calls as `ChatStream`; the index is always 0."""
+    """Same interface as `ChatStream`; the index is always 0."""
 
-    def __init__(self, ask: Ask, head: Head) -> None:
-        self._ask = ask
+    def __init__(self, request: CompletionRequest, head: AnswerHead) -> None:
+        self._request = request
         self._head = head
         self._number = 0
         self._open = False
         """The message was opened."""
         self._shown = 0
-        self._waiting: list[Token] = []
-        """Sampled before the message was opened, to be told with its first text."""
+        self._waiting: list[SampledToken] = []
+        """Sampled before the message was opened, to be sent with its first text."""
         self._told = 0
         self._choice: Choice | None = None
 
     def start(self) -> bytes:
         """The response, empty."""
-        body = opening_body(self._ask, self._head)
+        body = opening_body(self._request, self._head)
         return self._event("created", response=body) + self._event("in_progress", response=body)
 
-    def feed(self, index: int, delta: Delta) -> bytes:
+    def feed(self, index: int, delta: TextDelta) -> bytes:
         """Text that can be shown and tokens that were sampled meanwhile."""
         self._waiting.extend(delta.tokens)
         if not delta.text and not (self._open and self._waiting):
@@ -64,23 +64,23 @@ class ResponseStream:
         if items[0]["type"] == "message":
             events.append(self._open_message())
             seen = self._told + len(self._waiting)
-            events.append(self.feed(0, Delta(choice.content[self._shown :], choice.tokens[seen:])))
+            events.append(self.feed(0, TextDelta(choice.content[self._shown :], choice.tokens[seen:])))
             events.append(self._close_message(choice, items[0]))
         first = len(items) - len(choice.calls)
         events += [self._call(call, i, first + i) for i, call in enumerate(choice.calls)]
         return b"".join(events)
 
     def end(self) -> bytes:
-        """The whole response. There is no ``[DONE]`` in this API. Comes after `finish`."""
+        """The whole response; this API has no ``[DONE]``. Comes after `finish`."""
         if self._choice is None:
             raise ValueError("end() before finish()")
-        body = response_body(self._ask, self._head, [self._choice])
+        body = response_body(self._request, self._head, [self._choice])
         return self._event(body["status"], response=body)
 
     def fail(self, status: int, message: str) -> bytes:
-        """Instead of `end` where the answer broke off."""
+        """In place of `end`, where the answer broke off."""
         code = "rate_limit_exceeded" if status == 429 else "server_error"
-        body = opening_body(self._ask, self._head, "failed")
+        body = opening_body(self._request, self._head, "failed")
         return self._event("failed", response={**body, "error": {"code": code, "message": message}})
 
     # pieces ---------------------------------------------------------------------------------------------------------
@@ -90,20 +90,20 @@ class ResponseStream:
         self._open = True
         item = message_item(self._head, [], "in_progress")
         return self._event("output_item.added", output_index=0, item=item) + self._event(
-            "content_part.added", **self._place(), part=output_text("")
+            "content_part.added", **self._position(), part=output_text("")
         )
 
     def _text(self, text: str) -> bytes:
         tokens, self._waiting = self._waiting, []
         self._told += len(tokens)
         self._shown += len(text)
-        return self._event("output_text.delta", **self._place(), delta=text, logprobs=token_logprobs(tokens))
+        return self._event("output_text.delta", **self._position(), delta=text, logprobs=token_logprobs(tokens))
 
     def _close_message(self, choice: Choice, item: dict[str, Any]) -> bytes:
         part = item["content"][0]
         events = [
-            self._event("output_text.done", **self._place(), text=choice.content, logprobs=part["logprobs"]),
-            self._event("content_part.done", **self._place(), part=part),
+            self._event("output_text.done", **self._position(), text=choice.content, logprobs=part["logprobs"]),
+            self._event("content_part.done", **self._position(), part=part),
             self._event("output_item.done", output_index=0, item=item),
         ]
         return b"".join(events)
@@ -120,7 +120,7 @@ class ResponseStream:
         ]
         return b"".join(events)
 
-    def _place(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         return {"item_id": message_item(self._head, [], "")["id"], "output_index": 0, "content_index": 0}
 
     def _event(self, kind: str, **body: Any) -> bytes:

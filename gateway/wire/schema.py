@@ -1,13 +1,10 @@
-"""A JSON body against what a route takes: every field is used, known to be harmless, or refused by name.
+"""Validation of JSON bodies: each field is used, ignored because it is harmless, or refused by name.
 
 used       the pydantic model of the route; null is the same as absent
-harmless   fields of OpenAI's that cannot change the sampled tokens: taken and dropped
-refused    fields of OpenAI's that would, unless they hold a neutral value
-unknown    everything else
+harmless   OpenAI's fields that cannot change the sampled tokens: ignored
+refused    OpenAI's fields that would, unless they hold a neutral value
+unknown    everything else: refused
 
-Fields that several routes share, and what they mean for sampling.
-
-Content of a message, as text or in parts, whichever route it came by.
 """
 
 from __future__ import annotations
@@ -21,15 +18,15 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.common import nearest
-from penstock.gateway.wire.types import BadAsk
+from penstock.gateway.wire.types import InvalidRequest
 
 Body = TypeVar("Body", bound=BaseModel)
 MAX_DEPTH = 64
 """Of nested JSON. Templates and schema checks call themselves on what they are given."""
 
 
-class Wire(BaseModel):
-    """Base of what clients send: nothing unknown, no value changed into another type, null as if it were absent."""
+class WireModel(BaseModel):
+    """Base of request models: no unknown fields, no type conversion, null as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -40,18 +37,18 @@ class Wire(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Fields(Generic[Body]):
-    """What one route takes."""
+class BodyFields(Generic[Body]):
+    """The fields of one route."""
 
     body: type[Body]
     harmless: frozenset[str]
     refused: Mapping[str, tuple[Any, ...]]
-    """Name → values at which the field changes nothing."""
+    """Name → neutral values."""
 
     def read(self, given: Any) -> Body:
-        """Raises `BadAsk` naming the field."""
+        """Raises `InvalidRequest` naming the field."""
         if not isinstance(given, dict):
-            raise BadAsk("", "the body must be a JSON object")
+            raise InvalidRequest("", "the body must be a JSON object")
         check_plain(given)
         known = {*self.body.model_fields, *self.harmless, *self.refused}
         for name, value in given.items():
@@ -60,36 +57,38 @@ class Fields(Generic[Body]):
 
     def _check_name(self, name: str, value: Any, known: set[str]) -> None:
         if name not in known:
-            raise BadAsk(path_text([name]), f"unknown field{nearest(name, known)}", "unknown_parameter")
+            raise InvalidRequest(path_text([name]), f"unknown field{nearest(name, known)}", "unknown_parameter")
         if name in self.refused and not _is_one_of(value, (None, *self.refused[name])):
-            raise BadAsk(name, "is not supported here: it would change what is sampled", "unsupported_parameter")
+            raise InvalidRequest(
+                name, "is not supported here: it would change what is sampled", "unsupported_parameter"
+            )
 
 
 def validated(model: type[Body], given: Any, where: Sequence[str | int] = ()) -> Body:
-    """`given` as a `model`. Raises `BadAsk` with the path of the field that is wrong."""
+    """`given` as a `model`. Raises `InvalidRequest` with the path of the wrong field."""
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise _bad_ask(error, given, where) from None
+        raise _invalid_request(error, given, where) from None
     except RecursionError:
-        raise BadAsk(path_text(where), "nested too deeply", "invalid_value") from None
+        raise InvalidRequest(path_text(where), "nested too deeply", "invalid_value") from None
 
 
 def check_plain(value: Any, where: tuple[str | int, ...] = ()) -> None:
-    """Refuse what no tokenizer or JSON takes: half surrogate pairs, NaN, bottomless nesting."""
+    """Refuses what tokenizers or JSON cannot represent: half surrogate pairs, NaN, too deep nesting."""
     if len(where) > MAX_DEPTH:
-        raise BadAsk(path_text(where[:3]), "nested too deeply", "invalid_value")
+        raise InvalidRequest(path_text(where[:3]), "nested too deeply", "invalid_value")
     if isinstance(value, str) and not is_text(value):
-        raise BadAsk(path_text(where), "holds characters that are no Unicode text", "invalid_value")
+        raise InvalidRequest(path_text(where), "holds characters that are no Unicode text", "invalid_value")
     if isinstance(value, float) and not math.isfinite(value):
-        raise BadAsk(path_text(where), "must be a finite number", "invalid_value")
+        raise InvalidRequest(path_text(where), "must be a finite number", "invalid_value")
     for key, one in _inside(value):
         check_plain(key if isinstance(key, str) else None, (*where, key))
         check_plain(one, (*where, key))
 
 
 def is_text(value: str) -> bool:
-    """Whether `value` can be written as UTF-8."""
+    """Whether `value` can be encoded as UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -113,17 +112,17 @@ def _inside(value: Any) -> list[tuple[str | int, Any]]:
     return list(enumerate(value)) if isinstance(value, list) else []
 
 
-def _bad_ask(error: ValidationError, given: Any, where: Sequence[str | int]) -> BadAsk:
-    """Of several errors (the arms of a union) the one that lies deepest says most; a wrong `type` explains others."""
+def _invalid_request(error: ValidationError, given: Any, where: Sequence[str | int]) -> InvalidRequest:
+    """Of several errors (the arms of a union) reports the deepest, preferring a wrong `type`, which explains others."""
     found = [(_path_in(given, one["loc"]), one) for one in error.errors(include_url=False, include_input=False)]
     path, one = max(found, key=lambda pair: (len(pair[0]), pair[0][-1:] == ("type",)))
     if one["type"] == "extra_forbidden":
-        return BadAsk(path_text([*where, *path]), "unknown field", "unknown_parameter")
-    return BadAsk(path_text([*where, *path]), one["msg"].removeprefix("Value error, "), "invalid_value")
+        return InvalidRequest(path_text([*where, *path]), "unknown field", "unknown_parameter")
+    return InvalidRequest(path_text([*where, *path]), one["msg"].removeprefix("Value error, "), "invalid_value")
 
 
 def _path_in(given: Any, location: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """`location` without the names that pydantic gives to arms of unions."""
+    """`location` without pydantic's names for the arms of unions."""
     path: list[str | int] = []
     for i, part in enumerate(location):
         if isinstance(given, Mapping) and (part in given or i == len(location) - 1):
@@ -153,29 +152,29 @@ HARMLESS = frozenset(
         "prompt_cache_retention",
     ]
 )
-"""Taken and dropped on every route: bookkeeping of OpenAI's, which leaves the sampled tokens alone."""
+"""Ignored on every route: OpenAI's bookkeeping, which does not change the sampled tokens."""
 PENALTIES: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
 }
-"""They would make the distribution that is sampled another one than the policy's."""
+"""Refused: tokens would be sampled from another distribution than the policy's."""
 
 
-class StreamOptions(Wire):
+class StreamOptions(WireModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    """Taken and dropped: no padding is ever sent."""
+    """Ignored: no padding is ever sent."""
 
 
 def _with_harmless(schema: dict[str, Any]) -> None:
-    """For OpenAPI: harmless fields are taken too, whatever they hold."""
+    """For OpenAPI: harmless fields are accepted with any value."""
     for name in sorted(HARMLESS):
-        schema["properties"].setdefault(name, {"title": name, "description": "Taken and dropped."})
+        schema["properties"].setdefault(name, {"title": name, "description": "Ignored."})
 
 
-class SamplingBody(Wire):
-    """What every route takes."""
+class SamplingBody(WireModel):
+    """Fields of every route."""
 
     model_config = ConfigDict(json_schema_extra=_with_harmless)
 
@@ -187,7 +186,7 @@ class SamplingBody(Wire):
 
 
 class ChoicesBody(SamplingBody):
-    """What chat and completions take and the Responses API does not."""
+    """Fields of chat and completions, not of the Responses API."""
 
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-INT64 - 1, le=INT64)
@@ -196,12 +195,12 @@ class ChoicesBody(SamplingBody):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """As a tuple, none as an empty one."""
+        """The stop strings, as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def wants_usage(self) -> bool:
-        """A last chunk with usage was asked for."""
+        """Whether a last chunk with usage was requested."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -212,47 +211,49 @@ def sampling_of(body: SamplingBody, max_new_tokens: int | None) -> dict[str, Any
     return {name: value for name, value in found.items() if value is not None}
 
 
-class Function(Wire):
+class Function(WireModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Taken and dropped: nothing constrains what the model writes, arguments are checked where a tool runs."""
+    """Ignored: sampling is not constrained; arguments are validated where a tool runs."""
 
 
 def tool_schema(function: Function) -> dict[str, Any]:
-    """In the shape and order of `BaseTool.schema`, so that a prompt reads as it does in training."""
+    """In the shape and key order of `BaseTool.schema`, so that prompts are the same as in training."""
     described = {"description": function.description} if function.description is not None else {}
     parameters = function.parameters if function.parameters is not None else {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}
 
 
 def check_names(functions: Sequence[Function]) -> None:
-    """Raises `BadAsk` where two tools have one name."""
+    """Raises `InvalidRequest` where two tools have one name."""
     seen: set[str] = set()
     for i, function in enumerate(functions):
         if function.name in seen:
-            raise BadAsk(f"tools.{i}", f"there are two tools called {function.name!r}", "invalid_value")
+            raise InvalidRequest(f"tools.{i}", f"there are two tools called {function.name!r}", "invalid_value")
         seen.add(function.name)
 
 
 ToolChoice = Annotated[Any, Field(json_schema_extra={"enum": ["auto", "none", None]})]
-"""Read by `check_tool_choice`, which can say why."""
+"""Validated by `check_tool_choice`, whose message has the cause."""
 
 
 def check_tool_choice(choice: Any) -> None:
-    """Raises `BadAsk` for a choice that would force the model."""
+    """Raises `InvalidRequest` for a choice that would force the model."""
     if choice not in (None, "auto", "none"):
-        raise BadAsk("tool_choice", "only 'auto' and 'none': nothing forces the model to call", "unsupported_parameter")
+        raise InvalidRequest(
+            "tool_choice", "only 'auto' and 'none' are supported: sampling is not constrained", "unsupported_parameter"
+        )
 
 
-class ContentPart(Wire):
-    """A part as a route spells it."""
+class ContentPart(WireModel):
+    """A part of a message's content in one route's format."""
 
     @property
     @abstractmethod
     def plain(self) -> dict[str, str]:
-        """As a chat template takes it: `text_part` or `image_part`."""
+        """The part for a chat template: `text_part` or `image_part`."""
 
 
 def text_part(text: str) -> dict[str, str]:
@@ -264,14 +265,14 @@ def image_part(url: str) -> dict[str, str]:
 
 
 def plain_content(content: str | Sequence[ContentPart] | None, where: str, images: bool) -> Any:
-    """Text parts are joined with nothing between them; with images the parts stay apart.
+    """Joins text parts without a separator; with images the parts stay separate.
 
-    Raises `BadAsk` at `where` for an image where the model takes none.
+    Raises `InvalidRequest` at `where` for an image where the model takes none.
     """
     if content is None or isinstance(content, str):
         return content or ""
     parts = [part.plain for part in content]
     seen = [i for i, part in enumerate(parts) if part["type"] == "image"]
     if seen and not images:
-        raise BadAsk(f"{where}.{seen[0]}", "this model takes no images", "unsupported_parameter")
+        raise InvalidRequest(f"{where}.{seen[0]}", "this model takes no images", "unsupported_parameter")
     return parts if seen else "".join(part["text"] for part in parts)

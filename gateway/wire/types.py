@@ -1,8 +1,8 @@
-"""What an OpenAI request asks for and what is answered, free of HTTP and of any one API's spelling.
+"""Requests and answers, independent of HTTP and of the three APIs' formats, and their ids.
 
-body ──parse_chat | parse_completion | parse_response──► Ask ──(sampling, recorded elsewhere)──► Choice ──► body, events
+    body ──parse_chat | parse_completion | parse_response──► CompletionRequest ──(sampling)──► Choice ──► body, events
 
-Ids of answers and of what is inside them: the same whenever an answer is told again, from a journal for example.
+Ids are derived, so that an answer restored from the journal has the same ones.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Finish = Literal["stop", "length", "tool_calls"]
 EngineFinish = Literal["stop", "length"]
 
 
-class BadAsk(Exception):
-    """The request is wrong or asks for what cannot be given: 400, `field` named as the client wrote it."""
+class InvalidRequest(Exception):
+    """The request is invalid or unsupported: 400, `field` as the client wrote it."""
 
     def __init__(self, field: str, message: str, code: str | None = None) -> None:
         super().__init__(f"{field}: {message}" if field else message)
@@ -31,12 +31,12 @@ class BadAsk(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request, whichever route it came by. Everything not said here was checked to leave the tokens alone."""
+class CompletionRequest:
+    """One request by any of the routes. All fields of the body that are not here cannot change the sampled tokens."""
 
     api: Api
     model: str
-    """As the client wrote it; not checked here."""
+    """As the client wrote it; not checked."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """As a chat template takes them; empty for /v1/completions. Of /v1/responses: this request's items only."""
     prompt: str | tuple[int, ...] | None = None
@@ -44,38 +44,38 @@ class Ask:
     tools: tuple[Mapping[str, Any], ...] = ()
     """In the shape of `BaseTool.schema`."""
     tool_choice: Literal["auto", "none"] = "auto"
-    """``none``: tools are rendered into the prompt as ever, calls in the answer stay text."""
+    """``none``: tools are rendered into the prompt all the same, calls in the answer stay text."""
     parallel_tool_calls: bool = True
-    """False: the answer is cut behind its first call."""
+    """False: the answer ends after its first call."""
     n: int = 1
-    """Choices, each an answer of its own to the same context."""
+    """Choices, independent answers to the same context."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Sampling` that the client set: temperature, top_p, top_k, max_new_tokens, seed."""
     stop: tuple[str, ...] = ()
-    """The answer is cut before the first of these texts; the ids that spell it are kept as sampled."""
+    """The text of the answer ends before the first of these; the ids that spell it are kept as sampled."""
     logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
     """A chunk with usage at the end of a stream (always there in /v1/responses)."""
     instructions: str | None = None
-    """/v1/responses only: a system message before all others, not carried on by `previous_response_id`."""
+    """/v1/responses only: a system message before all others, not inherited through `previous_response_id`."""
     previous_response_id: str | None = None
-    """/v1/responses only: whose messages come before `messages`."""
+    """/v1/responses only: the response whose messages come before `messages`."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """/v1/responses only: fields of the request that its answer repeats."""
 
     @property
     def reads_calls(self) -> bool:
-        """Calls in the answer are looked for."""
+        """Whether calls in the answer are parsed."""
         return bool(self.tools) and self.tool_choice == "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class SampledToken:
     """One sampled token as clients see it."""
 
     text: str
-    """What it spells; ``bytes:\\xf0\\x9f`` where it is a part of a character."""
+    """Its text; ``bytes:\\xf0\\x9f`` where it is a part of a character."""
     raw: bytes
     """UTF-8; joined over an answer these are its text, special tokens included."""
     logprob: float
@@ -87,23 +87,23 @@ class Choice:
 
     index: int
     token_ids: tuple[int, ...]
-    """[N] up to and with the one that completed a stop string or closed the turn."""
+    """[N], including the one that completed a stop string or closed the turn."""
     logprobs: tuple[float, ...]
     """[N]"""
     text: str
     """Decoded, without the closing id, before the stop string; calls as the model wrote them."""
     content: str
-    """What is shown as text: all of `text` where there are no calls, otherwise what is around them."""
+    """All of `text` where there are no calls, otherwise the text around them."""
     calls: tuple[ToolCall, ...] = ()
     """Well-formed ones, with ids that are stable for this answer."""
     finish_reason: Finish = "stop"
-    tokens: tuple[Token, ...] = ()
-    """[N] where log-probabilities were asked for, otherwise empty."""
+    tokens: tuple[SampledToken, ...] = ()
+    """[N] where log-probabilities were requested, otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """What is known of an answer before its first token."""
+class AnswerHead:
+    """Fields of an answer that are known before its first token."""
 
     answer_id: str
     """``chatcmpl-…``, ``cmpl-…`` or ``resp_…``; ids of calls and items are derived from it."""
@@ -112,14 +112,14 @@ class Head:
     model: str
     prompt_tokens: int
     cached_tokens: int = 0
-    """Of the prompt, ids that continue an earlier answer of this episode."""
+    """Prompt tokens that continue an earlier answer of this episode."""
 
 
 _PREFIX = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}
 
 
 def answer_id(api: Api, key: str) -> str:
-    """The id of the answer that `key` names, episode and turn for example."""
+    """The id of the answer named by `key`, for example episode and turn."""
     return _PREFIX[api] + _digest(key, 32)
 
 

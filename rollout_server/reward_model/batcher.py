@@ -1,7 +1,7 @@
-"""Requests that come at the same time are scored together.
+"""Scores concurrent requests together, in batches.
 
 submit ──► queue ──► collect: `max_rows` or `max_tokens`, at most `wait_s` after the first ──► score ──► futures
-              └── past its deadline: dropped before it costs anything
+              └── past its deadline: dropped unscored
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CLOSE_DEADLINE_S = 10.0
 
 
 class Busy(Exception):
-    """The queue is full; nothing was taken."""
+    """The queue is full; no row was taken."""
 
 
 class Late(Exception):
@@ -32,7 +32,7 @@ class _Waiting:
 
 
 class Batcher:
-    """`start`, then `submit` from any number of tasks, then `close`: what waits then fails with `Late`."""
+    """`start`, then `submit` from any number of tasks, then `close`, which fails waiting rows with `Late`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Batcher:
         wait_s: float = 0.01,
         max_waiting: int = 4096,
     ) -> None:
-        """`max_tokens` bounds a batch after padding (rows times the longest); a longer row goes alone."""
+        """`max_tokens` bounds a batch after padding (rows times the longest); a longer row is a batch by itself."""
         self._score = score
         self._max_rows, self._max_tokens = max_rows, max_tokens
         self._wait_s, self._max_waiting = wait_s, max_waiting
@@ -66,7 +66,7 @@ class Batcher:
         self._task = asyncio.create_task(self._run(), name="reward batches")
 
     async def submit(self, rows: Sequence[Sequence[int]], timeout_s: float) -> list[float]:
-        """A score per row, in order. Raises `Busy`, `Late`, or what `score` raised."""
+        """A score per row, in order. Raises `Busy`, `Late`, or the error of `score`."""
         if len(self._queue) + len(rows) > self._max_waiting:
             raise Busy(f"{len(self._queue)} answers wait already")
         deadline = time.monotonic() + timeout_s
@@ -106,7 +106,7 @@ class Batcher:
                 self._came.clear()
 
     def _collect(self) -> list[_Waiting]:
-        """The next rows in their order, as many as fit; those that nobody waits for any more are left out."""
+        """The next rows, in order, as many as fit, without those past their deadlines or cancelled."""
         batch: list[_Waiting] = []
         longest = 0
         while self._queue and len(batch) < self._max_rows:
@@ -133,7 +133,7 @@ class Batcher:
             for one in batch:
                 _fail(one, Late("the server is ending"))
             raise
-        except Exception as error:  # noqa: BLE001 - travels to those who asked; the next batch may do better
+        except Exception as error:  # noqa: BLE001 - goes to the callers; the next batch may succeed
             for one in batch:
                 _fail(one, error)
         finally:

@@ -1,4 +1,4 @@
-"""A sequence classifier that gives one number per conversation. Runs in one thread; nothing here knows of HTTP."""
+"""A sequence classifier that returns one number per conversation. Runs in one thread; no HTTP here."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ logger = logging.getLogger(__name__)
 
 
 class BadModel(ValueError):
-    """The model cannot be a reward model; the message names what it lacks."""
+    """The model cannot be a reward model; the message has the cause."""
 
 
 class BadConversation(ValueError):
-    """The model's chat template cannot write these messages; the text has its words."""
+    """The model's chat template rejects these messages; the message has its error."""
 
 
 class Classifier(Protocol):
-    """What the server asks; one call at a time, from one thread."""
+    """What the server calls; one call at a time, from one thread."""
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
-        """A number per row of token ids; NaN where the model gives one."""
+        """A number per row of token ids; NaN where the model returns one."""
 
     def encode(self, messages: Sequence[Mapping[str, Any]], answer: str) -> tuple[list[int], bool]:
-        """Token ids of a conversation that ends with `answer`, and whether its beginning had to be left out.
+        """Token ids of a conversation that ends with `answer`, and whether its beginning was cut.
 
         Called from any thread. Raises `BadConversation`.
         """
@@ -45,7 +45,7 @@ class HuggingFaceClassifier:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(model)
-        self._tokenizer_turn = threading.Lock()  # one that truncates or pads by itself is changed by each call
+        self._tokenizer_turn = threading.Lock()  # a tokenizer that truncates or pads is changed by each call
         loaded = AutoModelForSequenceClassification.from_pretrained(model, dtype=getattr(torch, dtype))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = loaded.to(self._device).eval()
@@ -53,7 +53,7 @@ class HuggingFaceClassifier:
         self._pad = _pad_id(self._tokenizer, loaded.config)
         context = getattr(loaded.config, "max_position_embeddings", None) or 1 << 20
         self.max_tokens = min(context, max_tokens or context)
-        # Classifiers built on causal models look for the last token that is no padding: both must mean the same id.
+        # Classifiers on causal models look for the last token that is no padding, with the model's own padding id.
         loaded.config.pad_token_id = self._pad
         logger.info("%s: %d labels, up to %d tokens", model, loaded.config.num_labels, self.max_tokens)
 
@@ -70,7 +70,7 @@ class HuggingFaceClassifier:
             return str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            raise BadConversation(f"this model's chat template refuses these messages: {said}") from error
+            raise BadConversation(f"this model's chat template rejects these messages: {said}") from error
 
     def score(self, ids: Sequence[Sequence[int]]) -> list[float]:
         import torch
@@ -99,7 +99,7 @@ def _checked_label(label: int | None, labels: int) -> int | None:
         return None
     if label is None or not 0 <= label < labels:
         raise BadModel(
-            f"the model has {labels} labels: say with --label (0 … {labels - 1}) whose probability is the score"
+            f"the model has {labels} labels: choose with --label (0 … {labels - 1}) whose probability is the score"
         )
     return label
 

@@ -1,8 +1,8 @@
 """`penstock reward-server`: a reward model over HTTP.
 
     POST /score    {"items": [{"messages": [...], "answer": "…"}, …], "timeout_s": 30} → {"scores": […], "cut": […]}
-                   429 the queue is full (Retry-After)   504 not scored in time   503 the model gave no number
-                   422 the body is wrong, or the model's chat template refuses the messages
+                   429 the queue is full (Retry-After)   504 not scored in time   503 the model returned no number
+                   422 the body is invalid, or the model's chat template rejects the messages
     GET  /health   {"model", "waiting", "batches"}    503 where the scoring task has ended
     GET  /metrics  Prometheus
 
@@ -15,31 +15,30 @@ import asyncio
 import contextlib
 import logging
 import math
-import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, HTTPException, Response
 from fastapi.responses import JSONResponse
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp
 
-from penstock.rollout_server.access import LimitBody, RequireToken
+from penstock.common import LimitBody, Metrics, RequireToken, listen
+from penstock.common import serve as serve_http
+from penstock.common.prometheus import CONTENT_TYPE
 from penstock.rollout_server.reward_model.batcher import Batcher, Busy, Late
 from penstock.rollout_server.reward_model.classifier import BadConversation, Classifier
 
 MAX_ITEMS = 256
 MAX_ANSWER_CHARS = 1 << 20
 LAST_REQUESTS_S = 5
-"""Requests in progress when the server is told to stop may take this long."""
+"""Longest time that requests in progress may take when the server stops."""
 logger = logging.getLogger(__name__)
 
 
 class BadScore(Exception):
-    """The model gave NaN or an infinity: no score at all."""
+    """The model returned NaN or an infinity."""
 
 
 STATUSES: Mapping[type[Exception], int] = {Busy: 429, Late: 504, BadScore: 503, BadConversation: 422}
@@ -57,27 +56,24 @@ class ScoreRequest(BaseModel):
     timeout_s: float = Field(30.0, gt=0, le=600)
 
 
-class _Numbers:
-    """One registry per server: tests run several in one process."""
+class RewardMetrics(Metrics):
+    """``penstock_reward_*`` of one server."""
 
     def __init__(self, batcher: Batcher) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "penstock_reward_requests", "Requests by how they ended", ["outcome"], registry=self.registry
-        )
-        self.rows = Counter("penstock_reward_answers", "Answers scored", registry=self.registry)
-        self.cut = Counter("penstock_reward_answers_cut", "Answers longer than the context", registry=self.registry)
-        self.latency_s = Histogram("penstock_reward_seconds", "From request to scores", registry=self.registry)
-        waiting = Gauge("penstock_reward_waiting", "Answers that wait", registry=self.registry)
-        waiting.set_function(lambda: len(batcher))
+        super().__init__("reward", process=False)
+        self.requests = self.counter("requests", "Requests by outcome", ["outcome"])
+        self.rows = self.counter("answers", "Answers scored")
+        self.cut = self.counter("answers_cut", "Answers longer than the context")
+        self.latency_s = self.histogram("seconds", "From request to scores")
+        self.gauge("waiting", "Answers that wait").set_function(lambda: len(batcher))
 
 
 def build_app(classifier: Classifier, token: str, model: str, batcher: Batcher | None = None) -> ASGIApp:
-    """The server as an ASGI app; its lifespan starts and ends the batches. Raises `ValueError` on an empty token."""
+    """The server as an ASGI app; its lifespan starts and stops the batcher. Raises `ValueError` on an empty token."""
     if not token:
         raise ValueError("the reward server needs a token")
     batches = Batcher(classifier.score) if batcher is None else batcher
-    numbers = _Numbers(batches)
+    counters = RewardMetrics(batches)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -87,13 +83,12 @@ def build_app(classifier: Classifier, token: str, model: str, batcher: Batcher |
         finally:
             await batches.close()
 
-    # without an openapi_url there are no pages about the routes, which would not ask for the token
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    _add_score(app, classifier, batches, numbers)
+    _add_score(app, classifier, batches, counters)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        """The model, and how many answers wait; 503 where nothing is scored any more."""
+        """The model, and how many answers wait; 503 where the scoring task has ended."""
         if not batches.alive:
             raise HTTPException(503, "the scoring task has ended")
         return {"model": model, "waiting": len(batches), "batches": batches.batches}
@@ -101,26 +96,26 @@ def build_app(classifier: Classifier, token: str, model: str, batcher: Batcher |
     @app.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text."""
-        return Response(generate_latest(numbers.registry), media_type="text/plain; version=0.0.4")
+        return Response(counters.text(), media_type=CONTENT_TYPE)
 
-    return RequireToken(LimitBody(app), token)
+    return RequireToken(LimitBody(app), token, message="a bearer token of this run is needed")
 
 
-def _add_score(app: FastAPI, classifier: Classifier, batches: Batcher, numbers: _Numbers) -> None:
+def _add_score(app: FastAPI, classifier: Classifier, batches: Batcher, counters: RewardMetrics) -> None:
     @app.post("/score")
     async def score(body: ScoreRequest) -> Any:
-        """Scores of the answers, in order, and which were cut; 429 a full queue, 504 not in time, 503 no number."""
+        """Scores of the answers, in order, and which were cut; 429 queue full, 504 not in time, 503 no number."""
         began = time.monotonic()
         try:
             encoded = await asyncio.to_thread(lambda: [classifier.encode(i.messages, i.answer) for i in body.items])
             scores = _finite(await batches.submit([ids for ids, _ in encoded], body.timeout_s))
         except (Busy, Late, BadScore, BadConversation) as error:
-            return _refusal(error, numbers)
+            return _refusal(error, counters)
         cut = [was_cut for _, was_cut in encoded]
-        numbers.requests.labels("scored").inc()
-        numbers.rows.inc(len(scores))
-        numbers.cut.inc(sum(cut))
-        numbers.latency_s.observe(time.monotonic() - began)
+        counters.requests.labels("scored").inc()
+        counters.rows.inc(len(scores))
+        counters.cut.inc(sum(cut))
+        counters.latency_s.observe(time.monotonic() - began)
         return {"scores": scores, "cut": cut}
 
 
@@ -131,24 +126,18 @@ def _finite(scores: list[float]) -> list[float]:
     return scores
 
 
-def _refusal(error: Exception, numbers: _Numbers) -> JSONResponse:
+def _refusal(error: Exception, counters: RewardMetrics) -> JSONResponse:
     status = STATUSES[type(error)]
-    numbers.requests.labels(type(error).__name__.lower()).inc()
+    counters.requests.labels(type(error).__name__.lower()).inc()
     headers = {"Retry-After": "1"} if status == 429 else None
     return JSONResponse({"detail": str(error)}, status, headers=headers)
 
 
 async def serve(app: ASGIApp, host: str, port: int) -> None:
-    """Until cancelled or told by SIGTERM. Raises `OSError` where the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family)
-    settings = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=LAST_REQUESTS_S)
-    server = uvicorn.Server(settings)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    logger.info("reward server on http://%s:%d/score", host, listener.getsockname()[1])
-    try:
-        await asyncio.shield(task)
-    finally:
-        server.should_exit = True
-        await task
-        listener.close()
+    """Serves until cancelled or told by SIGTERM. Raises `OSError` where the port is taken."""
+    await serve_http(
+        app,
+        listen(host, port),
+        stop_s=LAST_REQUESTS_S,
+        on_ready=lambda url: logger.info("reward server on %s/score", url),
+    )

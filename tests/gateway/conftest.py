@@ -12,7 +12,7 @@ import pytest
 from tests.agent_loops.conftest import calling_policy, chat_for, parts_of, queue_of, tasks_of, tokenizer_for  # noqa: F401
 
 from penstock.agent_loops import AgentConfig, ChatTokens, FakeClient
-from penstock.gateway import CapturedEpisode, CaptureParts, Desk, text_of
+from penstock.gateway import GatewayContext, GatewaySession, SessionManager, detokenizer
 from penstock.gateway.wire import Choice, parse_chat, parse_completion, parse_response
 from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task, Trajectory
 
@@ -61,31 +61,31 @@ class Bench:
         self.client = Remembers(self.says)
         self.queue = MemoryTransferQueue()
         self.limits = limits or Limits(group_size=2, groups_per_step=1, max_staleness=8, lease_ttl_s=30.0)
-        self.parts = CaptureParts(
-            "s0", config, self.queue, self.client, chat, text_of(chat, "hermes"), "tiny", reward=reward
+        self.parts = GatewayContext(
+            "s0", config, self.queue, self.client, chat, detokenizer(chat, "hermes"), "tiny", reward=reward
         )
-        self.desk = Desk(self.parts, 30.0)
+        self.manager = SessionManager(self.parts, 30.0)
 
     async def start(self, tasks: int = 1) -> None:
         await self.queue.create_run(self.limits, "config: 1")
         made = [Task(f"train/{i:04d}", "train", [USER], "sums", "46") for i in range(tasks)]
         await self.queue.submit(made, cursor=DataCursor(0, tasks))
 
-    def restart(self) -> Desk:
+    def restart(self) -> SessionManager:
         """Another sidecar, or this one after kill -9: it knows nothing but the queue."""
-        self.desk = Desk(self.parts, 30.0)
-        return self.desk
+        self.manager = SessionManager(self.parts, 30.0)
+        return self.manager
 
-    async def open(self) -> CapturedEpisode:
-        return await self.desk.open(0.0)
+    async def open(self) -> GatewaySession:
+        return await self.manager.open(0.0)
 
-    async def journal(self, episode: CapturedEpisode) -> list[Any]:
+    async def journal(self, episode: GatewaySession) -> list[Any]:
         return list((await self.queue.adopt(episode.lease.episode_id, episode.lease.fence)).journal)
 
-    async def trajectory(self, episode: CapturedEpisode, reward: float = 1.0, outcome: Any = None) -> Trajectory:
+    async def trajectory(self, episode: GatewaySession, reward: float = 1.0, outcome: Any = None) -> Trajectory:
         """Finish it, and what the trainer gets."""
         await episode.note(reward=reward)
-        await self.desk.finish(episode.handle, outcome)
+        await self.manager.finish(episode.handle, outcome)
         (trajectory,) = await self.queue.read([episode.lease.episode_id])
         return trajectory
 
@@ -97,7 +97,7 @@ def asked(messages: Sequence[Any] = (USER,), api: str = "chat", **fields: Any) -
     return PARSERS[api](body)
 
 
-async def say(episode: CapturedEpisode, messages: Sequence[Any] = (USER,), **fields: Any) -> Choice:
+async def say(episode: GatewaySession, messages: Sequence[Any] = (USER,), **fields: Any) -> Choice:
     """The first choice."""
     retried = fields.pop("retried", False)
     return (await (await episode.answer(asked(messages, **fields), retried=retried)).whole())[0]
@@ -145,4 +145,4 @@ async def make_bench(chat_for: Callable[..., ChatTokens]) -> AsyncIterator[MakeB
 
     yield make
     for bench in made:
-        await bench.desk.close()
+        await bench.manager.close()

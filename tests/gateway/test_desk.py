@@ -11,7 +11,7 @@ import pytest
 from tests.gateway.conftest import TOOLS, USER, asked, back, call_text, sampled, say
 
 from penstock.agent_loops.rewards import RewardFunction
-from penstock.gateway import Conflict, Desk, Gone, NoEpisode, NotNow, hash_of
+from penstock.gateway import Conflict, Gone, NoEpisode, NotNow, SessionManager, hash_of
 from penstock.transfer_queue import Outcome, OutcomeKind, QueueUnavailable
 
 MORE = {"role": "user", "content": "And 1+1?"}
@@ -60,8 +60,8 @@ async def test_messages_of_a_rewritten_history_are_kept_once(make_bench):
 async def test_two_sidecars_may_serve_one_episode(make_bench):
     bench = await make_bench("One.", "Two.", "Three.")
     episode = await bench.open()
-    here = bench.desk
-    there = Desk(bench.parts, 30.0)
+    here = bench.manager
+    there = SessionManager(bench.parts, 30.0)
     first = await say(episode)
     elsewhere = await there.find(episode.handle)
     second = await say(elsewhere, [USER, back(first), MORE])
@@ -105,13 +105,13 @@ async def test_finishing_twice_answers_the_same_also_after_a_restart(make_bench)
     episode = await bench.open()
     await say(episode)
     await episode.note(reward=0.25)
-    first = await bench.desk.finish(episode.handle, None)
+    first = await bench.manager.finish(episode.handle, None)
     assert (first.outcome, first.reward, first.turns, first.segments) == ("completed", 0.25, 1, 1)
-    assert await bench.desk.finish(episode.handle, None) == first
+    assert await bench.manager.finish(episode.handle, None) == first
     assert await bench.restart().finish(episode.handle, None) == first
-    for desk in (bench.desk, bench.restart()):
+    for manager in (bench.manager, bench.restart()):
         with pytest.raises(Gone):
-            await desk.find(episode.handle)
+            await manager.find(episode.handle)
     assert (await bench.queue.status()).episodes["completed"] == 1
 
 
@@ -124,9 +124,9 @@ async def test_a_reward_is_durable_and_the_last_one_counts(make_bench):
     await say(again, [USER, back(first), MORE])
     await again.note(reward=0.5, turn_rewards=[0.1])
     with pytest.raises(Conflict, match="1 turn_rewards for 2 turns"):
-        await bench.desk.finish(episode.handle, None)
+        await bench.manager.finish(episode.handle, None)
     await again.note(reward=0.5, turn_rewards=[0.1, 0.2])
-    await bench.desk.finish(episode.handle, None)
+    await bench.manager.finish(episode.handle, None)
     (trajectory,) = await bench.queue.read([episode.lease.episode_id])
     assert (trajectory.reward, list(trajectory.turn_rewards)) == (0.5, [0.1, 0.2])
 
@@ -138,12 +138,12 @@ async def test_without_a_reward_the_function_is_asked_and_without_one_it_is_a_co
     bench = await make_bench("It is 46.", reward=RewardFunction(score))
     episode = await bench.open()
     await say(episode)
-    assert (await bench.desk.finish(episode.handle, None)).reward == 1.0
+    assert (await bench.manager.finish(episode.handle, None)).reward == 1.0
     bench = await make_bench("It is 46.")
     episode = await bench.open()
     await say(episode)
     with pytest.raises(Conflict, match=f"POST /episodes/{episode.handle}/reward"):
-        await bench.desk.finish(episode.handle, None)
+        await bench.manager.finish(episode.handle, None)
     assert (await say(episode)).content == "It is 46."
 
 
@@ -154,7 +154,7 @@ async def test_a_reward_function_that_fails_is_a_failure_not_a_zero(make_bench):
     bench = await make_bench(reward=RewardFunction(broken))
     episode = await bench.open()
     await say(episode)
-    ending = await bench.desk.finish(episode.handle, None)
+    ending = await bench.manager.finish(episode.handle, None)
     assert (ending.outcome, ending.reward, ending.tried_again) == ("infra_error", None, True)
     assert (await bench.queue.status()).episodes["retried"] == 1
 
@@ -163,7 +163,7 @@ async def test_a_failed_agent_gives_its_task_back(make_bench):
     bench = await make_bench("A", "B")
     episode = await bench.open()
     await say(episode)
-    assert (await bench.desk.finish(episode.handle, INFRA)).tried_again
+    assert (await bench.manager.finish(episode.handle, INFRA)).tried_again
     again = await bench.open()
     assert (again.lease.episode_id, again.lease.attempt) == (episode.lease.episode_id, 1)
     assert (await say(again)).content == "B"
@@ -175,7 +175,7 @@ async def test_nothing_sampled_is_no_trajectory(make_bench):
     episode = await bench.open()
     await episode.note(reward=1.0)
     with pytest.raises(Conflict, match="nothing was sampled"):
-        await bench.desk.finish(episode.handle, None)
+        await bench.manager.finish(episode.handle, None)
 
 
 async def test_no_episode_is_said_with_the_queues_cause(make_bench):
@@ -192,9 +192,9 @@ async def test_no_episode_is_said_with_the_queues_cause(make_bench):
 async def test_an_episode_is_waited_for(make_bench):
     bench = await make_bench()
     held = [await bench.open(), await bench.open()]
-    waiting = asyncio.create_task(bench.desk.open(60.0))
+    waiting = asyncio.create_task(bench.manager.open(60.0))
     await asyncio.sleep(0.1)
-    await bench.desk.finish(held[0].handle, INFRA)
+    await bench.manager.finish(held[0].handle, INFRA)
     assert (await waiting).lease.episode_id == held[0].lease.episode_id
 
 
@@ -202,27 +202,27 @@ async def test_an_episode_is_waited_for(make_bench):
 async def test_what_is_no_handle_is_not_found(make_bench, handle):
     bench = await make_bench()
     with pytest.raises(NoEpisode):
-        await bench.desk.find(handle)
+        await bench.manager.find(handle)
 
 
 async def test_a_silent_episode_goes_back(make_bench):
     bench = await make_bench("A")
-    bench.desk = Desk(replace(bench.parts, config=_idle(bench.parts.config, 0.05)), 0.06)
-    bench.desk.start()
+    bench.manager = SessionManager(replace(bench.parts, config=_idle(bench.parts.config, 0.05)), 0.06)
+    bench.manager.start()
     episode = await bench.open()
     await say(episode)
     async with asyncio.timeout(60):
         while episode.gone is None:
             await asyncio.sleep(0.01)
     with pytest.raises(Gone, match="silent for"):
-        await bench.desk.find(episode.handle)
+        await bench.manager.find(episode.handle)
     assert (await bench.queue.status()).episodes["retried"] == 1
 
 
 async def test_an_episode_over_its_deadline_goes_back_even_while_it_speaks(make_bench):
     bench = await make_bench("A", episode_deadline_s=0.1)
-    bench.desk = Desk(bench.parts, 0.06)
-    bench.desk.start()
+    bench.manager = SessionManager(bench.parts, 0.06)
+    bench.manager.start()
     episode = await bench.open()
     bench.client._latency_s = 5.0
     with pytest.raises(Gone, match="not finished within"):
@@ -231,8 +231,8 @@ async def test_an_episode_over_its_deadline_goes_back_even_while_it_speaks(make_
 
 async def test_what_another_sidecar_serves_by_now_is_left_to_it(make_bench):
     bench = await make_bench("A", "B")
-    here = Desk(replace(bench.parts, config=_idle(bench.parts.config, 0.2)), 0.06)
-    there = Desk(bench.parts, 30.0)
+    here = SessionManager(replace(bench.parts, config=_idle(bench.parts.config, 0.2)), 0.06)
+    there = SessionManager(bench.parts, 30.0)
     episode = await here.open(0.0)
     first = await say(episode)
     elsewhere = await there.find(episode.handle)
@@ -252,7 +252,7 @@ async def test_closing_leaves_the_lease(make_bench):
     first = await say(episode)
     bench.client._latency_s = 5.0
     call = await episode.answer(asked([USER, back(first), MORE]))
-    await bench.desk.close()
+    await bench.manager.close()
     with pytest.raises(Gone, match="stops"):
         await call.whole()
     bench.client._latency_s = 0.0
@@ -283,7 +283,7 @@ async def test_ids_that_do_not_fit_end_the_episode(make_bench):
     episode.llm._client = Liar()
     with pytest.raises(Gone, match="1 token ids but 2 logprobs"):
         await say(episode)
-    await bench.desk._look_at(episode)
+    await bench.manager._look_at(episode)
     assert (await bench.queue.status()).episodes["retried"] == 1
 
 
@@ -300,8 +300,8 @@ async def test_the_journals_hashes_are_of_what_was_fed(make_bench):
 async def test_who_waits_for_work_is_told_that_the_server_drains(make_bench):
     bench = await make_bench(tasks=0)
     draining = []
-    desk = Desk(replace(bench.parts, draining=lambda: bool(draining)), 30.0)
-    waiting = asyncio.create_task(desk.open(30.0))
+    manager = SessionManager(replace(bench.parts, draining=lambda: bool(draining)), 30.0)
+    waiting = asyncio.create_task(manager.open(30.0))
     await asyncio.sleep(0.1)
     draining.append(True)
     with pytest.raises(NotNow, match="draining"):
@@ -314,8 +314,8 @@ async def test_nothing_is_leased_for_who_has_hung_up(make_bench):
     async def gone():
         return True
 
-    with pytest.raises(NotNow, match="gone"):
-        await bench.desk.open(30.0, gone)
+    with pytest.raises(NotNow, match="disconnected"):
+        await bench.manager.open(30.0, gone)
     assert (await bench.queue.status()).episodes["leased"] == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.gateway.conftest import TOOLS, USER, asked, back, call_text, sampled, say, whole
 
 from penstock.gateway import Gone, NotNow, TooLong
-from penstock.gateway.wire import BadAsk
+from penstock.gateway.wire import InvalidRequest
 from penstock.rollout_server import EngineError
 from penstock.transfer_queue import COMPLETED, OutcomeKind
 
@@ -249,7 +249,7 @@ async def test_what_a_client_sets_goes_over_the_recipe(make_bench):
 
 async def test_a_context_beyond_the_model_is_refused_and_the_episode_lives(make_bench):
     bench = await make_bench("Fine.")
-    bench.desk.parts = replace(bench.parts, context_limit=lambda: 100)
+    bench.manager.context = replace(bench.parts, context_limit=lambda: 100)
     episode = await bench.open()
     with pytest.raises(TooLong, match="context is 100 tokens"):
         await say(episode, [{"role": "user", "content": "long " * 200}])
@@ -272,7 +272,7 @@ async def test_a_server_failure_is_told_and_nothing_is_recorded(make_bench):
     with pytest.raises(NotNow, match="no rollout server"):
         await say(episode)
     episode.llm._client = Refusing()
-    with pytest.raises(BadAsk, match="biases"):
+    with pytest.raises(InvalidRequest, match="biases"):
         await say(episode)
     episode.llm._client = good
     assert (await say(episode)).content == "It is 46."
@@ -309,7 +309,7 @@ async def test_responses_go_on_by_id_and_instructions_hold_for_one_request(make_
     text = bench.parts.chat.decode(bench.client.requests[-1].token_ids)
     assert "Be brief." not in text
     assert all(word in text for word in ("Hello", "First.", "Go on", "Second.", "More"))
-    with pytest.raises(BadAsk, match="previous_response_id"):
+    with pytest.raises(InvalidRequest, match="previous_response_id"):
         await episode.answer(asked(api="responses", input="x", previous_response_id="resp_unknown"))
 
 
@@ -330,7 +330,7 @@ async def test_messages_that_the_template_refuses_are_a_bad_request(make_bench):
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     bench = await make_bench(template=refusing + chatml)
-    with pytest.raises(BadAsk, match="no system here"):
+    with pytest.raises(InvalidRequest, match="no system here"):
         await say(await bench.open(), [{"role": "system", "content": "x"}, USER])
 
 

@@ -42,25 +42,25 @@ async def bench(tmp_path: Path, chat_for: Callable[..., ChatTokens]) -> AsyncIte
         made.parts = replace(made.parts, queue=queue)
         made.restart()
         yield made
-        await made.desk.close()
+        await made.manager.close()
         await queue.close()
 
 
 async def test_taken_over_finished_twice_and_given_back(bench: Bench) -> None:
-    episode = await bench.desk.open(0.0)
+    episode = await bench.manager.open(0.0)
     first = await say(episode)
     again = await bench.restart().find(episode.handle)
     await say(again, [USER, back(first), MORE])
     await again.note(reward=0.5, turn_rewards=[0.1, 0.2])
-    ending = await bench.desk.finish(episode.handle, None)
+    ending = await bench.manager.finish(episode.handle, None)
     assert (ending.outcome, ending.reward, ending.turns, ending.segments) == ("completed", 0.5, 2, 1)
     assert await bench.restart().finish(episode.handle, None) == ending
-    other = await bench.desk.open(0.0)
+    other = await bench.manager.open(0.0)
     await say(other)
-    assert (await bench.desk.finish(other.handle, FAILED)).tried_again
+    assert (await bench.manager.finish(other.handle, FAILED)).tried_again
     with pytest.raises(Gone):
         await bench.restart().finish(other.handle, None)
-    retried = await bench.desk.open(0.0)
+    retried = await bench.manager.open(0.0)
     assert (retried.lease.attempt, len(retried.history.turns)) == (1, 0)
     with pytest.raises(NotNow, match="no episode is queued; 1 are being run"):
-        await bench.desk.open(0.0)
+        await bench.manager.open(0.0)

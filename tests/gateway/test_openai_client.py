@@ -17,7 +17,7 @@ from tests.gateway.conftest import TOOLS, USER, sampled, whole
 from tests.gateway.talking_engine import TalkingEngine, tool_result
 
 from penstock.agent_loops import AgentConfig
-from penstock.gateway import CaptureJob
+from penstock.gateway import GatewayJob
 from penstock.gateway.app import mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
 from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task, Trajectory
@@ -75,7 +75,7 @@ async def server(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIt
     rows = [Task(f"train/{i}", "train", [USER], "sums", "46", extra_info={"level": 3}) for i in range(2)]
     await queue.submit(rows, cursor=DataCursor(0, 2))
     config = AgentConfig(max_turns=50, max_response_tokens=20_000, max_new_tokens=400)
-    recorded = CaptureJob(config, queue, str(tmp_path / "model"), TOKEN, lease_ttl_s=30.0, request_timeout_s=20.0)
+    recorded = GatewayJob(config, queue, str(tmp_path / "model"), TOKEN, lease_ttl_s=30.0, request_timeout_s=20.0)
     engines: list[TalkingEngine] = []
 
     def new_engine(*given: Any) -> TalkingEngine:

@@ -116,4 +116,4 @@ async def test_every_sampled_id_is_in_one_place_after_exactly_what_was_fed(
     assert sum(len(sampled(segment)) for segment in trajectory.segments) == sum(map(len, bench.client.answers))
     for messages, _, choice in agent.told:
         assert any(answer == choice.token_ids for _, answer in placed), messages
-    await bench.desk.close()
+    await bench.manager.close()

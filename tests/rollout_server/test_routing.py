@@ -115,7 +115,7 @@ async def test_servers_that_left_are_forgotten(queue: StubQueue, clock: list[flo
     router = Router(queue)
     under_way = router.begin("http://a")
     router.failed(router.begin("http://b"), "a test", gone=True)
-    router._states["http://b"].sent.clear()
+    router._states["http://b"].pending.clear()
     queue.registered.clear()
     clock[0] += 2 * CACHE_S
     await router.servers()

@@ -21,8 +21,8 @@ PARSERS: dict[str, Any] = {
 }
 
 
-def text_of_chat(chat: ChatTokens) -> wire.TextOf:
-    return wire.TextOf(
+def text_of_chat(chat: ChatTokens) -> wire.Detokenizer:
+    return wire.Detokenizer(
         decode=chat.decode,
         token_bytes=wire.token_bytes_of(chat.tokenizer),
         end_ids=frozenset(chat.stop_token_ids),
@@ -31,7 +31,7 @@ def text_of_chat(chat: ChatTokens) -> wire.TextOf:
 
 
 @pytest.fixture(scope="session")
-def text_of(chat_for: Callable[..., ChatTokens]) -> wire.TextOf:
+def detokenizer(chat_for: Callable[..., ChatTokens]) -> wire.Detokenizer:
     return text_of_chat(chat_for())
 
 
@@ -43,7 +43,7 @@ class Scripted:
     answers: Iterator[str]
     chunk_ids: int = 1
     limit_ids: int = 10_000
-    asks: list[wire.Ask] = field(default_factory=list)
+    asks: list[wire.CompletionRequest] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     choices: list[list[wire.Choice]] = field(default_factory=list)
 
@@ -51,23 +51,23 @@ class Scripted:
         self.bodies.append(json.loads(request.content))
         try:
             return self.answered(request.url.path, self.bodies[-1])
-        except wire.BadAsk as error:
-            return httpx2.Response(400, json=wire.bad_ask_body(error))
+        except wire.InvalidRequest as error:
+            return httpx2.Response(400, json=wire.invalid_request_body(error))
 
     def answered(self, path: str, body: dict[str, Any]) -> httpx2.Response:
         api, parse, build, stream = PARSERS[path]
         ask = parse(body)
         self.asks.append(ask)
-        head = wire.Head(wire.answer_id(api, str(len(self.asks))), 1_700_000_000, "tiny", 11)
+        head = wire.AnswerHead(wire.answer_id(api, str(len(self.asks))), 1_700_000_000, "tiny", 11)
         content = b"".join(self.events(ask, head, stream(ask, head)))
         if ask.stream:
             return httpx2.Response(200, content=content, headers={"content-type": "text/event-stream"})
         return httpx2.Response(200, json=build(ask, head, self.choices[-1]))
 
-    def events(self, ask: wire.Ask, head: wire.Head, stream: Any) -> Iterator[bytes]:
+    def events(self, ask: wire.CompletionRequest, head: wire.AnswerHead, stream: Any) -> Iterator[bytes]:
         """The choices take turns, a few ids each."""
-        text_of = text_of_chat(self.chat)
-        readers = [wire.AnswerReader(ask, head, index, text_of) for index in range(ask.n)]
+        detokenizer = text_of_chat(self.chat)
+        readers = [wire.AnswerReader(ask, head, index, detokenizer) for index in range(ask.n)]
         left = [self.chat.encode(next(self.answers)) for _ in readers]
         reasons = ["length" if len(ids) > self.limit_ids else "stop" for ids in left]
         left = [ids[: self.limit_ids] for ids in left]

@@ -11,7 +11,7 @@ import pytest
 from penstock.gateway import wire
 from penstock.gateway.wire import FIELDS
 
-HEAD = wire.Head("id_1", 1_700_000_000, "tiny", 5)
+HEAD = wire.AnswerHead("id_1", 1_700_000_000, "tiny", 5)
 CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
 TOOL = {"name": "add", "parameters": {"type": "object", "properties": {}}}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
@@ -33,12 +33,12 @@ LOGPROBS = [{"logprobs": True}, {"logprobs": 0}, {"include": ["message.output_te
 @pytest.mark.parametrize("reason", ["stop", "length"])
 @pytest.mark.parametrize("told", [False, True])
 def test_answers_fit_what_is_declared(
-    text_of: wire.TextOf, chat_for: Callable[..., Any], route: int, text: str, reason: Any, told: bool
+    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], route: int, text: str, reason: Any, told: bool
 ) -> None:
     parse, build, answer, body = ROUTES[route]
     ask = parse({**body, **(LOGPROBS[route] if told else {})})
     ids = chat_for().encode(text)
-    built = build(ask, HEAD, [wire.read_answer(ask, HEAD, 0, text_of, (ids, [-1.0] * len(ids), reason))])
+    built = build(ask, HEAD, [wire.read_answer(ask, HEAD, 0, detokenizer, (ids, [-1.0] * len(ids), reason))])
     assert answer.model_validate(built).model_dump(exclude_unset=True) == built
 
 

@@ -12,26 +12,26 @@ from tests.tools.parsers.families import CODE_FAMILY, FAMILIES, render
 from penstock.gateway import wire
 from penstock.tools.parsers import ParserName
 
-HEAD = wire.Head("chatcmpl-1", 1_700_000_000, "tiny", 5)
+HEAD = wire.AnswerHead("chatcmpl-1", 1_700_000_000, "tiny", 5)
 PROPERTIES = {"code": {"type": "string"}, "times": {"type": "integer"}}
 TOOLS = ({"type": "function", "function": {"name": "python", "parameters": {"properties": PROPERTIES}}},)
 FAMILY_OF = {one.parser: one for one in [*FAMILIES.values(), CODE_FAMILY]}
 ARGUMENTS = {"code": "42"}
 
 
-def read(text_of: wire.TextOf, parser: str, ids: list[int], **fields: Any) -> tuple[str, wire.Choice]:
-    ask = wire.Ask(api="chat", model="tiny", tools=TOOLS, **fields)
-    reader = wire.AnswerReader(ask, HEAD, 0, dataclasses.replace(text_of, syntax=wire.call_syntax(parser)))
+def read(detokenizer: wire.Detokenizer, parser: str, ids: list[int], **fields: Any) -> tuple[str, wire.Choice]:
+    ask = wire.CompletionRequest(api="chat", model="tiny", tools=TOOLS, **fields)
+    reader = wire.AnswerReader(ask, HEAD, 0, dataclasses.replace(detokenizer, syntax=wire.call_syntax(parser)))
     shown = "".join(reader.feed([one], [-1.0]).text for one in ids)
     return shown, reader.finish("stop")
 
 
 @pytest.mark.parametrize("parser", get_args(ParserName))
 def test_calls_are_read_and_nothing_shown_is_taken_back(
-    text_of: wire.TextOf, chat_for: Callable[..., Any], parser: str
+    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], parser: str
 ) -> None:
     text = render(FAMILY_OF[parser], "Let me look.", [("python", ARGUMENTS)] * 2)
-    shown, choice = read(text_of, parser, chat_for().encode(text + "<|im_end|>"))
+    shown, choice = read(detokenizer, parser, chat_for().encode(text + "<|im_end|>"))
     assert choice.content.startswith(shown)
     assert "Let me look." in choice.content
     assert [(call.name, call.arguments) for call in choice.calls] == [("python", ARGUMENTS)] * 2
@@ -42,10 +42,10 @@ def test_calls_are_read_and_nothing_shown_is_taken_back(
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "glm"])
 def test_an_answer_with_one_call_at_a_time_ends_behind_the_first(
-    text_of: wire.TextOf, chat_for: Callable[..., Any], parser: str
+    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], parser: str
 ) -> None:
     text = render(FAMILY_OF[parser], "", [("python", ARGUMENTS)] * 2)
     ids = chat_for().encode(text + "<|im_end|>")
-    _, choice = read(text_of, parser, ids, parallel_tool_calls=False)
+    _, choice = read(detokenizer, parser, ids, parallel_tool_calls=False)
     assert [(call.name, call.arguments) for call in choice.calls] == [("python", ARGUMENTS)]
     assert len(choice.token_ids) < len(ids) * 0.6

@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.wire import Ask, BadAsk, parse_chat
+from penstock.gateway.wire import CompletionRequest, InvalidRequest, parse_chat
 
 USER = {"role": "user", "content": "What is 1+2?"}
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"default": None}}}}
 
 
-def ask_for(**fields: Any) -> Ask:
+def ask_for(**fields: Any) -> CompletionRequest:
     return parse_chat({"model": "tiny", "messages": [USER], **fields})
 
 
-def refused(**fields: Any) -> BadAsk:
-    with pytest.raises(BadAsk) as error:
+def refused(**fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as error:
         ask_for(**fields)
     return error.value
 
@@ -38,7 +38,7 @@ def test_everything_that_is_used() -> None:
         stream=True,
         stream_options={"include_usage": True},
     )
-    assert ask == Ask(
+    assert ask == CompletionRequest(
         api="chat",
         model="tiny",
         messages=(USER,),
@@ -56,7 +56,7 @@ def test_everything_that_is_used() -> None:
 
 
 def test_what_is_not_said_leaves_the_runs_own_sampling() -> None:
-    assert ask_for() == Ask(api="chat", model="tiny", messages=(USER,))
+    assert ask_for() == CompletionRequest(api="chat", model="tiny", messages=(USER,))
     assert ask_for(temperature=None, max_tokens=None, stop=None, tools=None, n=None, logit_bias=None) == ask_for()
 
 
@@ -152,7 +152,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_name() -> None:
 
 @pytest.mark.parametrize("body", [None, [], "text", 3, {}], ids=str)
 def test_a_body_that_is_no_request(body: Any) -> None:
-    with pytest.raises(BadAsk):
+    with pytest.raises(InvalidRequest):
         parse_chat(body)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.wire import BadAsk, parse_completion
+from penstock.gateway.wire import InvalidRequest, parse_completion
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,6 @@ def test_logprobs_are_asked_for_by_number(given: Any, asked: bool) -> None:
     ids=str,
 )
 def test_what_is_refused_is_named(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(BadAsk) as error:
+    with pytest.raises(InvalidRequest) as error:
         parse_completion({"model": "tiny", "prompt": "x", **fields})
     assert error.value.field == name

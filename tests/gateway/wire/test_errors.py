@@ -11,10 +11,10 @@ from openai.types import Model
 from penstock.gateway.wire import (
     KEEP_ALIVE,
     SSE_DONE,
-    BadAsk,
-    ErrorBody,
-    bad_ask_body,
+    InvalidRequest,
+    OpenAIErrorBody,
     error_body,
+    invalid_request_body,
     model_body,
     model_list_body,
     sse_data,
@@ -41,14 +41,14 @@ def client_for(answer: httpx2.Response) -> AsyncOpenAI:
 )
 async def test_errors_by_status(status: int, raised: type[openai.APIStatusError], code: str | None) -> None:
     body = error_body(status, "what happened", "messages")
-    ErrorBody.model_validate(body)
+    OpenAIErrorBody.model_validate(body)
     with pytest.raises(raised, match="what happened") as error:
         await client_for(httpx2.Response(status, json=body)).models.list()
     assert (error.value.status_code, error.value.code, error.value.param) == (status, code, "messages")
 
 
 def test_a_bad_ask_names_the_field() -> None:
-    assert bad_ask_body(BadAsk("n", "must be small", "invalid_value"))["error"] == {
+    assert invalid_request_body(InvalidRequest("n", "must be small", "invalid_value"))["error"] == {
         "message": "n: must be small",
         "type": "invalid_request_error",
         "param": "n",

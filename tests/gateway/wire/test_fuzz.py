@@ -1,4 +1,4 @@
-"""Any JSON gives an `Ask` or a `BadAsk` that names a field; never another exception."""
+"""Any JSON gives a `CompletionRequest` or an `InvalidRequest` that names a field; never another exception."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.wire import Ask, BadAsk, bad_ask_body, parse_chat, parse_completion, parse_response
+from penstock.gateway.wire import (
+    CompletionRequest,
+    InvalidRequest,
+    invalid_request_body,
+    parse_chat,
+    parse_completion,
+    parse_response,
+)
 from penstock.gateway.wire import chat as chat_module
 from penstock.gateway.wire import completions as completions_module
 from penstock.gateway.wire import responses as responses_module
 
-Parse = Callable[[Any], Ask]
+Parse = Callable[[Any], CompletionRequest]
 MESSAGES = [
     {"role": "user", "content": [{"type": "text", "text": "a"}]},
     {
@@ -94,11 +101,11 @@ def check(parse: Parse, body: Any) -> None:
     ask = refusal = None
     try:
         ask = parse(body)
-    except BadAsk as error:
+    except InvalidRequest as error:
         refusal = error
     if ask:
         json.dumps([ask.messages, ask.tools, ask.prompt, ask.sampling], ensure_ascii=False, allow_nan=False).encode()
     if refusal:
         assert refusal.message
         assert refusal.field or not isinstance(body, dict)
-        json.dumps(bad_ask_body(refusal), ensure_ascii=False).encode()
+        json.dumps(invalid_request_body(refusal), ensure_ascii=False).encode()

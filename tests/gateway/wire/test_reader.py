@@ -9,22 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.wire import AnswerReader, Ask, Choice, Head, TextOf, read_answer
+from penstock.gateway.wire import AnswerHead, AnswerReader, Choice, CompletionRequest, Detokenizer, read_answer
 
-HEAD = Head("chatcmpl-1", 1_700_000_000, "tiny", 5)
+HEAD = AnswerHead("chatcmpl-1", 1_700_000_000, "tiny", 5)
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 BROKEN = '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>'
 
 
-def ask_for(**fields: Any) -> Ask:
-    return Ask(**{"api": "chat", "model": "tiny", "messages": ({"role": "user", "content": "x"},), **fields})
+def ask_for(**fields: Any) -> CompletionRequest:
+    return CompletionRequest(
+        **{"api": "chat", "model": "tiny", "messages": ({"role": "user", "content": "x"},), **fields}
+    )
 
 
 def read(
-    text_of: TextOf, ids: list[int], sizes: list[int], reason: str = "stop", **fields: Any
+    detokenizer: Detokenizer, ids: list[int], sizes: list[int], reason: str = "stop", **fields: Any
 ) -> tuple[list[str], Choice]:
-    reader = AnswerReader(ask_for(**fields), HEAD, 0, text_of)
+    reader = AnswerReader(ask_for(**fields), HEAD, 0, detokenizer)
     shown, start, left = [], 0, list(sizes)
     while start < len(ids):
         size = left.pop(0) if left else 1
@@ -74,7 +76,7 @@ PIECES = st.lists(
     closed=st.booleans(),
 )
 def test_what_is_shown_is_the_beginning_of_what_it_is_in_the_end(
-    text_of: TextOf,
+    detokenizer: Detokenizer,
     encode: Any,
     pieces: list[str],
     sizes: list[int],
@@ -85,45 +87,45 @@ def test_what_is_shown_is_the_beginning_of_what_it_is_in_the_end(
 ) -> None:
     fields |= {"parallel_tool_calls": parallel, "logprobs": True}
     ids = encode("".join(pieces) + ("<|im_end|>" if closed else ""))
-    shown, choice = read(text_of, ids, sizes, reason, **fields)
+    shown, choice = read(detokenizer, ids, sizes, reason, **fields)
     assert choice.content.startswith("".join(shown))
     assert choice.token_ids == tuple(ids[: len(choice.token_ids)])
     assert choice.logprobs == tuple(-float(i) for i in range(len(choice.token_ids)))
     assert len(choice.tokens) == len(choice.token_ids)
     assert not any(word in choice.text for word in fields["stop"])
-    _, at_once = read(text_of, ids, [len(ids) or 1], reason, **fields)
+    _, at_once = read(detokenizer, ids, [len(ids) or 1], reason, **fields)
     assert dataclasses.replace(at_once, logprobs=()) == dataclasses.replace(choice, logprobs=())
 
 
-def test_a_stop_string_across_tokens_is_held_back_and_cut(text_of: TextOf, encode: Any) -> None:
+def test_a_stop_string_across_tokens_is_held_back_and_cut(detokenizer: Detokenizer, encode: Any) -> None:
     ids = encode("one STOP two<|im_end|>")
-    shown, choice = read(text_of, ids, [], stop=("STOP",))
+    shown, choice = read(detokenizer, ids, [], stop=("STOP",))
     assert ("".join(shown), choice.content, choice.finish_reason) == ("one ", "one ", "stop")
     kept = encode("one STOP")
     assert choice.token_ids == tuple(kept), "the ids that spell the stop string were sampled: they are kept"
 
 
-def test_what_looked_like_a_stop_string_is_shown_once_it_is_none(text_of: TextOf, encode: Any) -> None:
-    shown, choice = read(text_of, encode("a STO b"), [], stop=("STOP",))
+def test_what_looked_like_a_stop_string_is_shown_once_it_is_none(detokenizer: Detokenizer, encode: Any) -> None:
+    shown, choice = read(detokenizer, encode("a STO b"), [], stop=("STOP",))
     assert "".join(shown) == choice.content == "a STO b"
 
 
-def test_an_answer_that_ends_on_half_a_stop_string_shows_it(text_of: TextOf, encode: Any) -> None:
-    shown, choice = read(text_of, encode("a STO<|im_end|>"), [], stop=("STOP",))
+def test_an_answer_that_ends_on_half_a_stop_string_shows_it(detokenizer: Detokenizer, encode: Any) -> None:
+    shown, choice = read(detokenizer, encode("a STO<|im_end|>"), [], stop=("STOP",))
     assert "".join(shown).startswith("a ")
     assert choice.content == "a STO"
 
 
-def test_calls_are_held_back_and_read(text_of: TextOf, encode: Any) -> None:
-    shown, choice = read(text_of, encode(f"Let me.\n{CALL}\n{CALL}<|im_end|>"), [], tools=TOOLS)
+def test_calls_are_held_back_and_read(detokenizer: Detokenizer, encode: Any) -> None:
+    shown, choice = read(detokenizer, encode(f"Let me.\n{CALL}\n{CALL}<|im_end|>"), [], tools=TOOLS)
     assert "".join(shown) == choice.content == "Let me."
     assert [(one.name, one.arguments) for one in choice.calls] == [("add", {"a": 1})] * 2
     assert choice.finish_reason == "tool_calls"
     assert len({one.call_id for one in choice.calls}) == 2
 
 
-def test_words_behind_a_call_are_kept(text_of: TextOf, encode: Any) -> None:
-    shown, choice = read(text_of, encode(f"Before {CALL} after<|im_end|>"), [], tools=TOOLS)
+def test_words_behind_a_call_are_kept(detokenizer: Detokenizer, encode: Any) -> None:
+    shown, choice = read(detokenizer, encode(f"Before {CALL} after<|im_end|>"), [], tools=TOOLS)
     assert "".join(shown) == "Before"
     assert choice.content == "Before after"
     assert len(choice.calls) == 1
@@ -139,33 +141,33 @@ def test_words_behind_a_call_are_kept(text_of: TextOf, encode: Any) -> None:
     ],
     ids=["one is broken", "cut by length", "no calls wanted", "no tools"],
 )
-def test_calls_stay_text(text_of: TextOf, encode: Any, text: str, fields: dict[str, Any], reason: str) -> None:
-    _, choice = read(text_of, encode(text), [], reason, **fields)
+def test_calls_stay_text(detokenizer: Detokenizer, encode: Any, text: str, fields: dict[str, Any], reason: str) -> None:
+    _, choice = read(detokenizer, encode(text), [], reason, **fields)
     assert (choice.content, choice.calls) == (text.removesuffix("<|im_end|>"), ())
     assert choice.finish_reason == reason
 
 
-def test_one_call_at_a_time_ends_the_answer_behind_the_first(text_of: TextOf, encode: Any) -> None:
-    reader = AnswerReader(ask_for(tools=TOOLS, parallel_tool_calls=False), HEAD, 0, text_of)
+def test_one_call_at_a_time_ends_the_answer_behind_the_first(detokenizer: Detokenizer, encode: Any) -> None:
+    reader = AnswerReader(ask_for(tools=TOOLS, parallel_tool_calls=False), HEAD, 0, detokenizer)
     ids = encode(f"{CALL}\n{CALL}<|im_end|>")
     reader.feed(ids, [0.0] * len(ids))
     assert reader.stopped
     choice = reader.finish("length")
     assert len(choice.calls) == 1
     assert choice.finish_reason == "tool_calls"
-    assert text_of.decode(choice.token_ids).rstrip("\n") == CALL
+    assert detokenizer.decode(choice.token_ids).rstrip("\n") == CALL
 
 
-def test_read_again_from_a_record_it_is_the_same(text_of: TextOf, encode: Any) -> None:
+def test_read_again_from_a_record_it_is_the_same(detokenizer: Detokenizer, encode: Any) -> None:
     ids = encode(f"Hm. {CALL}<|im_end|>")
     ask = ask_for(tools=TOOLS, logprobs=True)
-    reader = AnswerReader(ask, HEAD, 3, text_of)
+    reader = AnswerReader(ask, HEAD, 3, detokenizer)
     for one in ids:
         reader.feed([one], [-0.5])
-    assert read_answer(ask, HEAD, 3, text_of, (ids, [-0.5] * len(ids), "stop")) == reader.finish("stop")
+    assert read_answer(ask, HEAD, 3, detokenizer, (ids, [-0.5] * len(ids), "stop")) == reader.finish("stop")
 
 
-def test_thinking_stays_in_the_content(text_of: TextOf, encode: Any) -> None:
+def test_thinking_stays_in_the_content(detokenizer: Detokenizer, encode: Any) -> None:
     text = "<think>\nhm\n</think>\n\nYes."
-    _, choice = read(text_of, encode(text + "<|im_end|>"), [], tools=TOOLS)
+    _, choice = read(detokenizer, encode(text + "<|im_end|>"), [], tools=TOOLS)
     assert choice.content == text

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.wire import Ask, BadAsk, parse_response
+from penstock.gateway.wire import CompletionRequest, InvalidRequest, parse_response
 
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 
 
-def ask_for(**fields: Any) -> Ask:
+def ask_for(**fields: Any) -> CompletionRequest:
     return parse_response({"model": "tiny", "input": "What is 1+2?", **fields})
 
 
@@ -82,7 +82,7 @@ def test_tools_have_the_shape_that_templates_take_and_are_repeated_in_the_apis_o
     ids=str,
 )
 def test_what_is_refused_is_named(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(BadAsk) as error:
+    with pytest.raises(InvalidRequest) as error:
         ask_for(**fields)
     assert error.value.field == name
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.agent_loops import ChatTokens
 from penstock.gateway import wire
 
-HEAD = wire.Head("id_1", 1_700_000_000, "tiny", 5, cached_tokens=3)
+HEAD = wire.AnswerHead("id_1", 1_700_000_000, "tiny", 5, cached_tokens=3)
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "日"}}\n</tool_call>'
 TEXT = st.lists(
@@ -46,19 +46,21 @@ def parsed(sent: bytes) -> Iterator[Any]:
 
 
 def made(
-    text_of: wire.TextOf, chat: ChatTokens, api: Any, answers: list[str], **fields: Any
-) -> tuple[wire.Ask, list[wire.AnswerReader], list[list[int]]]:
-    ask = wire.Ask(api=api, model="tiny", n=len(answers), stream=True, stop=("STOP",), include_usage=True, **fields)
-    readers = [wire.AnswerReader(ask, HEAD, index, text_of) for index in range(ask.n)]
+    detokenizer: wire.Detokenizer, chat: ChatTokens, api: Any, answers: list[str], **fields: Any
+) -> tuple[wire.CompletionRequest, list[wire.AnswerReader], list[list[int]]]:
+    ask = wire.CompletionRequest(
+        api=api, model="tiny", n=len(answers), stream=True, stop=("STOP",), include_usage=True, **fields
+    )
+    readers = [wire.AnswerReader(ask, HEAD, index, detokenizer) for index in range(ask.n)]
     return ask, readers, [chat.encode(text + "<|im_end|>") for text in answers]
 
 
 @settings(max_examples=60, deadline=None)
 @any_answers
 def test_chat(
-    text_of: wire.TextOf, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
+    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
 ) -> None:
-    ask, readers, ids = made(text_of, chat_for(), "chat", answers, tools=TOOLS, logprobs=told)
+    ask, readers, ids = made(detokenizer, chat_for(), "chat", answers, tools=TOOLS, logprobs=told)
     events, choices = events_of(wire.ChatStream(ask, HEAD), readers, ids, size, cut)
     whole = wire.chat_body(ask, HEAD, choices)
     assert events[-1]["usage"] == whole["usage"]
@@ -78,10 +80,10 @@ def test_chat(
 @settings(max_examples=60, deadline=None)
 @any_answers
 def test_responses(
-    text_of: wire.TextOf, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
+    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
 ) -> None:
     """Items are opened, filled and closed one after the other, and are then those of the whole answer."""
-    ask, readers, ids = made(text_of, chat_for(), "responses", answers[:1], tools=TOOLS, logprobs=told)
+    ask, readers, ids = made(detokenizer, chat_for(), "responses", answers[:1], tools=TOOLS, logprobs=told)
     events, choices = events_of(wire.ResponseStream(ask, HEAD), readers, ids, size, cut)
     whole = wire.response_body(ask, HEAD, choices)
     assert events[-1]["response"] == whole
@@ -100,9 +102,9 @@ def test_responses(
 @settings(max_examples=60, deadline=None)
 @any_answers
 def test_completions(
-    text_of: wire.TextOf, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
+    detokenizer: wire.Detokenizer, chat_for: Callable[..., Any], answers: list[str], size: int, told: bool, cut: int
 ) -> None:
-    ask, readers, ids = made(text_of, chat_for(), "completions", answers, logprobs=told)
+    ask, readers, ids = made(detokenizer, chat_for(), "completions", answers, logprobs=told)
     events, choices = events_of(wire.CompletionStream(ask, HEAD), readers, ids, size, cut)
     whole = wire.completion_body(ask, HEAD, choices)
     for expected in whole["choices"]:

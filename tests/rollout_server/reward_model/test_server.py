@@ -134,12 +134,12 @@ async def test_messages_that_the_template_refuses_are_named(
     async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=60) as client:
         answer = await client.post("/score", json={"items": [{"messages": [{"role": "user"}], "answer": "x"}]})
     assert answer.status_code == 422
-    assert "chat template refuses these messages: TemplateError: roles must alternate" in answer.json()["detail"]
+    assert "chat template rejects these messages: TemplateError: roles must alternate" in answer.json()["detail"]
 
 
 def test_models_that_cannot_be_reward_models_are_refused(tmp_path: Path) -> None:
     many = save_classifier(tmp_path / "many", labels=3)
-    with pytest.raises(BadModel, match=r"has 3 labels: say with --label \(0 … 2\)"):
+    with pytest.raises(BadModel, match=r"has 3 labels: choose with --label \(0 … 2\)"):
         HuggingFaceClassifier(many, None, "float32", None)
     chosen = HuggingFaceClassifier(many, 2, "float32", None)
     (score,) = chosen.score([[5, 6, 7]])
