@@ -34,7 +34,7 @@ import uvloop
 from benchmarks.support.comparison import say
 from benchmarks.support.measure import processor
 from benchmarks.support.swaps import SwapExtent, measure_swaps, swap_ratios
-from penstock.weight_sync import Downloader, FileServer, Rounds, Transport, WeightPublisher, WeightReader, links_of
+from penstock.weight_sync import Broadcaster, Downloader, FileServer, Transport, WeightPublisher, WeightReader, links_of
 
 RATES = ("1e-6", "1e-5", "1e-4")
 TRANSPORTS: tuple[Transport, ...] = ("shm", "disk", "http", "collective")
@@ -190,7 +190,7 @@ class Served:
 
     folder: Path
     loop: asyncio.AbstractEventLoop
-    rounds: Rounds
+    rounds: Broadcaster
     url: str
 
     def with_round(self, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _served(folder: Path, token: str) -> Iterator[Served]:
     loop = uvloop.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    rounds = Rounds()
+    rounds = Broadcaster()
     server = FileServer(folder, token, rounds=rounds)
     try:
         asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)

@@ -13,9 +13,9 @@ from penstock.rollout_server.engines import find_model
 from penstock.trainer.job import TrainJob
 from penstock.weight_sync import (
     SERVED,
+    Broadcaster,
+    ChainFile,
     FileServer,
-    Link,
-    Rounds,
     WeightPublisher,
     WeightsRefused,
     build_manifest,
@@ -29,7 +29,7 @@ class Outlet:
     def __init__(self, job: TrainJob) -> None:
         self.directory = job.weights_dir
         self._job = job
-        self._rounds = Rounds(job.weights_host) if job.transport == "collective" else None
+        self._rounds = Broadcaster(job.weights_host) if job.transport == "collective" else None
         self._server = _file_server(job, self._rounds) if job.transport in SERVED else None
         self._writer: WeightPublisher | None = None
 
@@ -96,18 +96,18 @@ class Outlet:
             adapter=manifest.get("adapter"),
         )
 
-    def _file(self, link: Link) -> Path:
+    def _file(self, link: ChainFile) -> Path:
         return self._job.weights_dir / link.place.rpartition("/")[2]
 
-    def _place(self, link: Link) -> str:
+    def _place(self, link: ChainFile) -> str:
         return f"{self._server.url}/{self._file(link).name}" if self._server else str(self._file(link))
 
 
-def _file_server(job: TrainJob, rounds: Rounds | None) -> FileServer:
+def _file_server(job: TrainJob, rounds: Broadcaster | None) -> FileServer:
     return FileServer(job.weights_dir, job.token, job.weights_host, job.weights_port, rounds=rounds)
 
 
-def _links(manifest: Mapping[str, Any]) -> list[Link]:
+def _links(manifest: Mapping[str, Any]) -> list[ChainFile]:
     try:
         return links_of(manifest)
     except WeightsRefused:

@@ -1,123 +1,207 @@
-"""The manifest of one policy version: which tensors it has, where they are, and what their bytes must be.
+"""The manifest of one policy version: which files to read, which tensors they hold, and what their bytes must be.
 
-Plain data, so that it travels through the queue and over HTTP:
+In Python it is a `Manifest`; through the queue and over HTTP it travels as plain data (`Manifest.as_dict`, read back by
+`Manifest.parse`):
 
     {"version": 3, "transport": "shm", "path": "/dev/shm/…/weights-00000003.safetensors", "bytes": 4012345,
      "xxh3": "27…", "base_version": null, "chain": [], "deltas_follow": false,
      "tensors": [{"name": "lm_head.weight", "shape": [512, 64], "dtype": "float32", "xxh3": "9f…"}, …]}
 
-A delta names the version that it changes in ``base_version``, and in ``chain`` the files before its own
-(`chain.links_of`); ``tensors`` is about the whole tensors all the same. Under ``http`` and ``collective`` there is
-a ``url`` instead of the ``path``; with the latter, ``round`` is the URL at which the version's round is joined.
+A full version is one file. A delta has its base in ``base_version`` and the files before its own in ``chain``: a full
+one, then deltas, each on the one before. ``tensors`` always describes the whole tensors. Under ``http`` and
+``collective`` a ``url`` replaces the ``path``; under ``collective``, ``round`` is the URL where servers join the
+version's broadcast. Of a LoRA adapter, ``tensors`` are the adapter's own, and ``adapter`` holds its settings and the
+state of the model folder that it is added to (`lora`).
 
-Of a LoRA adapter, ``tensors`` are its own, and ``"adapter": {"config": {"r": 8, …}, "base": "5c…"}`` has what they mean
-and the state of the model folder that they are added to; servers load what that leads to (`merge`).
+A *state* identifies the content of all tensors by their checksums. A reader that holds a state continues after the file
+that leads to it. Version numbers do not suffice: a queue that lost its newest writes assigns them again.
+
+This module imports no torch: a sidecar reads manifests without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
 
-import torch
 import xxhash
 
-from penstock.weight_sync.chain import SERVED, Link, place_of
-from penstock.weight_sync.errors import WeightsRefused
-
 Transport = Literal["shm", "disk", "http", "collective"]
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
+SERVED = ("http", "collective")
+"""Transports under which the trainer serves its files, and manifests have URLs."""
+FILE_NAME = re.compile(r"weights-(\d{8})(\.delta)?\.safetensors")
+"""A published version's file."""
+LOCAL_NAME = re.compile(r"[0-9a-f]{16}-" + FILE_NAME.pattern)
+"""A complete, verified file in a server's folder; other servers may fetch it from there."""
 
 
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor in row-major order, [nbytes]; a view where the tensor is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+class WeightsRefused(Exception):
+    """A version did not verify; the message names the tensor or file. The loaded weights stay, the server stays up."""
 
 
-def checksum(tensor: torch.Tensor) -> str:
-    """xxh3-64 of the raw bytes, as 16 hex digits."""
-    return xxhash.xxh3_64_hexdigest(raw_bytes(tensor.cpu()))
+class WeightsUnreachable(Exception):
+    """Announced weights cannot be fetched now; the message has the cause. The next pull tries again."""
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a version."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
     """``float32`` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
+    xxh3: str
+    """xxh3-64 of the raw bytes, row-major, as 16 hex digits."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "xxh3": self.xxh3}
 
 
-def describe(name: str, tensor: torch.Tensor) -> dict[str, Any]:
-    """One entry of a manifest's ``tensors``."""
-    return {
-        "name": name,
-        "shape": list(tensor.shape),
-        "dtype": dtype_name(tensor.dtype),
-        "xxh3": checksum(tensor),
-    }
+@dataclass(frozen=True, slots=True)
+class ChainFile:
+    """One file of a version: the full one, or a delta on the file before."""
+
+    version: int
+    base_version: int | None
+    """The version that it changes; None for a full file."""
+    place: str
+    """Path, or URL under the `SERVED` transports."""
+    bytes: int
+    """Length of the file."""
+    xxh3: str
+    """Of the whole file."""
+    state: str
+    """`state_of` the tensors once the file is applied."""
+
+    @property
+    def name(self) -> str:
+        """Last part of `place`."""
+        return self.place.rpartition("/")[2]
 
 
-def build_manifest(
-    transport: Transport,
-    chain: Sequence[Link],
-    tensors: Sequence[Mapping[str, Any]],
-    *,
-    deltas_follow: bool = False,
-    adapter: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """`chain` ends with the version's own file; `tensors` come from `describe`.
+@dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """What makes a version a LoRA adapter."""
 
-    `deltas_follow` tells servers to keep a host copy: later versions may be changes of this one.
-    """
-    *before, own = chain
-    manifest = {
-        "version": own.version,
-        "transport": transport,
-        "url" if transport in SERVED else "path": own.place,
-        "bytes": own.bytes,
-        "xxh3": own.xxh3,
-        "base_version": own.base_version,
-        "chain": [link.as_dict() for link in before],
-        "deltas_follow": deltas_follow,
-        "tensors": [dict(entry) for entry in tensors],
-    }
-    return manifest if adapter is None else manifest | {"adapter": dict(adapter)}
+    config: Mapping[str, Any]
+    """`lora.AdapterConfig` as plain data; validated where the adapter is merged."""
+    base: str
+    """State of the model folder that it is added to."""
 
 
-def entries(manifest: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The manifest's tensors by name. Raises `WeightsRefused` where a field is missing."""
-    place_of(manifest)
-    for field in ("version", "transport", "bytes", "tensors"):
-        if field not in manifest:
-            raise WeightsRefused(f"manifest has no field {field!r}")
-    for entry in manifest["tensors"]:
-        for field in ("name", "shape", "dtype", "xxh3"):
-            if field not in entry:
-                raise WeightsRefused(f"manifest entry {entry.get('name', '?')!r} has no field {field!r}")
-    return {entry["name"]: entry for entry in manifest["tensors"]}
+@dataclass(frozen=True)
+class Manifest:
+    """One version: its files, full one first and its own last, and its tensors."""
+
+    transport: Transport
+    files: tuple[ChainFile, ...]
+    tensors: tuple[TensorEntry, ...]
+    deltas_follow: bool = False
+    """Servers keep a host copy: later versions may be deltas on this one."""
+    adapter: AdapterSpec | None = None
+    broadcast: str = ""
+    """URL where servers join this version's broadcast; empty: there is none."""
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Manifest:
+        """Validate plain data; unknown fields are ignored. Raises `WeightsRefused` naming what is missing or wrong."""
+        for name in ("version", "transport", "bytes", "tensors"):
+            if name not in fields:
+                raise WeightsRefused(f"manifest has no field {name!r}")
+        version, transport = fields["version"], fields["transport"]
+        if transport not in get_args(Transport):
+            raise WeightsRefused(f"version {version}: the manifest's transport {transport!r} is unknown")
+        place = _place_field(transport)
+        if place not in fields:
+            raise WeightsRefused(f"manifest has no field {place!r}")
+        try:
+            tensors = tuple(_parse_entry(entry) for entry in fields["tensors"])
+            own = (version, fields.get("base_version"), str(fields[place]), fields["bytes"], fields.get("xxh3", ""))
+            chain = [ChainFile(**file) for file in fields.get("chain", ())]
+            adapter = AdapterSpec(**fields["adapter"]) if fields.get("adapter") is not None else None
+        except (TypeError, AttributeError) as error:
+            raise WeightsRefused(f"version {version}: the manifest cannot be read: {error}") from error
+        files = (*chain, ChainFile(*own, state_of(tensors)))
+        _check_chain(files)
+        return cls(
+            transport, files, tensors, bool(fields.get("deltas_follow")), adapter, str(fields.get("round") or "")
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for the queue and for HTTP; `parse` reads it back."""
+        plain = {
+            "version": self.version,
+            "transport": self.transport,
+            _place_field(self.transport): self.place,
+            "bytes": self.bytes,
+            "xxh3": self.files[-1].xxh3,
+            "base_version": self.base_version,
+            "chain": [asdict(file) for file in self.files[:-1]],
+            "deltas_follow": self.deltas_follow,
+            "tensors": [entry.as_dict() for entry in self.tensors],
+        }
+        if self.adapter is not None:
+            plain["adapter"] = {"config": dict(self.adapter.config), "base": self.adapter.base}
+        return plain | ({"round": self.broadcast} if self.broadcast else {})
+
+    @property
+    def version(self) -> int:
+        return self.files[-1].version
+
+    @property
+    def base_version(self) -> int | None:
+        """None where the version's own file is full."""
+        return self.files[-1].base_version
+
+    @property
+    def place(self) -> str:
+        """Path or URL of the version's own file."""
+        return self.files[-1].place
+
+    @property
+    def bytes(self) -> int:
+        """Length of the version's own file."""
+        return self.files[-1].bytes
+
+    @property
+    def state(self) -> str:
+        """What all tensors hold, `state_of` them."""
+        return self.files[-1].state
+
+    @cached_property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """The tensors by name."""
+        return {entry.name: entry for entry in self.tensors}
 
 
-def verify_names(manifest: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raises `WeightsRefused` naming the first tensor that only one side has."""
-    wanted, present = set(entries(manifest)), set(names)
-    if missing := sorted(wanted - present):
-        raise WeightsRefused(f"version {manifest['version']}: tensor {missing[0]!r} is missing")
-    if extra := sorted(present - wanted):
-        raise WeightsRefused(f"version {manifest['version']}: tensor {extra[0]!r} is not in the manifest")
+def state_of(tensors: Iterable[TensorEntry]) -> str:
+    """Identifies the content of all tensors, as 16 hex digits. Their order does not matter."""
+    lines = sorted(f"{t.name} {t.dtype} {list(t.shape)} {t.xxh3}" for t in tensors)
+    return xxhash.xxh3_64_hexdigest("\n".join(lines).encode())
 
 
-def verify_tensor(version: int, entry: Mapping[str, Any], tensor: torch.Tensor) -> None:
-    """Raises `WeightsRefused` naming the tensor where shape, dtype or bytes differ from the manifest's entry."""
-    name = f"version {version}: tensor {entry['name']!r}"
-    if list(tensor.shape) != list(entry["shape"]):
-        raise WeightsRefused(f"{name} has shape {list(tensor.shape)}, the manifest says {list(entry['shape'])}")
-    if dtype_name(tensor.dtype) != entry["dtype"]:
-        raise WeightsRefused(f"{name} is {dtype_name(tensor.dtype)}, the manifest says {entry['dtype']}")
-    if (found := checksum(tensor)) != entry["xxh3"]:
-        raise WeightsRefused(f"{name} has checksum {found}, the manifest says {entry['xxh3']}")
+def _place_field(transport: str) -> str:
+    return "url" if transport in SERVED else "path"
 
 
-def verify_tensors(manifest: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `WeightsRefused` unless names, shapes, dtypes and bytes are exactly the manifest's."""
-    wanted = entries(manifest)
-    verify_names(manifest, tensors)
-    for name, entry in wanted.items():
-        verify_tensor(manifest["version"], entry, tensors[name])
+def _parse_entry(fields: Mapping[str, Any]) -> TensorEntry:
+    for name in ("name", "shape", "dtype", "xxh3"):
+        if name not in fields:
+            raise WeightsRefused(f"manifest entry {fields.get('name', '?')!r} has no field {name!r}")
+    return TensorEntry(fields["name"], tuple(fields["shape"]), fields["dtype"], fields["xxh3"])
+
+
+def _check_chain(files: tuple[ChainFile, ...]) -> None:
+    """Raises `WeightsRefused` unless the first file is full and each other one is a delta on the file before."""
+    expected = None
+    for file in files:
+        if file.base_version != expected:
+            raise WeightsRefused(
+                f"version {files[-1].version}: the chain's file {file.version} is on {file.base_version},"
+                f" the file before it is {expected}"
+            )
+        expected = file.version

@@ -7,23 +7,28 @@ write(7)   compare with what was written last ──► delta file, or full wher
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.weight_sync.adapter import AdapterConfig, changes_of, check_base
-from penstock.weight_sync.chain import SERVED, Link, state_of
-from penstock.weight_sync.delta import Change, find_change, words_of
-from penstock.weight_sync.delta_file import write_delta
-from penstock.weight_sync.manifest import NamedTensors, Transport, build_manifest, describe
-from penstock.weight_sync.model_folder import ModelFolder
-from penstock.weight_sync.tensor_file import ADAPTER, FULL, Section, Written, write_file
+from penstock.weight_sync.delta import Change, find_change, words_of, write_delta
+from penstock.weight_sync.file_format import ADAPTER, FULL, NamedTensors, Section, Written, describe, write_file
+from penstock.weight_sync.lora import AdapterConfig, ModelFolder, changes_of, check_base
+from penstock.weight_sync.manifest import (
+    FILE_NAME,
+    SERVED,
+    AdapterSpec,
+    ChainFile,
+    Manifest,
+    TensorEntry,
+    Transport,
+    state_of,
+)
 
-FILE_NAME = re.compile(r"weights-(\d{8})(\.delta)?\.safetensors")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -54,7 +59,7 @@ class WeightPublisher:
         self._base_url = base_url
         self._model = model
         self._base: ModelFolder | None = None
-        self._chain: list[Link] = []
+        self._chain: list[ChainFile] = []
         """The files of the version written last."""
         self._last: Tensors = {}
         """Its tensors: our own copies, because the caller may go on changing those that it gave."""
@@ -62,14 +67,14 @@ class WeightPublisher:
         for leftover in self.directory.glob("*.tmp"):
             leftover.unlink(missing_ok=True)
 
-    def write(self, version: int, tensors: NamedTensors) -> dict[str, Any]:
+    def write(self, version: int, tensors: NamedTensors) -> Manifest:
         """Write `version` and return its manifest. Raises `NoSpace`; the versions before are as they were then.
 
         Where all versions are full and nobody else holds `tensors`, each is freed once it is in the file: model and
         file together never take the memory of two.
         """
         named = _on_host(tensors)
-        described = [describe(*item) for item in named.items()]
+        described = tuple(describe(*item) for item in named.items())
         state = state_of(described)
         changes = self._changes(version, named)
         if changes is None:
@@ -81,9 +86,9 @@ class WeightPublisher:
             self._chain = [*self._chain, self._link(version, base.version, written, state)]
         self._remember(named)
         self._delete_others(version)
-        return build_manifest(self.transport, self._chain, described, deltas_follow=self.full_every > 1)
+        return Manifest(self.transport, tuple(self._chain), described, deltas_follow=self.full_every > 1)
 
-    def write_adapter(self, version: int, tensors: NamedTensors, config: Mapping[str, Any]) -> dict[str, Any]:
+    def write_adapter(self, version: int, tensors: NamedTensors, config: Mapping[str, Any]) -> Manifest:
         """Write a LoRA adapter as `version`: servers add it to the model folder's weights (`merge`).
 
         `tensors` in peft's names (``get_peft_model_state_dict``), `config` as ``LoraConfig.to_dict()`` has it. Raises
@@ -92,13 +97,13 @@ class WeightPublisher:
         named, settings = _on_host(tensors), AdapterConfig.from_peft(config)
         base = self._base_folder()
         check_base(changes_of(settings, named), base.entries())
-        described = [describe(*item) for item in named.items()]
-        adapter = {"config": settings.as_dict(), "base": base.state()}
-        metadata = {"penstock": ADAPTER, "adapter": json.dumps(adapter)}
+        described = tuple(describe(*item) for item in named.items())
+        adapter = AdapterSpec(settings.as_dict(), base.state())
+        metadata = {"penstock": ADAPTER, "adapter": json.dumps(asdict(adapter))}
         link = self._link(version, None, self._write_whole(version, named, described, metadata), state_of(described))
         self._chain, self._last = [], {}
         self._delete_others(version)
-        return build_manifest(self.transport, [link], described, adapter=adapter)
+        return Manifest(self.transport, (link,), described, adapter=adapter)
 
     def close(self) -> None:
         """Delete every version: the run is over."""
@@ -122,9 +127,9 @@ class WeightPublisher:
         return changes if size < sum(tensor.nbytes for tensor in named.values()) else None
 
     def _write_whole(
-        self, version: int, named: Tensors, described: Iterable[Mapping[str, Any]], metadata: Mapping[str, str]
+        self, version: int, named: Tensors, described: Iterable[TensorEntry], metadata: Mapping[str, str]
     ) -> Written:
-        checksums = json.dumps({entry["name"]: entry["xxh3"] for entry in described}, separators=(",", ":"))
+        checksums = json.dumps({entry.name: entry.xxh3 for entry in described}, separators=(",", ":"))
         sections = [Section.of_tensor(name, tensor) for name, tensor in named.items()]
         if self.full_every == 1:
             named.clear()
@@ -133,9 +138,9 @@ class WeightPublisher:
         self._path(version, ".delta").unlink(missing_ok=True)
         return written
 
-    def _link(self, version: int, base_version: int | None, written: Written, state: str) -> Link:
+    def _link(self, version: int, base_version: int | None, written: Written, state: str) -> ChainFile:
         place = f"{self._base_url}/{written.path.name}" if self.transport in SERVED else str(written.path)
-        return Link(version, base_version, place, written.bytes, written.xxh3, state)
+        return ChainFile(version, base_version, place, written.bytes, written.xxh3, state)
 
     def _remember(self, named: Tensors) -> None:
         if self.full_every == 1:

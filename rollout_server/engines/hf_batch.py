@@ -1,4 +1,14 @@
-"""transformers' continuous batching as an engine needs it: requests in, recorded tokens out, weights swapped inside.
+"""Attention for continuous batching on a CPU.
+
+transformers feeds all requests of a batch as one sequence, under a block-diagonal mask: with n requests of context L
+that computes n²·L scores where n·L are needed, and at 64 requests it is nine tenths of a step. Here each request
+attends to its own slice of the keys instead, and no mask is read: 2.5 times the tokens per second at 64 requests.
+
+The KV cache of transformers' continuous batching: what is reused of it, and what a swap of weights does to it.
+
+All but `Reused` is to be called only while decoding is paused.
+
+transformers' continuous batching as an engine needs it: requests in, recorded tokens out, weights swapped inside.
 
     event loop      add, cancel ──► manager's queues;  collect ◄── Record
     decoding thread schedule → forward → Sampler.draw → Record
@@ -11,30 +21,129 @@ was sampled either wholly before or wholly after the swap.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.hf_cache import (
-    Reused,
-    admit_again,
-    cancel_running,
-    forget_prefixes,
-    recompute_running,
-)
-from penstock.rollout_server.engines.hf_live import Live, LiveRequests
-from penstock.rollout_server.engines.hf_sampling import Record, Sampler
+from penstock.rollout_server.engines.hf_sampling import Live, LiveRequests, Record, Sampler
 from penstock.rollout_server.protocol import Sampling
 
 logger = logging.getLogger(__name__)
 PAGE_TOKENS = 32
 STEP_TOKENS = 256
 """Tokens of one forward pass: all that decode, filled up with prompts cut to fit."""
+
+
+def install() -> None:
+    """Put `attend_by_request` in place of ``sdpa`` in this process; it hands on what is not continuous batching."""
+    AttentionInterface.register("sdpa", attend_by_request)
+
+
+def attend_by_request(  # noqa: PLR0917 (the signature is transformers')
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, H, Q, D]; key, value [1, KV, Q, D]: all requests' new tokens, end to end. Returns [1, Q, H, D]."""
+    if cache is None or list(kwargs["cu_seq_lens_k"]) != ["full_attention"]:
+        # No paged cache, or sliding windows, which only the stock mask knows.
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, cache=cache, **kwargs
+        )
+    query_ends, key_ends = kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"]["full_attention"].tolist()
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+    for i in range(len(query_ends) - 1):
+        q, k = slice(query_ends[i], query_ends[i + 1]), slice(key_ends[i], key_ends[i + 1])
+        output[0, q] = _attend(query[:, :, q], key[:, :, k], value[:, :, k], scaling)
+    return output, None
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """One request: query [1, H, q, D] are the last q positions of key, value [1, KV, k, D]. Returns [q, H, D]."""
+    _, heads, q, dim = query.shape
+    kv_heads, k = key.shape[1], key.shape[2]
+    if q == 1:
+        # Heads that share keys stand as queries of one kv head: nothing is repeated, nothing masked.
+        grouped = query.reshape(1, kv_heads, heads // kv_heads, dim)
+        return scaled_dot_product_attention(grouped, key, value, scale=scale).reshape(1, heads, dim)
+    mask = None if q == k else torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
+    attended = scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=heads > kv_heads
+    )
+    return attended[0].transpose(0, 1)
+
+
+class Reused:
+    """Counts the prompt tokens whose KV was there already."""
+
+    def __init__(self, cache: Any) -> None:
+        self.tokens = 0
+        self._search = cache.search_prefix_match
+        cache.search_prefix_match = self._search_and_count
+
+    def _search_and_count(self, request_id: str, prompt_ids: list[int]) -> int:
+        found: int = self._search(request_id, prompt_ids)
+        self.tokens += found
+        return found
+
+
+def forget_prefixes(cache: Any) -> None:
+    """No request that starts from now on is given KV that was computed before now.
+
+    Blocks that running requests hold stay theirs, under random 64-bit hashes: hashes chain, so whatever these requests
+    complete later matches no prompt either. Without it a new answer would mix old KV with new weights.
+    """
+    for allocator in cache.cache_allocators.values():
+        queue = allocator.queue
+        cache.pool.free_blocks(allocator.index, queue.evict_cached_blocks())
+        queue.hash_to_block.clear()
+        queue.block_to_hash.clear()
+        for block in {block for table in allocator.block_table.values() for block in table}:
+            mark = secrets.randbits(64)
+            queue.hash_to_block[mark] = block
+            queue.block_to_hash[block] = mark
+
+
+def recompute_running(processor: Any) -> None:
+    """Running requests lose their KV and are prefilled again, what they sampled kept, before any that wait."""
+    scheduler, again = processor.scheduler, []
+    for state in list(scheduler.active_requests.values()):
+        processor.cache.free_blocks(state.request_id, no_cache=True)
+        again.append(state.create_equivalent_initial_request())
+        scheduler.finish_request(state.request_id)
+    for state in again:
+        scheduler.add_waiting_request(state)
+    scheduler.waiting_requests_order.rotate(len(again))
+
+
+def cancel_running(processor: Any, sampled: Callable[[str], bool]) -> list[str]:
+    """Names of the requests that hold KV or have `sampled`, cancelled before the next step. Others wait on."""
+    scheduler = processor.scheduler
+    names = [*scheduler.active_requests, *filter(sampled, scheduler.waiting_requests)]
+    for name in names:
+        scheduler.set_request_cancellation(name)
+    admit_again(scheduler)
+    return names
+
+
+def admit_again(scheduler: Any) -> None:
+    """The block is set when requests were put back for want of KV and lifted by one that finishes; none may be left."""
+    scheduler.block_new_requests = False
 
 
 class Batcher(LiveRequests[Live]):

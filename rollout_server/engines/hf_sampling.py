@@ -1,4 +1,6 @@
-"""Drawing tokens for a batch of requests, each with its own settings, and writing down what was drawn.
+"""Requests that an hf engine is answering, and what of their answers was handed on.
+
+Drawing tokens for a batch of requests, each with its own settings, and writing down what was drawn.
 
 The record is made in the forward pass itself, so a token's logprob and policy version are those of the weights that
 sampled it, whatever happens to the request later (invariant 1).
@@ -6,13 +8,66 @@ sampled it, whatever happens to the request later (invariant 1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 import xxhash
 
-from penstock.rollout_server.protocol import Sampling
+from penstock.rollout_server.protocol import Chunk, FinishReason, Sampling, slice_spans
+
+
+@dataclass(slots=True)
+class Live:
+    """A request that was added and is not yet answered in full."""
+
+    record: Record
+    sent: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+L = TypeVar("L", bound=Live)
+
+
+class LiveRequests(Generic[L]):
+    """By name. `on_finish` is called, in whatever thread, when one has ended."""
+
+    def __init__(self, on_finish: Callable[[], None]) -> None:
+        self._live: dict[str, L] = {}
+        self._on_finish = on_finish
+
+    def collect(self, *, only_ended: bool = False) -> list[tuple[str, Chunk | str]]:
+        """New tokens of every request since the last call, or why one failed; those that ended are forgotten."""
+        news: list[tuple[str, Chunk | str]] = []
+        for name, live in list(self._live.items()):
+            reason = live.finish_reason  # looked at once: a swap under way may set it meanwhile
+            if only_ended and not (reason or live.error):
+                continue
+            if live.error is not None:
+                news.append((name, live.error))
+            elif reason or len(live.record.samples) > live.sent:
+                news.append((name, _take_chunk(live, reason)))
+            if reason or live.error is not None:
+                del self._live[name]
+        return news
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._live)
+
+
+def _take_chunk(live: Live, reason: FinishReason | None) -> Chunk:
+    start, end = live.sent, len(live.record.samples)
+    live.sent = end
+    new = live.record.samples[start:end]
+    return Chunk.model_construct(
+        token_ids=[token for token, _ in new],
+        logprobs=[logprob for _, logprob in new],
+        version_spans=slice_spans(list(live.record.cuts), start, end),
+        finish_reason=reason,
+    )
 
 
 @dataclass(slots=True)

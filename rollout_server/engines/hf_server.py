@@ -1,4 +1,6 @@
-"""The hf engine's process: a model, its decoding thread, and one connection to the sidecar that owns it.
+"""New weights into a transformers model, in place, tensor by tensor, checked before and after.
+
+The hf engine's process: a model, its decoding thread, and one connection to the sidecar that owns it.
 
 The connection is an inherited socket pair: nobody else can reach the engine, and its end is the owner's death, so a
 killed sidecar leaves no engine behind. Both ways one JSON object per line:
@@ -23,6 +25,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,11 @@ import torch
 import transformers
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines import hf_attention
+from penstock.rollout_server.engines import hf_batch as hf_attention
 from penstock.rollout_server.engines.hf_batch import Batcher
 from penstock.rollout_server.engines.hf_vision import VisionBatcher
-from penstock.rollout_server.engines.hf_weights import Copy, plan_copies
 from penstock.rollout_server.protocol import EngineInfo, ImageRef, LoadReport, Sampling
-from penstock.weight_sync import WeightReader, WeightsRefused
+from penstock.weight_sync import WeightReader, WeightsRefused, checksum, dtype_name, entries
 
 logger = logging.getLogger("penstock.hf")
 TICK_S = 0.12
@@ -43,6 +45,59 @@ LINE_LIMIT_BYTES = 256 << 20
 UNBATCHED = "Of a vision-language model it decodes one request at a time and reuses no prefix."
 WEIGHTS_DAMAGED = 3
 """Exit status where memory did not take the weights: only a new process is safe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One tensor that is ready to go into the model."""
+
+    name: str
+    target: torch.Tensor
+    source: torch.Tensor
+    """Same shape and dtype as `target`."""
+    xxh3: str
+    """What `target` must hold afterwards."""
+
+    def run(self) -> None:
+        with torch.no_grad():
+            self.target.copy_(self.source)
+
+    def landed(self) -> bool:
+        return checksum(self.target) == self.xxh3
+
+
+def plan_copies(model: torch.nn.Module, manifest: Mapping[str, Any], host: Mapping[str, torch.Tensor]) -> list[Copy]:
+    """Copies that fill every tensor of the model's state exactly once. Raises `WeightsRefused` naming the tensor.
+
+    Tied tensors (one storage, several names) may come under any of their names, or under all if they agree.
+    """
+    wanted, targets = entries(manifest), model.state_dict()
+    version = manifest["version"]
+    copies: dict[int, Copy] = {}
+    for name, source in host.items():
+        if name not in targets:
+            raise WeightsRefused(f"version {version}: the model has no tensor {name!r}")
+        copy = _plan_one(version, name, targets[name], source, wanted[name]["xxh3"])
+        twin = copies.setdefault(targets[name].data_ptr(), copy)
+        if twin.xxh3 != copy.xxh3:
+            raise WeightsRefused(f"version {version}: tensors {twin.name!r} and {name!r} are tied but differ")
+    for name, target in targets.items():
+        if target.data_ptr() not in copies:
+            raise WeightsRefused(f"version {version}: tensor {name!r} is missing")
+    return list(copies.values())
+
+
+def _plan_one(version: int, name: str, target: torch.Tensor, source: torch.Tensor, xxh3: str) -> Copy:
+    if target.shape != source.shape:
+        raise WeightsRefused(
+            f"version {version}: tensor {name!r} has shape {list(source.shape)}, the model's is {list(target.shape)}"
+        )
+    if target.dtype == source.dtype:
+        return Copy(name, target, source, xxh3)
+    if not (target.is_floating_point() and source.is_floating_point()):
+        raise WeightsRefused(f"version {version}: tensor {name!r} is {dtype_name(source.dtype)}, the model's is not")
+    rounded = source.to(target.dtype)
+    return Copy(name, target, rounded, checksum(rounded))
 
 
 class HFServer:

@@ -22,8 +22,7 @@ import torch
 from transformers import AutoImageProcessor, DynamicCache
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.hf_live import Live, LiveRequests
-from penstock.rollout_server.engines.hf_sampling import Record, Sampler
+from penstock.rollout_server.engines.hf_sampling import Live, LiveRequests, Record, Sampler
 from penstock.rollout_server.pictures import read_pictures
 from penstock.rollout_server.protocol import ImageRef, Sampling
 

@@ -1,38 +1,196 @@
-"""The stock SGLang server as an engine: its routes, bodies and reservations."""
+"""One request to SGLang's `/generate`: its events, taken apart.
+
+Each event carries the tokens since the last one, and the version that SGLang's front end had when it took them in. Its
+scheduler sends tokens and the replies to control calls through two sockets, of which the second may overtake the first:
+tokens of the old version can get the new one's label, never the other way round. So tokens are certain while the label
+is the version that the request was sent under. From the first newer one on they wait for the spans of the last event,
+which the scheduler itself counts.
+
+A version's file as SGLang wants it, and what SGLang must hold after loading it.
+
+SGLang loads a folder of safetensors files, and tells the checksum of every parameter that it holds. On CPUs that is the
+start of the SHA-256 of its bytes, so each of them can be computed from the file, fused ones from their parts. Whether a
+server's checksums are of that kind is found out at its start, on the weights that it came up with.
+
+The stock SGLang server as an engine: its routes, bodies and reservations.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import os
 import secrets
+import shutil
 import uuid
-from collections.abc import AsyncGenerator, Collection, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.answer_stream import AnswerStream
-from penstock.rollout_server.engines.child_server import ChildServer
-from penstock.rollout_server.engines.sglang_server import SGLangServer
-from penstock.rollout_server.engines.sglang_stream import SGLangStream, logprobs_of
-from penstock.rollout_server.engines.sglang_weights import (
-    VersionReader,
-    expected_checksums,
-    first_difference,
-    folder_tensors,
-    shown_as_folder,
-)
-from penstock.rollout_server.engines.stock_engine import StockEngine
-from penstock.rollout_server.engines.stock_weights import StockWeights
-from penstock.rollout_server.protocol import BadRequest, EngineError, GenerateRequest, Sampling
+import aiohttp
 
+from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.checkpoint import Shapes, check_complete
+from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
+from penstock.rollout_server.engines.http_stream import AnswerStream, version_of
+from penstock.rollout_server.engines.server_process import ChildServer
+from penstock.rollout_server.engines.sglang_server import SGLangServer
+from penstock.rollout_server.protocol import BadRequest, EngineError, FinishReason, GenerateRequest, Sampling
+from penstock.weight_sync import WeightsRefused
+
+ABORT_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+"""How long the server may take to note that an answer is not wanted any more."""
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 PAUSES = {"keep": "in_place", "recompute": "retract", "abort": "abort"}
 """rollout.pause → SGLang's word."""
 Fetched = tuple[Path, dict[str, str]]
 """(a folder that holds the version, the checksums that SGLang must tell after loading it)"""
 
 
-class SGLangWeights(StockWeights[Fetched]):
+class SGLangStream(AnswerStream):
+    """One answer of SGLang, asked for under `version`.
+
+    `body["rid"]` is its name there; none may be the beginning of another.
+    """
+
+    engine = "SGLang"
+    path = "/generate"
+
+    def __init__(self, http: aiohttp.ClientSession, body: dict[str, Any], version: int) -> None:
+        super().__init__(http, body)
+        self._http = http
+        self._version = version
+        self._rid: str = body["rid"]
+
+    async def close(self) -> None:
+        """SGLang would notice the closed connection only two seconds later, and sample on until then."""
+        if not self.ended:
+            # A server that does not answer this is gone or hangs, which its supervisor finds out by itself.
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, RuntimeError):
+                async with self._http.post("/abort_request", json={"rid": self._rid}, timeout=ABORT_TIMEOUT):
+                    pass
+        await super().close()
+
+    def _receive(self, event: dict[str, Any]) -> None:
+        meta = event["meta_info"]
+        label = version_of(meta["weight_version"])
+        self._add(event["output_ids"], logprobs_of(event), label, certain=label == self._version)
+        if (reason := meta["finish_reason"]) is not None:
+            self._finish(reason, meta)
+
+    def _finish(self, reason: dict[str, Any], meta: dict[str, Any]) -> None:
+        status = reason.get("status_code")
+        if reason["type"] not in _FINISH or status is not None:  # an abort with a status is the server's refusal
+            raise EngineError(
+                f"SGLang ended the answer with {reason['type']!r}: {reason.get('message')}",
+                retryable=status is None or status >= 500,
+            )
+        if isinstance(reason.get("matched"), str):  # no stop string is ever sent; the last id was replaced by another
+            raise EngineError(f"SGLang ended the answer by itself: {reason['matched']}")
+        spans = meta.get("weight_versions")
+        reported = spans and [(span["start"], version_of(span["version"])) for span in spans]
+        self._end(_FINISH[reason["type"]], reported)
+
+
+def logprobs_of(event: dict[str, Any]) -> list[float]:
+    """Of `output_ids`, in order. Raises `EngineError` where SGLang's pairs are of other tokens."""
+    pairs = event["meta_info"].get("output_token_logprobs") or []
+    if (ids := [pair[1] for pair in pairs]) != event["output_ids"]:
+        raise EngineError(f"SGLang sent tokens {event['output_ids']} with logprobs of {ids}")
+    return [pair[0] for pair in pairs]
+
+
+class VersionReader:
+    """Reads versions, whole or as changes of the one before, into what SGLang can be shown."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        from penstock.weight_sync import WeightReader
+
+        self._shapes = shapes
+        self._reader = WeightReader()
+
+    def read(self, manifest: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+        """(descriptor of a safetensors file with the whole version, its tensors). Raises `WeightsRefused`.
+
+        The descriptor is the caller's to close. A trainer that deletes the file meanwhile changes nothing.
+        """
+        tensors = self._reader.read(manifest)
+        check_complete(manifest, self._shapes)
+        if manifest.get("base_version") is not None:
+            return file_in_memory(tensors), tensors
+        try:
+            return os.open(manifest["path"], os.O_RDONLY | os.O_CLOEXEC), tensors
+        except OSError as error:
+            raise WeightsRefused(f"version {manifest['version']}: {manifest['path']}: {error.strerror}") from error
+
+
+def file_in_memory(tensors: Mapping[str, Any]) -> int:
+    """Descriptor of a safetensors file that is on no disk: what a delta leads to was never written as one."""
+    from penstock.weight_sync import write_tensors
+
+    file = os.memfd_create("weights", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(file, "wb", closefd=False) as out:
+            write_tensors(out, tensors)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+@contextmanager
+def shown_as_folder(file: int, folder: Path) -> Iterator[Path]:
+    """`folder`, holding nothing but a link to this process's descriptor `file`; both go at the end."""
+    try:
+        folder.mkdir()
+        (folder / "model.safetensors").symlink_to(f"/proc/{os.getpid()}/fd/{file}")
+        yield folder
+    finally:
+        os.close(file)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def expected_checksums(tensors: Mapping[str, Any], names: list[str], dtype: str) -> dict[str, str]:
+    """What SGLang's parameters `names` must have as checksums, in hexadecimal, after loading `tensors` as `dtype`.
+
+    Names that are not of the checkpoint (buffers) are left out. The head is the embedding where the two are tied.
+    """
+    import torch
+
+    from penstock.rollout_server.engines.verify_loaded import parts_of
+
+    kind: torch.dtype = getattr(torch, dtype)
+    parts = {name: [part for part in parts_of(name) if part in tensors] for name in names}
+    return {
+        name: _checksum(torch.cat([tensors[part].to(kind) for part in found])) for name, found in parts.items() if found
+    }
+
+
+def first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
+    """Name of the first parameter whose checksum is another one, None where all agree."""
+    return next((name for name in sorted(expected) if found.get(name) != expected[name]), None)
+
+
+def folder_tensors(model: str) -> dict[str, Any]:
+    """All tensors of the model folder's safetensors files, by name; empty where there are none."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = {}
+    for path in sorted(Path(model).glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def _checksum(tensor: Any) -> str:
+    import torch
+
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(memoryview(raw)).hexdigest()[:16]
+
+
+class SGLangWeights(HttpWeights[Fetched]):
     """By files, which SGLang loads from a folder, and by the checksums that it tells afterwards."""
 
     version_path = "/model_info"
@@ -110,7 +268,7 @@ class SGLangWeights(StockWeights[Fetched]):
         return [dict(rank["checksums"]) for rank in answer.get("ranks") or []]
 
 
-class SGLangEngine(StockEngine):
+class SGLangEngine(HttpEngine):
     """Implements `protocol.Engine`."""
 
     server_class = SGLangServer

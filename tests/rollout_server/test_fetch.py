@@ -16,7 +16,7 @@ from penstock.transfer_queue import Announcement
 
 torch = pytest.importorskip("torch")
 
-from penstock.weight_sync import FileServer, Rounds, WeightPublisher, WeightReader
+from penstock.weight_sync import Broadcaster, FileServer, WeightPublisher, WeightReader
 
 pytestmark = pytest.mark.torch
 
@@ -100,7 +100,7 @@ async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(tmp_pat
 
 
 async def test_servers_take_part_in_a_round_and_hand_on_what_they_have(tmp_path: Path) -> None:
-    queue, rounds = StubQueue(), Rounds(window_s=20)
+    queue, rounds = StubQueue(), Broadcaster(window_s=20)
     files = FileServer(tmp_path / "published", TOKEN, rounds=rounds)
     await files.start()
     publisher = WeightPublisher(files._directory, "collective", full_every=3, base_url=files.url)

@@ -55,14 +55,14 @@ class Route:
 async def open_route(tmp_path: Path) -> AsyncIterator[OpenRoute]:
     """`await open_route("http", full_every=4)`; closed at the end."""
     pytest.importorskip("torch")
-    from penstock.weight_sync import FileServer, Rounds
+    from penstock.weight_sync import Broadcaster, FileServer
 
     async with AsyncExitStack() as stack:
 
         async def open_one(transport: str, full_every: int = 1) -> Route:
             if transport in ("shm", "disk"):
                 return Route(tmp_path, transport, full_every)
-            rounds = Rounds(bucket_bytes=10_000) if transport == "collective" else None
+            rounds = Broadcaster(bucket_bytes=10_000) if transport == "collective" else None
             server = FileServer(tmp_path / "published", TOKEN, rounds=rounds, share_from_bytes=0)
             await server.start()
             stack.push_async_callback(server.stop)

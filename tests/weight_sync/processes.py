@@ -88,25 +88,25 @@ def _serve(folder: Path, serves: str) -> None:
 
 
 def _stop_after(count: int | None) -> None:
-    from penstock.weight_sync import Part
+    from penstock.weight_sync import PartialFile
 
     if count is None:
         return
-    append = Part.append
+    append = PartialFile.append
 
-    def append_and_stop(self: Part, piece: bytes | memoryview) -> None:
+    def append_and_stop(self: PartialFile, piece: bytes | memoryview) -> None:
         append(self, piece)
         if self.length >= count:
             print(json.dumps("in the middle"), flush=True)
             time.sleep(600)
 
-    Part.append = append_and_stop  # type: ignore[method-assign]
+    PartialFile.append = append_and_stop  # type: ignore[method-assign]
 
 
 async def _train(folder: Path, port: int, seed: int) -> None:
-    from penstock.weight_sync import FileServer, Rounds, WeightPublisher
+    from penstock.weight_sync import Broadcaster, FileServer, WeightPublisher
 
-    rounds = Rounds(window_s=60, bucket_bytes=BUCKET_BYTES, silence_s=SILENCE_S)
+    rounds = Broadcaster(window_s=60, bucket_bytes=BUCKET_BYTES, silence_s=SILENCE_S)
     server = FileServer(folder, TOKEN, port=port, rounds=rounds)
     await server.start()
     publisher = WeightPublisher(folder, "collective", base_url=server.url)

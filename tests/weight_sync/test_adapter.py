@@ -290,7 +290,7 @@ def test_no_room_and_no_time_are_tried_again_later(
     assert not list((tmp_path / "late").iterdir())
     merger = Merger(Path(tiny_model), tmp_path / "merged", "float32")
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.weight_sync.tensor_file.HEADROOM_BYTES", 1 << 60)
+        patch.setattr("penstock.weight_sync.file_format.HEADROOM_BYTES", 1 << 60)
         with pytest.raises(WeightsUnreachable, match="MiB free"):
             merger.merge(manifest)
     assert read_verified(merger.merge(manifest))

@@ -1,4 +1,4 @@
-"""Rounds with real processes: who is ready gets the bytes together; what dies in the middle costs that round only."""
+"""Broadcaster with real processes: who is ready gets the bytes together; what dies in the middle costs that round only."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.weight_sync.processes import (
 
 torch = pytest.importorskip("torch")
 
-from penstock.weight_sync import FileServer, Rounds
+from penstock.weight_sync import Broadcaster, FileServer
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
 async def trainer(tmp_path: Path) -> AsyncIterator[Route]:
-    rounds = Rounds(window_s=60, bucket_bytes=BUCKET_BYTES, silence_s=SILENCE_S)
+    rounds = Broadcaster(window_s=60, bucket_bytes=BUCKET_BYTES, silence_s=SILENCE_S)
     server = FileServer(tmp_path / "published", TOKEN, rounds=rounds)
     await server.start()
     yield Route(tmp_path, "collective", 1, server, rounds)
@@ -137,7 +137,7 @@ async def test_the_trainer_killed_in_the_middle_is_waited_for_and_nothing_comes_
         report = await first.hear()
         assert "given up after 5 attempts" in report["error"]
         assert (came := report["bytes"]["rounds"]) >= BUCKET_BYTES
-        server = FileServer(published, TOKEN, port=port, rounds=Rounds())
+        server = FileServer(published, TOKEN, port=port, rounds=Broadcaster())
         await server.start()
         report = await first.fetch(manifest)
         assert report["holds"] == state(big(1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.weight_sync import FAN_OUT, TRAINER, TURN_S, Turns
+from penstock.weight_sync import FAN_OUT, TRAINER, TURN_S, TransferScheduler
 
 FILE = "weights-00000001.safetensors"
 
@@ -14,12 +14,12 @@ class Clock:
         return self.now
 
 
-def ask(turns: Turns, server: str, *avoid: str) -> str | None:
+def ask(turns: TransferScheduler, server: str, *avoid: str) -> str | None:
     return turns.ask(FILE, 1000, server, set(avoid))
 
 
 def test_one_copy_leaves_the_trainer_however_many_ask() -> None:
-    turns = Turns()
+    turns = TransferScheduler()
     waiting, fetching, copies = {f"s{n}" for n in range(64)}, dict[str, str](), 0
     rounds = 0
     while waiting or fetching:
@@ -38,7 +38,7 @@ def test_one_copy_leaves_the_trainer_however_many_ask() -> None:
 
 def test_a_broken_upload_and_a_silent_server_give_up_their_turn() -> None:
     clock = Clock()
-    turns = Turns(clock)
+    turns = TransferScheduler(clock)
     assert ask(turns, "s0") == TRAINER
     assert ask(turns, "s1") is None
     turns.gave_up(FILE, "s0")
@@ -49,13 +49,13 @@ def test_a_broken_upload_and_a_silent_server_give_up_their_turn() -> None:
 
 
 def test_who_asks_again_has_lost_nothing() -> None:
-    turns = Turns()
+    turns = TransferScheduler()
     assert ask(turns, "s0") == TRAINER
     assert ask(turns, "s0") == TRAINER, "its connection was cut: the turn is still its own"
 
 
 def test_a_peer_that_failed_somebody_is_no_holder_any_more() -> None:
-    turns = Turns()
+    turns = TransferScheduler()
     turns.has(FILE, "dead")
     turns.has(FILE, "s1")
     assert ask(turns, "s2", "dead") == "s1"

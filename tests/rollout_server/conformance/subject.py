@@ -17,7 +17,7 @@ import pytest
 from tests.rollout_server.conftest import VOCAB, Reference, ask, members, small_config, whole
 
 from penstock.rollout_server import Chunk, EngineError, EngineInfo, GenerateRequest, Generation, LoadReport
-from penstock.rollout_server.engines import StockEngine, make_engine
+from penstock.rollout_server.engines import HttpEngine, make_engine
 
 ENGINES = [
     pytest.param("hf", marks=pytest.mark.torch),
@@ -71,7 +71,7 @@ class Subject:
     @property
     def process_group(self) -> int:
         """Of all processes of the engine."""
-        found = self.engine.server.pid if isinstance(self.engine, StockEngine) else self.engine.process.pid
+        found = self.engine.server.pid if isinstance(self.engine, HttpEngine) else self.engine.process.pid
         assert found is not None
         return int(found)
 
@@ -116,7 +116,7 @@ class Subject:
     @asynccontextmanager
     async def pausing(self, mode: str) -> AsyncIterator[Subject]:
         """With another `rollout.pause`: hf in a process of its own, the others are told with each swap anyway."""
-        if isinstance(self.engine, StockEngine):
+        if isinstance(self.engine, HttpEngine):
             weights = self.engine.weights
             before, weights.config = weights.config, weights.config.model_copy(update={"pause": mode})
             try:

@@ -14,11 +14,8 @@ from tests.rollout_server.conftest import Reference, small_config
 from transformers import AutoModelForCausalLM
 
 from penstock.rollout_server import Sampling
-from penstock.rollout_server.engines import (
-    PAGE_TOKENS,
-    Batcher,
-    hf_attention,
-)
+from penstock.rollout_server.engines import PAGE_TOKENS, Batcher
+from penstock.rollout_server.engines import hf_batch as hf_attention
 
 pytestmark = [pytest.mark.torch]
 

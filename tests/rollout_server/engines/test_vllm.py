@@ -17,7 +17,7 @@ from tests.rollout_server.conftest import Reference, ask, skip_without, whole
 
 from penstock.rollout_server import EngineError, RolloutConfig
 from penstock.rollout_server.engines import vllm as vllm_engine
-from penstock.rollout_server.engines.vllm_server import environment, find_installation
+from penstock.rollout_server.engines.vllm import environment, find_installation
 from penstock.weight_sync import WeightsRefused
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]

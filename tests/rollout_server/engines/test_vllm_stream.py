@@ -13,7 +13,7 @@ from aiohttp import web
 from tests.rollout_server.engines.event_server import serving, stream_events
 
 from penstock.rollout_server import Chunk, EngineError
-from penstock.rollout_server.engines import TokenStream
+from penstock.rollout_server.engines import VLLMStream
 
 
 def event(
@@ -29,18 +29,18 @@ def event(
 
 
 @asynccontextmanager
-async def answering(events: Iterator[dict[str, Any]], version: Callable[[], int]) -> AsyncIterator[TokenStream]:
+async def answering(events: Iterator[dict[str, Any]], version: Callable[[], int]) -> AsyncIterator[VLLMStream]:
     async with serving(lambda request: stream_events(request, events)) as http:
-        stream = TokenStream(http, {}, version)
+        stream = VLLMStream(http, {}, version)
         yield stream
         await stream.close()
 
 
-async def all_chunks(stream: TokenStream) -> list[Chunk]:
+async def all_chunks(stream: VLLMStream) -> list[Chunk]:
     return [chunk async for chunk in stream.chunks(60.0)]
 
 
-async def collect(stream: TokenStream, received: list[int]) -> None:
+async def collect(stream: VLLMStream, received: list[int]) -> None:
     async for chunk in stream.chunks(60.0):
         received += chunk.token_ids
 
@@ -112,7 +112,7 @@ async def test_a_refusal_carries_vllms_message() -> None:
         return web.json_response({"error": {"message": "temperature must be in [0, 2]"}}, status=400)
 
     async with serving(refuse) as http:
-        stream = TokenStream(http, {}, lambda: 0)
+        stream = VLLMStream(http, {}, lambda: 0)
         with pytest.raises(EngineError, match="temperature must be") as caught:
             await all_chunks(stream)
         await stream.close()
@@ -144,7 +144,7 @@ async def test_tokens_are_not_held_back_for_longer_while_the_engine_is_silent() 
         return response
 
     async with serving(pausing) as http:
-        stream = TokenStream(http, {}, lambda: 0)
+        stream = VLLMStream(http, {}, lambda: 0)
         chunks = stream.chunks(30.0)
         assert (await anext(chunks)).token_ids == [1]
         assert (await anext(chunks)).token_ids == [2]
@@ -158,7 +158,7 @@ async def test_what_is_being_read_when_the_server_is_stopped_ends_with_what_arri
         return await stream_events(request, [event([1])], keep_open=True)
 
     async with serving(endless) as http:
-        stream = TokenStream(http, {}, lambda: 0)
+        stream = VLLMStream(http, {}, lambda: 0)
         chunks = stream.chunks(30.0)
         assert (await anext(chunks)).token_ids == [1]
         waiting = asyncio.ensure_future(anext(chunks))

@@ -6,31 +6,37 @@
     POST /rounds/NAME                                                    200 with a seat, 409 without (`rounds`)
 
 Several servers are served at once. A file that is deleted while it is sent is sent to its end.
+
+What a server has fetched, for other servers: the trainer's file server, in a thread with a loop of its own.
+
+The sidecar's loop hands tokens on; gigabytes for others must not stand in their way.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from aiohttp import web
 
-from penstock.weight_sync.publisher import FILE_NAME
-from penstock.weight_sync.rounds import RoundClosed, Rounds
-from penstock.weight_sync.turns import AVOID, SERVES, TRAINER, Turns
+from penstock.weight_sync.broadcast import BroadcastClosed, Broadcaster
+from penstock.weight_sync.file_format import PIECE_BYTES
+from penstock.weight_sync.manifest import FILE_NAME, LOCAL_NAME
+from penstock.weight_sync.scheduler import AVOID, SERVES, TRAINER, TransferScheduler
 
 STOP_S = 2.0
 """What is being sent gets this long; a server that was cut goes on elsewhere, or later."""
-PIECE_BYTES = 1 << 20
-"""Read at a time, in a thread, where the event loop cannot leave the copying to the kernel (uvloop cannot)."""
 SHARE_FROM_BYTES = 1 << 20
 """Smaller files go to whoever asks: waiting for a turn would take longer than they do."""
 PEER = re.compile(r"https?://[^/\s,]{1,255}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+START_S = 10.0
 
 
 class FileServer:
@@ -43,7 +49,7 @@ class FileServer:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        rounds: Rounds | None = None,
+        rounds: Broadcaster | None = None,
         pattern: re.Pattern[str] = FILE_NAME,
         share_from_bytes: int = SHARE_FROM_BYTES,
     ) -> None:
@@ -52,7 +58,7 @@ class FileServer:
         self._host, self._port = host, port
         self._rounds, self._pattern = rounds, pattern
         self._share_from_bytes = share_from_bytes
-        self._turns = Turns()
+        self._turns = TransferScheduler()
         self._runner: web.AppRunner | None = None
         self.url = ""
         """What others connect to, without a slash at its end; known after `start`."""
@@ -116,7 +122,7 @@ class FileServer:
             seat = await self._rounds.join(
                 request.match_info["name"], lambda: transport is not None and not transport.is_closing()
             )
-        except RoundClosed as error:
+        except BroadcastClosed as error:
             raise web.HTTPConflict(text=str(error)) from error
         return web.json_response(asdict(seat))
 
@@ -160,3 +166,29 @@ def _url_host(host: str) -> str:
     """An address that means "all interfaces" is reached by this machine's name."""
     host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (not a binding)
     return f"[{host}]" if ":" in host else host
+
+
+class PeerServer:
+    """`start`, then `stop`; whole, verified files of `directory` only."""
+
+    def __init__(self, directory: Path, token: str, host: str) -> None:
+        self._directory, self._token, self._host = directory, token, host
+        # Not uvloop, whatever the process runs: this one leaves the copying to the kernel.
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weights for peers", daemon=True)
+        self._files: FileServer | None = None
+
+    def start(self) -> str:
+        """The URL that others find it under. Blocks. Raises `OSError` where the address cannot be had."""
+        self._files = FileServer(self._directory, self._token, self._host, pattern=LOCAL_NAME)
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._files.start(), self._loop).result(START_S)
+        return self._files.url
+
+    def stop(self) -> None:
+        """Cuts off who is being sent something, after `STOP_S`. Blocks."""
+        if self._files is not None:
+            asyncio.run_coroutine_threadsafe(self._files.stop(), self._loop).result(STOP_S + START_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_S)
+        self._loop.close()

@@ -24,12 +24,14 @@ from typing import BinaryIO
 import torch
 import xxhash
 
-from penstock.weight_sync.manifest import raw_bytes
+from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused
 
 HEADROOM_BYTES = 16 << 20
 FULL = "full/1"
 DELTA = "delta/1"
 ADAPTER = "adapter/1"
+PIECE_BYTES = 1 << 20
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -162,3 +164,82 @@ def _no_space(directory: Path, size: int) -> NoSpace:
         f"{directory} has {free >> 20} MiB free, one version of the weights needs {(size + HEADROOM_BYTES) >> 20}"
         " MiB; free some, or take another place with rollout.weight_transport",
     )
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a CPU tensor in row-major order, [nbytes]; a view where the tensor is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """xxh3-64 of the raw bytes, as 16 hex digits."""
+    return xxhash.xxh3_64_hexdigest(raw_bytes(tensor.cpu()))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(name: str, tensor: torch.Tensor) -> TensorEntry:
+    """The manifest's entry of a tensor; reads all of its bytes."""
+    return TensorEntry(name, tuple(tensor.shape), dtype_name(tensor.dtype), checksum(tensor))
+
+
+def verify_names(manifest: Manifest, names: Iterable[str]) -> None:
+    """Raises `WeightsRefused` naming the first tensor that only one side has."""
+    wanted, present = manifest.entries.keys(), set(names)
+    if missing := sorted(wanted - present):
+        raise WeightsRefused(f"version {manifest.version}: tensor {missing[0]!r} is missing")
+    if extra := sorted(present - wanted):
+        raise WeightsRefused(f"version {manifest.version}: tensor {extra[0]!r} is not in the manifest")
+
+
+def verify_tensor(version: int, entry: TensorEntry, tensor: torch.Tensor) -> None:
+    """Raises `WeightsRefused` naming the tensor if its shape, dtype or bytes differ from the manifest's entry."""
+    name = f"version {version}: tensor {entry.name!r}"
+    if tuple(tensor.shape) != entry.shape:
+        raise WeightsRefused(f"{name} has shape {list(tensor.shape)}, the manifest says {list(entry.shape)}")
+    if dtype_name(tensor.dtype) != entry.dtype:
+        raise WeightsRefused(f"{name} is {dtype_name(tensor.dtype)}, the manifest says {entry.dtype}")
+    if (found := checksum(tensor)) != entry.xxh3:
+        raise WeightsRefused(f"{name} has checksum {found}, the manifest says {entry.xxh3}")
+
+
+def verify_tensors(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises `WeightsRefused` unless names, shapes, dtypes and bytes are exactly the manifest's."""
+    verify_names(manifest, tensors)
+    for name, entry in manifest.entries.items():
+        verify_tensor(manifest.version, entry, tensors[name])
+
+
+class PartialFile:
+    """A file being received: the bytes so far and their checksum. `close` keeps them for the next attempt."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._digest = xxhash.xxh3_64()
+        self.length = 0
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        while piece := self._file.read(PIECE_BYTES):  # of an earlier life
+            self._count(piece)
+
+    def append(self, piece: bytes | memoryview) -> None:
+        """Raises `OSError` where there is no room."""
+        left = memoryview(piece)
+        while left:
+            left = left[self._file.write(left) :]
+        self._count(piece)
+
+    @property
+    def xxh3(self) -> str:
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _count(self, piece: bytes | memoryview) -> None:
+        self._digest.update(piece)
+        self.length += len(piece)

@@ -35,7 +35,7 @@ class _File:
     """Server → (where it fetches from, when its turn ends)."""
 
 
-class Turns:
+class TransferScheduler:
     """The trainer has one. Servers are named by the URL that they serve under."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

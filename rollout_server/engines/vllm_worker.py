@@ -36,7 +36,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from penstock.rollout_server.engines.held_check import compare_held
+from penstock.rollout_server.engines.verify_loaded import compare_held
 from penstock.rollout_server.engines.vllm_plugin import REFUSED
 from penstock.weight_sync import WeightReader, WeightsRefused
 
