@@ -39,7 +39,7 @@ HELD_TURN = 2
 """All episodes wait for its answer where bytes are counted: a call and its result are in the context."""
 TRACING = 2.0
 """Turns take so many times as long where bytes are counted: who is traced does not keep up with more."""
-Broadcaster = dict[int, list[dict[str, Any]]]
+Rounds = dict[int, list[dict[str, Any]]]
 """episodes at once → figures of each round"""
 
 
@@ -73,7 +73,7 @@ class Extent:
 async def _measure() -> dict[str, Any]:
     extent = Extent.read()
     setup = {**processor(), **asdict(extent), **_of_the_work()}
-    working: Broadcaster = {level: [] for level in extent.levels}
+    working: Rounds = {level: [] for level in extent.levels}
     held: dict[int, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         password = secrets.token_urlsafe(16)

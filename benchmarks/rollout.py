@@ -5,7 +5,7 @@
     client   load generator ─► RolloutClient ─► sidecar ─► engine
     bare     load generator ───────────────────────────► the same engine process, over its own streaming route
 
-Both generators are processes that parse every id and logprob. Broadcaster take turns: in each, every side has the same load
+Both generators are processes that parse every id and logprob. Rounds take turns: in each, every side has the same load
 once. Then a small model, where the engine is quick and HTTP is what counts; and two servers under episodes of several
 turns, sticky and not, with the engine's own counters of prefix hits.
 

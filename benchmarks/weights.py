@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -34,7 +34,7 @@ import uvloop
 from benchmarks.support.comparison import say
 from benchmarks.support.measure import processor
 from benchmarks.support.swaps import SwapExtent, measure_swaps, swap_ratios
-from penstock.weight_sync import Broadcaster, Downloader, FileServer, Transport, WeightPublisher, WeightReader, links_of
+from penstock.weight_sync import Broadcaster, Downloader, FileServer, Manifest, Transport, WeightPublisher, WeightReader
 
 RATES = ("1e-6", "1e-5", "1e-4")
 TRANSPORTS: tuple[Transport, ...] = ("shm", "disk", "http", "collective")
@@ -91,7 +91,7 @@ def _real_updates(rate: float, updates: int) -> dict[str, float]:
         for version, weights in enumerate(_trained(rate, updates), 1):
             manifest = publisher.write(version, weights.items())
             values = sum(tensor.numel() for tensor in weights.values())
-            sizes.append(manifest["bytes"])
+            sizes.append(manifest.bytes)
     full, deltas = sizes[0], sizes[1:]
     say(f"weights: learning rate {rate:g}")
     return {
@@ -193,13 +193,13 @@ class Served:
     rounds: Broadcaster
     url: str
 
-    def with_round(self, manifest: dict[str, Any]) -> dict[str, Any]:
+    def with_round(self, manifest: Manifest) -> Manifest:
         """What is announced: with a round for the one server that there is."""
-        file = self.folder / links_of(manifest)[-1].place.rpartition("/")[2]
+        file = self.folder / manifest.files[-1].name
         name = asyncio.run_coroutine_threadsafe(self._offer(file), self.loop).result(10)
         if name is None:
             raise RuntimeError("the round before is still on")
-        return {**manifest, "round": f"{self.url}/rounds/{name}"}
+        return replace(manifest, broadcast=f"{self.url}/rounds/{name}")
 
     async def _offer(self, file: Path) -> str | None:
         await self.rounds.settle()
@@ -213,7 +213,7 @@ def _served(folder: Path, token: str) -> Iterator[Served]:
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     rounds = Broadcaster()
-    server = FileServer(folder, token, rounds=rounds)
+    server = FileServer(folder, token, broadcaster=rounds)
     try:
         asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
         yield Served(folder, loop, rounds, server.url)

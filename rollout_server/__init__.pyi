@@ -12,6 +12,7 @@ from .client import RolloutClient as RolloutClient
 from .client import hedge as hedge
 from .config import RolloutConfig as RolloutConfig
 from .fake_engine import FakeEngine as FakeEngine
+from .fake_engine import fake_manifest as fake_manifest
 from .fake_engine import next_token as next_token
 from .import_without_torch import no_torch as no_torch
 from .metrics import RolloutMetrics as RolloutMetrics
@@ -24,7 +25,6 @@ from .protocol import FinishReason as FinishReason
 from .protocol import GenerateRequest as GenerateRequest
 from .protocol import Generation as Generation
 from .protocol import ImageRef as ImageRef
-from .protocol import LoadReport as LoadReport
 from .protocol import Sampling as Sampling
 from .protocol import fit_request as fit_request
 from .protocol import join_chunks as join_chunks

@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.protocol import (
-    Chunk,
-    EngineError,
-    EngineInfo,
-    FinishReason,
-    GenerateRequest,
-    LoadReport,
-    fit_request,
-)
-from penstock.weight_sync import WeightsRefused
+from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, FinishReason, GenerateRequest, fit_request
+from penstock.weight_sync import ChainFile, LoadReport, Manifest, TensorEntry, WeightsRefused, state_of
 
 VOCAB = 512
 
@@ -32,6 +24,14 @@ def next_token(context: Sequence[int], version: int) -> tuple[int, float]:
     """(id, logprob) that a fake engine at `version` samples after `context`."""
     digest = xxhash.xxh3_64_intdigest(f"{version}:{list(context)}".encode())
     return digest % VOCAB, -float(digest % 97 + 1) / 16
+
+
+def fake_manifest(version: int, damaged: str = "") -> dict[str, Any]:
+    """The announcement of a version without files; `FakeEngine` refuses it where it names a `damaged` tensor."""
+    tensors = (TensorEntry("w", (1,), "float32", f"{version:016x}"),)
+    tensors += (TensorEntry(damaged, (1,), "float32", ""),) if damaged else ()
+    file = ChainFile(version, None, f"/nowhere/weights-{version:08d}.safetensors", 4, "", state_of(tensors))
+    return Manifest("shm", (file,), tensors).as_dict()
 
 
 class FakeEngine:
@@ -91,15 +91,15 @@ class FakeEngine:
         finally:
             self.running -= 1
 
-    async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:
+    async def load_weights(self, manifest: Manifest) -> LoadReport:
         if self._dead.is_set():
             raise EngineError("the fake engine crashed")
-        if manifest.get("damaged"):
-            raise WeightsRefused(f"version {manifest['version']}: tensor {manifest['damaged']!r} is missing")
+        if damaged := next((entry.name for entry in manifest.tensors if not entry.xxh3), None):
+            raise WeightsRefused(f"version {manifest.version}: tensor {damaged!r} is missing")
         started = time.perf_counter()
         self._resumed.clear()
         await asyncio.sleep(self.token_s)
-        self.version = manifest["version"]
+        self.version = manifest.version
         self.loaded.append(self.version)
         self._resumed.set()
         pause_s = time.perf_counter() - started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.common import Metrics
-from penstock.rollout_server.protocol import LoadReport
+from penstock.weight_sync import LoadReport
 
 PAUSE_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 

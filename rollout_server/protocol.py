@@ -6,11 +6,13 @@ RolloutClient ──POST /generate──► rollout server ──Engine protocol
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, Strict
+
+from penstock.weight_sync import LoadReport, Manifest
 
 FinishReason = Literal["stop", "length", "abort"]
 MOST = 2**31 - 1
@@ -106,20 +108,6 @@ class EngineInfo(BaseModel):
     """What this engine cannot do, one sentence each; printed at start."""
 
 
-class LoadReport(BaseModel):
-    """What one weight swap cost, as the engine measured it."""
-
-    version: int
-    fetch_s: float
-    """Reading and verifying the bytes, while decoding continues."""
-    pause_s: float
-    """From the end of decoding to its continuation."""
-    load_s: float
-    """Copying into the model, part of the pause."""
-    in_flight: int
-    """Requests that were paused and continued."""
-
-
 # engines -----------------------------------------------------------------------------------------------------------
 class EngineError(Exception):
     """The engine refused, failed or has ended. `retryable`: another server may succeed."""
@@ -150,7 +138,7 @@ class Engine(Protocol):
         """Streams the answer. Closing the generator early aborts the request in the engine."""
         yield Chunk()
 
-    async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:
+    async def load_weights(self, manifest: Manifest) -> LoadReport:
         """Fetches, verifies, pauses, loads, sets the version, resumes. Raises `WeightsRefused`, `EngineError`."""
 
     async def healthy(self) -> bool:
@@ -235,9 +223,6 @@ def versions_of(versions: set[int]) -> dict[str, int]:
 
 
 # bodies of the other routes ----------------------------------------------------------------------------------------
-LoadOutcome = Literal["loaded", "refused", "unreachable"]
-
-
 class Health(BaseModel):
     """Body of GET /health, with 200 and with 503."""
 
@@ -257,34 +242,6 @@ class Health(BaseModel):
     """``ok`` or the last error."""
     weights_refused: int | None
     """Version that did not verify, until another is announced."""
-
-
-class WeightsLoad(BaseModel):
-    """One attempt to load announced weights."""
-
-    version: int
-    at_unix_s: float
-    outcome: LoadOutcome
-    cause: str = ""
-    report: LoadReport | None = None
-
-
-class WeightsStatus(BaseModel):
-    """Body of GET and POST /weights."""
-
-    version: int
-    """Loaded and sampled from."""
-    newest: int | None
-    """Announced, as last read from the queue."""
-    behind_versions: int
-    behind_s: float
-    """How long newer weights have been known and not loaded."""
-    last: LoadReport | None
-    """The last load that succeeded."""
-    refused: int | None
-    cause: str
-    history: list[WeightsLoad]
-    """The newest 20 attempts, oldest first."""
 
 
 class Draining(BaseModel):

@@ -41,11 +41,11 @@ from penstock.rollout_server.protocol import (
     Health,
     ModelEntry,
     ModelList,
-    WeightsStatus,
     versions_of,
 )
 from penstock.rollout_server.request_queue import DeadlineExceeded, NotServing, QueueFull, TooOld
 from penstock.rollout_server.sidecar import Sidecar
+from penstock.weight_sync import WeightsStatus
 
 KEEPALIVE_S = 5.0
 PULL_WAIT_S = 10.0

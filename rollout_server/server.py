@@ -17,13 +17,14 @@ from functools import partial
 from pathlib import Path
 
 from penstock.common import HttpServer, cancel_and_wait, listen, url_of
-from penstock.rollout_server.adapters import MergingFetch
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.checkpoint import find_model
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
-from penstock.rollout_server.fetch import Fetcher
+from penstock.rollout_server.protocol import EngineError
 from penstock.rollout_server.registration import ServerQueue
 from penstock.rollout_server.routes import Mounted, make_app
 from penstock.rollout_server.sidecar import Sidecar
+from penstock.weight_sync import Fetcher, MergingFetcher, WeightsRefused
 
 logger = logging.getLogger(__name__)
 DRAIN_S = 20.0
@@ -123,11 +124,23 @@ def _listen(job: ServerJob) -> socket.socket:
         raise OSError(error.errno, f"{setting}: {error.strerror}") from error
 
 
-def _fetcher(job: ServerJob) -> MergingFetch:
+def _fetcher(job: ServerJob) -> MergingFetcher:
     folder, config = job.fetch_dir or job.log_dir / f"weights-of-{job.name}", job.config
-    return MergingFetch(
-        Fetcher(folder, job.token, job.host), folder / "merged", job.model, config.dtype, config.threads
+    return MergingFetcher(
+        Fetcher(folder, job.token, job.host),
+        folder / "merged",
+        partial(_model_folder, job.model),
+        config.dtype,
+        config.threads,
     )
+
+
+def _model_folder(model: str) -> Path:
+    """Raises `WeightsRefused` where it is not on this machine."""
+    try:
+        return find_model(model)
+    except EngineError as error:
+        raise WeightsRefused(str(error)) from error
 
 
 # engine logs -------------------------------------------------------------------------------------------------------

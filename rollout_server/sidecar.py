@@ -19,13 +19,13 @@ from contextlib import aclosing
 from typing import Protocol
 
 from penstock.common import Backoff
-from penstock.rollout_server.held_weights import Fetch, HeldWeights, as_it_is
 from penstock.rollout_server.metrics import RolloutMetrics
 from penstock.rollout_server.protocol import Chunk, Engine, EngineError, EngineInfo, GenerateRequest, Health, Sampling
 from penstock.rollout_server.registration import QueueConnection, Registration, ServerQueue, wait_for_event
 from penstock.rollout_server.request_queue import NotServing, RequestQueue
 from penstock.rollout_server.version_pin import VersionPin
 from penstock.transfer_queue import ServerInfo
+from penstock.weight_sync import Fetch, WeightUpdater, no_fetch
 
 logger = logging.getLogger(__name__)
 PULL_S = 0.15
@@ -55,7 +55,7 @@ class Sidecar:
         queue: ServerQueue,
         *,
         slots: int,
-        fetch: Fetch = as_it_is,
+        fetch: Fetch = no_fetch,
         truncated_sampling: bool = False,
         stall_s: float = 120.0,
         evaluates: bool = False,
@@ -75,7 +75,7 @@ class Sidecar:
         self.cause = "the engine is starting"
         self.connection = QueueConnection(queue)
         self.pin = VersionPin(self.connection, lambda: self.version) if evaluates else None
-        self.weights = HeldWeights(name, self.connection, fetch, self.metrics, self._may_move if evaluates else None)
+        self.weights = WeightUpdater(name, self.connection, fetch, self.metrics, self._may_move if evaluates else None)
         self.requests = RequestQueue(
             slots, self.metrics, truncated_sampling=truncated_sampling, on_engine_error=self._check_soon
         )

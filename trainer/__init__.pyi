@@ -67,7 +67,6 @@ from .meeting import own_store as own_store
 from .mesh import Mesh as Mesh
 from .objective import Objective as Objective
 from .objective import Targets as Targets
-from .outlet import Outlet as Outlet
 from .packing import Pack as Pack
 from .packing import empty_pack as empty_pack
 from .packing import join_rows as join_rows

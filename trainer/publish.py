@@ -16,13 +16,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from penstock.rollout_server.engines import find_model
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
-from penstock.trainer.outlet import Outlet
 from penstock.trainer.ranks import Ranks
 from penstock.trainer.timeline import PUBLISH, Timeline
 from penstock.trainer.torch_thread import TorchThread
 from penstock.transfer_queue import Announcement
+from penstock.weight_sync import WeightFiles
 
 POLL_S = 0.1
 """Between two looks of the other ranks whether rank 0 has published."""
@@ -42,7 +43,7 @@ class Publisher:
         self._engine = engine
         self._ranks = ranks
         self._in_torch = in_torch
-        self._outlet = Outlet(job) if ranks.first else None
+        self._files = _weight_files(job) if ranks.first else None
         self._task: asyncio.Task[None] | None = None
         self.published = 0
         """Newest version that the queue has, or will have when `settle` returns."""
@@ -62,9 +63,9 @@ class Publisher:
                 f"the checkpoint is of version {version}, the queue is at {self.published}: they are not of one run. "
                 "Start a run with a new name, or bring back the queue's data"
             )
-        if self._outlet is not None:
-            await self._outlet.open()
-            await self._move_announcement(self._outlet)
+        if self._files is not None:
+            await self._files.open()
+            await self._move_announcement(self._files)
         await self.announce(version)
         await self.settle()
 
@@ -80,7 +81,7 @@ class Publisher:
             return
         weights = await self._in_torch(self._copied)
         self.published = max(version, self.published)
-        if self._outlet is not None:
+        if self._files is not None:
             work = self._timed_write(version, weights, renew)
             self._task = asyncio.create_task(work, name=f"publish version {version}")
 
@@ -125,24 +126,26 @@ class Publisher:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._outlet is not None:
-            await self._outlet.close()
+        if self._files is not None:
+            await self._files.close()
 
     async def _timed_write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
         with self._timeline.during(PUBLISH, "publish", version):
             await self._write(version, weights, renew)
 
     async def _write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
-        assert self._outlet is not None
+        assert self._files is not None
         began = time.monotonic()
         settings = self._engine.adapter_settings
         if settings is None:
-            manifest = await asyncio.to_thread(self._outlet.write, version, _taken(weights))
+            manifest = await asyncio.to_thread(self._files.write, version, _taken(weights))
         else:
-            manifest = await asyncio.to_thread(self._outlet.write_adapter, version, _taken(weights), settings)
-        announcement = Announcement(version, self._outlet.with_round(manifest, await self._ready(self._outlet)))
+            manifest = await asyncio.to_thread(self._files.write_adapter, version, _taken(weights), settings)
+        announcement = Announcement(
+            version, self._files.with_broadcast(manifest, await self._ready(self._files)).as_dict()
+        )
         if renew:
-            logger.warning("the weights of version %d were gone; written again to %s", version, self._outlet.directory)
+            logger.warning("the weights of version %d were gone; written again to %s", version, self._files.directory)
             await self._queue.renew_manifest(announcement)
         else:
             await self._queue.publish_version(announcement)
@@ -162,9 +165,9 @@ class Publisher:
         )
         return list(found)
 
-    async def _ready(self, outlet: Outlet) -> int:
-        """Servers that would take part in a round; 0 where there are no rounds."""
-        if not outlet.makes_rounds:
+    async def _ready(self, files: WeightFiles) -> int:
+        """Servers that would join a broadcast; 0 where there are none."""
+        if not files.broadcasts:
             return 0
         return sum(server.accepting and not server.evaluates for server in await self._queue.servers())
 
@@ -173,18 +176,18 @@ class Publisher:
 
     async def _is_gone(self) -> bool | None:
         """Whether nobody could load the current version; version 0 is the model itself and is never announced."""
-        if self._outlet is None:
+        if self._files is None:
             return None
         current = await self._queue.latest_version()
         if current is None or current.version < self.published:
             return self.published > 0
-        return not self._outlet.offers(current.manifest)
+        return not self._files.offers(current.manifest)
 
-    async def _move_announcement(self, outlet: Outlet) -> None:
+    async def _move_announcement(self, files: WeightFiles) -> None:
         """A trainer that came back serves the announced files elsewhere: say where, servers may be waiting for them."""
         current = await self._queue.latest_version()
-        if current is not None and (moved := outlet.moved(current.manifest)) is not None:
-            await self._queue.renew_manifest(Announcement(current.version, moved))
+        if current is not None and (moved := files.moved(current.manifest)) is not None:
+            await self._queue.renew_manifest(Announcement(current.version, moved.as_dict()))
 
 
 def _taken(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -192,3 +195,15 @@ def _taken(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     weights.reverse()
     while weights:
         yield weights.pop()
+
+
+def _weight_files(job: TrainJob) -> WeightFiles:
+    return WeightFiles(
+        job.weights_dir,
+        job.transport,
+        token=job.token,
+        host=job.weights_host,
+        port=job.weights_port,
+        full_every=job.weights_full_every,
+        model=find_model(job.model) if job.config.lora.rank else None,
+    )

@@ -49,14 +49,14 @@ class FileServer:
         host: str = "127.0.0.1",
         port: int = 0,
         *,
-        rounds: Broadcaster | None = None,
+        broadcaster: Broadcaster | None = None,
         pattern: re.Pattern[str] = FILE_NAME,
         share_from_bytes: int = SHARE_FROM_BYTES,
     ) -> None:
         self._directory = Path(directory)
         self._token = token
         self._host, self._port = host, port
-        self._rounds, self._pattern = rounds, pattern
+        self._broadcaster, self._pattern = broadcaster, pattern
         self._share_from_bytes = share_from_bytes
         self._turns = TransferScheduler()
         self._runner: web.AppRunner | None = None
@@ -70,7 +70,7 @@ class FileServer:
         app = web.Application(middlewares=[self._authorised])
         app.router.add_get("/{name}", self._send)
         app.router.add_put("/{name}", self._note_holder)
-        if self._rounds is not None:
+        if self._broadcaster is not None:
             app.router.add_post("/rounds/{name}", self._give_seat)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=STOP_S)
         await self._runner.setup()
@@ -79,8 +79,8 @@ class FileServer:
         self.url = f"http://{_url_host(self._host)}:{port}"
 
     async def stop(self) -> None:
-        if self._rounds is not None:
-            await self._rounds.close()
+        if self._broadcaster is not None:
+            await self._broadcaster.close()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -116,10 +116,10 @@ class FileServer:
         return web.Response(status=204)
 
     async def _give_seat(self, request: web.Request) -> web.Response:
-        assert self._rounds is not None
+        assert self._broadcaster is not None
         transport = request.transport
         try:
-            seat = await self._rounds.join(
+            seat = await self._broadcaster.join(
                 request.match_info["name"], lambda: transport is not None and not transport.is_closing()
             )
         except BroadcastClosed as error:

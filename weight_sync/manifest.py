@@ -122,7 +122,7 @@ class Manifest:
             tensors = tuple(_parse_entry(entry) for entry in fields["tensors"])
             own = (version, fields.get("base_version"), str(fields[place]), fields["bytes"], fields.get("xxh3", ""))
             chain = [ChainFile(**file) for file in fields.get("chain", ())]
-            adapter = AdapterSpec(**fields["adapter"]) if fields.get("adapter") is not None else None
+            adapter = AdapterSpec(**fields["adapter"]) if "adapter" in fields else None
         except (TypeError, AttributeError) as error:
             raise WeightsRefused(f"version {version}: the manifest cannot be read: {error}") from error
         files = (*chain, ChainFile(*own, state_of(tensors)))

@@ -1,4 +1,4 @@
-"""Broadcaster of several sides in turn, and what they come to."""
+"""Rounds of several sides in turn, and what they come to."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Pair:
         self._loads: list[Child] = []
         self._publishers: list[WeightPublisher] = []
         self._versions = [0, 0]
-        self.manifests: list[dict[str, Any]] = [{}, {}]
+        self.manifests: list[Any] = [None, None]
         """Of what each server was told last."""
 
     async def start(self, stack: AsyncExitStack, redis: tuple[str, str]) -> None:
@@ -114,7 +114,7 @@ class Pair:
         await make_ready(server.queue, version)
         await asyncio.sleep(SETTLE_S + BEFORE_S)
         announced = time.perf_counter()
-        await server.queue.publish_version(Announcement(version, manifest))
+        await server.queue.publish_version(Announcement(version, manifest.as_dict()))
         report = await _reported(server, version)
         return report, (announced, time.perf_counter())
 
@@ -218,10 +218,10 @@ async def _direct(pair: Pair, number: int) -> float:
     server, manifest = pair.servers[number], pair.manifests[number]
     async with _session(server.address("vllm")) as http:
         await _post(http, "/start_weight_update")
-        await _post(http, "/update_weights", {"update_info": {**manifest, "phase": "fetch"}})
+        await _post(http, "/update_weights", {"update_info": {"manifest": manifest.as_dict(), "phase": "fetch"}})
         await _until_quiet(server.engine_pids())
         began = time.perf_counter()
-        await _post(http, "/update_weights", {"update_info": {**manifest, "phase": "load"}})
+        await _post(http, "/update_weights", {"update_info": {"manifest": manifest.as_dict(), "phase": "load"}})
         await _post(http, "/finish_weight_update")
         return time.perf_counter() - began
 

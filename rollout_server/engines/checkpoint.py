@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from penstock.rollout_server.import_without_torch import no_torch
 from penstock.rollout_server.protocol import EngineError
-from penstock.weight_sync import WeightsRefused
+from penstock.weight_sync import Manifest, WeightsRefused
 
 Shapes = dict[str, tuple[int, ...]]
 _OUTPUT_HEAD = "lm_head.weight"
@@ -51,7 +49,7 @@ def tensor_shapes(model: str) -> Shapes:
     return shapes
 
 
-def check_complete(manifest: Mapping[str, Any], shapes: Shapes) -> None:
+def check_complete(manifest: Manifest, shapes: Shapes) -> None:
     """Refuse a version that is not exactly this model's tensors. Raises `WeightsRefused` naming the first that differs.
 
     An engine that is given a part of a fused layer fills the rest with whatever was in memory, and says nothing.
@@ -61,27 +59,27 @@ def check_complete(manifest: Mapping[str, Any], shapes: Shapes) -> None:
     if not shapes:
         return
     _check_tied_head(manifest, shapes)
-    given = {entry["name"]: tuple(entry["shape"]) for entry in manifest["tensors"]}
+    given = {entry.name: entry.shape for entry in manifest.tensors}
     for name in sorted((shapes.keys() ^ given.keys()) - {_OUTPUT_HEAD}):
         problem = "is missing" if name in shapes else "does not belong to the model"
-        raise WeightsRefused(f"version {manifest['version']}: tensor {name!r} {problem}")
+        raise WeightsRefused(f"version {manifest.version}: tensor {name!r} {problem}")
     for name in sorted(shapes.keys() & given.keys()):
         if shapes[name] != given[name]:
             raise WeightsRefused(
-                f"version {manifest['version']}: tensor {name!r} has shape {list(given[name])},"
+                f"version {manifest.version}: tensor {name!r} has shape {list(given[name])},"
                 f" the model's has {list(shapes[name])}"
             )
 
 
-def _check_tied_head(manifest: Mapping[str, Any], shapes: Shapes) -> None:
+def _check_tied_head(manifest: Manifest, shapes: Shapes) -> None:
     """A head that the model folder does not have is its embedding: engines load either one, and drop the other."""
-    given = {entry["name"]: entry for entry in manifest["tensors"]}
+    given = manifest.entries
     embedding = next((name for name in given if name.endswith(_EMBEDDING)), None)
     if _OUTPUT_HEAD in shapes or _OUTPUT_HEAD not in given or embedding is None:
         return
-    if given[_OUTPUT_HEAD]["xxh3"] != given[embedding]["xxh3"]:
+    if given[_OUTPUT_HEAD].xxh3 != given[embedding].xxh3:
         raise WeightsRefused(
-            f"version {manifest['version']}: tensors {embedding!r} and {_OUTPUT_HEAD!r} are tied but differ"
+            f"version {manifest.version}: tensors {embedding!r} and {_OUTPUT_HEAD!r} are tied but differ"
         )
 
 

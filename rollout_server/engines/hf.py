@@ -18,7 +18,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,8 @@ import penstock
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.server_process import Child
 from penstock.rollout_server.pictures import read_pictures
-from penstock.rollout_server.protocol import (
-    Chunk,
-    EngineError,
-    EngineInfo,
-    GenerateRequest,
-    LoadReport,
-    Sampling,
-    fit_request,
-)
-from penstock.weight_sync import WeightsRefused
+from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, GenerateRequest, Sampling, fit_request
+from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 
 LINE_LIMIT_BYTES = 256 << 20
 PING_S = 10.0
@@ -248,10 +240,10 @@ class HFEngine:
             raise item
         return item
 
-    async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:
+    async def load_weights(self, manifest: Manifest) -> LoadReport:
         """See `Engine.load_weights`; one at a time."""
         async with self._one_load_at_a_time:
-            reply = await self._call("load", LOAD_S, manifest=dict(manifest))
+            reply = await self._call("load", LOAD_S, manifest=manifest.as_dict())
         if reply["refused"] is not None:
             raise WeightsRefused(reply["refused"])
         return LoadReport(**reply["report"])

@@ -36,8 +36,8 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines import hf_batch as hf_attention
 from penstock.rollout_server.engines.hf_batch import Batcher
 from penstock.rollout_server.engines.hf_vision import VisionBatcher
-from penstock.rollout_server.protocol import EngineInfo, ImageRef, LoadReport, Sampling
-from penstock.weight_sync import WeightReader, WeightsRefused, checksum, dtype_name, entries
+from penstock.rollout_server.protocol import EngineInfo, ImageRef, Sampling
+from penstock.weight_sync import LoadReport, Manifest, WeightReader, WeightsRefused, checksum, dtype_name
 
 logger = logging.getLogger("penstock.hf")
 TICK_S = 0.12
@@ -66,18 +66,18 @@ class Copy:
         return checksum(self.target) == self.xxh3
 
 
-def plan_copies(model: torch.nn.Module, manifest: Mapping[str, Any], host: Mapping[str, torch.Tensor]) -> list[Copy]:
+def plan_copies(model: torch.nn.Module, manifest: Manifest, host: Mapping[str, torch.Tensor]) -> list[Copy]:
     """Copies that fill every tensor of the model's state exactly once. Raises `WeightsRefused` naming the tensor.
 
     Tied tensors (one storage, several names) may come under any of their names, or under all if they agree.
     """
-    wanted, targets = entries(manifest), model.state_dict()
-    version = manifest["version"]
+    wanted, targets = manifest.entries, model.state_dict()
+    version = manifest.version
     copies: dict[int, Copy] = {}
     for name, source in host.items():
         if name not in targets:
             raise WeightsRefused(f"version {version}: the model has no tensor {name!r}")
-        copy = _plan_one(version, name, targets[name], source, wanted[name]["xxh3"])
+        copy = _plan_one(version, name, targets[name], source, wanted[name].xxh3)
         twin = copies.setdefault(targets[name].data_ptr(), copy)
         if twin.xxh3 != copy.xxh3:
             raise WeightsRefused(f"version {version}: tensors {twin.name!r} and {name!r} are tied but differ")
@@ -186,18 +186,18 @@ class HFServer:
 
     async def _load(self, call: int, manifest: Mapping[str, Any]) -> None:
         try:
-            report = await asyncio.to_thread(self._load_blocking, manifest)
+            report = await asyncio.to_thread(self._load_blocking, Manifest.parse(manifest))
         except WeightsRefused as error:
             self._send({"event": "reply", "call": call, "refused": str(error)})
         else:
             self._send({"event": "reply", "call": call, "refused": None, "report": report.model_dump()})
 
-    def _load_blocking(self, manifest: Mapping[str, Any]) -> LoadReport:
+    def _load_blocking(self, manifest: Manifest) -> LoadReport:
         """fetch and verify (decoding goes on) → pause → copy, verify what the model holds, version → resume."""
         started = time.perf_counter()
         copies = plan_copies(self.model, manifest, self._weights.read(manifest))
         fetch_s = time.perf_counter() - started
-        pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest["version"])
+        pause_s, load_s, in_flight = self.batcher.swap(lambda: _run(copies), manifest.version)
         return LoadReport(
             version=self.batcher.sampler.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight
         )

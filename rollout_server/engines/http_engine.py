@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -31,16 +31,8 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import tensor_shapes, vocab_size
 from penstock.rollout_server.engines.http_stream import AnswerStream, NotAdmitted, version_of
 from penstock.rollout_server.engines.server_process import ChildServer
-from penstock.rollout_server.protocol import (
-    Chunk,
-    EngineError,
-    EngineInfo,
-    GenerateRequest,
-    LoadReport,
-    Sampling,
-    fit_request,
-)
-from penstock.weight_sync import WeightsRefused
+from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, GenerateRequest, Sampling, fit_request
+from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 
 HEALTH_S = 15.0
 """A busy machine may keep a sound server from answering for seconds; ending it would cost far more than waiting."""
@@ -112,7 +104,7 @@ class HttpEngine(ABC):
         """The last lines of the server's log, and how it ended."""
         return self.server.tail()
 
-    async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:
+    async def load_weights(self, manifest: Manifest) -> LoadReport:
         """See `HttpWeights.swap`."""
         self._check_running()
         return await self.weights.swap(manifest)
@@ -209,7 +201,7 @@ class HttpWeights(ABC, Generic[Fetched]):
         """What can be verified and what cannot, on the weights that the server came up with; limits in words."""
 
     @abstractmethod
-    def _fetch(self, manifest: Mapping[str, Any]) -> AbstractAsyncContextManager[Fetched]:
+    def _fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Fetched]:
         """Verify every byte, name and shape while decoding goes on. Raises `WeightsRefused`."""
 
     @abstractmethod
@@ -241,7 +233,7 @@ class HttpWeights(ABC, Generic[Fetched]):
             limits.append(f"{self.model} has no safetensors to compare with: incomplete versions are not detected")
         return limits
 
-    async def swap(self, manifest: Mapping[str, Any]) -> LoadReport:
+    async def swap(self, manifest: Manifest) -> LoadReport:
         """Fetch, verify, pause, load, verify again, resume.
 
         `WeightsRefused`: nothing was touched, the old weights serve. `EngineError`: the server's state is unknown, so
@@ -251,7 +243,7 @@ class HttpWeights(ABC, Generic[Fetched]):
             begin = time.monotonic()
             async with self._fetch(manifest) as fetched:
                 fetch_s = time.monotonic() - begin
-                pause_s, load_s, in_flight = await self._swap_or_end(int(manifest["version"]), fetched)
+                pause_s, load_s, in_flight = await self._swap_or_end(manifest.version, fetched)
         return LoadReport(version=self.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight)
 
     async def _swap_or_end(self, version: int, fetched: Fetched) -> tuple[float, float, int]:

@@ -38,7 +38,7 @@ from penstock.rollout_server.engines.http_stream import AnswerStream, version_of
 from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.engines.sglang_server import SGLangServer
 from penstock.rollout_server.protocol import BadRequest, EngineError, FinishReason, GenerateRequest, Sampling
-from penstock.weight_sync import WeightsRefused
+from penstock.weight_sync import Manifest, WeightsRefused
 
 ABORT_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 """How long the server may take to note that an answer is not wanted any more."""
@@ -111,19 +111,19 @@ class VersionReader:
         self._shapes = shapes
         self._reader = WeightReader()
 
-    def read(self, manifest: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    def read(self, manifest: Manifest) -> tuple[int, Mapping[str, Any]]:
         """(descriptor of a safetensors file with the whole version, its tensors). Raises `WeightsRefused`.
 
         The descriptor is the caller's to close. A trainer that deletes the file meanwhile changes nothing.
         """
         tensors = self._reader.read(manifest)
         check_complete(manifest, self._shapes)
-        if manifest.get("base_version") is not None:
+        if manifest.base_version is not None:
             return file_in_memory(tensors), tensors
         try:
-            return os.open(manifest["path"], os.O_RDONLY | os.O_CLOEXEC), tensors
+            return os.open(manifest.place, os.O_RDONLY | os.O_CLOEXEC), tensors
         except OSError as error:
-            raise WeightsRefused(f"version {manifest['version']}: {manifest['path']}: {error.strerror}") from error
+            raise WeightsRefused(f"version {manifest.version}: {manifest.place}: {error.strerror}") from error
 
 
 def file_in_memory(tensors: Mapping[str, Any]) -> int:
@@ -221,12 +221,12 @@ class SGLangWeights(HttpWeights[Fetched]):
         return [f"what {part} hold is verified after loading, of the others before it only: ranks hold parts of them"]
 
     @asynccontextmanager
-    async def _fetch(self, manifest: Mapping[str, Any]) -> AsyncGenerator[Fetched]:
+    async def _fetch(self, manifest: Manifest) -> AsyncGenerator[Fetched]:
         file, expected = await asyncio.to_thread(self._read, manifest)
-        with shown_as_folder(file, self.server.folder / f"weights-{manifest['version']}") as folder:
+        with shown_as_folder(file, self.server.folder / f"weights-{manifest.version}") as folder:
             yield folder, expected
 
-    def _read(self, manifest: Mapping[str, Any]) -> tuple[int, dict[str, str]]:
+    def _read(self, manifest: Manifest) -> tuple[int, dict[str, str]]:
         file, tensors = self._reader.read(manifest)
         return file, expected_checksums(tensors, self.checked, self.config.dtype)
 

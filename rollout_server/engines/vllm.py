@@ -19,7 +19,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from penstock.rollout_server.engines.server_process import (
 )
 from penstock.rollout_server.engines.vllm_plugin import BACKEND, REFUSED
 from penstock.rollout_server.protocol import BadRequest, EngineError, FinishReason, GenerateRequest, Sampling
-from penstock.weight_sync import WeightsRefused
+from penstock.weight_sync import Manifest, WeightsRefused
 
 MODEL_NAME = "policy"
 KEEP_ALIVE_S = 60
@@ -173,7 +173,7 @@ class VLLMStream(AnswerStream):
         self._end(_FINISH[choice["finish_reason"]], reported)
 
 
-class VLLMWeights(HttpWeights[Mapping[str, Any]]):
+class VLLMWeights(HttpWeights[Manifest]):
     """By our weight-transfer engine in vLLM's workers (`vllm_weights`), which is told of manifests."""
 
     version_path = "/weight_info"
@@ -185,13 +185,13 @@ class VLLMWeights(HttpWeights[Mapping[str, Any]]):
         return []
 
     @asynccontextmanager
-    async def _fetch(self, manifest: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
+    async def _fetch(self, manifest: Manifest) -> AsyncGenerator[Manifest]:
         """The workers read and verify in the background: what is left of it later would lengthen the pause."""
         check_complete(manifest, self.shapes)
         report = Path(tempfile.mkdtemp(prefix="read-", dir=self.server.folder))
         await self.server.call("POST", "/start_weight_update")
         try:
-            await self._tell({**manifest, "report": str(report)}, "fetch")
+            await self._update(manifest, "fetch", report=str(report))
             await self._until_read(report)
         except WeightsRefused:
             await self.server.call("POST", "/finish_weight_update")  # ends the session, without a label
@@ -213,9 +213,9 @@ class VLLMWeights(HttpWeights[Mapping[str, Any]]):
     async def _pause(self) -> None:
         await self.server.call("POST", f"/pause?{PAUSES[self.config.pause]}")  # returns when vLLM is idle
 
-    async def _load(self, version: int, fetched: Mapping[str, Any]) -> None:
+    async def _load(self, version: int, fetched: Manifest) -> None:
         try:
-            await self._tell(fetched, "load")
+            await self._update(fetched, "load")
         except EngineError as error:
             # Of several ranks one may have refused what the others loaded: then the server must end.
             _, refused, reason = str(error).partition(REFUSED)
@@ -224,14 +224,15 @@ class VLLMWeights(HttpWeights[Mapping[str, Any]]):
             raise
         await self.server.call("POST", "/finish_weight_update", {"weight_version": str(version)})
 
-    async def _verify(self, fetched: Mapping[str, Any]) -> None:
+    async def _verify(self, fetched: Manifest) -> None:
         """The workers loaded verified bytes by vLLM's own layer-wise reload, which fails where one is left over."""
 
     async def _resume(self) -> None:
         await self.server.call("POST", "/resume")
 
-    async def _tell(self, manifest: Mapping[str, Any], phase: str) -> None:
-        await self.server.call("POST", "/update_weights", {"update_info": {**manifest, "phase": phase}})
+    async def _update(self, manifest: Manifest, phase: str, *, report: str = "") -> None:
+        info = {"manifest": manifest.as_dict(), "phase": phase, "report": report}
+        await self.server.call("POST", "/update_weights", {"update_info": info})
 
 
 def _said(report: Path) -> list[str]:

@@ -22,7 +22,7 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.rollout_server.engines.verify_loaded import compare_held
 from penstock.rollout_server.engines.vllm_plugin import REFUSED
-from penstock.weight_sync import WeightReader, WeightsRefused
+from penstock.weight_sync import Manifest, WeightReader, WeightsRefused
 
 Tensors = dict[str, torch.Tensor]
 _OUTPUT_HEAD = "lm_head.weight"
@@ -53,21 +53,14 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """A manifest's fields, and which half of the update this is."""
+    """A version, and which half of its update this is."""
 
-    version: int
-    transport: str
-    path: str
-    bytes: int
-    tensors: list[dict[str, Any]]
+    manifest: dict[str, Any]
+    """`Manifest.as_dict`, with a path."""
     phase: Literal["fetch", "load"]
     report: str = ""
     """Folder in which each worker says, by a file of its process number, how its reading ended: why it refuses, or
     nothing. vLLM's routes have no answer that could say it while decoding goes on."""
-    xxh3: str = ""
-    base_version: int | None = None
-    chain: list[dict[str, Any]] = field(default_factory=list)
-    deltas_follow: bool = False
 
 
 class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -81,7 +74,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         super().__init__(*arguments)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._weights = WeightReader()
-        self._fetched: tuple[str, Future[Tensors]] | None = None
+        self._fetched: tuple[Manifest, Future[Tensors]] | None = None
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Files need no rendezvous."""
@@ -98,10 +91,11 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Fetch or load. Raises `WeightsRefused` before anything is touched where the bytes do not verify."""
+        manifest = Manifest.parse(update_info.manifest)
         if update_info.phase == "fetch":
-            self._fetch(update_info)
+            self._fetch(manifest, update_info.report)
         else:
-            self._load(update_info.version, self._take_fetched(update_info))
+            self._load(manifest.version, self._take_fetched(manifest))
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: `receive_weights` finalised the layers, so that no half-loaded state outlives it."""
@@ -110,13 +104,12 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """vLLM ends the worker."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _fetch(self, update_info: FileUpdateInfo) -> Future[Tensors]:
-        manifest = asdict(update_info)
-        future = self._reader.submit(self._read, manifest, manifest.pop("report"))
-        self._fetched = (update_info.path, future)
+    def _fetch(self, manifest: Manifest, report: str = "") -> Future[Tensors]:
+        future = self._reader.submit(self._read, manifest, report)
+        self._fetched = (manifest, future)
         return future
 
-    def _read(self, manifest: dict[str, Any], report: str) -> Tensors:
+    def _read(self, manifest: Manifest, report: str) -> Tensors:
         refused = ""
         try:
             return self._weights.read(manifest)
@@ -127,10 +120,10 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             if report:
                 _say(Path(report), refused)
 
-    def _take_fetched(self, update_info: FileUpdateInfo) -> Tensors:
-        path, future = self._fetched or ("", None)
-        if future is None or path != update_info.path:
-            future = self._fetch(update_info)
+    def _take_fetched(self, manifest: Manifest) -> Tensors:
+        fetched, future = self._fetched or (None, None)
+        if future is None or fetched != manifest:
+            future = self._fetch(manifest)
         self._fetched = None  # where no deltas follow, the host copy goes with the load
         try:
             return future.result()

@@ -27,11 +27,13 @@ from penstock.rollout_server import (
     RolloutConfig,
     Sampling,
     ServerJob,
+    fake_manifest,
     join_chunks,
     next_token,
     serve,
 )
 from penstock.transfer_queue import Announcement, QueueUnavailable, ServerInfo, Status, WeightUpdate
+from penstock.weight_sync import Manifest
 
 VOCAB = 512
 TOKEN = "a-token-of-this-run"
@@ -88,7 +90,7 @@ class Reference:
             for name, tensor in self.first.items()
         }
 
-    def publish(self, version: int, tensors: dict[str, Any]) -> dict[str, Any]:
+    def publish(self, version: int, tensors: dict[str, Any]) -> Manifest:
         return self.publisher.write(version, tensors.items())
 
     def logprobs(self, context: list[int], sampled: list[int], temperature: float = 1.0) -> list[float]:
@@ -190,8 +192,8 @@ class StubQueue:
         if self.down:
             raise QueueUnavailable("the stub is down")
 
-    def announce(self, version: int, **manifest: Any) -> None:
-        self.announced = Announcement(version, {"version": version, **manifest})
+    def announce(self, version: int, damaged: str = "") -> None:
+        self.announced = Announcement(version, fake_manifest(version, damaged))
 
     async def latest_version(self) -> Announcement | None:
         self._check()

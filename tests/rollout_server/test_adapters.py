@@ -56,7 +56,8 @@ class Subject:
     versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def publish(self, policy: PeftPolicy) -> dict[str, Any]:
-        return self.publisher.write_adapter(next(self.versions), policy.tensors().items(), policy.config())
+        found = self.publisher.write_adapter(next(self.versions), policy.tensors().items(), policy.config())
+        return found.as_dict()
 
     def announce(self, manifest: dict[str, Any]) -> int:
         self.server.queue.announced = Announcement(manifest["version"], manifest)
@@ -185,7 +186,7 @@ async def test_a_full_version_after_an_adapter_is_loaded_as_it_is(
     subject: Subject, policy: PeftPolicy, reference: Reference
 ) -> None:
     await subject.load(subject.publish(policy))
-    manifest = subject.publisher.write(next(subject.versions), reference.first.items())
+    manifest = subject.publisher.write(next(subject.versions), reference.first.items()).as_dict()
     version = await subject.load(manifest)
     greedy = await subject.ask()
     assert greedy.version_spans == [(version, 0, 16)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import httpx
 import pytest
 from tests.rollout_server.conftest import TOKEN, RunningServer, StubQueue, rollout_server
 
-from penstock.rollout_server import FakeEngine, LoadReport
+from penstock.rollout_server import FakeEngine
 from penstock.transfer_queue import Announcement
+from penstock.weight_sync import LoadReport, Manifest
 
 torch = pytest.importorskip("torch")
 
@@ -29,8 +29,8 @@ class ReadingEngine(FakeEngine):
         self.reader = WeightReader()
         self.held: dict[str, Any] = {}
 
-    async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:
-        assert manifest["transport"] == "shm"
+    async def load_weights(self, manifest: Manifest) -> LoadReport:
+        assert manifest.transport == "shm"
         self.held = await asyncio.to_thread(self.reader.read, manifest)
         return await super().load_weights(manifest)
 
@@ -54,7 +54,7 @@ async def test_versions_are_pulled_and_the_files_go_with_the_server(tmp_path: Pa
     async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
         for version in range(1, 6):
             weights[version] = -1
-            queue.announced = Announcement(version, publisher.write(version, {"w": weights}.items()))
+            queue.announced = Announcement(version, publisher.write(version, {"w": weights}.items()).as_dict())
             await server.until(lambda version=version: server.engine.version == version)
             assert torch.equal(server.engine.held["w"], weights)
         # Each file came once; the fetch is in the report.
@@ -74,10 +74,10 @@ async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(tmp_pat
             manifest = publisher.write(version, {"w": weights}.items())
             if version in (1, 4, 8):  # 2, 3, 5, 6 and 7 are never seen; 7 is full, 8 builds on it
                 before = server.engine.reader.bytes_read if version > 1 else 0
-                queue.announced = Announcement(version, manifest)
+                queue.announced = Announcement(version, manifest.as_dict())
                 await server.until(lambda version=version: server.engine.version == version)
                 assert torch.equal(server.engine.held["w"], weights)
-                files = [link["bytes"] for link in manifest["chain"]] + [manifest["bytes"]]
+                files = [file.bytes for file in manifest.files]
                 expected = {1: files[0], 4: sum(files[1:]), 8: sum(files)}[version]
                 assert server.engine.reader.bytes_read - before == expected
         # A link of the chain is gone, and this server holds the state before it: the full version and what follows.
@@ -85,23 +85,23 @@ async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(tmp_pat
         publisher.write(9, {"w": weights}.items())
         weights[0] = 8
         manifest = publisher.write(10, {"w": weights}.items())
-        Path(manifest["chain"][-1]["place"]).unlink()
-        queue.announced = Announcement(10, manifest)
+        Path(manifest.files[-2].place).unlink()
+        queue.announced = Announcement(10, manifest.as_dict())
         while "weights refused, version 8 stays" not in (await health(server))["cause"]:
             await asyncio.sleep(0.02)
         assert "penstock_rollout_version_lag 2.0" in await metrics(server)
         assert (await health(server))["ok"]
         for version in range(11, 14):
             manifest = publisher.write(version, {"w": weights}.items())
-        assert manifest["base_version"] is None
-        queue.announced = Announcement(13, manifest)
+        assert manifest.base_version is None
+        queue.announced = Announcement(13, manifest.as_dict())
         await server.until(lambda: server.engine.version == 13)
         assert torch.equal(server.engine.held["w"], weights)
 
 
 async def test_servers_take_part_in_a_round_and_hand_on_what_they_have(tmp_path: Path) -> None:
     queue, rounds = StubQueue(), Broadcaster(window_s=20)
-    files = FileServer(tmp_path / "published", TOKEN, rounds=rounds)
+    files = FileServer(tmp_path / "published", TOKEN, broadcaster=rounds)
     await files.start()
     publisher = WeightPublisher(files._directory, "collective", full_every=3, base_url=files.url)
     weights = torch.arange(1000.0)
@@ -112,8 +112,8 @@ async def test_servers_take_part_in_a_round_and_hand_on_what_they_have(tmp_path:
         for version in range(1, 5):
             weights[version] = -1
             manifest = publisher.write(version, {"w": weights}.items())
-            name = rounds.offer(files._directory / manifest["url"].rpartition("/")[2], 2)
-            queue.announced = Announcement(version, {**manifest, "round": f"{files.url}/rounds/{name}"})
+            name = rounds.offer(files._directory / manifest.files[-1].name, 2)
+            queue.announced = Announcement(version, manifest.as_dict() | {"round": f"{files.url}/rounds/{name}"})
             for server in (first, second):
                 await server.until(lambda server=server, version=version: server.engine.version == version)
                 assert torch.equal(server.engine.held["w"], weights)
@@ -131,7 +131,7 @@ async def test_a_trainer_that_is_away_is_waited_for_and_old_weights_serve(tmp_pa
     publisher = WeightPublisher(files._directory, "http", base_url=files.url)
     await files.stop()
     async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
-        queue.announced = Announcement(1, publisher.write(1, {"w": torch.ones(9)}.items()))
+        queue.announced = Announcement(1, publisher.write(1, {"w": torch.ones(9)}.items()).as_dict())
         while "weights not fetched, version 0 stays" not in (await health(server))["cause"]:
             await asyncio.sleep(0.02)
         assert (await health(server))["ok"]

@@ -233,7 +233,7 @@ async def test_kills_of_engines_and_servers_lose_nothing(
     tiny_model: str, reference: Reference, redis: RedisServer, tmp_path: Path
 ) -> None:
     def write(version: int) -> dict[str, Any]:
-        return reference.publish(version, reference.other(version))
+        return reference.publish(version, reference.other(version)).as_dict()
 
     scene, seconds = await play("hf", redis, tiny_model, tmp_path / "servers", write, KILLS)
     check_whole(scene)

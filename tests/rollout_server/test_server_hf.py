@@ -65,7 +65,7 @@ async def test_updates_under_load_interrupt_nobody(
     asking = asyncio.create_task(ask_all(client, 450))
     await all_sampling(server.url, 12)
     for version in (1, 2):
-        server.queue.announced = Announcement(version, reference.publish(version, reference.other(version)))
+        server.queue.announced = Announcement(version, reference.publish(version, reference.other(version)).as_dict())
         await server.until(lambda wanted=version: server.queue.registered["s0"].version == wanted)
     answers = await asking
     assert sum(answer.continued_over_update for answer in answers) >= 6
@@ -79,7 +79,7 @@ async def test_a_killed_engine_comes_back_with_the_newest_weights_and_answers_ar
     server: RunningServer, client: RolloutClient, reference: Reference
 ) -> None:
     """Seeded noise hangs on the position: an answer that was cut and resumed must equal one that was not."""
-    server.queue.announced = Announcement(1, reference.publish(1, reference.other(1)))
+    server.queue.announced = Announcement(1, reference.publish(1, reference.other(1)).as_dict())
     await server.until(lambda: server.queue.registered["s0"].version == 1)
     whole = await ask_all(client, 400)
     asking = await begun(client, [ask(i, 400) for i in range(12)])

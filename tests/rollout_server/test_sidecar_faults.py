@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,13 @@ from penstock.rollout_server import (
     EngineError,
     FakeEngine,
     GenerateRequest,
-    LoadReport,
     RolloutClient,
     Sampling,
     bound_logs,
-    held_weights,
     sidecar,
 )
 from penstock.transfer_queue import ServerInfo
-from penstock.weight_sync import WeightsRefused
+from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 
 
 @pytest.fixture
@@ -167,9 +165,9 @@ class Picky(FakeEngine):
 
     willing = False
 
-    async def load_weights(self, manifest: Mapping[str, Any]) -> LoadReport:
+    async def load_weights(self, manifest: Manifest) -> LoadReport:
         if not self.willing:
-            raise WeightsRefused(f"version {manifest['version']}: no")
+            raise WeightsRefused(f"version {manifest.version}: no")
         return await super().load_weights(manifest)
 
 
@@ -254,7 +252,7 @@ async def test_being_behind_for_long_counts_as_well(
     queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sidecar, "HEALTH_S", 0.05)
-    monkeypatch.setattr(held_weights, "STRAGGLER_S", 0.2)
+    monkeypatch.setattr("penstock.weight_sync.updater.STRAGGLER_S", 0.2)
     queue.registered["other"] = ServerInfo("other", "http://127.0.0.1:9", 2)
     async with rollout_server(queue, tmp_path, new_engine=Picky) as server:
         await refuse(server, range(1, 2))

@@ -27,7 +27,7 @@ from penstock.trainer import (
 )
 from penstock.trainer.job import BadJob
 from penstock.transfer_queue import DataCursor
-from penstock.weight_sync import read_verified
+from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
 
@@ -83,7 +83,7 @@ async def test_versions_are_the_models_own_tensors_and_the_last_is_the_final_mod
 ) -> None:
     job = make_job(tmp_path, tiny_model)
     await train(job)
-    published = read_verified(job.queue.announced[-1].manifest)
+    published = read_verified(Manifest.parse(job.queue.announced[-1].manifest))
     assert published.keys() == load_file(Path(tiny_model) / "model.safetensors").keys()
     for name, tensor in final_weights(job).items():
         assert torch.equal(tensor, published[name])
@@ -96,7 +96,7 @@ async def test_an_untied_head_is_published_too_and_in_the_engines_dtype(tmp_path
     model = save_tiny_model(tmp_path / "model", tokenizer=True, tie_word_embeddings=False)
     job = make_job(tmp_path, model, {"steps": 1}, publish_dtype="bfloat16")
     await train(job)
-    published = read_verified(job.queue.announced[-1].manifest)
+    published = read_verified(Manifest.parse(job.queue.announced[-1].manifest))
     assert "lm_head.weight" in published
     assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
 
@@ -149,7 +149,7 @@ async def test_weights_that_went_with_the_machine_are_written_anew(tmp_path: Pat
     job.queue.crash_at = "before:publish:4"
     with pytest.raises(Crash):
         await train(job)
-    lost = read_verified(job.queue.announced[-1].manifest)
+    lost = read_verified(Manifest.parse(job.queue.announced[-1].manifest))
     for path in job.weights_dir.iterdir():
         path.unlink()
     await train(job)
@@ -171,14 +171,14 @@ async def test_versions_are_changes_of_the_one_before_and_a_new_trainer_begins_w
     with pytest.raises(Crash):
         await train(job)
     before = len(job.queue.announced)
-    assert read_verified(job.queue.announced[-1].manifest), "who joins late finds the whole chain"
+    assert read_verified(Manifest.parse(job.queue.announced[-1].manifest)), "who joins late finds the whole chain"
     await train(job)
     check_accounts(job)
-    bases = [announced.manifest["base_version"] for announced in job.queue.announced]
+    bases = [announced.manifest.base_version for announced in job.queue.announced]
     assert bases[:3] == [None, 1, 2]
     assert bases[before] is None
     assert job.queue.renewed == []
-    published = read_verified(job.queue.announced[-1].manifest)
+    published = read_verified(Manifest.parse(job.queue.announced[-1].manifest))
     assert all(torch.equal(tensor.bfloat16(), published[name]) for name, tensor in final_weights(job).items())
 
 

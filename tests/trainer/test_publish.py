@@ -15,7 +15,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from penstock.trainer import (
-    Outlet,
     Publisher,
     Ranks,
     TorchThread,
@@ -23,7 +22,7 @@ from penstock.trainer import (
     TrainJob,
 )
 from penstock.transfer_queue import Announcement, Limits, ServerInfo
-from penstock.weight_sync import Downloader, NoSpace, read_verified
+from penstock.weight_sync import Downloader, Manifest, NoSpace, WeightFiles, read_verified
 
 pytestmark = pytest.mark.torch
 TOKEN = "the-token-of-this-run"
@@ -107,13 +106,13 @@ async def test_steps_go_on_while_a_version_is_written(
 ) -> None:
     setting = await open_setting()
     may_write = threading.Event()
-    write = Outlet.write
+    write = WeightFiles.write
 
-    def write_when_told(self: Outlet, *arguments: Any) -> dict[str, Any]:
+    def write_when_told(self: WeightFiles, *arguments: Any) -> Manifest:
         assert may_write.wait(30)
         return write(self, *arguments)
 
-    monkeypatch.setattr(Outlet, "write", write_when_told)
+    monkeypatch.setattr(WeightFiles, "write", write_when_told)
     await setting.step(1)  # back before a byte is written
     setting.engine.step()  # the next step changes the weights
     assert setting.queue.announced == []
@@ -124,7 +123,7 @@ async def test_steps_go_on_while_a_version_is_written(
     await following
     await setting.publisher.settle()
     assert [announced.version for announced in setting.queue.announced] == [1, 2]
-    assert read_verified(setting.queue.announced[1].manifest)["w"][0] == 2
+    assert read_verified(Manifest.parse(setting.queue.announced[1].manifest))["w"][0] == 2
 
 
 async def test_the_version_that_is_written_is_the_one_of_its_step(
@@ -132,13 +131,13 @@ async def test_the_version_that_is_written_is_the_one_of_its_step(
 ) -> None:
     setting = await open_setting()
     may_write = threading.Event()
-    write = Outlet.write
-    monkeypatch.setattr(Outlet, "write", lambda *arguments: may_write.wait(30) and write(*arguments))
+    write = WeightFiles.write
+    monkeypatch.setattr(WeightFiles, "write", lambda *arguments: may_write.wait(30) and write(*arguments))
     await setting.step(1)
     setting.engine.step()
     may_write.set()
     await setting.publisher.settle()
-    assert read_verified(setting.queue.announced[0].manifest)["w"][0] == 1
+    assert read_verified(Manifest.parse(setting.queue.announced[0].manifest))["w"][0] == 1
 
 
 async def test_no_room_is_said_at_the_next_step_and_the_old_version_stays_announced(
@@ -154,14 +153,14 @@ async def test_no_room_is_said_at_the_next_step_and_the_old_version_stays_announ
         with pytest.raises(NoSpace, match=r"0 MiB free.*rollout\.weight_transport"):
             await setting.publisher.settle()
     assert setting.queue.version == 1
-    assert read_verified(setting.queue.announced[0].manifest)["w"][0] == 1
+    assert read_verified(Manifest.parse(setting.queue.announced[0].manifest))["w"][0] == 1
 
 
 async def test_a_round_is_offered_to_the_servers_that_are_ready(
     open_setting: Callable[..., Any], tmp_path: Path
 ) -> None:
     setting = await open_setting("collective")
-    setting.publisher._outlet._rounds._window_s = 20  # it ends as soon as the one that is ready has asked
+    setting.publisher._files._broadcaster._window_s = 20  # it ends as soon as the one that is ready has asked
     await setting.step(1)
     await setting.publisher.settle()
     assert "round" not in setting.queue.announced[0].manifest, "nobody is there"
@@ -171,9 +170,9 @@ async def test_a_round_is_offered_to_the_servers_that_are_ready(
     ]
     await setting.step(2)
     await setting.publisher.settle()
-    manifest = setting.queue.announced[1].manifest
+    manifest = Manifest.parse(setting.queue.announced[1].manifest)
     ready, late = (Downloader(tmp_path / name, TOKEN) for name in ("s0", "s1"))
     assert read_verified(await asyncio.to_thread(ready.localise, manifest))["w"][0] == 2
-    assert ready.bytes_received["rounds"] == manifest["bytes"]
+    assert ready.bytes_received["rounds"] == manifest.bytes
     await asyncio.to_thread(late.localise, manifest)
     assert late.bytes_received["rounds"] == 0, "one was ready, one had a seat"

@@ -18,7 +18,7 @@ from trainer_support import assert_books_balance, make_job, make_trajectory, wri
 
 from penstock.trainer import RecentBatches, TrainJob, saver, train
 from penstock.transfer_queue import BatchLog, memory
-from penstock.weight_sync import read_verified
+from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
 STEPS = 6
@@ -208,7 +208,7 @@ async def test_after_catching_up_the_weights_are_announced_anew(
     assert "the weights of version 4 were gone; written again" in caplog.text
     found = await job.queue.latest_version()
     assert (found.version, (await job.queue.status()).committed_step) == (4, 4)
-    read_verified(found.manifest)
+    read_verified(Manifest.parse(found.manifest))
 
 
 async def test_a_queue_further_behind_than_the_checkpoint_remembers_is_refused(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.rollout_server.conftest import tiny_model  # noqa: F401 (a fixture)
 
 TOKEN = "the-token-of-this-run"
 OpenRoute = Callable[..., Awaitable[Any]]
@@ -29,14 +31,14 @@ class Route:
         self.downloaders: dict[str, Any] = {}
         self.readers: dict[str, Any] = {}
 
-    def publish(self, version: int, tensors: dict[str, Any], expected: int = 1) -> dict[str, Any]:
+    def publish(self, version: int, tensors: dict[str, Any], expected: int = 1) -> Any:
         """Under ``collective`` from the event loop, and with a round."""
         manifest = self.publisher.write(version, tensors.items())
         if self.rounds and (name := self.rounds.offer(self.file(manifest), expected)):
-            manifest["round"] = f"{self.server.url}/rounds/{name}"
+            manifest = replace(manifest, broadcast=f"{self.server.url}/rounds/{name}")
         return manifest
 
-    def receive(self, manifest: dict[str, Any], server: str = "s0") -> dict[str, Any]:
+    def receive(self, manifest: Any, server: str = "s0") -> dict[str, Any]:
         """What that server holds after this version. Blocks; the trainer's server runs in the event loop."""
         from penstock.weight_sync import Downloader, WeightReader
 
@@ -46,9 +48,9 @@ class Route:
         received: dict[str, Any] = self.readers[server].read(self.downloaders[server].localise(manifest))
         return received
 
-    def file(self, manifest: dict[str, Any]) -> Path:
+    def file(self, manifest: Any) -> Path:
         """The version's own, at the publisher."""
-        return self.published / str(manifest.get("path") or manifest["url"]).rpartition("/")[2]
+        return self.published / manifest.files[-1].name
 
 
 @pytest.fixture
@@ -63,12 +65,26 @@ async def open_route(tmp_path: Path) -> AsyncIterator[OpenRoute]:
             if transport in ("shm", "disk"):
                 return Route(tmp_path, transport, full_every)
             rounds = Broadcaster(bucket_bytes=10_000) if transport == "collective" else None
-            server = FileServer(tmp_path / "published", TOKEN, rounds=rounds, share_from_bytes=0)
+            server = FileServer(tmp_path / "published", TOKEN, broadcaster=rounds, share_from_bytes=0)
             await server.start()
             stack.push_async_callback(server.stop)
             return Route(tmp_path, transport, full_every, server, rounds)
 
         yield open_one
+
+
+def altered(manifest: Any, change: Callable[[dict[str, Any]], object]) -> Any:
+    """The manifest after `change` of its plain form."""
+    from penstock.weight_sync import Manifest
+
+    plain = manifest.as_dict()
+    change(plain)
+    return Manifest.parse(plain)
+
+
+def other_checksum(plain: dict[str, Any]) -> None:
+    """Of the first tensor."""
+    plain["tensors"][0]["xxh3"] = "0" * 16
 
 
 def small_tensors(seed: int = 0) -> dict[str, Any]:

@@ -28,16 +28,18 @@ class ServerProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
 
-    async def ask(self, manifest: dict[str, Any], stop_after: int | None = None) -> None:
+    async def ask(self, manifest: Any, stop_after: int | None = None) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"manifest": manifest, "stop_after": stop_after}).encode() + b"\n")
+        self.process.stdin.write(
+            json.dumps({"manifest": manifest.as_dict(), "stop_after": stop_after}).encode() + b"\n"
+        )
         await self.process.stdin.drain()
 
     async def hear(self) -> Any:
         assert self.process.stdout is not None
         return json.loads(await asyncio.wait_for(self.process.stdout.readline(), 60))
 
-    async def fetch(self, manifest: dict[str, Any]) -> Any:
+    async def fetch(self, manifest: Any) -> Any:
         await self.ask(manifest)
         return await self.hear()
 
@@ -71,7 +73,7 @@ def state(tensors: dict[str, Any]) -> dict[str, float]:
 
 
 def _serve(folder: Path, serves: str) -> None:
-    from penstock.weight_sync import Downloader, PeerServer, WeightReader, WeightsRefused, WeightsUnreachable
+    from penstock.weight_sync import Downloader, Manifest, PeerServer, WeightReader, WeightsRefused, WeightsUnreachable
 
     peers = PeerServer(folder, TOKEN, "127.0.0.1") if serves == "serves" else None
     downloader, reader = Downloader(folder, TOKEN, deadline_s=30, serves=peers.start() if peers else ""), WeightReader()
@@ -80,7 +82,7 @@ def _serve(folder: Path, serves: str) -> None:
         request = json.loads(line)
         _stop_after(request["stop_after"])
         try:
-            tensors = reader.read(downloader.localise(request["manifest"]))
+            tensors = reader.read(downloader.localise(Manifest.parse(request["manifest"])))
             answer: dict[str, Any] = {"holds": state(tensors)}
         except (WeightsRefused, WeightsUnreachable) as error:
             answer = {"error": str(error)}
@@ -107,12 +109,12 @@ async def _train(folder: Path, port: int, seed: int) -> None:
     from penstock.weight_sync import Broadcaster, FileServer, WeightPublisher
 
     rounds = Broadcaster(window_s=60, bucket_bytes=BUCKET_BYTES, silence_s=SILENCE_S)
-    server = FileServer(folder, TOKEN, port=port, rounds=rounds)
+    server = FileServer(folder, TOKEN, port=port, broadcaster=rounds)
     await server.start()
     publisher = WeightPublisher(folder, "collective", base_url=server.url)
     manifest = publisher.write(1, big(seed).items())
     name = rounds.offer(folder / "weights-00000001.safetensors", 2)
-    print(json.dumps({**manifest, "round": f"{server.url}/rounds/{name}"}), flush=True)
+    print(json.dumps(manifest.as_dict() | {"round": f"{server.url}/rounds/{name}"}), flush=True)
     await asyncio.Event().wait()
 
 

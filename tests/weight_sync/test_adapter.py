@@ -20,6 +20,7 @@ from tests.rollout_server.peft_policy import PeftPolicy
 from penstock.weight_sync import (
     AdapterConfig,
     BadAdapter,
+    Manifest,
     Merger,
     WeightPublisher,
     WeightReader,
@@ -60,7 +61,7 @@ def test_the_merged_version_is_what_peft_merges(
 ) -> None:
     policy = PeftPolicy(tiny_model, **settings)
     policy.train(3, seed=0)
-    manifest = json.loads(json.dumps(publish(publisher, 1, policy)))
+    manifest = Manifest.parse(json.loads(json.dumps(publish(publisher, 1, policy).as_dict())))
     held = read_verified(merger.merge(manifest))
     expected, base = policy.merged(), load_file(Path(tiny_model) / "model.safetensors")
     assert held.keys() == base.keys()
@@ -82,9 +83,9 @@ def test_each_adapter_replaces_the_one_before(tiny_model: str, publisher: Weight
             read_verified(merged)[f"{Q}.weight"], policy.merged()[f"{Q}.weight"], rtol=0, atol=2e-6
         )
         assert [path.name for path in merger.directory.iterdir()] == [f"merged-{version:08d}.safetensors"]
-    written_ns = Path(merged["path"]).stat().st_mtime_ns
+    written_ns = Path(merged.place).stat().st_mtime_ns
     assert merger.merge(publish(publisher, 3, policy)) == merged  # asked for again: an engine that was restarted
-    assert Path(merged["path"]).stat().st_mtime_ns == written_ns
+    assert Path(merged.place).stat().st_mtime_ns == written_ns
 
 
 def test_the_file_has_the_share_of_its_rank_and_peft_s_names(tmp_path: Path, publisher: WeightPublisher) -> None:
@@ -97,8 +98,8 @@ def test_the_file_has_the_share_of_its_rank_and_peft_s_names(tmp_path: Path, pub
     tensors |= {f"base_model.model.{name}.lora_B.weight": torch.randn(1024, 8) for name in names}
     manifest = wide.write_adapter(1, tensors.items(), {"r": 8, "lora_alpha": 16})
     full = (folder / "model.safetensors").stat().st_size
-    assert manifest["bytes"] / full == pytest.approx(2 * 8 / 1024, rel=0.02)
-    with safe_open(manifest["path"], framework="pt") as file:
+    assert manifest.bytes / full == pytest.approx(2 * 8 / 1024, rel=0.02)
+    with safe_open(manifest.place, framework="pt") as file:
         assert set(file.keys()) == tensors.keys()
 
 
@@ -133,7 +134,7 @@ def test_full_versions_and_deltas_go_on_around_adapters(tiny_model: str, tmp_pat
         weights["model.norm.weight"][version] += 1
         adapter = version == 4
         manifest = publish(publisher, version, policy) if adapter else publisher.write(version, weights.items())
-        assert (manifest["base_version"] is None) == (version in (1, 4, 5))
+        assert (manifest.base_version is None) == (version in (1, 4, 5))
         held = reader.read(merger.merge(manifest) if adapter else manifest)
         expected = policy.merged() if adapter else weights
         torch.testing.assert_close(held[f"{Q}.weight"], expected[f"{Q}.weight"], rtol=0, atol=2e-6)
@@ -166,7 +167,7 @@ def test_a_manifest_without_settings_is_refused(tiny_model: str, publisher: Weig
     manifest = publish(publisher, 1, PeftPolicy(tiny_model))
     for adapter in (None, {}, {"config": ["r"], "base": ""}, {"config": {"r": 8, "lora_alpha": 32}}):
         with pytest.raises(WeightsRefused, match="version 1"):
-            merger.merge(manifest | {"adapter": adapter})
+            merger.merge(Manifest.parse(manifest.as_dict() | {"adapter": adapter}))
 
 
 def test_every_setting_of_this_peft_is_known(tiny_model: str) -> None:
@@ -220,16 +221,16 @@ def test_wrong_tensors_are_refused_by_name_on_both_sides(
         manifest = publisher.write_adapter(2, tensors.items(), policy.config())
     with pytest.raises(WeightsRefused, match=text):
         merger.merge(manifest)
-    assert Path(good["path"]).is_file()
+    assert Path(good.place).is_file()
 
 
 def test_damaged_bytes_are_refused_by_name(tiny_model: str, publisher: WeightPublisher, merger: Merger) -> None:
     policy = PeftPolicy(tiny_model)
     manifest = publish(publisher, 1, policy)
-    data = bytearray(Path(manifest["path"]).read_bytes())
+    data = bytearray(Path(manifest.place).read_bytes())
     data[-2] ^= 0xFF
-    Path(manifest["path"]).write_bytes(data)
-    with pytest.raises(WeightsRefused, match=manifest["tensors"][-1]["name"]):
+    Path(manifest.place).write_bytes(data)
+    with pytest.raises(WeightsRefused, match=manifest.tensors[-1].name):
         merger.merge(manifest)
 
 

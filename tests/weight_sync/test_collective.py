@@ -1,4 +1,4 @@
-"""Broadcaster with real processes: who is ready gets the bytes together; what dies in the middle costs that round only."""
+"""Broadcasts between real processes: ready servers get the bytes together; a death costs that broadcast only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from tests.weight_sync.processes import (
 
 torch = pytest.importorskip("torch")
 
-from penstock.weight_sync import Broadcaster, FileServer
+from dataclasses import replace
+
+from penstock.weight_sync import Broadcaster, FileServer, Manifest
 
 pytestmark = pytest.mark.torch
 
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.torch
 @pytest.fixture
 async def trainer(tmp_path: Path) -> AsyncIterator[Route]:
     rounds = Broadcaster(window_s=60, bucket_bytes=BUCKET_BYTES, silence_s=SILENCE_S)
-    server = FileServer(tmp_path / "published", TOKEN, rounds=rounds)
+    server = FileServer(tmp_path / "published", TOKEN, broadcaster=rounds)
     await server.start()
     yield Route(tmp_path, "collective", 1, server, rounds)
     await server.stop()
@@ -56,7 +58,7 @@ async def test_ready_servers_have_it_from_the_round_and_nothing_else(
         reports = await asyncio.gather(*(server.fetch(manifest) for server in servers))
         assert [report["holds"] for report in reports] == [state(big(version))] * 2
         assert [report["bytes"] for report in reports] == [
-            {"trainer": 0, "peers": 0, "rounds": version * manifest["bytes"]}
+            {"trainer": 0, "peers": 0, "rounds": version * manifest.bytes}
         ] * 2
         await trainer.rounds.settle()
         assert trainer.rounds.last == (2, 2)
@@ -75,7 +77,7 @@ async def test_a_member_lost_in_the_middle_costs_the_round_and_no_more(
     report = await servers[0].hear()
     assert report["holds"] == state(big(1))
     assert report["bytes"]["rounds"] >= BUCKET_BYTES, "what came of the round counts"
-    assert report["bytes"]["trainer"] == manifest["bytes"] - report["bytes"]["rounds"]
+    assert report["bytes"]["trainer"] == manifest.bytes - report["bytes"]["rounds"]
     await trainer.rounds.settle()
     # The same trainer, the next version, and the lost server's successor on its folder.
     await servers[1].kill()
@@ -93,13 +95,13 @@ async def test_who_comes_late_is_not_waited_for_and_takes_the_file(
     trainer: Route, servers: list[ServerProcess]
 ) -> None:
     manifest = trainer.publish(1, big(1), expected=1)
-    assert (await servers[0].fetch(manifest))["bytes"]["rounds"] == manifest["bytes"]
+    assert (await servers[0].fetch(manifest))["bytes"]["rounds"] == manifest.bytes
     report = await servers[1].fetch(manifest)
     assert report["holds"] == state(big(1))
-    assert report["bytes"] == {"trainer": manifest["bytes"], "peers": 0, "rounds": 0}
+    assert report["bytes"] == {"trainer": manifest.bytes, "peers": 0, "rounds": 0}
     # Of a round that nobody joined, and of one that was never opened, likewise.
     await trainer.rounds.settle()
-    manifest = {**trainer.publish(2, big(2)), "round": f"{trainer.server.url}/rounds/another"}
+    manifest = replace(trainer.publish(2, big(2)), broadcast=f"{trainer.server.url}/rounds/another")
     assert (await servers[1].fetch(manifest))["holds"] == state(big(2))
 
 
@@ -108,12 +110,12 @@ async def test_a_server_that_left_before_the_round_began_is_not_counted_on(
     trainer: Route, servers: list[ServerProcess]
 ) -> None:
     manifest = trainer.publish(1, big(1), expected=2)
-    asking = asyncio.create_task(_join(manifest["round"], TOKEN))
+    asking = asyncio.create_task(_join(manifest.broadcast, TOKEN))
     while not trainer.rounds._round.members:
         await asyncio.sleep(0.01)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    assert (await servers[0].fetch(manifest))["bytes"]["rounds"] == manifest["bytes"]
+    assert (await servers[0].fetch(manifest))["bytes"]["rounds"] == manifest.bytes
     await trainer.rounds.settle()
     assert trainer.rounds.last == (1, 1)
 
@@ -129,7 +131,7 @@ async def test_the_trainer_killed_in_the_middle_is_waited_for_and_nothing_comes_
         for server in (first, second):
             await server.hear()
         async with started("trainer", published, port, 1) as trainer:
-            manifest = await trainer.hear()
+            manifest = Manifest.parse(await trainer.hear())
             await second.ask(manifest, stop_after=2 * BUCKET_BYTES)
             await first.ask(manifest)
             assert await second.hear() == "in the middle"
@@ -137,18 +139,18 @@ async def test_the_trainer_killed_in_the_middle_is_waited_for_and_nothing_comes_
         report = await first.hear()
         assert "given up after 5 attempts" in report["error"]
         assert (came := report["bytes"]["rounds"]) >= BUCKET_BYTES
-        server = FileServer(published, TOKEN, port=port, rounds=Broadcaster())
+        server = FileServer(published, TOKEN, port=port, broadcaster=Broadcaster())
         await server.start()
         report = await first.fetch(manifest)
         assert report["holds"] == state(big(1))
-        assert report["bytes"] == {"trainer": manifest["bytes"] - came, "peers": 0, "rounds": came}
+        assert report["bytes"] == {"trainer": manifest.bytes - came, "peers": 0, "rounds": came}
         await server.stop()
 
 
 async def test_a_round_asks_for_the_token_and_holds_one_version_at_a_time(trainer: Route) -> None:
     manifest = trainer.publish(1, big(1))
-    assert (await _join(manifest["round"], "another")).status_code == 401
-    assert "round" not in trainer.publish(2, big(2)), "the first one's window is open"
+    assert (await _join(manifest.broadcast, "another")).status_code == 401
+    assert not trainer.publish(2, big(2)).broadcast, "the first one's window is open"
 
 
 async def _join(url: str, token: str) -> Any:

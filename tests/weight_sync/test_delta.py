@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from penstock.weight_sync import (
     BadDelta,
+    Manifest,
     WeightPublisher,
     WeightReader,
     WeightsRefused,
@@ -142,20 +143,20 @@ def test_a_delta_is_small_and_exact_and_what_is_mostly_different_ships_whole(tmp
     first = tensors(0)
     second = touched(first, 3, 700) | {"count": tensors(5)["count"]}
     full, delta = publish(tmp_path, {1: first, 2: second})
-    assert (full["base_version"], full["chain"], full["deltas_follow"]) == (None, [], True)
-    assert (delta["base_version"], [link["version"] for link in delta["chain"]]) == (1, [1])
-    table = {entry[0]: entry[1:4] for entry in json.loads(_header(Path(delta["path"]))["__metadata__"]["changes"])}
+    assert (full.base_version, len(full.files), full.deltas_follow) == (None, 1, True)
+    assert (delta.base_version, [file.version for file in delta.files]) == (1, [1, 2])
+    table = {entry[0]: entry[1:4] for entry in json.loads(_header(Path(delta.place))["__metadata__"]["changes"])}
     assert table == {"embed": ["gaps8", 4, 4], "count": ["whole", 0, 800]}
     reader = WeightReader()
     assert equal(reader.read(full), first)
     assert equal(reader.read(delta), second)
-    assert reader.bytes_read == full["bytes"] + delta["bytes"]
+    assert reader.bytes_read == full.bytes + delta.bytes
     assert equal(read_verified(delta), second)  # who joins late
 
 
 def test_every_nth_is_full_and_without_it_all_are(tmp_path: Path) -> None:
     versions = {v: touched(tensors(), v) for v in range(1, 8)}
-    assert [m["base_version"] for m in publish(tmp_path / "a", versions, full_every=3)] == [
+    assert [m.base_version for m in publish(tmp_path / "a", versions, full_every=3)] == [
         None,
         1,
         2,
@@ -165,8 +166,8 @@ def test_every_nth_is_full_and_without_it_all_are(tmp_path: Path) -> None:
         None,
     ]
     always = publish(tmp_path / "b", versions, full_every=1)
-    assert [m["base_version"] for m in always] == [None] * 7
-    assert not any(m["deltas_follow"] for m in always)
+    assert [m.base_version for m in always] == [None] * 7
+    assert not any(m.deltas_follow for m in always)
 
 
 def test_no_host_copy_is_kept_where_no_deltas_follow(tmp_path: Path) -> None:
@@ -179,12 +180,12 @@ def test_no_host_copy_is_kept_where_no_deltas_follow(tmp_path: Path) -> None:
 def test_what_a_delta_cannot_say_ships_full(tmp_path: Path) -> None:
     publisher = WeightPublisher(tmp_path, "shm", full_every=100)
     publisher.write(1, tensors(0).items())
-    assert publisher.write(2, tensors(9).items())["base_version"] == 1  # the empty tensor and the flags save something
-    assert publisher.write(2, tensors(0).items())["base_version"] is None, "the same number again"
+    assert publisher.write(2, tensors(9).items()).base_version == 1  # the empty tensor and the flags save something
+    assert publisher.write(2, tensors(0).items()).base_version is None, "the same number again"
     other = tensors(0) | {"embed": tensors(0)["embed"].float()}
-    assert publisher.write(3, other.items())["base_version"] is None, "another dtype"
-    assert publisher.write(4, {"all": torch.zeros(9)}.items())["base_version"] is None, "other tensors"
-    assert publisher.write(5, {"all": torch.ones(9)}.items())["base_version"] is None, "all of it changed"
+    assert publisher.write(3, other.items()).base_version is None, "another dtype"
+    assert publisher.write(4, {"all": torch.zeros(9)}.items()).base_version is None, "other tensors"
+    assert publisher.write(5, {"all": torch.ones(9)}.items()).base_version is None, "all of it changed"
 
 
 def test_the_trainer_may_change_in_place_what_it_gave(tmp_path: Path) -> None:
@@ -203,7 +204,7 @@ def test_a_server_that_missed_links_applies_those_behind_what_it_holds(tmp_path:
     reader.read(manifests[1])
     before = reader.bytes_read
     assert equal(reader.read(manifests[5]), versions[6])
-    assert reader.bytes_read - before == sum(manifest["bytes"] for manifest in manifests[2:])
+    assert reader.bytes_read - before == sum(manifest.bytes for manifest in manifests[2:])
 
 
 def test_a_chain_begun_anew_is_taken_from_its_full_version(tmp_path: Path) -> None:
@@ -220,7 +221,7 @@ def test_a_link_that_is_gone_in_the_middle_does_not_matter_to_who_is_behind_it(t
     manifests = publish(tmp_path, versions)
     reader = WeightReader()
     reader.read(manifests[2])
-    Path(manifests[1]["path"]).unlink()
+    Path(manifests[1].place).unlink()
     assert equal(reader.read(manifests[3]), versions[4])
     with pytest.raises(WeightsRefused, match=r"weights-00000002.delta.*No such file"):
         read_verified(manifests[3])
@@ -240,7 +241,7 @@ def test_a_new_trainer_begins_with_a_full_version_and_leaves_the_announced_one(t
     manifests = publish(tmp_path, {v: touched(tensors(), v) for v in range(1, 4)}, keep=2)
     publisher = WeightPublisher(tmp_path, "shm", keep=2, full_every=8)
     assert equal(read_verified(manifests[-1]), touched(tensors(), 3))
-    assert publisher.write(4, tensors().items())["base_version"] is None
+    assert publisher.write(4, tensors().items()).base_version is None
     assert equal(read_verified(manifests[-1]), touched(tensors(), 3))
     publisher.write(3, touched(tensors(), 9).items())  # taken back: 4 goes, and so does the delta that was 3
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -251,41 +252,41 @@ def test_a_new_trainer_begins_with_a_full_version_and_leaves_the_announced_one(t
 
 
 # damage --------------------------------------------------------------------------------------------------------------
-def flip_last(path: Path, _manifest: dict[str, Any]) -> str:
+def flip_last(path: Path, _plain: dict[str, Any]) -> str:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     return r"the change of tensor 'count' has checksum"
 
 
-def truncate(path: Path, _manifest: dict[str, Any]) -> str:
+def truncate(path: Path, _plain: dict[str, Any]) -> str:
     path.write_bytes(path.read_bytes()[:-1])
     return "bytes, the manifest says"
 
 
-def later_format(path: Path, _manifest: dict[str, Any]) -> str:
+def later_format(path: Path, _plain: dict[str, Any]) -> str:
     path.write_bytes(path.read_bytes().replace(b'"delta/1"', b'"delta/2"'))
     return "is in format 'delta/2', this server reads 'delta/1'"
 
 
-def cut_table(path: Path, _manifest: dict[str, Any]) -> str:
+def cut_table(path: Path, _plain: dict[str, Any]) -> str:
     path.write_bytes(path.read_bytes().replace(b"gaps8", b"gapsX"))
     return "unknown encoding"
 
 
-def wrong_name(path: Path, _manifest: dict[str, Any]) -> str:
+def wrong_name(path: Path, _plain: dict[str, Any]) -> str:
     path.write_bytes(path.read_bytes().replace(b'\\"embed', b'\\"ember'))
     return "'ember', which the version before does not have"
 
 
-def other_target(_path: Path, manifest: dict[str, Any]) -> str:
-    manifest["tensors"][0]["xxh3"] = "0" * 16
+def other_target(_path: Path, plain: dict[str, Any]) -> str:
+    plain["tensors"][0]["xxh3"] = "0" * 16
     return "tensor 'embed' has checksum"
 
 
-def no_chain(_path: Path, manifest: dict[str, Any]) -> str:
-    manifest["chain"] = []
-    return "the link 2 is on 1, before it is None"
+def no_chain(_path: Path, plain: dict[str, Any]) -> str:
+    plain["chain"] = []
+    return "the chain's file 2 is on 1"
 
 
 @pytest.mark.parametrize(
@@ -300,9 +301,10 @@ def test_damage_is_refused_by_name_and_the_next_full_version_is_taken(
     full, delta, third = publish(tmp_path, {1: tensors(0), 2: second, 3: tensors(3)}, full_every=2)
     reader = WeightReader()
     reader.read(full)
-    message = damage(Path(delta["path"]), delta)
+    plain = delta.as_dict()
+    message = damage(Path(delta.place), plain)
     with pytest.raises(WeightsRefused, match=message):
-        reader.read(delta)
+        reader.read(Manifest.parse(plain))
     assert equal(reader.read(third), tensors(3))
 
 
@@ -311,12 +313,12 @@ def test_what_is_held_is_not_taken_for_a_version_after_half_an_update(tmp_path: 
     manifests = publish(tmp_path, versions)
     reader = WeightReader()
     reader.read(manifests[0])
-    whole = Path(manifests[2]["path"]).read_bytes()
-    flip_last(Path(manifests[2]["path"]), manifests[2])
+    whole = Path(manifests[2].place).read_bytes()
+    flip_last(Path(manifests[2].place), {})
     with caplog.at_level(logging.WARNING), pytest.raises(WeightsRefused, match="'embed'"):
         reader.read(manifests[2])  # version 2 is applied by then, twice: to what was held, and to the full version
     assert "is read from its full version on" in caplog.text
-    Path(manifests[2]["path"]).write_bytes(whole)
+    Path(manifests[2].place).write_bytes(whole)
     assert equal(reader.read(manifests[2]), versions[3])
 
 
@@ -347,6 +349,6 @@ def test_two_hundred_real_updates_at_1e6_are_exact_and_a_tenth_of_the_bytes(tmp_
         published = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.named_parameters()}
         manifest = publisher.write(version, published.items())
         assert equal(reader.read(manifest), published)
-        sizes[manifest["base_version"] is None].append(manifest["bytes"])
+        sizes[manifest.base_version is None].append(manifest.bytes)
     assert len(sizes[True]) == 4
     assert max(sizes[False]) <= 0.10 * min(sizes[True])

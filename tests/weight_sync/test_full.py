@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -11,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
+
+from tests.weight_sync.conftest import altered
 
 from penstock.weight_sync import (
     NoSpace,
@@ -38,10 +39,10 @@ def test_round_trip_is_bit_exact_and_ordinary_safetensors(tmp_path: Path, transp
     sent = tensors()
     manifest = WeightPublisher(tmp_path, transport).write(3, sent.items())
     received = read_verified(manifest)
-    plain = safetensors_torch.load_file(manifest["path"])
-    assert manifest["version"] == 3
-    assert manifest["transport"] == transport
-    assert [entry["name"] for entry in manifest["tensors"]] == list(sent)
+    plain = safetensors_torch.load_file(manifest.place)
+    assert manifest.version == 3
+    assert manifest.transport == transport
+    assert [entry.name for entry in manifest.tensors] == list(sent)
     for name, tensor in sent.items():
         assert torch.equal(received[name], tensor)
         assert torch.equal(plain[name], tensor)
@@ -73,7 +74,7 @@ def test_versions_of_a_life_that_was_taken_back_do_not_push_the_present_one_out(
 
 def test_a_changed_byte_is_refused_by_tensor_name(tmp_path: Path) -> None:
     manifest = WeightPublisher(tmp_path, "shm").write(1, tensors().items())
-    path = Path(manifest["path"])
+    path = Path(manifest.place)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -93,23 +94,20 @@ def test_an_entry_that_differs_is_refused_by_tensor_name(
     tmp_path: Path, field: str, value: object, message: str
 ) -> None:
     manifest = WeightPublisher(tmp_path, "shm").write(1, tensors().items())
-    wrong = copy.deepcopy(manifest)
-    wrong["tensors"][1][field] = value
     with pytest.raises(WeightsRefused, match=message):
-        read_verified(wrong)
+        read_verified(altered(manifest, lambda plain: plain["tensors"][1].update({field: value})))
 
 
 def test_missing_extra_truncated_and_gone_are_refused(tmp_path: Path) -> None:
     manifest = WeightPublisher(tmp_path, "shm").write(1, tensors().items())
-    more = copy.deepcopy(manifest)
-    more["tensors"].append({"name": "lm_head", "shape": [1], "dtype": "float32", "xxh3": "0"})
+    more = {"name": "lm_head", "shape": [1], "dtype": "float32", "xxh3": "0"}
     with pytest.raises(WeightsRefused, match="'lm_head' is missing"):
-        read_verified(more)
+        read_verified(altered(manifest, lambda plain: plain["tensors"].append(more)))
     with pytest.raises(WeightsRefused, match="'count' is not in the manifest"):
-        read_verified({**manifest, "tensors": manifest["tensors"][:-1]})
+        read_verified(altered(manifest, lambda plain: plain["tensors"].pop()))
     with pytest.raises(WeightsRefused, match="no field 'path'"):
-        read_verified({"version": 1, "transport": "shm"})
-    path = Path(manifest["path"])
+        altered(manifest, lambda plain: plain.pop("path"))
+    path = Path(manifest.place)
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(WeightsRefused, match="bytes, the manifest says"):
         read_verified(manifest)

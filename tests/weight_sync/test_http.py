@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.weight_sync.conftest import TOKEN, OpenRoute, next_version, small_tensors
+from tests.weight_sync.conftest import TOKEN, OpenRoute, altered, next_version, small_tensors
 from tests.weight_sync.http_parts import cutting_proxy
 
 torch = pytest.importorskip("torch")
@@ -45,14 +45,14 @@ async def test_ranges_and_nothing_but_published_files(tmp_path: Path, server: Fi
     (tmp_path / "published" / "notes.txt").write_text("not for others")
     whole = (tmp_path / "published" / "weights-00000001.safetensors").read_bytes()
     async with httpx.AsyncClient(headers=BEARER, timeout=60) as client:
-        assert (await client.get(manifest["url"])).content == whole
-        part = await client.get(manifest["url"], headers={"Range": "bytes=1000-"})
+        assert (await client.get(manifest.place)).content == whole
+        part = await client.get(manifest.place, headers={"Range": "bytes=1000-"})
         assert (part.status_code, part.content) == (206, whole[1000:])
         for name in ("notes.txt", "weights-00000002.safetensors", "..%2Fnotes.txt", "", "a/b"):
             assert (await client.get(f"{server.url}/{name}")).status_code == 404
-        assert (await client.put(manifest["url"], content=b"x")).status_code == 400
+        assert (await client.put(manifest.place, content=b"x")).status_code == 400
         for method in ("POST", "DELETE"):
-            assert (await client.request(method, manifest["url"], content=b"x")).status_code == 405
+            assert (await client.request(method, manifest.place, content=b"x")).status_code == 405
     assert (tmp_path / "published" / "weights-00000001.safetensors").read_bytes() == whole
 
 
@@ -60,7 +60,7 @@ async def test_ranges_and_nothing_but_published_files(tmp_path: Path, server: Fi
 async def test_without_the_token_nothing_is_said(tmp_path: Path, server: FileServer, given: dict[str, str]) -> None:
     manifest = publish(tmp_path, server.url)
     async with httpx.AsyncClient(headers=given, timeout=60) as client:
-        for url in (manifest["url"], f"{server.url}/weights-00000009.safetensors", f"{server.url}/x/y"):
+        for url in (manifest.place, f"{server.url}/weights-00000009.safetensors", f"{server.url}/x/y"):
             assert (await client.get(url)).status_code == 401
     downloader = Downloader(tmp_path / "s0", "another token", deadline_s=20)
     with pytest.raises(WeightsUnreachable, match="401 the run's token is needed"):
@@ -74,7 +74,7 @@ async def test_a_cut_connection_goes_on_from_what_is_there(tmp_path: Path, serve
         downloader = Downloader(tmp_path / "s0", TOKEN, deadline_s=20)
         local = await asyncio.to_thread(downloader.localise, manifest)
     assert proxy.ranges == [0, 50_000, 50_001, 50_001, 80_001]
-    assert downloader.bytes_received["trainer"] == manifest["bytes"]
+    assert downloader.bytes_received["trainer"] == manifest.bytes
     assert torch.equal(read_verified(local)["embed"], small_tensors()["embed"])
 
 
@@ -84,10 +84,11 @@ async def test_a_server_that_was_killed_goes_on_from_what_its_disk_has(tmp_path:
         manifest = publish(tmp_path, proxy.url)
         with pytest.raises(WeightsUnreachable, match=r"50000 of \d+ bytes.*ended early.*given up after 5 attempts"):
             await asyncio.to_thread(Downloader(tmp_path / "s0", TOKEN, deadline_s=20).localise, manifest)
-    elsewhere = {**manifest, "url": f"{server.url}/weights-00000001.safetensors"}  # the trainer came back, too
+    url = f"{server.url}/weights-00000001.safetensors"  # the trainer came back, too
+    elsewhere = altered(manifest, lambda plain: plain.update(url=url))
     second = Downloader(tmp_path / "s0", TOKEN, deadline_s=20)
     read_verified(await asyncio.to_thread(second.localise, elsewhere))
-    assert second.bytes_received["trainer"] == manifest["bytes"] - 50_000
+    assert second.bytes_received["trainer"] == manifest.bytes - 50_000
 
 
 async def test_nobody_there_and_no_time_are_said(tmp_path: Path, server: FileServer) -> None:
@@ -121,7 +122,7 @@ async def test_each_file_comes_once_and_goes_with_its_chain(open_route: OpenRout
         manifests.append(route.publish(version, tensors))
         await asyncio.to_thread(route.receive, manifests[-1])
     downloader, reader = route.downloaders["s0"], route.readers["s0"]
-    assert downloader.bytes_received["trainer"] == reader.bytes_read == sum(manifest["bytes"] for manifest in manifests)
+    assert downloader.bytes_received["trainer"] == reader.bytes_read == sum(manifest.bytes for manifest in manifests)
     assert sorted(path.name[17:] for path in (tmp_path / "s0").iterdir()) == [
         "weights-00000004.safetensors",
         "weights-00000005.delta.safetensors",
@@ -131,9 +132,11 @@ async def test_each_file_comes_once_and_goes_with_its_chain(open_route: OpenRout
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1/../etc/passwd", "http://127.0.0.1:1/", "weights-1"])
 async def test_an_announcement_cannot_write_elsewhere(tmp_path: Path, server: FileServer, url: str) -> None:
     manifest = publish(tmp_path, server.url)
-    for wrong in ({**manifest, "url": url}, {**manifest, "xxh3": "../../escape"}):
+    for wrong in ({"url": url}, {"xxh3": "../../escape"}):
         with pytest.raises(WeightsRefused, match="is no published file"):
-            Downloader(tmp_path / "s0", TOKEN).localise(wrong)
+            Downloader(tmp_path / "s0", TOKEN).localise(
+                altered(manifest, lambda plain, wrong=wrong: plain.update(wrong))
+            )
 
 
 async def test_a_file_that_is_not_the_announced_one_is_not_kept(tmp_path: Path, server: FileServer) -> None:

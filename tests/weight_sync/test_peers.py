@@ -60,7 +60,7 @@ async def test_one_copy_leaves_the_trainer(trainer: Route, open_peer: OpenPeer) 
         for version in range(1, 5):
             tensors = next_version(tensors, version)
             manifest = trainer.publish(version, tensors)
-            published += manifest["bytes"]
+            published += manifest.bytes
             fetching = [loop.run_in_executor(pool, peer.localise, manifest) for peer in peers]
             for local in await asyncio.gather(*fetching):
                 assert torch.equal(read_verified(local)["embed"], tensors["embed"])
@@ -76,7 +76,7 @@ async def test_small_files_go_to_whoever_asks(tmp_path: Path, open_peer: OpenPee
     for name in ("s0", "s1"):
         downloader, _ = open_peer(name)
         await fetch(downloader, manifest)
-        assert downloader.bytes_received == {"trainer": manifest["bytes"], "peers": 0, "rounds": 0}
+        assert downloader.bytes_received == {"trainer": manifest.bytes, "peers": 0, "rounds": 0}
     await server.stop()
 
 
@@ -86,9 +86,9 @@ async def test_a_peer_that_is_gone_costs_a_try_elsewhere(trainer: Route, open_pe
     await fetch(first, manifest)
     await asyncio.to_thread(_stop_files, its_server)
     assert torch.equal(await fetch(second, manifest), small_tensors()["embed"])
-    assert second.bytes_received == {"trainer": manifest["bytes"], "peers": 0, "rounds": 0}
+    assert second.bytes_received == {"trainer": manifest.bytes, "peers": 0, "rounds": 0}
     assert torch.equal(await fetch(third, manifest), small_tensors()["embed"])
-    assert third.bytes_received["peers"] == manifest["bytes"], "the second one has it now"
+    assert third.bytes_received["peers"] == manifest.bytes, "the second one has it now"
 
 
 async def test_a_peer_that_lies_is_found_out_and_avoided(trainer: Route, open_peer: OpenPeer, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ async def test_a_peer_that_lies_is_found_out_and_avoided(trainer: Route, open_pe
     data[-1] ^= 1
     file.write_bytes(data)
     assert torch.equal(await fetch(second, manifest), small_tensors()["embed"])
-    assert second.bytes_received == {"trainer": manifest["bytes"], "peers": manifest["bytes"], "rounds": 0}
+    assert second.bytes_received == {"trainer": manifest.bytes, "peers": manifest.bytes, "rounds": 0}
 
 
 async def test_a_peer_with_half_a_file_is_gone_on_from_elsewhere(
@@ -112,7 +112,7 @@ async def test_a_peer_with_half_a_file_is_gone_on_from_elsewhere(
     (file,) = (tmp_path / "s0").glob("*-weights-*")
     file.write_bytes(file.read_bytes()[:1000])
     assert torch.equal(await fetch(second, manifest), small_tensors()["embed"])
-    assert second.bytes_received["trainer"] == manifest["bytes"]
+    assert second.bytes_received["trainer"] == manifest.bytes
 
 
 async def test_what_the_trainer_itself_has_wrong_is_refused_by_name_with_peers_too(

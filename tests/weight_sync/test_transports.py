@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.weight_sync.conftest import OpenRoute, Route, next_version, small_tensors
+from tests.weight_sync.conftest import OpenRoute, Route, altered, next_version, other_checksum, small_tensors
 
 torch = pytest.importorskip("torch")
 
@@ -40,7 +40,7 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 async def test_every_version_arrives_bit_for_bit(route: Route) -> None:
     for version, tensors in enumerate(history(9), 1):
         manifest = route.publish(version, tensors)
-        assert manifest["transport"] == route.transport
+        assert manifest.transport == route.transport
         assert same(await asyncio.to_thread(route.receive, manifest), tensors)
 
 
@@ -81,7 +81,7 @@ async def test_an_altered_byte_is_refused_by_name_and_a_later_full_version_is_ta
         await asyncio.to_thread(route.receive, manifest)
     for version in (3, 4, 5):  # the fifth is full everywhere
         manifest = route.publish(version, versions[version - 1])
-    assert manifest["base_version"] is None
+    assert manifest.base_version is None
     assert same(await asyncio.to_thread(route.receive, manifest), versions[4])
 
 
@@ -100,7 +100,6 @@ async def test_a_truncated_file_is_refused_and_a_vanished_one_is_said(route: Rou
 
 
 async def test_an_announcement_that_differs_from_the_file_is_refused_by_name(route: Route) -> None:
-    manifest = route.publish(1, small_tensors())
-    manifest["tensors"][0]["xxh3"] = "0" * 16
+    manifest = altered(route.publish(1, small_tensors()), other_checksum)
     with pytest.raises(WeightsRefused, match="'embed' has checksum"):
         await asyncio.to_thread(route.receive, manifest)

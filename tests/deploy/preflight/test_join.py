@@ -104,15 +104,15 @@ async def test_weights_that_this_machine_cannot_fetch(link: RunConnection, queue
 
 async def test_weights_that_a_server_cannot_fetch(tmp_path: Path) -> None:
     """Published at an address that leads nowhere, as behind a firewall: the server is asked to fetch, and says so."""
-    from penstock.weight_sync import Link as File
-    from penstock.weight_sync import build_manifest
+    from penstock.weight_sync import ChainFile, Manifest
 
     async with LivingRun(tmp_path / "runs", "mine") as run:
         run.beating.cancel()
         link = RunConnection.from_lines((run.root / "connect.env").read_text())
         url = f"http://127.0.0.1:{unused_port()}/weights-00000001.safetensors"
         async for _ in served(run.queue, tmp_path, link.token):
-            await run.train(build_manifest("http", [File(1, None, url, 10, "0" * 16, "0" * 16)], []))
+            file = ChainFile(1, None, url, 10, "0" * 16, "0" * 16)
+            await run.train(Manifest("http", (file,), ()).as_dict())
             found = await asked(link)
         assert not found["server s0 → weights"].ok, found
         assert "weights_host" in found["server s0 → weights"].mend

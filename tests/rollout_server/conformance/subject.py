@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from tests.rollout_server.conftest import VOCAB, Reference, ask, members, small_config, whole
 
-from penstock.rollout_server import Chunk, EngineError, EngineInfo, GenerateRequest, Generation, LoadReport
+from penstock.rollout_server import Chunk, EngineError, EngineInfo, GenerateRequest, Generation
 from penstock.rollout_server.engines import HttpEngine, make_engine
+from penstock.weight_sync import LoadReport
 
 ENGINES = [
     pytest.param("hf", marks=pytest.mark.torch),

@@ -34,7 +34,7 @@ async def test_the_client_goes_on_with_what_an_aborted_answer_has(
     async with rollout_server(queue, tmp_path / "logs", **job) as server:
         asking = [asyncio.create_task(client.generate(ask(prompt(i), 450))) for i in range(6)]
         await all_sampling(server.url, 6)
-        queue.announced = Announcement(1, reference.publish(1, reference.other(1)))
+        queue.announced = Announcement(1, reference.publish(1, reference.other(1)).as_dict())
         answers = await asyncio.gather(*asking)
         await client.close()
     assert [update.in_flight for update in queue.reported] == [0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from tests.rollout_server.conformance.subject import PROMPT, Subject
 from tests.rollout_server.conftest import VOCAB, Reference, ask, whole
 
-from penstock.weight_sync import WeightsRefused
+from penstock.weight_sync import Manifest, WeightsRefused
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 LONG_PROMPT = [(5 * i + 1) % VOCAB for i in range(300)]
@@ -65,7 +64,7 @@ async def test_changes_of_the_version_before_lead_to_exactly_the_new_weights(
         tensors["model.layers.1.self_attn.k_proj.weight"][step::13] -= 0.125
         version = next(subject.versions)
         manifest = reference.publish(version, tensors)
-        kinds.append("full" if manifest["base_version"] is None else "delta")
+        kinds.append("full" if manifest.base_version is None else "delta")
         if step in {2, 6}:  # missed: the next one is applied over its link
             continue
         assert (await subject.engine.load_weights(manifest)).version == version
@@ -88,27 +87,27 @@ async def test_tied_embeddings_load_right_under_one_name_or_both(subject: Subjec
     await exactly(subject, reference, version, both)
 
 
-def break_checksum(manifest: dict[str, Any]) -> str:
-    manifest["tensors"][3]["xxh3"] = "0" * 16
-    return manifest["tensors"][3]["name"]
+def break_checksum(plain: dict[str, Any]) -> str:
+    plain["tensors"][3]["xxh3"] = "0" * 16
+    return plain["tensors"][3]["name"]
 
 
-def break_bytes(manifest: dict[str, Any]) -> str:
-    path = Path(manifest["path"])
+def break_bytes(plain: dict[str, Any]) -> str:
+    path = Path(plain["path"])
     data = bytearray(path.read_bytes())
     data[-2] ^= 0xFF
     path.write_bytes(data)
-    return manifest["tensors"][-1]["name"]
+    return plain["tensors"][-1]["name"]
 
 
-def break_file(manifest: dict[str, Any]) -> str:
-    path = Path(manifest["path"])
+def break_file(plain: dict[str, Any]) -> str:
+    path = Path(plain["path"])
     path.write_bytes(path.read_bytes()[:-100])
     return path.name
 
 
-def lose_file(manifest: dict[str, Any]) -> str:
-    path = Path(manifest["path"])
+def lose_file(plain: dict[str, Any]) -> str:
+    path = Path(plain["path"])
     path.unlink()
     return path.name
 
@@ -118,10 +117,10 @@ async def test_damaged_weights_are_refused_by_name_and_the_old_ones_stay(
     subject: Subject, reference: Reference, damage: Any
 ) -> None:
     version = await subject.hold_first(reference)
-    manifest = copy.deepcopy(reference.publish(next(subject.versions), reference.other(2)))
-    name = damage(manifest)
+    plain = reference.publish(next(subject.versions), reference.other(2)).as_dict()
+    name = damage(plain)
     with pytest.raises(WeightsRefused, match=name):
-        await subject.engine.load_weights(manifest)
+        await subject.engine.load_weights(Manifest.parse(plain))
     await exactly(subject, reference, version, reference.first)
     assert await subject.engine.healthy()
 

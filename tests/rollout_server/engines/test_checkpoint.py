@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from penstock.rollout_server import EngineError
 from penstock.rollout_server.engines import check_complete, tensor_shapes, vocab_size
-from penstock.weight_sync import WeightsRefused
+from penstock.weight_sync import ChainFile, Manifest, TensorEntry, WeightsRefused
 
 SHAPES = {"embed.weight": (8, 4), "layer.weight": (4, 4)}
 
 
-def manifest(**shapes: list[int]) -> dict[str, Any]:
-    tensors = [{"name": f"{name}.weight", "shape": shape} for name, shape in shapes.items()]
-    return {"version": 3, "tensors": tensors}
+def manifest(**shapes: list[int]) -> Manifest:
+    tensors = tuple(TensorEntry(f"{name}.weight", tuple(shape), "float32", "0") for name, shape in shapes.items())
+    return Manifest("shm", (ChainFile(3, None, "/weights", 9, "", ""),), tensors)
 
 
 def test_the_models_own_tensors_pass_with_the_head_or_without() -> None:

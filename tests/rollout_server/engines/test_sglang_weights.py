@@ -106,7 +106,7 @@ def shown(file: int, folder: Path) -> dict[str, list[float]]:
 def test_a_version_that_the_trainer_deletes_meanwhile_is_read_to_its_end(tmp_path: Path) -> None:
     manifest = publish(tmp_path / "published").write(1, [("w", torch.tensor([1.0, 2.0]))])
     file, tensors = VersionReader({}).read(manifest)
-    Path(manifest["path"]).unlink()
+    Path(manifest.place).unlink()
     assert tensors["w"].tolist() == [1.0, 2.0]
     assert shown(file, tmp_path / "shown") == {"w": [1.0, 2.0]}
     assert not (tmp_path / "shown").exists()
@@ -128,7 +128,7 @@ def test_what_a_delta_leads_to_is_shown_whole(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     manifest = publish(tmp_path / "published").write(4, [("w", torch.tensor([1.0]))])
-    Path(manifest["path"]).unlink()
+    Path(manifest.place).unlink()
     with pytest.raises(WeightsRefused, match=r"version 4: .*No such file"):
         VersionReader({}).read(manifest)
 

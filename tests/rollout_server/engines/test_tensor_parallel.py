@@ -16,6 +16,8 @@ from tests.rollout_server.conftest import Reference, ask, members, skip_without,
 
 pytest.importorskip("torch")
 
+from tests.weight_sync.conftest import altered
+
 from penstock.weight_sync import Merger, WeightPublisher, WeightsRefused
 
 TWO_RANKS: dict[str, dict[str, Any]] = {
@@ -104,11 +106,11 @@ async def test_a_damaged_file_leaves_both_ranks_on_the_old_weights(subject: Subj
     tasks = await subject.under_load(2, 400)
     for cut in (True, False):
         manifest = reference.publish(next(subject.versions), reference.other(2))
-        path = Path(manifest["path"])
+        path = Path(manifest.place)
         data = bytearray(path.read_bytes())
         data[-2] ^= 0xFF
         path.write_bytes(data[:-100] if cut else data)
-        with pytest.raises(WeightsRefused, match=path.name if cut else manifest["tensors"][-1]["name"]):
+        with pytest.raises(WeightsRefused, match=path.name if cut else manifest.tensors[-1].name):
             await subject.engine.load_weights(manifest)
         await check_holds(subject, reference, version)
     for answer in await asyncio.gather(*tasks):
@@ -151,7 +153,8 @@ async def test_what_one_rank_alone_refuses_is_loaded_by_none(subject: Subject, r
     version, processes = await subject.load(reference, reference.first), subject.process_group
     manifest = reference.publish(next(subject.versions), reference.other(2))
     (other,) = [pid for pid in members(processes) if f"Worker_TP{1 - rank}" in title(pid)]
-    manifest["path"] = f"/proc/self/task/{other}/root{manifest['path']}"  # there in that process only
+    place = f"/proc/self/task/{other}/root{manifest.place}"  # there in that process only
+    manifest = altered(manifest, lambda plain: plain.update(path=place))
     with pytest.raises(WeightsRefused, match="No such file"):
         await subject.engine.load_weights(manifest)
     await check_holds(subject, reference, version)

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from tests.rollout_server.conformance.subject import PROMPT, Subject, broken_off, prompt
 from tests.rollout_server.conftest import Reference, ask, skip_without, whole
+from tests.weight_sync.conftest import altered, other_checksum
 
 from penstock.rollout_server import EngineError, RolloutConfig
 from penstock.rollout_server.engines import vllm as vllm_engine
@@ -48,8 +49,7 @@ async def test_what_the_worker_itself_refuses_leaves_the_old_weights(
 ) -> None:
     version = await subject.load(reference, reference.first)
     tasks = await subject.under_load(2, 1000)
-    manifest = reference.publish(next(subject.versions), reference.other(3))
-    manifest["tensors"][0]["xxh3"] = "0" * 16
+    manifest = altered(reference.publish(next(subject.versions), reference.other(3)), other_checksum)
 
     @asynccontextmanager
     async def start_only(manifest: Any) -> AsyncIterator[Any]:
@@ -57,7 +57,7 @@ async def test_what_the_worker_itself_refuses_leaves_the_old_weights(
         yield manifest
 
     monkeypatch.setattr(subject.engine.weights, "_fetch", start_only)
-    with pytest.raises(WeightsRefused, match=manifest["tensors"][0]["name"]):
+    with pytest.raises(WeightsRefused, match=manifest.tensors[0].name):
         await subject.engine.load_weights(manifest)
     monkeypatch.undo()
     for i, answer in enumerate(await asyncio.gather(*tasks)):
@@ -80,6 +80,7 @@ async def test_what_the_worker_holds_is_compared_after_the_swap(subject: Subject
 WRONG = """
 import torch
 from penstock.rollout_server.engines import end_where_different
+from tests.weight_sync.conftest import altered, other_checksum
 model = torch.nn.Module()
 model.norm = torch.nn.Linear(3, 2)
 end_where_different(model, 7, {"norm.weight": model.norm.weight.detach().clone(), "norm.bias": torch.ones(2)})

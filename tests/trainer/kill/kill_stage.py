@@ -26,7 +26,7 @@ from trainer_support import assert_books_balance, make_job, make_trajectory
 import penstock
 from penstock.trainer import CheckpointStore
 from penstock.transfer_queue import BatchLog, RedisServer, RedisTransferQueue, TransferQueueConfig
-from penstock.weight_sync import read_verified
+from penstock.weight_sync import Manifest, read_verified
 
 HERE = Path(__file__).resolve().parent
 PATHS = (Path(penstock.__file__).resolve().parents[1], HERE, HERE.parent, HERE.parents[1] / "transfer_queue")
@@ -113,7 +113,7 @@ class KilledRun:
             await queue.close()
         weights = load_file(self.root / "final_model" / "model.safetensors")
         assert newest is not None
-        assert_same(read_verified(newest.manifest), weights, "published")
+        assert_same(read_verified(Manifest.parse(newest.manifest)), weights, "published")
         assert_same(weights, reference or weights, "the uninterrupted run's", atol)
         assert BatchLog(self.root / "batches").steps() == []
         checkpoints = CheckpointStore(self.root / "checkpoints", keep=2)

@@ -1,7 +1,7 @@
-"""The weights that one server holds: pulled, refused, fallen behind. One `HeldWeights` over all lives of its engine.
+"""The weights that one server's engine has loaded, kept up to date. One `WeightUpdater` over all engine restarts.
 
-A server *straggles* where it does not get newer weights that another server has: its loads are refused again and
-again, or it has been behind for long. Weights that nobody can load are the trainer's fault: the old ones stay then.
+A server is a *straggler* if it lacks newer weights that another server has: its loads are refused again and again, or
+it has been behind for long. Weights that no server can load are the trainer's fault: the old ones stay then.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
-from penstock.rollout_server.metrics import RolloutMetrics
-from penstock.rollout_server.protocol import Engine, LoadOutcome, LoadReport, WeightsLoad, WeightsStatus
-from penstock.rollout_server.registration import QueueConnection
-from penstock.transfer_queue import Announcement, QueueError, WeightUpdate
-from penstock.weight_sync import WeightsRefused, WeightsUnreachable
+from pydantic import BaseModel
+
+from penstock.transfer_queue import Announcement, QueueError, ServerInfo, WeightUpdate
+from penstock.weight_sync.fetch import Fetch
+from penstock.weight_sync.manifest import Manifest, WeightsRefused, WeightsUnreachable
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge
 
 logger = logging.getLogger(__name__)
 RETRY_FETCH_S = 1.0
@@ -27,20 +30,83 @@ STRAGGLER_VERSIONS = 2
 """… and by so many versions."""
 FAILED_LOADS = 3
 """Announcements refused one after the other."""
+LoadOutcome = Literal["loaded", "refused", "unreachable"]
+T = TypeVar("T")
 
 
-class Fetch(Protocol):
-    """Brings a version's files to this machine and returns the manifest with their places here.
+class LoadReport(BaseModel):
+    """What one weight swap cost, as the engine measured it."""
 
-    Raises `WeightsUnreachable` (tried again) or `WeightsRefused` (not tried again).
-    """
+    version: int
+    fetch_s: float
+    """Reading and verifying the bytes, while decoding continues."""
+    pause_s: float
+    """From the end of decoding to its continuation."""
+    load_s: float
+    """Copying into the model, part of the pause."""
+    in_flight: int
+    """Requests that were paused and continued."""
 
-    async def __call__(self, manifest: Mapping[str, Any], /) -> Mapping[str, Any]: ...
+
+class WeightsLoad(BaseModel):
+    """One attempt to load announced weights."""
+
+    version: int
+    at_unix_s: float
+    outcome: LoadOutcome
+    cause: str = ""
+    report: LoadReport | None = None
 
 
-async def as_it_is(manifest: Mapping[str, Any], /) -> Mapping[str, Any]:
-    """The files are where engines reach them."""
-    return manifest
+class WeightsStatus(BaseModel):
+    """Body of GET and POST /weights."""
+
+    version: int
+    """Loaded and sampled from."""
+    newest: int | None
+    """Announced, as last read from the queue."""
+    behind_versions: int
+    behind_s: float
+    """How long newer weights have been known and not loaded."""
+    last: LoadReport | None
+    """The last load that succeeded."""
+    refused: int | None
+    cause: str
+    history: list[WeightsLoad]
+    """The newest 20 attempts, oldest first."""
+
+
+class WeightLoader(Protocol):
+    """The part of an engine that the updater uses."""
+
+    async def load_weights(self, manifest: Manifest) -> LoadReport: ...
+
+
+class VersionQueue(Protocol):
+    """The part of the transfer queue that the updater uses."""
+
+    async def latest_version(self) -> Announcement | None: ...
+    async def report_update(self, update: WeightUpdate) -> None: ...
+    async def servers(self) -> list[ServerInfo]: ...
+
+
+class QueueConnection(Protocol):
+    """``await connection.ask(connection.queue.latest_version())``."""
+
+    @property
+    def queue(self) -> VersionQueue: ...
+
+    async def ask(self, call: Awaitable[T]) -> T:
+        """The result of `call`, with a deadline. Raises `QueueError`."""
+
+
+class UpdateMetrics(Protocol):
+    """What the updater counts."""
+
+    lag: Gauge
+    refused: Counter
+
+    def updated(self, report: LoadReport) -> None: ...
 
 
 class MayMove(Protocol):
@@ -49,11 +115,16 @@ class MayMove(Protocol):
     async def __call__(self) -> bool: ...
 
 
-class HeldWeights:
+class WeightUpdater:
     """`begin` with each new engine, then `pull` again and again. Not for several callers at once."""
 
     def __init__(
-        self, name: str, line: QueueConnection, fetch: Fetch, metrics: RolloutMetrics, may_move: MayMove | None = None
+        self,
+        name: str,
+        connection: QueueConnection,
+        fetch: Fetch,
+        metrics: UpdateMetrics,
+        may_move: MayMove | None = None,
     ) -> None:
         self.version = 0
         self.cause = ""
@@ -64,7 +135,7 @@ class HeldWeights:
         self.last: LoadReport | None = None
         self.pulls = 0
         """Times that the queue was asked and the answer dealt with."""
-        self._name, self._line, self._fetch, self._metrics = name, line, fetch, metrics
+        self._name, self._connection, self._fetch, self._metrics = name, connection, fetch, metrics
         self._may_move = may_move
         self._loaded: Announcement | None = None
         """What the engine holds; None for the model itself."""
@@ -83,7 +154,7 @@ class HeldWeights:
         """What was refused or not reached is tried at the next pull."""
         self.refused, self._retry_at = None, 0.0
 
-    async def pull(self, engine: Engine) -> bool:
+    async def pull(self, engine: WeightLoader) -> bool:
         """Load the newest announced weights where they are others. True once the engine has what is announced.
 
         Others, not only newer: a queue that lost its last second with its machine may announce an older version, or
@@ -91,7 +162,7 @@ class HeldWeights:
         Raises `EngineError`.
         """
         try:
-            self.newest = await self._line.ask(self._line.queue.latest_version())
+            self.newest = await self._connection.ask(self._connection.queue.latest_version())
         except QueueError:
             return False
         newest = self.newest
@@ -115,10 +186,10 @@ class HeldWeights:
             return newest.version == self.version
         return newest.manifest.get("tensors") == self._loaded.manifest.get("tensors")
 
-    async def _load(self, engine: Engine, newest: Announcement) -> None:
+    async def _load(self, engine: WeightLoader, newest: Announcement) -> None:
         began = time.monotonic()
         try:
-            manifest = await self._fetch(newest.manifest)
+            manifest = await self._fetch(Manifest.parse(newest.manifest))
             fetched_s = time.monotonic() - began
             report = await engine.load_weights(manifest)
         except WeightsUnreachable as error:
@@ -146,7 +217,7 @@ class HeldWeights:
         took = (report.pause_s, report.fetch_s, report.load_s)
         update = WeightUpdate(self._name, report.version, *took, report.in_flight, at_unix_s=now)
         try:
-            await self._line.ask(self._line.queue.report_update(update))
+            await self._connection.ask(self._connection.queue.report_update(update))
         except QueueError as error:
             logger.warning("the update to version %d is not in the queue: %s", report.version, error)
 
@@ -166,7 +237,7 @@ class HeldWeights:
         if not late and self._refusals < FAILED_LOADS:
             return ""
         try:
-            others = await self._line.ask(self._line.queue.servers())
+            others = await self._connection.ask(self._connection.queue.servers())
         except QueueError:
             return ""
         if not any(server.version > self.version for server in others if server.server_id != self._name):
