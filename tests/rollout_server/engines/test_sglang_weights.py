@@ -120,7 +120,7 @@ def test_what_a_delta_leads_to_is_shown_whole(tmp_path: Path) -> None:
     second[3] = 9.0
     whole = publisher.write(1, [("w", first), ("b", first)])
     delta = publisher.write(2, [("w", second), ("b", first)])
-    assert delta["base_version"] == 1
+    assert delta.base_version == 1
     for manifest, values in ((whole, first), (delta, second)):
         file, _ = reader.read(manifest)
         assert shown(file, tmp_path / "shown") == {"w": values.tolist(), "b": first.tolist()}
