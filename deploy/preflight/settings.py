@@ -33,7 +33,8 @@ def check_engine(config: RunConfig) -> Check:
 async def _check_stock_server(config: RolloutConfig) -> Check:
     """Asks the environment that the engine would use: is the server in it, and new enough?"""
     from penstock.rollout_server import EngineError
-    from penstock.rollout_server.engines import sglang_server, vllm_server
+    from penstock.rollout_server.engines import sglang_server
+    from penstock.rollout_server.engines import vllm as vllm_server
 
     try:
         if config.engine == "vllm":
