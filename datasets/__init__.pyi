@@ -10,12 +10,14 @@ from .calculator import LARGE as LARGE
 from .calculator import Profile as Profile
 from .calculator import problems as problems
 from .calculator import random_expression as random_expression
+from .calculator import write_calculator as write_calculator
 from .generate import PREFIX as PREFIX
 from .generate import BadSpec as BadSpec
 from .generate import check_spec as check_spec
 from .generate import materialise as materialise
 from .gsm8k import BadInput as BadInput
 from .gsm8k import write as write
+from .gsm8k import write_gsm8k_equations as write_gsm8k_equations
 from .hub import NoDataset as NoDataset
 from .hub import dataset_file as dataset_file
 from .hub import field as field

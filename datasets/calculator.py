@@ -105,7 +105,7 @@ def problems(train: int, evaluation: int, seed: int) -> tuple[list[Row], list[Ro
     return _rows(drawn[evaluation:], "train"), _rows(drawn[:evaluation], "eval")
 
 
-def write(out: Path, train: int = 4096, evaluation: int = 128, seed: int = 0) -> dict[str, int]:
+def write_calculator(out: Path, train: int = 4096, evaluation: int = 128, seed: int = 0) -> dict[str, int]:
     """Write `train.parquet` and `eval.parquet` into `out`; returns their row counts."""
     train_rows, eval_rows = problems(train, evaluation, seed)
     write_parquet(train_rows, out / "train.parquet")

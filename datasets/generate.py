@@ -27,7 +27,7 @@ def materialise(source: str, directory: Path) -> str:
         return source
     name, options = _parsed(source)
     folder = directory / "calculator-{train}-{eval}-{seed}".format(**options)
-    calculator.write(folder, options["train"], options["eval"], options["seed"])
+    calculator.write_calculator(folder, options["train"], options["eval"], options["seed"])
     return str(folder / f"{name.partition('/')[2]}.parquet")
 
 

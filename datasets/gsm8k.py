@@ -21,7 +21,9 @@ class BadInput(ValueError):
     """A file is missing or a line is not GSM8K's; the message names the file and the line."""
 
 
-def write(input_dir: Path, out: Path, all_rows: bool = False, keep_duplicates: bool = False) -> dict[str, int]:
+def write_gsm8k_equations(
+    input_dir: Path, out: Path, all_rows: bool = False, keep_duplicates: bool = False
+) -> dict[str, int]:
     """Read `train.jsonl` and `test.jsonl`, write `train.parquet` and `test.parquet`; returns counts per split.
 
     Written are the annotations inside the base model's digit range, or all with `all_rows`. An expression is kept

@@ -43,6 +43,7 @@ train_app = typer.Typer(invoke_without_command=True)
 app.add_typer(train_app, name="train")
 app.command()(bench)
 app.command(name="redis-server")(redis_server)
+app.command(name="ledger", hidden=True)(redis_server)  # the name of 0.1
 app.command()(search_server)
 app.command()(dashboard)
 app.command()(rehearse)

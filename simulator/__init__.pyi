@@ -26,6 +26,7 @@ from .local import predicted as predicted
 from .local import recorded as recorded
 from .page import WITHIN_LOCAL as WITHIN_LOCAL
 from .page import WITHIN_PUBLISHED as WITHIN_PUBLISHED
+from .page import check as check
 from .page import checked_tables as checked_tables
 from .page import tables_in as tables_in
 from .pipeline import Pipeline as Pipeline
@@ -35,6 +36,16 @@ from .pipeline import train_s as train_s
 from .published import HOST_RATE_CASE as HOST_RATE_CASE
 from .published import Calibration as Calibration
 from .published import host_bytes_per_s as host_bytes_per_s
+from .scale import MAX_STALENESS as MAX_STALENESS
+from .scale import PLANS as PLANS
+from .scale import TABLES as TABLES
+from .scale import from_trainer_s as from_trainer_s
+from .scale import http_s as http_s
+from .scale import md as md
+from .scale import queue_bytes_held as queue_bytes_held
+from .scale import queue_bytes_per_s as queue_bytes_per_s
+from .scale import queue_operations_per_s as queue_operations_per_s
+from .scale import setup as setup
 from .split import advised as advised
 from .stage import Clock as Clock
 from .stage import Host as Host

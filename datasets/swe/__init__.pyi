@@ -1,5 +1,6 @@
 from .conversion import Format as Format
 from .conversion import Places as Places
+from .conversion import convert as convert
 from .factory import FactorySettings as FactorySettings
 from .factory import without_tests as without_tests
 from .make import Wanted as Wanted

@@ -28,9 +28,9 @@ def calculator(
     seed: int = 0,
 ) -> None:
     """Generated arithmetic: what the quickstart trains on."""
-    from penstock.datasets import calculator as generator
+    from penstock.datasets import write_calculator
 
-    for split, count in generator.write(out, train, evaluation, seed).items():
+    for split, count in write_calculator(out, train, evaluation, seed).items():
         typer.echo(f"{out / f'{split}.parquet'}: {count} problems")
 
 
@@ -44,10 +44,10 @@ def gsm8k_equations(
     keep_duplicates: Annotated[bool, typer.Option(help="Keep expressions that occur more than once.")] = False,
 ) -> None:
     """One task per calculator annotation of GSM8K (<<48/2=24>>), train and test split."""
-    from penstock.datasets import gsm8k as converter
+    from penstock.datasets import write_gsm8k_equations
 
     try:
-        counts = converter.write(source, out, all_rows=everything, keep_duplicates=keep_duplicates)
+        counts = write_gsm8k_equations(source, out, all_rows=everything, keep_duplicates=keep_duplicates)
     except converter.BadInput as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None

@@ -117,8 +117,7 @@ def r2e(source: Input, out: Out, split: Split = "train", image: Image = "penstoc
 def _convert(  # noqa: PLR0917 - the options as they come
     kind: Format, source: Path, out: Path, split: str, image: str, repositories: Path | None, test_command: str
 ) -> None:
-    from penstock.datasets.swe import Places
-    from penstock.datasets.swe.conversion import convert
+    from penstock.datasets.swe import Places, convert
 
     places: Places = Places(image, repositories, test_command)
     done = _guarded(lambda: convert(kind, source, out, places, split))

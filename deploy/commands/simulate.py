@@ -119,7 +119,7 @@ def _cell(name: str, value: Any) -> str:
 
 def _check(as_json: bool) -> int:
     """0 where both largest errors are within their bounds."""
-    from penstock.simulator.page import check
+    from penstock.simulator import check
 
     found = check()
     if as_json:

@@ -1,4 +1,4 @@
-"""The arithmetic of docs/scale.md, and the page itself."""
+"""The arithmetic of docs/md, and the page itself."""
 
 from __future__ import annotations
 
@@ -7,25 +7,33 @@ from pathlib import Path
 import pytest
 
 from penstock.simulator import (
+    MAX_STALENESS,
     MODELS,
+    PLANS,
+    TABLES,
     Machine,
     Model,
+    from_trainer_s,
     gradient_exchange_s,
-    scale,
+    http_s,
+    queue_bytes_held,
+    queue_bytes_per_s,
+    queue_operations_per_s,
+    setup,
     tables_in,
     token_s,
     token_s_per_sequence,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "md").read_text()
 ROUND = Machine(flops=1e12, memory_bytes_per_s=1e9, network_bytes_per_s=1e8, host_bytes_per_s=1e8)
 TINY = Model(parameters=1e6, active=5e5, kv_bytes_per_token=100)
 
 
-@pytest.mark.parametrize("name", scale.TABLES)
+@pytest.mark.parametrize("name", TABLES)
 def test_the_page_has_the_tables_as_they_come_out(name: str) -> None:
-    """`python -m penstock.simulator.page docs/scale.md` writes them."""
-    assert tables_in(PAGE)[name] == "\n".join(scale.TABLES[name]())
+    """`python -m penstock.simulator.page docs/md` writes them."""
+    assert tables_in(PAGE)[name] == "\n".join(TABLES[name]())
 
 
 def test_decoding_reads_active_weights_once_and_each_sequences_cache() -> None:
@@ -42,15 +50,15 @@ def test_files_that_are_handed_on_double_each_round() -> None:
     """1 server: 1 round; 3: the trainer and the first serve two in the second; 7: three rounds."""
     model = MODELS["Qwen2.5-7B"]
     one_copy_s = model.bytes / 12.5e9
-    assert [scale.http_s(model, n) / one_copy_s for n in (1, 2, 3, 4, 7, 8)] == pytest.approx([1, 2, 2, 3, 3, 4])
-    assert scale.from_trainer_s(model, 7) == pytest.approx(7 * one_copy_s)
+    assert [http_s(model, n) / one_copy_s for n in (1, 2, 3, 4, 7, 8)] == pytest.approx([1, 2, 2, 3, 3, 4])
+    assert from_trainer_s(model, 7) == pytest.approx(7 * one_copy_s)
 
 
 def test_the_queues_operations_are_counted_per_episode_and_turn() -> None:
-    config = scale.setup(scale.PLANS[0])
+    config = setup(PLANS[0])
     episodes = config.group_size * config.groups_per_step
     calls = episodes * (2 + 2 * config.work.turns) + config.groups_per_step + 4
-    assert scale.queue_operations_per_s(config, step_s=10.0) == pytest.approx(calls / 10)
-    assert scale.queue_bytes_held(config) == pytest.approx(
-        (scale.MAX_STALENESS + 1) * 10.0 / 2 * scale.queue_bytes_per_s(config, step_s=10.0)
+    assert queue_operations_per_s(config, step_s=10.0) == pytest.approx(calls / 10)
+    assert queue_bytes_held(config) == pytest.approx(
+        (MAX_STALENESS + 1) * 10.0 / 2 * queue_bytes_per_s(config, step_s=10.0)
     )

@@ -12,8 +12,7 @@ import pytest
 from tests.sandbox.swe.conftest import LIMITS, rows, sandbox
 from tests.sandbox.swe.wordkit import git
 
-from penstock.datasets.swe import SWE_BENCH, SWE_GYM, BadFile, BadRow, Places, swe_bench_task
-from penstock.datasets.swe.conversion import convert
+from penstock.datasets.swe import SWE_BENCH, SWE_GYM, BadFile, BadRow, Places, convert, swe_bench_task
 from penstock.sandbox.swe import check_task, load_tasks
 from penstock.trainer import load_rows
 
