@@ -16,7 +16,6 @@ from .generate import BadSpec as BadSpec
 from .generate import check_spec as check_spec
 from .generate import materialise as materialise
 from .gsm8k import BadInput as BadInput
-from .gsm8k import write as write
 from .gsm8k import write_gsm8k_equations as write_gsm8k_equations
 from .hub import NoDataset as NoDataset
 from .hub import dataset_file as dataset_file

@@ -41,7 +41,6 @@ from .scale import PLANS as PLANS
 from .scale import TABLES as TABLES
 from .scale import from_trainer_s as from_trainer_s
 from .scale import http_s as http_s
-from .scale import md as md
 from .scale import queue_bytes_held as queue_bytes_held
 from .scale import queue_bytes_per_s as queue_bytes_per_s
 from .scale import queue_operations_per_s as queue_operations_per_s

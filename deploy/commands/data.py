@@ -44,11 +44,11 @@ def gsm8k_equations(
     keep_duplicates: Annotated[bool, typer.Option(help="Keep expressions that occur more than once.")] = False,
 ) -> None:
     """One task per calculator annotation of GSM8K (<<48/2=24>>), train and test split."""
-    from penstock.datasets import write_gsm8k_equations
+    from penstock.datasets import BadInput, write_gsm8k_equations
 
     try:
         counts = write_gsm8k_equations(source, out, all_rows=everything, keep_duplicates=keep_duplicates)
-    except converter.BadInput as error:
+    except BadInput as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None
     for name, count in counts.items():

@@ -1,4 +1,4 @@
-"""The arithmetic of docs/md, and the page itself."""
+"""The arithmetic of docs/scale.md, and the page itself."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from penstock.simulator import (
     token_s_per_sequence,
 )
 
-PAGE = (Path(__file__).parents[2] / "docs" / "md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
 ROUND = Machine(flops=1e12, memory_bytes_per_s=1e9, network_bytes_per_s=1e8, host_bytes_per_s=1e8)
 TINY = Model(parameters=1e6, active=5e5, kv_bytes_per_token=100)
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_page_has_the_tables_as_they_come_out(name: str) -> None:
-    """`python -m penstock.simulator.page docs/md` writes them."""
+    """`python -m penstock.simulator.page docs/scale.md` writes them."""
     assert tables_in(PAGE)[name] == "\n".join(TABLES[name]())
 
 
