@@ -43,13 +43,14 @@ def tasks(count: int, start: int = 0) -> list[Task]:
 
 def segment(versions: list[int], prompt: int = 3) -> Segment:
     """One sampled token per version given, then one observed token."""
+    sampled = np.arange(len(versions), dtype=np.int32)
     length = len(versions) + 1
     return Segment(
         prompt_ids=np.arange(prompt, dtype=np.int32),
         response_ids=np.arange(length, dtype=np.int32),
         response_mask=np.array([1] * len(versions) + [0], dtype=np.uint8),
         response_logprobs=np.array([-0.5] * len(versions) + [0.0], dtype=np.float32),
-        version_spans=np.array([[v, i, i + 1] for i, v in enumerate(versions)], dtype=np.int32).reshape(-1, 3),
+        version_spans=np.stack([np.array(versions, dtype=np.int32), sampled, sampled + 1], axis=1),
         turn_starts=np.array([0], dtype=np.int32),
     )
 

@@ -169,6 +169,7 @@ async def test_redis_does_not_grow_with_the_checkpoint_interval(queue: RedisTran
     assert await queue.held() == set()
 
 
+@pytest.mark.deep
 @pytest.mark.redis
 async def test_without_spilling_it_would_grow(queue: RedisTransferQueue) -> None:
     """What the test above measures is there to be seen."""

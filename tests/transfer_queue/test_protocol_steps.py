@@ -15,7 +15,6 @@ import pytest
 from queue_samples import INFRA, LIMITS, at, finish_all, task, tasks, train, trajectory, turn
 
 from penstock.transfer_queue import (
-    KEPT_UPDATES,
     Announcement,
     BadPayload,
     Batch,
@@ -199,8 +198,8 @@ async def test_versions_are_published_in_order_and_once(make_queue) -> None:
     assert latest.manifest == {"path": "elsewhere", "tensors": [{"name": "w"}]}
 
 
-BIG = 400_000
-"""Sampled tokens of an episode whose payload is stored in several pieces (3.6 MB)."""
+BIG = 130_000
+"""Sampled tokens of an episode whose payload is stored in several pieces (2.7 MB)."""
 
 
 async def complete_one(queue, tokens: int):
@@ -382,11 +381,14 @@ async def test_updates_are_kept_in_order(make_queue) -> None:
     assert await queue.updates() == reported
 
 
-async def test_only_the_newest_updates_are_kept(make_queue) -> None:
+async def test_only_the_newest_updates_are_kept(make_queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = 20
+    for module in ("memory", "redis.queue"):
+        monkeypatch.setattr(f"penstock.transfer_queue.{module}.KEPT_UPDATES", kept)
     queue = await make_queue(LIMITS)
-    for version in range(KEPT_UPDATES + 3):
+    for version in range(kept + 3):
         await queue.report_update(WeightUpdate("one", version, 0.02, 0.1, 0.01, 0))
-    assert [update.version for update in await queue.updates()] == list(range(3, KEPT_UPDATES + 3))
+    assert [update.version for update in await queue.updates()] == list(range(3, kept + 3))
 
 
 async def test_a_split_collects_results_and_goes_away(make_queue) -> None:

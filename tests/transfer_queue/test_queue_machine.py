@@ -367,7 +367,7 @@ def run_machine(server: RedisServer | RedisCluster | None, examples: int, steps:
 
 
 def test_random_interleavings_in_memory() -> None:
-    run_machine(None, examples=100, steps=60)
+    run_machine(None, examples=60, steps=60)
 
 
 @pytest.mark.redis
@@ -380,7 +380,12 @@ def test_a_cluster_answers_as_memory_does(redis_cluster: RedisCluster) -> None:
     run_machine(redis_cluster, examples=6, steps=40)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
+def test_random_interleavings_in_memory_for_long() -> None:
+    run_machine(None, examples=500, steps=100)
+
+
+@pytest.mark.deep
 @pytest.mark.redis
 def test_redis_answers_as_memory_does_for_long(redis_server: RedisServer) -> None:
     run_machine(redis_server, examples=150, steps=100)
