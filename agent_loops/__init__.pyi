@@ -1,6 +1,6 @@
 from .base import AgentLoopBase as AgentLoopBase
-from .base import EpisodeParts as EpisodeParts
 from .base import Mismatches as Mismatches
+from .base import WorkerServices as WorkerServices
 from .base import find_loop as find_loop
 from .base import register as register
 from .chat import ChatTokens as ChatTokens
@@ -13,10 +13,10 @@ from .config import AgentConfig as AgentConfig
 from .config import RewardChoice as RewardChoice
 from .conversation import Conversation as Conversation
 from .env_check import SPLIT as SPLIT
+from .env_check import EnvCheck as EnvCheck
+from .env_check import EpisodeState as EpisodeState
 from .env_check import Policy as Policy
-from .env_check import Rehearsal as Rehearsal
-from .env_check import Scene as Scene
-from .env_check import rehearse as rehearse
+from .env_check import check_env as check_env
 from .env_check import try_loop as try_loop
 from .episode import Episode as Episode
 from .errors import AgentError as AgentError
@@ -64,6 +64,6 @@ from .tracing import span as span
 from .tracing import traced as traced
 from .worker import Worker as Worker
 from .worker import WorkerJob as WorkerJob
-from .worker import build_parts as build_parts
+from .worker import build_services as build_services
 from .worker import frozen_start as frozen_start
 from .worker import run_worker as run_worker

@@ -61,7 +61,7 @@ class Mismatches:
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeParts:
+class WorkerServices:
     worker: str
     config: AgentConfig
     queue: TransferQueue
@@ -96,12 +96,12 @@ class AgentLoopBase(ABC):
     def require(cls) -> None:
         """Asked once, before the first lease. Raises `LoadError` where what the loop needs is not installed."""
 
-    def equip(self, parts: EpisodeParts, lease: Lease, journal: EpisodeJournal) -> None:
+    def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
         """Before `setup`, for loops that replace what they were given (`OpenAIAgentLoop`). Raises `InfraFailure`."""
         self._journal = journal
 
     async def together(self, branches: Sequence[Awaitable[T]]) -> list[T]:
-        """Run parts of the episode side by side (sub-agents); results in order.
+        """Run branches of the episode concurrently (sub-agents); results in order.
 
         Only in here may model calls and tool turns come in another order on a resumed episode. On the first failure
         the other branches are cancelled and awaited.

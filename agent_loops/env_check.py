@@ -1,6 +1,6 @@
 """An environment without a model: a scripted policy plays a recipe's tasks in a real agent worker.
 
-    policy(scene) ──text──► Player ──ids──► worker: loop, tools, sandbox, reward ──► trajectories
+    policy(scene) ──text──► ScriptedClient ──ids──► worker: loop, tools, sandbox, reward ──► trajectories
 
 Everything but the model is what a run would use: chat template, parser, tools, boxes, servers, reward. A policy that
 acts rightly must earn the full reward on every task, and one that does nothing none: else the environment is broken.
@@ -25,7 +25,7 @@ from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.errors import InfraFailure, WorkerStopped
 from penstock.agent_loops.llm import FakeClient
-from penstock.agent_loops.worker import WorkerJob, build_parts, run_worker
+from penstock.agent_loops.worker import WorkerJob, build_services, run_worker
 from penstock.rollout_server import Chunk, GenerateRequest, Generation
 from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
 from penstock.tools import ToolConfig
@@ -43,7 +43,7 @@ Says = Sequence[str] | Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class EpisodeState:
     """Where one episode stands when its model is to speak."""
 
     task: Task
@@ -69,11 +69,11 @@ class Scene:
         return text.partition(self.chat.decode([self.chat.turn_end_id]))[0]
 
 
-Policy = Callable[[Scene], str]
+Policy = Callable[[EpisodeState], str]
 """What the model says next."""
 
 
-class Player:
+class ScriptedClient:
     """A `GenerateClient` that answers for `policy`. `tasks` by task id."""
 
     def __init__(self, chat: ChatTokens, tasks: Mapping[str, Task], policy: Policy) -> None:
@@ -101,13 +101,13 @@ class Player:
         if known:
             observed = [*observed, self._chat.decode(request.token_ids[known:])]
         task = self._tasks[request.episode_id.rpartition("#")[0]]
-        ids = [*self._chat.encode(self._policy(Scene(task, observed, self._chat))), self._chat.turn_end_id]
+        ids = [*self._chat.encode(self._policy(EpisodeState(task, observed, self._chat))), self._chat.turn_end_id]
         self._heard[request.episode_id] = (len(request.token_ids) + len(ids), observed)
         return ids
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class EnvCheck:
     """What came of it: each task ended in one of the two."""
 
     trajectories: Sequence[Trajectory]
@@ -120,7 +120,7 @@ class Rehearsal:
         return [trajectory.reward or 0.0 for trajectory in self.trajectories]
 
 
-async def rehearse(
+async def check_env(
     tasks: Sequence[Task],
     policy: Policy,
     *,
@@ -131,7 +131,7 @@ async def rehearse(
     sandbox_token: str | None = None,
     recipe_dir: Path = Path(),
     on_ended: Callable[[int], None] = lambda _: None,
-) -> Rehearsal:
+) -> EnvCheck:
     """Play every task once, `config.concurrency` at a time; `model` is a tokenizer's folder or hub name.
 
     `on_ended` is told how many have ended. Raises `AgentError` and `SandboxError` as a worker does at its start,
@@ -143,7 +143,7 @@ async def rehearse(
         Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1, lease_ttl_s=LEASE_TTL_S), "{}"
     )
     await queue.submit(staged)
-    player = Player(chat_of(model, config), {task.task_id: task for task in staged}, policy)
+    player = ScriptedClient(chat_of(model, config), {task.task_id: task for task in staged}, policy)
     job = WorkerJob(
         name="rehearsal",
         config=config,
@@ -159,7 +159,7 @@ async def rehearse(
     patience_s = config.episode_deadline_s + config.rewards.timeout_s + SLACK_S
     await _play(job, queue, len(staged), patience_s, on_ended)
     trajectories, _ = await queue.results(SPLIT)
-    return Rehearsal(sorted(trajectories, key=lambda one: one.task_id), await queue.dead_letters(max(1, len(staged))))
+    return EnvCheck(sorted(trajectories, key=lambda one: one.task_id), await queue.dead_letters(max(1, len(staged))))
 
 
 async def _play(
@@ -222,11 +222,11 @@ async def _try(  # noqa: PLR0917 - called in one place
     await queue.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1), "trial: true")
     client = FakeClient(lambda context: [])
     job = WorkerJob("trial", AgentConfig(loop=loop, **agent), queue, client, model, tools, recipe_dir=recipe_dir)
-    parts = build_parts(job, sandbox)
-    client.reply = _player(parts.chat, says)
+    services = build_services(job, sandbox)
+    client.reply = _player(services.chat, says)
     await queue.submit([task], cursor=DataCursor(0, 1))
     (lease,) = await queue.lease_episodes("trial", 1, 0)
-    outcome = await Episode(parts, lease).run()
+    outcome = await Episode(services, lease).run()
     if not outcome.may_carry_reward:
         raise InfraFailure(outcome.component or str(outcome.kind), outcome.reason)
     (trajectory,) = await queue.read([lease.episode_id])

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.agent_loops.base import AgentLoopBase, EpisodeParts
+from penstock.agent_loops.base import AgentLoopBase, WorkerServices
 from penstock.agent_loops.chat.chat import new_budget
 from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError, TokenMismatch
 from penstock.agent_loops.journal import EpisodeJournal, Replayed
@@ -39,16 +39,16 @@ log = logging.getLogger(__name__)
 class Episode:
     """Runs one lease. Made, run once, thrown away."""
 
-    def __init__(self, parts: EpisodeParts, lease: Lease) -> None:
-        self._parts = parts
+    def __init__(self, services: WorkerServices, lease: Lease) -> None:
+        self._services = services
         self._lease = lease
-        self._journal = EpisodeJournal(parts.queue, lease)
+        self._journal = EpisodeJournal(services.queue, lease)
         self._trace = Trace()
 
     async def run(self) -> Outcome:
         """The outcome that the queue was told. Raises `QueueError` (lease lost, queue gone) and `CancelledError`."""
-        spans = episode_spans(self._lease, self._parts.worker)
-        self._trace = begin_trace(self._parts.on_span, spans)
+        spans = episode_spans(self._lease, self._services.worker)
+        self._trace = begin_trace(self._services.on_span, spans)
         return await (self._run() if spans is None else self._run_told(spans))
 
     async def _run_told(self, spans: EpisodeSpans) -> Outcome:
@@ -71,13 +71,13 @@ class Episode:
                 return await self._complete(trajectory)
             return await self._fail(trajectory.outcome)
         except InfraFailure as failure:
-            self._parts.mismatches.seen += isinstance(failure, TokenMismatch)
+            self._services.mismatches.seen += isinstance(failure, TokenMismatch)
             return await self._fail(Outcome(OutcomeKind.INFRA_ERROR, failure.reason, failure.component))
 
     # endings -------------------------------------------------------------------------------------------------------
     async def _complete(self, trajectory: Trajectory) -> Outcome:
         try:
-            await self._parts.queue.complete(self._lease, trajectory)
+            await self._services.queue.complete(self._lease, trajectory)
         except BadPayload as error:
             raise InfraFailure("queue", f"refused the trajectory: {error}") from error
         if self._trace.exported is not None:
@@ -85,7 +85,7 @@ class Episode:
         return trajectory.outcome
 
     async def _fail(self, outcome: Outcome) -> Outcome:
-        again = await self._parts.queue.fail(self._lease, outcome)
+        again = await self._services.queue.fail(self._lease, outcome)
         log.warning(
             "episode %s: %s %s: %s (%s)",
             self._lease.episode_id,
@@ -129,39 +129,44 @@ class Episode:
             raise
         finally:
             await tools.release(leave=leave)
-        return await Finished(
-            *(self._parts, self._lease, outputs, llm, tools, tool_rewards, self._journal.replayed, self._trace),
+        return await FinishedAttempt(
+            *(self._services, self._lease, outputs, llm, tools, tool_rewards, self._journal.replayed, self._trace),
             agent=type(loop).__name__,
         ).trajectory()
 
     async def _is_lost(self) -> bool:
         """Another worker owns the episode by now, and its tools' sessions with it: they are not this one's to end."""
         try:
-            return self._lease.episode_id in await self._parts.queue.renew([self._lease])
+            return self._lease.episode_id in await self._services.queue.renew([self._lease])
         except QueueError:
             return True
 
     def _loop_class(self) -> type[AgentLoopBase]:
-        name = self._lease.task.agent_name or self._parts.config.loop
+        name = self._lease.task.agent_name or self._services.config.loop
         try:
-            return self._parts.find_loop(name)
+            return self._services.find_loop(name)
         except LoadError as error:
             raise InfraFailure("loop", str(error)) from error
 
     def _equip(self, loop: AgentLoopBase) -> tuple[EpisodeLLM, ToolBox]:
-        parts, lease = self._parts, self._lease
-        loop.chat = parts.chat.for_episode(new_budget(parts.config))
-        sampling = usual_sampling(parts.config, parts.chat.stop_token_ids, lease)
-        loop.llm = EpisodeLLM(parts.client, lease, self._journal, sampling, parts.chat.decode)
+        services, lease = self._services, self._lease
+        loop.chat = services.chat.for_episode(new_budget(services.config))
+        sampling = usual_sampling(services.config, services.chat.stop_token_ids, lease)
+        loop.llm = EpisodeLLM(services.client, lease, self._journal, sampling, services.chat.decode)
         loop.tools = ToolBox(
-            parts.tools, parts.tool_configs, lease.task, self._journal, parts.on_lost, parts.chat.count_tokens
+            services.tools,
+            services.tool_configs,
+            lease.task,
+            self._journal,
+            services.on_lost,
+            services.chat.count_tokens,
         )
-        loop.sandbox, loop.config = parts.sandbox, parts.config.settings
-        loop.equip(parts, lease, self._journal)
+        loop.sandbox, loop.config = services.sandbox, services.config.settings
+        loop.equip(services, lease, self._journal)
         return loop.llm, loop.tools
 
     async def _outputs_within_deadline(self, loop: AgentLoopBase, llm: EpisodeLLM) -> list[AgentLoopOutput]:
-        deadline_s = self._parts.config.episode_deadline_s
+        deadline_s = self._services.config.episode_deadline_s
         try:
             async with asyncio.timeout(deadline_s) as deadline:
                 await call_users(loop.setup, self._lease.task)
@@ -193,10 +198,10 @@ def _raise_swallowed(llm: EpisodeLLM, tools: ToolBox) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedAttempt:
     """An attempt that ran to its end, loop and tools closed."""
 
-    parts: EpisodeParts
+    services: WorkerServices
     lease: Lease
     outputs: Sequence[AgentLoopOutput]
     llm: EpisodeLLM
@@ -223,20 +228,20 @@ class Finished:
         given = [output.reward for output in self.outputs if output.reward is not None]
         if given:
             return float(given[-1]), {}
-        if self.parts.reward is None:
+        if self.services.reward is None:
             if not self.tool_rewards:
                 raise InfraFailure("reward", "no reward: set agent.reward, or give one in segment.output(reward=…)")
             return sum(self.tool_rewards.values()), {}
-        solution = self.parts.chat.decode(self.outputs[-1].response_ids.tolist(), special=False)
+        solution = self.services.chat.decode(self.outputs[-1].response_ids.tolist(), special=False)
         with span("reward") as told:
-            score = await self.parts.reward.score(self.lease.task, solution, self._for_reward())
+            score = await self.services.reward.score(self.lease.task, solution, self._for_reward())
             told.note(reward=score.reward)
         return score.reward, score.metrics
 
     def _for_reward(self) -> Mapping[str, Any]:
         """What joins the row's `extra_info`."""
         return {
-            "final_text": self.parts.chat.decode(last_answer(self.outputs[-1]), special=False),
+            "final_text": self.services.chat.decode(last_answer(self.outputs[-1]), special=False),
             "num_turns": sum(output.num_turns for output in self.outputs),
             "tool_calls": self.tools.counts.calls,
             "final_answer": self.tools.counts.final_answer,
@@ -261,9 +266,9 @@ class Finished:
             "num_turns": sum(output.num_turns for output in self.outputs),
             "response_tokens": sum(len(output.response_ids) for output in self.outputs),
             "segments": len(self.outputs),
-            **continuity(self.outputs, self.parts.chat.decode, self.parts.chat.opening_tokens),
+            **continuity(self.outputs, self.services.chat.decode, self.services.chat.opening_tokens),
             "restarts": self.replayed.restarts,
-            "token_mismatches": self.parts.mismatches.take(),
+            "token_mismatches": self.services.mismatches.take(),
             "latency_s": time.monotonic() - self.trace.started,
         }
 
@@ -271,7 +276,7 @@ class Finished:
         return {
             "tool_results": self.tools.counts.texts,
             "agent": self.agent,
-            "worker": self.parts.worker,
+            "worker": self.services.worker,
             "attempt": self.lease.attempt,
             "replayed_calls": self.replayed.sampled,
             "replayed_tool_turns": self.replayed.tools,

@@ -145,7 +145,7 @@ class CallCounts:
 
 
 @dataclass(slots=True)
-class Seen:
+class SeenContexts:
     """What the engine was fed and gave, to hold a loop's outputs against (invariant 1)."""
 
     before: set[tuple[int, int]] = field(default_factory=set)
@@ -167,7 +167,7 @@ class EpisodeLLM:
     ) -> None:
         self.counts = CallCounts()
         self.segments: list[SegmentBuilder] = []
-        self.seen = Seen()
+        self.seen = SeenContexts()
         self.failure: AgentError | None = None
         """The failure that ends the episode, also where the loop swallowed it."""
         self._client = client

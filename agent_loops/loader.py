@@ -60,7 +60,7 @@ def _execute(module_name: str, file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        with neighbours_of(file.parent):
+        with isolated_imports(file.parent):
             spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
@@ -85,7 +85,7 @@ def allow_imports_from(folder: Path) -> None:
 
 
 @contextmanager
-def neighbours_of(folder: Path) -> Iterator[None]:
+def isolated_imports(folder: Path) -> Iterator[None]:
     """While a file of `folder` is executed: imports find its neighbours before those of other users' folders.
 
     What a function of it imports later is found Python's usual way, where the folder that came first has the name.

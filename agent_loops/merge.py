@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
-from penstock.agent_loops.llm import Seen
+from penstock.agent_loops.llm import SeenContexts
 from penstock.agent_loops.segment import AgentLoopOutput, little_endian
 from penstock.transfer_queue import Lease, Segment, Trajectory
 
@@ -26,7 +26,7 @@ def as_outputs(returned: Any) -> list[AgentLoopOutput]:
     return outputs
 
 
-def check_output(output: AgentLoopOutput, seen: Seen) -> None:
+def check_output(output: AgentLoopOutput, seen: SeenContexts) -> None:
     """Invariant 1 on the finished segment: each turn's context was fed as it stands here, and its answer follows it.
 
     By construction this holds for `SegmentBuilder`; it refuses outputs that were edited by hand.

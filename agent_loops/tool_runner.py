@@ -233,7 +233,7 @@ Execute = Callable[[NamedCall, Any], Awaitable[object]]
 
 
 @dataclass(slots=True)
-class Held:
+class HeldState:
     """What one tool holds for this episode."""
 
     lock: asyncio.Lock
@@ -253,7 +253,7 @@ class ToolStates:
     execute: Execute
     past: list[NamedCall] = field(default_factory=list)
     """Calls of finished turns, replayed ones too: what a fresh state must have seen."""
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, HeldState] = field(default_factory=dict)
     _groups: dict[str, asyncio.Lock] = field(default_factory=dict)
     _boxes: dict[int, EpisodeBox] = field(default_factory=dict)
 
@@ -309,13 +309,13 @@ class ToolStates:
             await self._end_unclaimed({*known.values()})
 
     # making ready --------------------------------------------------------------------------------------------------
-    def _hold(self, name: str) -> Held:
+    def _hold(self, name: str) -> HeldState:
         if name not in self.held:
             group = self.tools[name].turn_group
-            self.held[name] = Held(self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock())
+            self.held[name] = HeldState(self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock())
         return self.held[name]
 
-    async def _make_ready(self, name: str, held: Held) -> None:
+    async def _make_ready(self, name: str, held: HeldState) -> None:
         """A fresh state; on a resumed episode the old session, or a fresh one brought to where the old one was."""
         if held.ready:
             return

@@ -192,7 +192,7 @@ def traced(sandbox: Sandbox) -> Sandbox:
     return cast(Sandbox, TracedSandbox(sandbox)) if spans_on() else sandbox
 
 
-class _Around:
+class _Proxy:
     """Everything else is as it is."""
 
     def __init__(self, inner: Any) -> None:
@@ -202,7 +202,7 @@ class _Around:
         return getattr(self._inner, name)
 
 
-class TracedSandbox(_Around):
+class TracedSandbox(_Proxy):
     async def start(self, label: str, *, image: str | None = None) -> Session:
         with exported_span("sandbox", "start"):
             return cast(Session, TracedSession(await self._inner.start(label, image=image)))
@@ -212,7 +212,7 @@ class TracedSandbox(_Around):
             return cast(Session, TracedSession(await self._inner.attach(session_id)))
 
 
-class TracedSession(_Around):
+class TracedSession(_Proxy):
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
         return _timed(name, found) if name in WORK else found

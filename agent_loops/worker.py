@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from penstock.agent_loops.base import EpisodeParts, find_loop
+from penstock.agent_loops.base import WorkerServices, find_loop
 from penstock.agent_loops.chat.chat import chat_of
 from penstock.agent_loops.chat.verification import verify_template
 from penstock.agent_loops.concurrency import ADAPT_S, Bounds, Concurrency, WatchedClient
@@ -93,7 +93,7 @@ class WorkerJob:
         return Bounds(self.config.concurrency, requests, self.config.server_tokens)
 
 
-def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
+def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
     """Template, tools, loop, reward. Raises `AgentError` naming what the recipe has wrong."""
     allow_imports_from(job.recipe_dir.resolve())
     tools = make_tools(job.tools, sandbox, partial(load_object, recipe_dir=job.recipe_dir))
@@ -106,7 +106,7 @@ def build_parts(job: WorkerJob, sandbox: Sandbox | None) -> EpisodeParts:
     )
     find = lru_cache(partial(find_loop, recipe_dir=job.recipe_dir))
     find(job.config.loop)
-    return EpisodeParts(
+    return WorkerServices(
         worker=job.name,
         config=job.config,
         queue=job.queue,
@@ -127,16 +127,16 @@ async def run_worker(job: WorkerJob) -> None:
     Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `QueueError`.
     """
     sandbox = _sandbox_of(job)
-    parts: EpisodeParts | None = None
+    services: WorkerServices | None = None
     try:
-        parts = build_parts(job, sandbox)
+        services = build_services(job, sandbox)
         with frozen_start():
-            await Worker(job, parts).run()
+            await Worker(job, services).run()
     finally:
-        if parts is not None:
-            await close_tools(parts.tools.values())
-            if parts.reward is not None:
-                await parts.reward.close()
+        if services is not None:
+            await close_tools(services.tools.values())
+            if services.reward is not None:
+                await services.reward.close()
         if sandbox is not None:
             await sandbox.close()
 
@@ -171,13 +171,13 @@ def frozen_start() -> Iterator[None]:
 class Worker:
     """The process's one loop. `run` is called once."""
 
-    def __init__(self, job: WorkerJob, parts: EpisodeParts) -> None:
+    def __init__(self, job: WorkerJob, services: WorkerServices) -> None:
         self.stats = WorkerStats(job.metrics)
         self.concurrency = Concurrency(job.bounds)
         self._job = job
-        self._parts = replace(parts, worker=job.name, on_span=job.metrics.span)
+        self._services = replace(services, worker=job.name, on_span=job.metrics.span)
         self._room = asyncio.Event()
-        self.episodes = RunningEpisodes(self._parts, self.stats, self._room.set)
+        self.episodes = RunningEpisodes(self._services, self.stats, self._room.set)
         self._watch = LoopWatch()
         self._pauses = BACKOFF.pauses(random.Random(f"{job.seed}/{job.name}"))
         self._server_seen = time.monotonic()
@@ -282,9 +282,9 @@ def _raise_from(tasks: list[asyncio.Task[None]]) -> None:
 class RunningEpisodes:
     """`ended` is called after each end, whatever it was."""
 
-    def __init__(self, parts: EpisodeParts, stats: WorkerStats, ended: Callable[[], None]) -> None:
+    def __init__(self, services: WorkerServices, stats: WorkerStats, ended: Callable[[], None]) -> None:
         self.running: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
-        self._parts = parts
+        self._services = services
         self._stats = stats
         self._ended = ended
 
@@ -303,7 +303,7 @@ class RunningEpisodes:
         """One round over all leases; runs whose lease was lost are stopped. Raises `QueueError`."""
         held = {episode_id: lease for episode_id, (lease, _) in self.running.items()}
         for leases in _chunks(list(held.values())):
-            for episode_id in await self._parts.queue.renew(leases):
+            for episode_id in await self._services.queue.renew(leases):
                 self._cancel_lost(held[episode_id])
 
     async def drain(self) -> None:
@@ -327,7 +327,7 @@ class RunningEpisodes:
     async def _run(self, lease: Lease) -> None:
         started = time.monotonic()
         try:
-            outcome = await Episode(self._parts, lease).run()
+            outcome = await Episode(self._services, lease).run()
         except LeaseLost:
             log.warning("episode %s went to another worker", lease.episode_id)
             return
@@ -356,7 +356,7 @@ class RunningEpisodes:
         """A lease that is lost by now is refused, and that is right."""
         try:
             async with asyncio.timeout(DRAIN_DEADLINE_S / 2):
-                await self._parts.queue.release(lease)
+                await self._services.queue.release(lease)
         except (QueueError, TimeoutError) as error:
             log.warning("lease of %s was not handed back (%s); it runs out by itself", lease.episode_id, error)
 

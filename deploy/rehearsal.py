@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock.agent_loops import SPLIT, Policy, Rehearsal, rehearse
+from penstock.agent_loops import SPLIT, EnvCheck, Policy, check_env
 from penstock.datasets import materialise
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import TOKEN_VARIABLE
@@ -26,9 +26,9 @@ def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[Row]:
 
 async def rehearse_recipe(
     config: RunConfig, policy: Policy, rows: Sequence[Row], on_ended: Callable[[int], None] = lambda _: None
-) -> Rehearsal:
-    """With the recipe's loop, tools, sandbox and reward. Raises as `rehearse` does."""
-    return await rehearse(
+) -> EnvCheck:
+    """With the recipe's loop, tools, sandbox and reward. Raises as `check_env` does."""
+    return await check_env(
         [row.task(str(number), SPLIT) for number, row in enumerate(rows)],
         policy,
         model=config.model,

@@ -21,10 +21,10 @@ from penstock.agent_loops import (
     AgentLoopOutput,
     ChatTokens,
     EpisodeJournal,
-    EpisodeParts,
     EpisodeRestart,
     InfraFailure,
     LoadError,
+    WorkerServices,
 )
 from penstock.gateway.context import GatewayContext, detokenizer
 from penstock.gateway.finish import last_turn, outcome_of, tool_calls_of
@@ -66,11 +66,11 @@ class OpenAIAgentLoop(AgentLoopBase):
                 "installed: pip install 'penstock[openai]'"
             )
 
-    def equip(self, parts: EpisodeParts, lease: Lease, journal: EpisodeJournal) -> None:
+    def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
         """The session counts calls, ids and budget; the rest of the episode reads them there."""
-        super().equip(parts, lease, journal)
+        super().equip(services, lease, journal)
         told = journal.hand_over((ANSWER, NOTED))
-        self.recorded = GatewaySession(_context_of(parts), replace(lease, journal=told), "", alone=True)
+        self.recorded = GatewaySession(_context_of(services), replace(lease, journal=told), "", alone=True)
         self.llm, self.chat = self.recorded.llm, self.recorded.history.chat
         self.llm.segments = self.recorded.history.segments
 
@@ -130,17 +130,17 @@ def loop_of(function: Agent, name: str) -> type[OpenAIAgentLoop]:
     return type(title, (OpenAIAgentLoop,), {"agent": agent, "__doc__": function.__doc__})
 
 
-def _context_of(parts: EpisodeParts) -> GatewayContext:
+def _context_of(services: WorkerServices) -> GatewayContext:
     return GatewayContext(
-        worker=parts.worker,
-        config=parts.config,
-        queue=parts.queue,
-        client=parts.client,
-        chat=parts.chat,
-        detokenizer=_text_of(parts.chat, parts.config.parser),
+        worker=services.worker,
+        config=services.config,
+        queue=services.queue,
+        client=services.client,
+        chat=services.chat,
+        detokenizer=_text_of(services.chat, services.config.parser),
         model=MODEL,
-        reward=parts.reward,
-        mismatches=parts.mismatches,
+        reward=services.reward,
+        mismatches=services.mismatches,
     )
 
 

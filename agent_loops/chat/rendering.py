@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.agent_loops.chat.continuation import Continuation
 from penstock.agent_loops.chat.images import ImagePlaces, Part, parts_of, take
-from penstock.agent_loops.chat.special_tokens import AddedTokens, any_of, defused, find_ends
+from penstock.agent_loops.chat.special_tokens import AddedTokens, any_of, defused, find_reply_ends
 from penstock.agent_loops.chat.template import ChatTemplate, Message
 from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.segment import MessageDelta
@@ -33,7 +33,7 @@ class Rendering:
         self._turn_words = any_of([*words.special, *words.shown_in(self.continuation.turn())])
         told = [tokenizer.eos_token_id, *stop_ids]
         stops = [number for number in told if number is not None and number < len(tokenizer)]
-        self.ends = find_ends(self.continuation, self.encode, words, stops)
+        self.ends = find_reply_ends(self.continuation, self.encode, words, stops)
         self.places = None if processor is None else ImagePlaces(processor)
         """None: the model takes no images."""
         self.prompt = lru_cache(CACHED_PROMPTS)(self.prompt_anew)

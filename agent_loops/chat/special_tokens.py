@@ -64,7 +64,7 @@ def _defused_text(text: str, words: re.Pattern[str]) -> str:
     return words.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
-def find_ends(
+def find_reply_ends(
     continuation: Continuation, encode: Callable[[str], list[int]], words: AddedTokens, further: Sequence[int] = ()
 ) -> ReplyEnds:
     """`further` ids end a reply as well. Raises `TemplateError` where the end of a reply cannot be found in ids."""

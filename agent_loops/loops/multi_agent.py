@@ -38,7 +38,7 @@ DELEGATE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HelperResult:
     """What became of one call; no `outputs` where no helper was asked."""
 
     result: ToolResult
@@ -52,7 +52,7 @@ class MultiAgentSettings(ReactSettings):
         "Divide the task into questions, delegate them, and answer from what the helpers say.",
         description="System prompt of the planner.",
     )
-    helper_prompt: str = Field("Answer the question, in few words.", description="System prompt of each helper.")
+    helper_prompt: str = Field("HelperResult the question, in few words.", description="System prompt of each helper.")
     helper_turns: int = Field(4, gt=0, description="Model calls of one helper.")
     max_helpers: int = Field(8, gt=0, description="Helpers of one turn of the planner.")
 
@@ -93,7 +93,7 @@ class MultiAgentLoop(AgentLoopBase):
         self.helped += [output for answer in answers for output in answer.outputs]
         return [answer.result for answer in answers]
 
-    async def _help(self, call: ToolCall, share: Budget | None) -> Answer:
+    async def _help(self, call: ToolCall, share: Budget | None) -> HelperResult:
         """One helper from its question to its last words, or to the tool result that it ended with."""
         if share is None:
             return await _refused("no helper is free any more; answer yourself")
@@ -102,7 +102,7 @@ class MultiAgentLoop(AgentLoopBase):
         talk = Conversation(chat, with_system(question, self.settings.helper_prompt), self.tools.schemas)
         ended = await react(self, talk, self.settings)
         said = self.chat.decode(last_answer(ended.outputs[-1]), special=False).strip()
-        return Answer(ToolResult(said if ended.answer is None else ended.answer), ended.outputs)
+        return HelperResult(ToolResult(said if ended.answer is None else ended.answer), ended.outputs)
 
     def _shares(self, wanted: int) -> list[Budget]:
         """Budgets of the helpers of one turn: equal, so that none depends on how fast another is.
@@ -119,8 +119,8 @@ class MultiAgentLoop(AgentLoopBase):
         self.chat.budget.response_tokens += sum(share.response_tokens for share in shares)
 
 
-async def _refused(problem: str) -> Answer:
-    return Answer(ToolResult(f"Error: {problem}", is_error=True))
+async def _refused(problem: str) -> HelperResult:
+    return HelperResult(ToolResult(f"Error: {problem}", is_error=True))
 
 
 def _problem_with(call: ToolCall) -> str | None:

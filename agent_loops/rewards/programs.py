@@ -74,14 +74,14 @@ class Programs(BaseReward):
         score = passed / len(cases) if self._partial else float(passed == len(cases))
         return {"score": score, "tests": len(cases), "passed": passed, "no_code": 0}
 
-    def _cases(self, answer: Answer) -> list[Case]:
+    def _cases(self, answer: Answer) -> list[ProgramCase]:
         try:
             cases = read_cases(answer.ground_truth)
         except BadCases as error:
             raise InfraFailure("reward", f"code: {error}") from error
         return cases[: self._max_tests] if self._max_tests else cases
 
-    async def _run_all(self, session: Session, program: str, cases: list[Case]) -> int:
+    async def _run_all(self, session: Session, program: str, cases: list[ProgramCase]) -> int:
         """Cases passed; without partial credit the first failure is the last test."""
         passed, used_s = 0, 0.0
         for case in cases:
@@ -96,7 +96,7 @@ class Programs(BaseReward):
                 break
         return passed
 
-    async def _run(self, session: Session, case: Case) -> tuple[bool, float]:
+    async def _run(self, session: Session, case: ProgramCase) -> tuple[bool, float]:
         word = secrets.token_hex(16)
         job = json.dumps({"kind": case.kind, "given": None if case.kind == "stdin" else case.given, "word": word})
         stdin = f"{job}\n{case.given if case.kind == 'stdin' else ''}"
@@ -124,14 +124,14 @@ def _behind(word: str, result: RunResult) -> Any:
         return None
 
 
-def read_cases(ground_truth: Any) -> list[Case]:
+def read_cases(ground_truth: Any) -> list[ProgramCase]:
     """Raises `BadCases`."""
     given = _plain(ground_truth)
     if isinstance(given, list):
         given = {"assert_case": given}
     if not isinstance(given, Mapping):
         raise BadCases(f"test cases must be a mapping or a list of assertions, found {str(given)[:100]!r}")
-    cases = [Case("assert", text) for text in given.get("assert_case") or ()]
+    cases = [ProgramCase("assert", text) for text in given.get("assert_case") or ()]
     inputs, outputs = given.get("inputs") or [], given.get("outputs") or []
     # verl gives assertions with as many empty inputs and outputs.
     cases = cases or _pairs(inputs, outputs, given.get("fn_name"))
@@ -149,15 +149,17 @@ def _plain(ground_truth: Any) -> Any:
         raise BadCases(f"test cases are no JSON: {ground_truth[:100]!r}: {error}") from error
 
 
-def _pairs(inputs: Any, outputs: Any, name: str | None) -> list[Case]:
+def _pairs(inputs: Any, outputs: Any, name: str | None) -> list[ProgramCase]:
     if len(inputs) != len(outputs):
         raise BadCases(f"{len(inputs)} inputs and {len(outputs)} outputs")
     if name:
         return [
-            Case("call", {"name": name, "arguments": _arguments(given)}, _value(expected))
+            ProgramCase("call", {"name": name, "arguments": _arguments(given)}, _value(expected))
             for given, expected in zip(inputs, outputs, strict=True)
         ]
-    return [Case("stdin", _text(given), _text(expected)) for given, expected in zip(inputs, outputs, strict=True)]
+    return [
+        ProgramCase("stdin", _text(given), _text(expected)) for given, expected in zip(inputs, outputs, strict=True)
+    ]
 
 
 def _text(value: Any) -> str:
@@ -218,7 +220,7 @@ class BadCases(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ProgramCase:
     """One test. What is expected never enters the box, except where it is part of an assertion."""
 
     kind: Literal["stdin", "call", "assert"]

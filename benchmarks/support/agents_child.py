@@ -27,7 +27,15 @@ import uvloop
 from benchmarks.support.child import answer_questions, own_stdout
 from benchmarks.support.measure import quantile
 from benchmarks.support.slow_world import TOOL_SHARE, Clock, SlowEngine, SlowTool
-from penstock.agent_loops import AgentConfig, EpisodeParts, FakeClient, Worker, WorkerJob, build_parts, frozen_start
+from penstock.agent_loops import (
+    AgentConfig,
+    FakeClient,
+    Worker,
+    WorkerJob,
+    WorkerServices,
+    build_services,
+    frozen_start,
+)
 from penstock.agent_loops.rewards import RewardFunction
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Limits, RedisTransferQueue, Task, TransferQueueConfig
@@ -66,7 +74,7 @@ class World:
     """A worker's parts, and the clocks that engine and tool sleep by."""
 
     queue: RedisTransferQueue
-    parts: EpisodeParts
+    parts: WorkerServices
     engine: SlowEngine
     model_clock: Clock
     tool_clock: Clock
@@ -207,7 +215,7 @@ def build_world(queue: RedisTransferQueue, model: str, lease_ttl_s: float) -> Wo
     config = AgentConfig(max_turns=64, max_new_tokens=256, max_response_tokens=16384, episode_deadline_s=3600)
     model_clock, tool_clock = Clock(seed=1), Clock(seed=2)
     job = WorkerJob("bench", config, queue, FakeClient(lambda _: ()), model)
-    parts = build_parts(job, None)
+    parts = build_services(job, None)
     engine, tool = SlowEngine(model_clock, parts.chat, seed=3), SlowTool(tool_clock)
     parts = replace(
         parts,

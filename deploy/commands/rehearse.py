@@ -14,7 +14,7 @@ import typer
 from penstock.deploy.config import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.agent_loops import Policy, Rehearsal
+    from penstock.agent_loops import EnvCheck, Policy
     from penstock.deploy.config import RunConfig
     from penstock.trainer.data import Row
 
@@ -63,7 +63,7 @@ def _policy(spec: str) -> Policy:
     return found
 
 
-async def _play(config: RunConfig, policy: Policy, rows: list[Row], *, quiet: bool) -> Rehearsal:
+async def _play(config: RunConfig, policy: Policy, rows: list[Row], *, quiet: bool) -> EnvCheck:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -74,7 +74,7 @@ async def _play(config: RunConfig, policy: Policy, rows: list[Row], *, quiet: bo
         return await rehearse_recipe(config, policy, rows, lambda ended: progress.update(bar, completed=ended))
 
 
-def _figures(found: Rehearsal) -> dict[str, Any]:
+def _figures(found: EnvCheck) -> dict[str, Any]:
     rewards, trajectories = found.rewards, found.trajectories
     outcomes = Counter(" ".join(filter(None, (one.outcome.kind, one.outcome.reason))) for one in trajectories)
     means = {
@@ -90,7 +90,7 @@ def _figures(found: Rehearsal) -> dict[str, Any]:
     }
 
 
-def _told(found: Rehearsal, unexpected: list[Any]) -> str:
+def _told(found: EnvCheck, unexpected: list[Any]) -> str:
     figures = _figures(found)
     reward = "".join(f"  {name} {value:.3f}" for name, value in figures["reward"].items())
     outcomes = ", ".join(f"{name} {count}" for name, count in figures["outcomes"].items())

@@ -9,32 +9,32 @@ from __future__ import annotations
 
 import re
 
-from penstock.agent_loops import Scene
+from penstock.agent_loops import EpisodeState
 from penstock.datasets import BadExpression, canonical, evaluate
 
 _ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
 TOLERANCE = 1e-6
 
 
-def oracle(scene: Scene) -> str:
+def oracle(scene: EpisodeState) -> str:
     """Computes with the tool, and answers what the tool printed last: right only where the tool really ran."""
     if not scene.turn:
         return scene.call("python", code=_code(scene))
     return f"The answer is \\boxed{{{scene.results[-1].strip().splitlines()[-1]}}}."
 
 
-def null(scene: Scene) -> str:
+def null(scene: EpisodeState) -> str:
     """Does nothing."""
     return "I do not know."
 
 
-def parrot(scene: Scene) -> str:
+def parrot(scene: EpisodeState) -> str:
     """Lets the tool print the answer again and again, and never says it: must earn nothing."""
     said = f"\\boxed{{{scene.task.ground_truth}}}"
     return scene.call("python", code=f"print({said!r})")
 
 
-def _code(scene: Scene) -> str:
+def _code(scene: EpisodeState) -> str:
     """The row's expression; GSM8K's annotations step by step; where they do not come to the reference, that itself."""
     told = scene.task.extra_info
     if told.get("expression"):

@@ -7,13 +7,13 @@ penstock rehearse recipes/search_r1/cpu.yaml --policy recipes/search_r1/policies
 
 from __future__ import annotations
 
-from penstock.agent_loops import Scene
+from penstock.agent_loops import EpisodeState
 from penstock.agent_loops.rewards import normalised, targets_of
 
 UNKNOWN = "<answer>I do not know</answer>"
 
 
-def oracle(scene: Scene) -> str:
+def oracle(scene: EpisodeState) -> str:
     """Looks up the articles that the row names, one a turn, and answers only what it has read there."""
     queries = [str(title) for title in scene.task.extra_info["articles"]]
     if scene.turn < len(queries):
@@ -25,11 +25,11 @@ def oracle(scene: Scene) -> str:
     return UNKNOWN
 
 
-def null(scene: Scene) -> str:
+def null(scene: EpisodeState) -> str:
     """Answers without looking."""
     return UNKNOWN
 
 
-def reader(scene: Scene) -> str:
+def reader(scene: EpisodeState) -> str:
     """Finds every passage and never answers: must earn nothing."""
     return scene.call("search", query=str(scene.task.extra_info["articles"][0]))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.agent_loops import AgentConfig, ChatTokens, EpisodeParts, find_loop
+from penstock.agent_loops import AgentConfig, ChatTokens, WorkerServices, find_loop
 from penstock.agent_loops.rewards import RewardFunction
 from penstock.tools import BaseTool, ToolConfig, ToolResult
 from penstock.tools.parsers import get_parser
@@ -215,14 +215,14 @@ def score_text(data_source: str, solution_str: str, ground_truth: Any, extra_inf
 
 
 @pytest.fixture
-def parts_of(chat_for: Callable[..., ChatTokens]) -> Callable[..., EpisodeParts]:
+def parts_of(chat_for: Callable[..., ChatTokens]) -> Callable[..., WorkerServices]:
     """Parts of a worker around a queue and a client, with the calculator as its tool."""
 
-    def make(queue: Any, client: Any, tool: BaseTool | None = None, **fields: Any) -> EpisodeParts:
+    def make(queue: Any, client: Any, tool: BaseTool | None = None, **fields: Any) -> WorkerServices:
         timeout_s = fields.pop("tool_timeout_s", 10.0)
         recipe_dir = fields.pop("recipe_dir", Path())
         config = fields.pop("config", None) or AgentConfig(max_response_tokens=1000)
-        return EpisodeParts(
+        return WorkerServices(
             worker="worker-0",
             config=config,
             queue=queue,

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from tests.deploy.conftest import start_run  # noqa: F401 - a fixture
 
-from penstock.agent_loops import Rehearsal, load_object
+from penstock.agent_loops import EnvCheck, load_object
 from penstock.deploy import load_config, rehearse_recipe, rows_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def script(name: str) -> ModuleType:
     return sys.modules[module_name]
 
 
-async def played(recipe: str, policy: str, *overrides: str, rows: int = 0, split: str = "train") -> Rehearsal:
+async def played(recipe: str, policy: str, *overrides: str, rows: int = 0, split: str = "train") -> EnvCheck:
     """`policy` of the recipe's policies.py on its rows, as `penstock rehearse` plays them."""
     path = RECIPES / recipe
     config = load_config(path, [*PATIENT, *overrides])

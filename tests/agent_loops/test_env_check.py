@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.agent_loops import SPLIT, AgentConfig, LoadError, Scene, WorkerStopped, env_check, rehearse
+from penstock.agent_loops import SPLIT, AgentConfig, EpisodeState, LoadError, WorkerStopped, check_env, env_check
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Task
 
@@ -45,10 +45,10 @@ def tasks(*numbers: int) -> list[Task]:
 async def play(recipe_dir: Path, policy, *numbers: int, **fields):
     config = AgentConfig(**{**ROOM, "reward": "judge.py:compute_score", "concurrency": 2, **fields})
     tools = [ToolConfig(name="doubling_for_rehearsal.double")]
-    return await rehearse(tasks(*numbers), policy, model=MODEL, config=config, tools=tools, recipe_dir=recipe_dir)
+    return await check_env(tasks(*numbers), policy, model=MODEL, config=config, tools=tools, recipe_dir=recipe_dir)
 
 
-def honest(scene: Scene) -> str:
+def honest(scene: EpisodeState) -> str:
     if not scene.turn:
         return scene.call("double", number=int(scene.task.ground_truth) // 2)
     return scene.results[-1]
@@ -57,7 +57,7 @@ def honest(scene: Scene) -> str:
 async def test_the_policy_reads_what_its_tools_said_and_tasks_keep_their_order(recipe_dir: Path) -> None:
     ended: list[int] = []
     numbers = (4, 1, 3, 2, 5)
-    found = await rehearse(
+    found = await check_env(
         tasks(*numbers),
         honest,
         model=MODEL,
@@ -75,7 +75,7 @@ async def test_the_policy_reads_what_its_tools_said_and_tasks_keep_their_order(r
 async def test_a_scene_tells_turns_apart(recipe_dir: Path) -> None:
     seen: list[tuple[int, list[str]]] = []
 
-    def twice(scene: Scene) -> str:
+    def twice(scene: EpisodeState) -> str:
         seen.append((scene.turn, scene.results))
         return scene.call("double", number=scene.turn + 1) if scene.turn < 2 else "done"
 
@@ -93,7 +93,7 @@ async def test_a_broken_tool_is_a_failure_with_its_cause_and_no_zero(recipe_dir:
 
 
 async def test_a_policy_that_raises_is_told(recipe_dir: Path) -> None:
-    def broken(scene: Scene) -> str:
+    def broken(scene: EpisodeState) -> str:
         raise KeyError("no such row")
 
     found = await play(recipe_dir, broken, 1)
@@ -112,6 +112,6 @@ async def test_a_rehearsal_in_which_nothing_ends_is_given_up(recipe_dir: Path, m
     async def hang(*_) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("penstock.agent_loops.env_check.Player.generate", hang)
+    monkeypatch.setattr("penstock.agent_loops.env_check.ScriptedClient.generate", hang)
     with pytest.raises(WorkerStopped, match="0 of 1 episodes ended"):
         await play(recipe_dir, honest, 1, episode_deadline_s=600, rewards={"timeout_s": 60.0})
