@@ -24,7 +24,6 @@ from penstock.transfer_queue.codec.trajectories import (
 from penstock.transfer_queue.memory_state import TRAIN, GroupMember, MemoryGroup, MemoryState, split_episode
 from penstock.transfer_queue.metrics import MEMBER_COST, bucket_of, deciles, journal_cost, task_cost
 from penstock.transfer_queue.types import (
-    EPISODE_TOTALS,
     KEPT_UPDATES,
     Announcement,
     BadPayload,
@@ -411,45 +410,17 @@ class MemoryTransferQueue:
             version=state.version,
             step=state.next_step,
             committed_step=state.committed_step,
-            groups=self._count_groups(),
-            episodes=self._count_episodes(),
+            groups=state.count_groups(),
+            episodes=state.count_episodes(),
             bytes=state.held_bytes(),
             parked=state.parked(),
             unconsumed_bytes=state.waiting_bytes(),
             waits_s=dict(self._waits),
             workers=dict(workers),
-            other_splits=self._count_splits(),
+            other_splits=state.count_splits(),
             ages_s={name: age for name, age in ages.items() if age is not None},
             over_age=deciles(state.lengths, state.over_age_lengths),
         )
-
-    def _count_groups(self) -> dict[str, int]:
-        state = self._state
-        found = {name: len(state.in_state(name)) for name in ("queued", "admitted", "ready", "dead")}
-        shipped = state.in_state("shipped")
-        return found | {
-            "shipped": sum(group.step >= state.version for group in shipped),
-            "trained": sum(group.step < state.version for group in shipped),
-            "committed": state.counts["committed_groups"],
-            "dropped_over_age": state.counts["dropped_over_age"],
-            "filtered": state.counts["filtered_groups"],
-            "submitted": state.counts["submitted"],
-        }
-
-    def _count_episodes(self) -> dict[str, int]:
-        state = self._state
-        unended = state.in_state("queued", "admitted")
-        queued = sum(member.state == "queued" for group in unended for member in group.members)
-        leased = sum(group.is_train for group, _, _ in state.leased())
-        return {"queued": queued, "leased": leased} | {name: state.counts[name] for name in EPISODE_TOTALS}
-
-    def _count_splits(self) -> dict[str, dict[str, int]]:
-        splits: dict[str, Counter[str]] = {}
-        for group in self._state.groups.values():
-            if not group.is_train:
-                name = {"failed": "done"}.get(group.members[0].state, group.members[0].state)
-                splits.setdefault(group.task.split, Counter(queued=0, leased=0, done=0))[name] += 1
-        return {split: dict(counts) for split, counts in splits.items()}
 
     async def dead_letters(self, limit: int = 100, start: int = 0) -> list[DeadLetter]:
         return list(self._state.letters.values())[start : start + limit]

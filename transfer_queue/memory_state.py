@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from penstock.transfer_queue.admission import enough_members, may_admit, room_allows
 from penstock.transfer_queue.metrics import bucket_of, payload_cost
 from penstock.transfer_queue.types import (
+    EPISODE_TOTALS,
     Announcement,
     DataCursor,
     DeadLetter,
@@ -179,6 +180,32 @@ class MemoryState:
         shipped = [group for group in self.in_state("shipped") if group.step >= self.version]
         return self.in_state("admitted", "ready") + shipped
 
+    def count_groups(self) -> dict[str, int]:
+        found = {name: len(self.in_state(name)) for name in ("queued", "admitted", "ready", "dead")}
+        shipped = self.in_state("shipped")
+        return found | {
+            "shipped": sum(group.step >= self.version for group in shipped),
+            "trained": sum(group.step < self.version for group in shipped),
+            "committed": self.counts["committed_groups"],
+            "dropped_over_age": self.counts["dropped_over_age"],
+            "filtered": self.counts["filtered_groups"],
+            "submitted": self.counts["submitted"],
+        }
+
+    def count_episodes(self) -> dict[str, int]:
+        unended = self.in_state("queued", "admitted")
+        queued = sum(member.state == "queued" for group in unended for member in group.members)
+        leased = sum(group.is_train for group, _, _ in self.leased())
+        return {"queued": queued, "leased": leased} | {name: self.counts[name] for name in EPISODE_TOTALS}
+
+    def count_splits(self) -> dict[str, dict[str, int]]:
+        splits: dict[str, Counter[str]] = {}
+        for group in self.groups.values():
+            if not group.is_train:
+                name = {"failed": "done"}.get(group.members[0].state, group.members[0].state)
+                splits.setdefault(group.task.split, Counter(queued=0, leased=0, done=0))[name] += 1
+        return {split: dict(counts) for split, counts in splits.items()}
+
     # episodes ------------------------------------------------------------------------------------------------------
     def add_group(self, task: Task, cost: int, member_cost: int) -> None:
         size = self.limits.group_size if task.split == TRAIN else 1
@@ -224,7 +251,7 @@ class MemoryState:
             return
         rewards = group.rewards
         if not enough_members(len(rewards), len(group.members), self.limits.min_group):
-            self._bury(group)
+            self._fail_group(group)
         elif self.limits.filter_groups == "zero_variance" and min(rewards) == max(rewards):
             self._filter(group)
         else:
@@ -245,7 +272,7 @@ class MemoryState:
         self.filtered_since += 1
         del self.groups[group.task.task_id]
 
-    def _bury(self, group: MemoryGroup) -> None:
+    def _fail_group(self, group: MemoryGroup) -> None:
         self.change(group, "dead")
         for index, member in enumerate(group.members):
             if member.payload is not None:
