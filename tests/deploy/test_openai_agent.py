@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 pytest.importorskip("agents", reason="the OpenAI Agents SDK (openai-agents) is not installed")
-STEPS = 3
+STEPS = 2
 
 
 def free_port() -> int:
@@ -57,7 +57,7 @@ def shown(run: LivingRun) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def test_tool_using_episodes_of_an_unmodified_framework_are_trained_on(run: tuple[LivingRun, int]) -> None:
+def test_run_trains_on_an_unmodified_framework(run: tuple[LivingRun, int]) -> None:
     living, port = run
     living.wait_for(lambda: (living.root / "connect.env").exists() and (living.root / "logs").exists())
     agents = [start_agents(living, port, api) for api in ("chat", "responses")]

@@ -36,7 +36,7 @@ def whole(test: Any) -> Any:
     return test
 
 
-async def test_a_warning_is_repeated_and_progress_begins_anew() -> None:
+async def test_watchdog_repeats_its_warning_until_progress() -> None:
     said: list[str] = []
     config = load_config(RECIPE, ["stall_timeout_s=1e-6", "stall_action=warn"])
     watchdog = Watchdog(config, [], said.append)
@@ -51,7 +51,7 @@ async def test_a_warning_is_repeated_and_progress_begins_anew() -> None:
     assert len(said) == 2
 
 
-async def test_a_server_that_comes_and_goes_is_no_progress() -> None:
+async def test_watchdog_returning_server_is_no_progress() -> None:
     watchdog = Watchdog(load_config(RECIPE, ["stall_timeout_s=1e-6"]), [], lambda _: None)
     await watchdog.look(0, NOTHING, [SERVER])
     with pytest.raises(StalledRun, match="no server is in the registry") as caught:
@@ -60,7 +60,8 @@ async def test_a_server_that_comes_and_goes_is_no_progress() -> None:
 
 
 @whole
-def test_a_hanging_loop_is_named_and_shown(start_run, tmp_path: Path) -> None:
+@pytest.mark.deep
+def test_watchdog_names_and_shows_a_hanging_loop(start_run, tmp_path: Path) -> None:
     """Warned of again and again, so that it does not matter how long the parts take to come up."""
     (tmp_path / "hangs.py").write_text(HANGS)
     run = start_run(
@@ -87,7 +88,7 @@ def test_a_hanging_loop_is_named_and_shown(start_run, tmp_path: Path) -> None:
 
 
 @whole
-def test_a_run_that_stands_still_ends_with_the_reason(start_run) -> None:
+def test_watchdog_ends_a_stalled_run_with_the_cause(start_run) -> None:
     """So impatient that the parts cannot come up in time."""
     run = start_run("impatient", "stall_timeout_s=2")
     run.wait_for((run.root / "roles.json").exists)
@@ -102,7 +103,8 @@ def test_a_run_that_stands_still_ends_with_the_reason(start_run) -> None:
 
 
 @whole
-def test_a_run_that_filters_everything_is_not_started_again(start_run, tmp_path: Path) -> None:
+@pytest.mark.deep
+def test_run_that_filters_everything_stops(start_run, tmp_path: Path) -> None:
     (tmp_path / "constant.py").write_text(CONSTANT)
     run = start_run(
         "filtered",

@@ -1,3 +1,4 @@
 from .cluster import bundle_of as bundle_of
 from .cluster import check_machines as check_machines
+from .cluster import connect as connect
 from .registry import parse_counts as parse_counts

@@ -12,9 +12,8 @@ import pytest
 from tests.deploy.placements.compose.stacks import RunningStack, docker, why_not
 
 pytestmark = [pytest.mark.docker, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(1800)]
-STEPS = 20
 SHORT = (
-    *("name=composed", f"trainer.steps={STEPS}", "trainer.checkpoint_every=4", "group_size=4", "groups_per_step=4"),
+    *("name=composed", "trainer.checkpoint_every=4", "group_size=4", "groups_per_step=4"),
     *("data.eval_limit=16", "agent.concurrency=16", "transfer_queue.lease_ttl_s=5"),
     *("stall_timeout_s=900", "rollout.start_timeout_s=600"),  # images are read for the first time, on a busy machine
 )
@@ -47,10 +46,10 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def stack(tmp_path: Path) -> Iterator[RunningStack]:
+def stack(tmp_path: Path, steps: int) -> Iterator[RunningStack]:
     if missing := why_not():
         pytest.skip(f"{missing}; scripts/setup-compose installs what is needed")
-    stack = RunningStack(tmp_path / "stack", *SHORT)
+    stack = RunningStack(tmp_path / "stack", *SHORT, f"trainer.steps={steps}")
     try:
         yield stack
     finally:
@@ -58,36 +57,57 @@ def stack(tmp_path: Path) -> Iterator[RunningStack]:
     assert stack.leftovers() == []
 
 
-def test_a_run_goes_on_through_kills_and_grows(stack: RunningStack) -> None:
+def _begin(stack: RunningStack) -> None:
     stack.compose("build", "--quiet", timeout_s=600)
     stack.up()
     stack.wait_for(lambda: stack.steps() >= 1)
+
+
+def _summary_once_done(stack: RunningStack) -> dict[str, Any]:
+    assert docker("wait", *stack.containers("head", every=True), timeout_s=600) == "0", stack.tail()
+    summary: dict[str, Any] = json.loads((stack.folder / "runs" / "composed" / "summary.json").read_text())
+    assert (summary["lost"], summary["trained_twice"]) == (0, 0)
+    assert (summary["token_mismatches"], summary["episodes_failed"]) == (0, 0)
+    assert summary["staleness_max"] <= 2
+    return summary
+
+
+@pytest.mark.parametrize("steps", [3])
+def test_compose_run_is_closed_to_others(stack: RunningStack) -> None:
+    _begin(stack)
     _nothing_is_open(stack)
     assert _in_a_box(stack) == [
         "FileNotFoundError FileNotFoundError FileNotFoundError",
         "ConnectionRefusedError gaierror",
         "[] True",
     ]
+    stack.wait_for(lambda: len(_scraped(stack)) == 3)
+    summary = _summary_once_done(stack)
+    assert (summary["steps"], summary["restarts"]) == (3, {"trainer": 0})
+    versions = [server["version"] for server in _status(stack)["servers"].values()]
+    assert len(versions) == 1
+    assert min(versions) >= 1, versions  # weights came by HTTP, from another container
 
+
+@pytest.mark.deep
+@pytest.mark.parametrize("steps", [20])
+def test_compose_run_survives_kills_and_grows(stack: RunningStack, steps: int) -> None:
+    _begin(stack)
     stack.compose("kill", "rollout")  # docker kill: down until somebody says up
     stack.kill_from_outside("agent", "penstock agent")  # a crash: the engine starts it again
     stack.kill_from_outside("head", "train-rank")  # the head starts it again
     killed_at = stack.steps()
     stack.up("--scale", "rollout=2")
     stack.wait_for(lambda: len(_status(stack)["servers"]) == 2)
-    assert killed_at <= stack.steps() < STEPS
+    assert killed_at <= stack.steps() < steps
     stack.wait_for(lambda: len(_scraped(stack)) == 4)
 
-    assert docker("wait", *stack.containers("head", every=True), timeout_s=600) == "0", stack.tail()
+    summary = _summary_once_done(stack)
     assert stack.inspect("agent")["RestartCount"] == 1
-    summary = json.loads((stack.folder / "runs" / "composed" / "summary.json").read_text())
-    assert (summary["steps"], summary["lost"], summary["trained_twice"]) == (STEPS, 0, 0)
-    assert (summary["token_mismatches"], summary["episodes_failed"]) == (0, 0)
-    assert summary["staleness_max"] <= 2
-    assert summary["restarts"] == {"trainer": 1}
+    assert (summary["steps"], summary["restarts"]) == (steps, {"trainer": 1})
     versions = {name: server["version"] for name, server in _status(stack)["servers"].items()}
     assert len(versions) == 2
-    assert min(versions.values()) >= 1, versions  # both were brought weights by HTTP, from another container
+    assert min(versions.values()) >= 1, versions
 
 
 def _status(stack: RunningStack) -> dict[str, Any]:

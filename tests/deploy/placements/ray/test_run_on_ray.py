@@ -10,6 +10,9 @@ import pytest
 from tests.deploy.conftest import LivingRun, assert_accounts_balance, assert_nothing_left
 from tests.deploy.placements.ray.conftest import Node, RayCluster
 
+from penstock.deploy import ConfigError
+from penstock.deploy.placements.ray import connect
+
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.crash,
@@ -57,7 +60,31 @@ def seen(node: Node) -> list[int]:
     return [process.pid for process in node.below()]
 
 
-def test_actors_and_a_whole_node_die_and_the_accounts_balance(
+def test_ray_run_keeps_secrets_and_releases_all(
+    cluster: RayCluster, start_run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster comes first: it must outlive the run, which stops in order when the test fails."""
+    monkeypatch.setenv("PENSTOCK_TOKEN", TOKEN)
+    node = cluster.add(cpus=4)
+    short = (*SETTINGS, "trainer.steps=3", "groups_per_step=2")
+    run: LivingRun = start_run("on-ray", *short, "--on", "ray", "--ray-address", cluster.address)
+    run.wait_for(lambda: run.steps() >= 1, START_S)
+    assert "ray::" in " ".join(role_of(node, "agent", "agent-0").parent().cmdline()), "its actor's worker starts it"
+    assert_secrets_stay(run, cluster)
+    assert_on_loopback(cluster)
+    pids = [*run.pids(), *(process.pid for process in node.below("penstock.deploy.cli"))]
+    summary = run.finish()
+    assert summary["steps"] == 3
+    assert_accounts_balance(summary)
+    assert summary["restarts"] == dict.fromkeys(("rollout-0", "agent-0", "trainer"), 0)
+    assert_nothing_left(run, pids)
+    assert not node.below("penstock.deploy.cli")
+    assert_released(cluster)
+    assert [name for name in ("connect.env", "ray.probe") if (run.root / name).exists()] == []
+
+
+@pytest.mark.deep
+def test_ray_actors_and_a_node_die_accounts_balance(
     cluster: RayCluster, start_run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The cluster comes first: it must outlive the run, which stops in order when the test fails."""
@@ -104,7 +131,7 @@ def test_actors_and_a_whole_node_die_and_the_accounts_balance(
     assert not second.below("penstock.deploy.cli")
     assert_released(cluster)
     assert not (run.root / "connect.env").exists()
-    assert not (run.root / "ray.fs_probe").exists()
+    assert not (run.root / "ray.probe").exists()
 
 
 def assert_secrets_stay(run: LivingRun, cluster: RayCluster) -> None:
@@ -153,7 +180,8 @@ def assert_released(cluster: RayCluster) -> None:
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
-def test_a_role_that_cannot_work_ends_the_run_with_its_last_words(cluster: RayCluster, start_run) -> None:
+@pytest.mark.deep
+def test_ray_failed_role_ends_the_run_with_its_log(cluster: RayCluster, start_run) -> None:
     node = cluster.add(cpus=3)
     loop = "agent.loop=recipes.nowhere:Nothing"
     run = start_run("doomed", *SETTINGS, loop, "--on", "ray", "--ray-address", cluster.address)
@@ -165,7 +193,7 @@ def test_a_role_that_cannot_work_ends_the_run_with_its_last_words(cluster: RayCl
     assert (run.root / "summary.json").exists()
 
 
-def test_what_is_no_cluster_is_refused(start_run) -> None:
-    run = start_run("nowhere", *SETTINGS, "--on", "ray", "--ray-address", "local")
-    assert run.process.wait(60) == 2
-    assert "ray start --head" in run.log.read_text()
+@pytest.mark.parametrize("address", ["local", "ray://127.0.0.1:10001"])
+def test_ray_address_of_no_cluster_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="--ray-address"):
+        connect(address, "nowhere")

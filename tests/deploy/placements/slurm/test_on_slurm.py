@@ -166,6 +166,20 @@ def servers(run: SlurmRun) -> set[str]:
     return asyncio.run(registered()) if (run.root / "connect.env").exists() else set()
 
 
+def test_slurm_run_completes_and_leaves_nothing(start) -> None:
+    words = ("trainer.steps=2", "groups_per_step=2", "agent.workers=1", "--nodes", "2", "--sandbox-server")
+    run = start("plain", *SHORT, *NEVER_SAVED, *words)
+    run.wait_for(lambda: servers(run) == {"rollout-0"})
+    summary = run.finish()
+    assert (summary["steps"], summary["restarts"]["trainer"]) == (2, 0)
+    assert summary["staleness_max"] <= 2
+    assert_accounts_balance(summary)
+    assert run.state()["Restarts"] == "0"
+    logs = {log.name for log in (run.root / "logs").glob("*.log")}
+    assert {"slurm.log", "queue.log", "head.log", "rollout-0.log", "agent-0.log", "sandbox.log"} <= logs
+    run.assert_nothing_left()
+
+
 HELD = """
 import asyncio
 from pathlib import Path
@@ -182,7 +196,8 @@ class HeldLoop(ToolAgentLoop):
 """The recipe's loop, which waits while there is a file: a run cannot end before what the test has in store for it."""
 
 
-def test_a_run_is_requeued_joined_and_told_to_stop_and_loses_nothing(start, tmp_path: Path) -> None:
+@pytest.mark.deep
+def test_slurm_requeue_join_and_stop_lose_nothing(start, tmp_path: Path) -> None:
     steps, hold = 12, tmp_path / "hold"
     (tmp_path / "held.py").write_text(HELD.format(hold=str(hold)))
     words = (f"trainer.steps={steps}", f"agent.loop={tmp_path}/held.py:HeldLoop", "agent.episode_deadline_s=1200")
@@ -212,7 +227,8 @@ def test_a_run_is_requeued_joined_and_told_to_stop_and_loses_nothing(start, tmp_
     run.assert_nothing_left()
 
 
-def test_a_trainer_over_two_nodes_comes_back_when_a_half_of_it_dies(start) -> None:
+@pytest.mark.deep
+def test_slurm_trainer_over_two_nodes_survives_half_of_it(start) -> None:
     words = (
         "trainer.steps=4",
         "trainer.ranks=2",
@@ -235,7 +251,8 @@ def test_a_trainer_over_two_nodes_comes_back_when_a_half_of_it_dies(start) -> No
     run.assert_nothing_left()
 
 
-def test_a_cancelled_run_stays_cancelled(start) -> None:
+@pytest.mark.deep
+def test_slurm_cancelled_run_stays_cancelled(start) -> None:
     run = start("cancelled", *SHORT, "rollout.servers=0", "agent.workers=0")
     run.wait_for((run.root / "connect.env").exists)
     slurm("scancel", run.job)
