@@ -58,7 +58,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value �
 QueueUrl = Annotated[str | None, typer.Option("--queue", help="redis:// URL of the run's queue [PENSTOCK_QUEUE].")]
 WaitS = Annotated[
     float,
-    typer.Option("--wait-s", min=0, help="Wait so many seconds for a queue that is away or a run that has not begun."),
+    typer.Option("--wait-s", min=0, help="Seconds to wait for an unreachable queue or a run that has not started."),
 ]
 RunName = Annotated[str | None, typer.Option("--run", help="Name of the run [PENSTOCK_RUN].")]
 
@@ -72,15 +72,15 @@ class Where(StrEnum):
 def run(
     recipe: Recipe,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option(help="Go on with an earlier run of this name.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue an earlier run of this name.")] = False,
     *,
     dry_run: Annotated[bool, typer.Option(help="Print the resolved recipe and what it means; start nothing.")] = False,
     on: Annotated[
-        Where, typer.Option(help="Where its parts run: on this machine, or on a Ray cluster.")
+        Where, typer.Option(help="Where the roles run: on this machine, or on a Ray cluster.")
     ] = Where.MACHINE,
     ray_address: ray.Address = None,
 ) -> None:
-    """Train: start and supervise every part of a recipe, on this machine or on a Ray cluster.
+    """Train: start and supervise every role of a recipe, on this machine or on a Ray cluster.
 
     Examples: penstock run recipes/calculator.yaml name=mine max_staleness=sync trainer.lr=3e-4
 
@@ -103,7 +103,7 @@ def rollout(
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: the recipe's.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0: a free one; default: the recipe's.")] = None,
     *,
-    evaluates: Annotated[bool, typer.Option(help="Take evaluations alone, each at one version.")] = False,
+    evaluates: Annotated[bool, typer.Option(help="Serve only evaluations, each at one version.")] = False,
     wait_s: WaitS = 0.0,
 ) -> None:
     """Start one rollout server (sidecar and engine) and join a running queue."""
@@ -135,12 +135,12 @@ def train(
     run: RunName = None,
     wait_s: WaitS = 0.0,
     *,
-    nnodes: Annotated[int | None, typer.Option(min=1, help="Machines of the trainer [PENSTOCK_TRAIN_NODES].")] = None,
-    node_rank: Annotated[
-        int, typer.Option(min=0, help="This machine's number; 0 is the one that the head supervises.")
-    ] = 0,
+    nnodes: Annotated[
+        int | None, typer.Option(min=1, help="Number of machines of the trainer [PENSTOCK_TRAIN_NODES].")
+    ] = None,
+    node_rank: Annotated[int, typer.Option(min=0, help="This machine's index; the head supervises 0.")] = 0,
     rdzv_endpoint: Annotated[
-        str | None, typer.Option(help="HOST:PORT on machine 0, where all meet [PENSTOCK_TRAIN_RENDEZVOUS].")
+        str | None, typer.Option(help="HOST:PORT of the rendezvous on machine 0 [PENSTOCK_TRAIN_RENDEZVOUS].")
     ] = None,
 ) -> None:
     """Start the trainer (one process, or torchrun with trainer.ranks of them) and join a running queue.
@@ -171,7 +171,7 @@ def train_rank() -> None:
 @app.command()
 def sandbox(
     overrides: Annotated[list[str] | None, typer.Argument(help="sandbox.key=value …", metavar="[KEY=VALUE]…")] = None,
-    recipe: Annotated[Path | None, typer.Option(help="A recipe whose sandbox section says how; only that.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="A recipe; only its sandbox section is read.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8700,
 ) -> None:

@@ -41,12 +41,12 @@ class TelemetryConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     metrics: bool = Field(True, description="Agent workers, trainer and `penstock run` serve /metrics too.")
-    host: str = Field("127.0.0.1", description="Address on which they do; rollout servers use rollout.host.")
+    host: str = Field("127.0.0.1", description="Address of these metrics servers; rollout servers use rollout.host.")
     port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="First port they try, 32 at most; 0 takes free ones: see prometheus-targets.json.",
+        description="First of up to 32 ports tried; 0 takes free ports, listed in prometheus-targets.json.",
     )
 
 
@@ -60,16 +60,16 @@ class RayConfig(BaseModel):
 
     rollout: Bundle = Field(
         default_factory=dict,
-        description="What one rollout server reserves, in Ray's names, as {CPU: 8, GPU: 2}; not named: CPU 1, and GPU 1"
-        " where the cluster has any.",
+        description="Resources of one rollout server, as {CPU: 8, GPU: 2}; default: CPU 1, and GPU 1"
+        " if the cluster has GPUs.",
     )
-    agent: Bundle = Field(default_factory=dict, description="The same of one agent worker; not named: CPU 1.")
+    agent: Bundle = Field(default_factory=dict, description="Resources of one agent worker; default: CPU 1.")
     trainer: Bundle = Field(
         default_factory=dict,
-        description="The same of the trainer; not named: a CPU per rank and thread, a GPU per rank if it has any.",
+        description="Resources of the trainer; default: a CPU per rank and thread, a GPU per rank if there are GPUs.",
     )
     env: tuple[str, ...] = Field(
-        (), description="Variables of this machine's environment that every role gets too, as WANDB_API_KEY."
+        (), description="Environment variables of this machine passed to every role, such as WANDB_API_KEY."
     )
 
 
@@ -80,23 +80,23 @@ class RunConfig(BaseModel):
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Names runs/NAME and the queue's keys."
     )
     runs_dir: str = Field("runs", description="Folder that holds the runs.")
-    seed: int = Field(0, description="Of data order, sampling and initialisation.")
+    seed: int = Field(0, description="Seed of data order, sampling and initialisation.")
     model: str = Field(description="Model folder or hub name (AutoModelForCausalLM, AutoTokenizer).")
     max_staleness: Annotated[int, BeforeValidator(_staleness)] = Field(
         2,
         ge=0,
         le=64,
-        description="Oldest policy trained on, in versions: sync 0, one_step_off 1, fully_async 2.",
+        description="Maximum age of the policy of trained tokens, in versions: sync 0, one_step_off 1, fully_async 2.",
     )
     group_size: int = Field(8, ge=1, description="Episodes per task.")
     groups_per_step: int = Field(8, ge=1, description="Tasks per optimizer step.")
     stall_timeout_s: float = Field(
         300.0,
         gt=0,
-        description="A run in which nothing moves for this long is stuck: the part that holds it up is told.",
+        description="Time without progress after which a run is stalled; the stalled component is reported.",
     )
     stall_action: Literal["warn", "stop"] = Field(
-        "stop", description="What becomes of a stuck run, once every local role has written its stacks into its log."
+        "stop", description="Action on stall, after dumping the stacks of every local role into its log."
     )
     data: DataConfig
     agent: AgentConfig = AgentConfig()
@@ -114,7 +114,7 @@ class RunConfig(BaseModel):
 
 
 class ConfigError(Exception):
-    """The recipe or an override is wrong; the message is for people and may have several lines."""
+    """The recipe or an override is invalid; the message may have several lines."""
 
 
 def load_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -142,7 +142,7 @@ def load_sandbox(recipe: Path | None, overrides: Sequence[str] = ()) -> SandboxC
     for override in overrides:
         _apply_override(tree, override)
     if strangers := sorted(set(tree) - {"sandbox"}):
-        raise ConfigError(f"a sandbox server reads sandbox.* alone, not {', '.join(strangers)}")
+        raise ConfigError(f"a sandbox server reads only sandbox.*, not {', '.join(strangers)}")
     try:
         return SandboxConfig.model_validate(tree["sandbox"])
     except ValidationError as error:
@@ -167,7 +167,7 @@ def dump_config(config: RunConfig) -> str:
 
 def _read_yaml(recipe: Path) -> dict[str, Any]:
     if not recipe.is_file():
-        raise ConfigError(f"{recipe}: no such recipe file; the ones that come with Penstock are in recipes/*.yaml")
+        raise ConfigError(f"{recipe}: no such recipe file; Penstock's own are in recipes/*.yaml")
     try:
         tree = yaml.safe_load(recipe.read_text())
     except yaml.YAMLError as error:
@@ -250,7 +250,7 @@ def _explain(problem: dict[str, Any], tree: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{dotted}: no such key{_nearest(location)}"
     if problem["type"] == "missing":
-        return f"{dotted}: is needed; {_description(location)}"
+        return f"{dotted}: is required; {_description(location)}"
     return f"{dotted}: {problem['msg'].lower()} (got {problem['input']!r}); {_description(location)}"
 
 

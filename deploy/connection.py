@@ -65,13 +65,13 @@ class RunConnection:
         url = url or os.environ.get(URL_VARIABLE)
         run = run or os.environ.get(RUN_VARIABLE)
         token = os.environ.get(TOKEN_VARIABLE)
-        for value, mend in (
+        for value, fix in (
             (url, f"--queue or {URL_VARIABLE}"),
             (run, f"--run or {RUN_VARIABLE}"),
             (token, TOKEN_VARIABLE),
         ):
             if not value:
-                raise ConfigError(f"{mend} is not set; a living run writes them to runs/NAME/connect.env (source it)")
+                raise ConfigError(f"{fix} is not set; source runs/NAME/connect.env of the running run")
         username, password = redis_login()
         return cls(str(url), str(run), password, str(token), username)
 
@@ -82,12 +82,12 @@ class RunConnection:
         found = dict(word.split("=", 1) for word in words if "=" in word)
         for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE):
             if not found.get(name):
-                raise ConfigError(f"{name} is not among the lines of this connect.env")
+                raise ConfigError(f"{name} is missing in this connect.env")
         password, username = (found.get(name) or None for name in (PASSWORD_VARIABLE, USER_VARIABLE))
         return cls(found[URL_VARIABLE], found[RUN_VARIABLE], password, found[TOKEN_VARIABLE], username)
 
     def of_role(self, role: str) -> RunConnection:
-        """What a process of that role is told: its own user of the queue, and nobody else's password."""
+        """The connection of a role: its own user of the queue, without the passwords of others."""
         if role not in self.role_passwords:
             return replace(self, role_passwords={})
         return replace(self, username=role, password=self.role_passwords[role], role_passwords={})
@@ -156,7 +156,7 @@ def connection_of_run(config: RunConfig) -> RunConnection:
         return RunConnection.from_lines(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{file}: {error.strerror}: run {config.name} does not live here; source its connect.env"
+            f"{file}: {error.strerror}: run {config.name} is not running on this machine; source its connect.env"
         ) from None
 
 
@@ -205,7 +205,7 @@ async def _role_passwords() -> dict[str, str]:
     """Role → password, made for this run; none where redis-server is too old for rights to read only."""
     binary = await asyncio.to_thread(find_redis_server)
     if binary.version < USERS_VERSION:
-        logger.warning("%s is older than 7.0: all roles share the queue's one password", binary.path)
+        logger.warning("%s is older than 7.0: all roles share one password", binary.path)
         return {}
     return {role: secrets.token_urlsafe(32) for role in ROLES}
 
@@ -216,7 +216,7 @@ async def keep_alive(server: RedisServer) -> None:
         await asyncio.sleep(0.2)
         if server.alive:
             continue
-        logger.warning("redis-server ended unexpectedly; starting it again from its append-only file")
+        logger.warning("redis-server ended unexpectedly; restarting it from its append-only file")
         await server.restart()
 
 

@@ -69,7 +69,7 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
 
 
 def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
-    """What every role is told, wherever it was started: where the run is, and generated datasets as files of it."""
+    """The configuration as all roles get it: absolute runs_dir, and generated datasets as files of the run."""
     paths = {
         split: source and materialise(source, run.data)
         for split, source in (("train", config.data.train), ("eval", config.data.eval))
@@ -107,7 +107,7 @@ async def _connected(link: RunConnection, config: RunConfig, run: RunDir) -> Asy
 
 @contextlib.asynccontextmanager
 async def _cleaned(config: RunConfig) -> AsyncIterator[None]:
-    """Published weights in this machine's shared memory are gone when the run is, however it ended."""
+    """Removes published weights from this machine's shared memory at the end of the run."""
     try:
         yield
     finally:
@@ -151,17 +151,17 @@ async def _run_roles(
 
 
 async def _beside(process: RoleProcess) -> None:
-    """Run a process that the run goes on without: one that fails for good is told, no more."""
+    """Runs a process that the run does not need: its permanent failure is only logged."""
     try:
         await process.run()
     except RoleFailed as error:
-        logger.warning("the run goes on without its page: %s", error)
+        logger.warning("the run continues without its page: %s", error)
 
 
 def _interrupt_event() -> asyncio.Event:
     """Set by the first Ctrl-C or SIGTERM: the run stops in order. A second Ctrl-C is the shell's usual one.
 
-    Further SIGTERMs change nothing: a scheduler that stops a job may tell the head more than once.
+    Further SIGTERMs are ignored: a scheduler may signal the head more than once.
     """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -183,7 +183,7 @@ async def _raise_when_set(event: asyncio.Event) -> None:
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: the run stopped in order and can be resumed."""
+    """Ctrl-C or SIGTERM: the run was stopped in order and can be resumed."""
 
 
 __all__ = ["Interrupted", "StalledRun", "launch"]

@@ -1,4 +1,4 @@
-"""Child processes of a run: each in a session of its own, restarted with back-off, ended with everything it started.
+"""Child processes of a run: each in its own session, restarted with back-off, ended with everything it started.
 
 starting ──► running ──exit 0──► finished
    ▲            │ exit ≠ 0
@@ -21,7 +21,7 @@ from penstock.common import Backoff, kill_group
 _RESTART_BACKOFF = Backoff(0.5, 10.0)
 _HEALTHY_AFTER_S = 60.0
 STOP_FILE_VARIABLE = "PENSTOCK_STOP_FILE"
-"""Where a role writes why it must not be started again, before it exits."""
+"""File in which a role writes why it must not be restarted, before it exits."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RoleSpec:
     max_restarts: int
     stop_grace_s: float = 15.0
     cwd: Path | None = None
-    """None: where whoever starts it is."""
+    """None: the directory of the parent."""
 
     @property
     def stop_file(self) -> Path:
@@ -43,7 +43,7 @@ class RoleSpec:
 
 
 class RoleFailed(Exception):
-    """A role ended for good without finishing; the message ends with the last lines of its log."""
+    """A role failed permanently; the message ends with the last lines of its log."""
 
     @property
     def why(self) -> str:
@@ -64,7 +64,7 @@ class RoleProcess:
 
     @property
     def state(self) -> str:
-        """``stopped``: it was told to go."""
+        """``running``, ``not running``, or ``stopped`` by request."""
         if self.pid is not None:
             return "running"
         return "stopped" if self._stopping else "not running"
@@ -119,7 +119,7 @@ class RoleProcess:
         try:
             return await process.wait()
         finally:
-            self.kill()  # what a role that died started must not outlive it
+            self.kill()  # processes of a dead role must not outlive it
             self.pid = None
             self._ended.set()
 

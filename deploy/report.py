@@ -28,7 +28,7 @@ __all__ = ["Reporter", "StalledRun", "describe"]
 
 
 class Reporter:
-    """Draws one progress bar on a terminal, or prints one line per step elsewhere."""
+    """Draws a progress bar on a terminal, or prints one line per step elsewhere."""
 
     def __init__(self, config: RunConfig, run: RunDir, queue: TransferQueue, members: Sequence[SupervisedRole]) -> None:
         self._console = Console(stderr=True, highlight=False)
@@ -45,9 +45,9 @@ class Reporter:
             self._bar.start()
             self._task = self._bar.add_task("starting", total=config.trainer.steps)
         self._say(f"run {config.name}: {describe(config)}")
-        self._say(f"  everything it leaves: {run.root}")
+        self._say(f"  folder: {run.root}")
         if config.dashboard.enabled:
-            where = f"port {config.dashboard.port}" if config.dashboard.port else "a port told in logs/dashboard.log"
+            where = f"port {config.dashboard.port}" if config.dashboard.port else "its port is in logs/dashboard.log"
             self._say(f"  page: {config.dashboard.host}, {where}; its token is PENSTOCK_TOKEN in connect.env")
 
     async def run(self) -> None:
@@ -73,7 +73,7 @@ class Reporter:
 
     def _show(self, rows: list[dict[str, Any]], status: Status | None) -> None:
         for row in rows:
-            if row["step"] >= self.steps_done:  # a replayed step was told before
+            if row["step"] >= self.steps_done:  # a replayed step was reported before
                 self._say_step(row)
                 self.steps_done = row["step"] + 1
         if self._bar is not None:
@@ -93,7 +93,7 @@ class Reporter:
 
 
 def describe(config: RunConfig) -> str:
-    """What the knobs mean together, in one line."""
+    """The meaning of the settings together, in one line."""
     groups = (config.max_staleness + 1) * config.groups_per_step
     return (
         f"at most {config.max_staleness + 1} x {config.groups_per_step} = {groups} groups of {config.group_size} "
@@ -125,7 +125,7 @@ def _pipeline(status: Status | None) -> str:
 
 
 class RolesFile:
-    """Written when something changed, replaced at once: a reader never sees half of it."""
+    """``roles.json``, rewritten atomically when something has changed."""
 
     def __init__(self, path: Path, processes: Sequence[SupervisedRole]) -> None:
         self._path = path
@@ -155,7 +155,7 @@ Row = Mapping[str, Any]
 
 
 async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
-    """JSON can say all of it; what is not known is None."""
+    """Serialisable as JSON; unknown values are None."""
     live = await pulse.of(run)
     config, rows = flat(files.config()), files.metrics.rows()
     status: Row = live.get("status", {})
@@ -208,26 +208,26 @@ def _roles(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def _eta_s(rows: Sequence[Row], done: int, steps: int | None) -> float | None:
-    """As fast as the newest steps; the first waits for everything to start, and counts only while it is alone."""
+    """At the speed of the newest steps; the first includes the start-up and counts only while it is the only one."""
     step_s = _mean(rows[1:][-RECENT_STEPS:] or rows, "wall_s")
     return None if step_s is None or steps is None else round(step_s * max(0, steps - done), 1)
 
 
 def _bound(config: Row) -> int | None:
-    """Groups that admission lets be in the system."""
+    """Maximum number of admitted groups."""
     staleness, groups = config.get("max_staleness"), config.get("groups_per_step")
     return None if staleness is None or groups is None else (int(staleness) + 1) * int(groups)
 
 
 def who_waits(status: Row, servers: Sequence[Row], config: Row) -> list[str]:
-    """A line per half of the run: what it does now, or what it waits for."""
+    """One line for the trainer and one for the agent workers: what they do or wait for."""
     return [_training(status, config), _rolling_out(status, servers, config)]
 
 
 def _training(status: Row, config: Row) -> str:
     groups, needed = status["groups"], config.get("groups_per_step") or "?"
     if groups.get("shipped"):
-        return f"trainer: works, {groups['shipped']} groups of {needed} per step are with it"
+        return f"trainer: trains {groups['shipped']} of {needed} groups per step"
     oldest_s = status["ages_s"].get("admitted")
     told = f"; the oldest of {groups.get('admitted', 0)} in flight is {oldest_s:.0f} s old" if oldest_s else ""
     return f"trainer: waits for groups, {groups.get('ready', 0)} of {needed} are ready{told}"
@@ -237,7 +237,7 @@ def _rolling_out(status: Row, servers: Sequence[Row], config: Row) -> str:
     groups, leased = status["groups"], status["episodes"].get("leased", 0)
     in_system = sum(groups.get(name, 0) for name in ("admitted", "ready", "shipped"))
     if not any(server["accepting"] for server in servers):
-        return f"agent workers: wait for a rollout server, none of {len(servers)} takes requests"
+        return f"agent workers: wait for a rollout server, none of {len(servers)} accepts requests"
     if leased:
         requests = sum(server["in_flight"] for server in servers)
         return f"agent workers: run {leased} episodes, {requests} requests are in flight"
@@ -246,7 +246,7 @@ def _rolling_out(status: Row, servers: Sequence[Row], config: Row) -> str:
     bound = _bound(config)
     if bound is not None and in_system >= bound:
         return f"agent workers: wait for the trainer, {in_system} of {bound} groups are in the system (max_staleness)"
-    return f"agent workers: hold nothing while {groups['queued']} groups are queued"
+    return f"agent workers: idle while {groups['queued']} groups are queued"
 
 
 def _mean(rows: Sequence[Row], name: str) -> float | None:

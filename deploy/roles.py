@@ -49,12 +49,12 @@ def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: boo
             runner.run(_until_stopped(main()))
         except FatalError as reason:
             _write_stop_file(str(reason))
-            logging.getLogger("penstock").exception("starting this role again would not help")
+            logging.getLogger("penstock").exception("a restart of this role would not help")
             raise SystemExit(1) from None
 
 
 class FatalError(Exception):
-    """The role failed for a cause that a restart does not mend: the run stops and shows it."""
+    """The role failed for a cause that a restart does not fix: the run stops and reports it."""
 
 
 @contextlib.contextmanager
@@ -82,8 +82,8 @@ async def _until_stopped(main: Coroutine[Any, Any, None]) -> None:
     beating = asyncio.create_task(beat(), name="heartbeat")
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, task.cancel)
-    # Once: a scheduler tells every process of a job, and a supervisor or torchrun each of its own again. A second
-    # cancellation would cut off the trainer's last checkpoint.
+    # Once: a scheduler signals every process of a job, and a supervisor or torchrun its children again. A second
+    # cancellation would abort the trainer's last checkpoint.
     loop.add_signal_handler(signal.SIGTERM, lambda: None if task.cancelling() else task.cancel())
     answer_with_stacks(loop)
     try:
@@ -213,13 +213,13 @@ async def train_rank(link: RunConnection) -> None:
 
 
 async def sandbox(config: SandboxConfig, host: str, port: int) -> None:
-    """A sandbox server belongs to no run: it needs the token alone. Raises `ConfigError` where it cannot start."""
+    """A sandbox server belongs to no run and needs only the token. Raises `ConfigError` if it cannot start."""
     from penstock.sandbox import SandboxError
     from penstock.sandbox.server import serve
 
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
-        raise ConfigError(f"{TOKEN_VARIABLE} is not set: callers of the sandbox server must present it")
+        raise ConfigError(f"{TOKEN_VARIABLE} is not set; callers of the sandbox server must present it")
     try:
         await serve(config, host, port, token, metrics_token(token))
     except SandboxError as error:
@@ -233,7 +233,7 @@ async def _watched(
     registry: CollectorRegistry,
     work: Coroutine[Any, Any, None],
 ) -> None:
-    """`work`, its metrics served meanwhile."""
+    """Runs `work` and serves its metrics meanwhile."""
     folder = RunDir.of(config).metric_addresses
     async with metrics_served(config.telemetry, registry, link.token, folder, who):
         await work

@@ -26,12 +26,12 @@ class LocalRole:
     """By SIGSTOP or a debugger."""
     restarts: int = 0
     cpu_s: float = 0.0
-    """CPU time of it and what it started, since something last moved."""
+    """CPU time of its process tree since the last progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run at the moment in which it is called stuck."""
+    """The state of a stalled run."""
 
     status: Status | None
     """None: the queue did not answer."""
@@ -62,7 +62,7 @@ def diagnose_stall(snapshot: Snapshot) -> StallCause:
 def _local(snapshot: Snapshot) -> StallCause | None:
     for role in snapshot.roles:
         if role.held:
-            return StallCause(role.name, "its process is stopped (SIGSTOP or a debugger); `kill -CONT` lets it go on")
+            return StallCause(role.name, "its process is stopped (SIGSTOP or a debugger); `kill -CONT` continues it")
     away = [role for role in snapshot.roles if not role.running]
     if away:
         told = ", ".join(f"{role.name} after {role.restarts} restarts" for role in away)
@@ -72,12 +72,12 @@ def _local(snapshot: Snapshot) -> StallCause | None:
 
 def _by_the_queue(snapshot: Snapshot) -> StallCause:
     if snapshot.status is None:
-        return StallCause("queue", "it does not answer: every other part waits for it")
+        return StallCause("queue", "it does not answer: every other component waits for it")
     for rule in RULES:
         found = rule(snapshot, snapshot.status)
         if found is not None:
             return found
-    return StallCause("trainer", "every group is accounted for, no part has work, and no step is trained")
+    return StallCause("trainer", "every group is accounted for, no component has work, and no step is trained")
 
 
 def _trainer_has_a_batch(snapshot: Snapshot, status: Status) -> StallCause | None:
@@ -90,7 +90,7 @@ def _trainer_has_a_batch(snapshot: Snapshot, status: Status) -> StallCause | Non
         )
     if groups.get("ready", 0) >= snapshot.groups_per_step and not groups.get("admitted", 0):
         return StallCause(
-            "trainer", f"{groups['ready']} groups are ready, {snapshot.groups_per_step} make a step: none is taken"
+            "trainer", f"{groups['ready']} groups are ready, {snapshot.groups_per_step} make a step: it leases none"
         )
     return None
 
@@ -100,9 +100,9 @@ def _no_server(snapshot: Snapshot, status: Status) -> StallCause | None:
         return None
     if not snapshot.servers:
         names = _named(snapshot.roles, "rollout") or "rollout servers"
-        return StallCause(names, "no server is in the registry: none has opened its engine yet, or none was started")
+        return StallCause(names, "no server is in the registry: its engine has not started yet, or none was started")
     if not any(server.accepting for server in snapshot.servers):
-        return StallCause(_ids(snapshot.servers), "none of them takes requests; GET /health of each says why")
+        return StallCause(_ids(snapshot.servers), "none of them accepts requests; GET /health of each reports why")
     return None
 
 
@@ -144,7 +144,7 @@ def _nobody_leases(snapshot: Snapshot, status: Status) -> StallCause | None:
     in_system = sum(status.groups.get(name, 0) for name in ("admitted", "ready", "shipped"))
     room = (snapshot.max_staleness + 1) * snapshot.groups_per_step - in_system
     if room <= 0:
-        return StallCause("trainer", f"{in_system} groups are in the system, which is all that admission allows")
+        return StallCause("trainer", f"{in_system} groups are admitted, which is the limit")
     names = _named(snapshot.roles, "agent") or "agent workers"
     return StallCause(names, f"{queued} groups are queued, admission has room for {room}, and nobody leases an episode")
 
@@ -153,7 +153,7 @@ def _nothing_to_lease(_scene: Snapshot, status: Status) -> StallCause | None:
     if status.groups.get("queued", 0) or status.groups.get("admitted", 0):
         return None
     if not status.groups.get("submitted", 0):
-        return StallCause("trainer", "it has submitted no task yet: it still loads the model, or waits for its ranks")
+        return StallCause("trainer", "it has submitted no task yet: it is loading the model or waiting for its ranks")
     return StallCause("trainer", "no task is queued: its feeder submits none")
 
 

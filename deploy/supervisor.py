@@ -113,7 +113,7 @@ class Supervisor:
         self._changed.set()
 
     def resize(self, kind: str, count: int) -> None:
-        """From now on `count` servers or workers: newest ones leave first, and no name is given twice."""
+        """Changes the number of servers or workers: the newest leave first, and no name is used twice."""
         present = self.present(kind)
         used = [role.number for role in self._roles.values() if role.kind == kind and role.number is not None]
         fresh = itertools.count(max(used, default=-1) + 1)
@@ -141,14 +141,14 @@ class Supervisor:
             self._changed.clear()
 
     def _over(self, beside: Sequence[asyncio.Task[None]]) -> bool:
-        """A role that failed for good, a stalled run or Ctrl-C is raised here and ends the run."""
+        """Raises a permanent failure of a role, a stall or Ctrl-C, which ends the run."""
         for task in (*self._tasks.values(), *beside):
             if task.done():
                 task.result()
         return any(self._tasks[name].done() for name, role in self._roles.items() if role.kind == "trainer")
 
     async def stop(self) -> None:
-        """Trainer (saves a checkpoint), agent workers (hand leases back), rollout servers. Never raises for a role."""
+        """Stops the trainer (saves a checkpoint), then agent workers (return leases), then servers. Never raises."""
         for kind in ("trainer", "agent", "rollout"):
             ending = [m.stop() for m in self.members if self._roles[m.spec.name].kind == kind]
             await asyncio.gather(*ending, return_exceptions=True)
@@ -156,11 +156,11 @@ class Supervisor:
 
 
 STACKS_S = 2.0
-"""A role is given so long to write its stacks before it may be stopped."""
+"""Time for a role to write its stacks before it may be stopped."""
 
 
 class StalledRun(Exception):
-    """Nothing moved for longer than `stall_timeout_s`; the message says which part holds the others up."""
+    """No progress for longer than `stall_timeout_s`; the message names the stalled component."""
 
     def __init__(self, quiet_s: float, stuck: StallCause, snapshot: str) -> None:
         super().__init__(f"no progress for {quiet_s:.0f} s; stuck is {stuck}\n{snapshot}")
@@ -178,7 +178,7 @@ class Watchdog:
         self._fingerprint: tuple[int, ...] = ()
         self._quiet_since = time.monotonic()
         self._seen: set[str] = set()
-        """Servers and workers that ever came: each is progress once, a server that comes and goes is none."""
+        """Servers and workers seen so far: each counts as progress once, so that a flapping server is none."""
         self._used_s: dict[int, float] | None = None
         """CPU time of each role's tree when it became quiet, by pid; None while things move."""
 
@@ -223,7 +223,7 @@ class Watchdog:
     async def _have_stacks_written(self) -> None:
         asked = await asyncio.to_thread(ask_for_stacks, list(self._pids().values()))
         if asked:
-            self._say(f"  stacks of {len(asked)} local processes are at the ends of logs/NAME.log")
+            self._say(f"  stacks of {len(asked)} local processes are at the end of logs/NAME.log")
             await asyncio.sleep(STACKS_S)
 
     def _scene(self, status: Status | None, servers: Sequence[ServerInfo]) -> Snapshot:
@@ -243,11 +243,11 @@ class Watchdog:
         logs = {process.spec.name: process.spec.log for process in self._processes}
         lines = [
             f"  {role.name}: {'running' if role.running else 'not running'}, {role.restarts} restarts, "
-            f"{role.cpu_s:.1f} s of CPU meanwhile, see {logs[role.name]}"
+            f"{role.cpu_s:.1f} s of CPU since then, see {logs[role.name]}"
             for role in snapshot.roles
         ]
         for server in snapshot.servers:
-            taking = "takes requests" if server.accepting else "takes none"
+            taking = "accepts requests" if server.accepting else "accepts none"
             lines.append(f"  {server.server_id}: version {server.version}, {server.in_flight} in flight, {taking}")
         if snapshot.status is not None:
             found = snapshot.status

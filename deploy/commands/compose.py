@@ -26,7 +26,7 @@ def init(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
     trainer_gpus: Annotated[str | None, typer.Option(help="NVIDIA GPUs of the trainer, as 0,1.")] = None,
     rollout_gpus: Annotated[
-        list[str] | None, typer.Option(help="GPUs of one rollout server; again for each further server.")
+        list[str] | None, typer.Option(help="GPUs of one rollout server; repeat for each further server.")
     ] = None,
 ) -> None:
     """Make a folder that `docker compose up` runs in, with passwords of its own (files of mode 0600).
@@ -37,7 +37,7 @@ def init(
     from penstock.transfer_queue import QueueError
 
     if bool(trainer_gpus) != bool(rollout_gpus):
-        raise typer.BadParameter("--trainer-gpus and --rollout-gpus go together: who has which?")
+        raise typer.BadParameter("--trainer-gpus and --rollout-gpus must be given together")
     try:
         stack = Stack(folder, recipe, overrides or [], trainer_gpus, rollout_gpus or [])
         config = make_stack(stack)

@@ -23,14 +23,12 @@ def from_verl(
     ] = None,
     *,
     out: Annotated[Path | None, typer.Option(help="Write the recipe here instead of to the standard output.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a given key has no counterpart.")] = False,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Tell the keys without which nothing is lost, too.")
-    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a given key has no counterpart.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List also the keys that need no counterpart.")] = False,
 ) -> None:
     """Make a recipe of verl's settings: the same data and reward function, other names.
 
-    Each key that has no counterpart is named with what to do instead; keys that are not given have verl's defaults.
+    Keys without a counterpart are listed with what to do instead; keys that are not given have verl's defaults.
     A script is read, not run.
 
     Example: penstock config from-verl run_grpo.sh trainer.total_training_steps=100 --out recipe.yaml

@@ -25,8 +25,8 @@ def dashboard(
 ) -> None:
     """Serve the page: pipeline, curves, trajectories, dead letters and comparison of the runs in a folder.
 
-    Sign in with PENSTOCK_TOKEN where that is set, else with a token that is made and printed;
-    PENSTOCK_VIEW_TOKEN, where set, looks and changes nothing.
+    Sign in with PENSTOCK_TOKEN if it is set, else with a generated token that is printed;
+    PENSTOCK_VIEW_TOKEN, if set, is read-only.
     """
     from penstock.dashboard import CannotListen, serve_page
     from penstock.deploy.live_queues import FolderQueues

@@ -29,13 +29,13 @@ def doctor(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     join: Annotated[
-        bool, typer.Option("--join", help="Ask whether this machine can join the living run that connect.env names.")
+        bool, typer.Option("--join", help="Check whether this machine can join the running run that connect.env names.")
     ] = False,
 ) -> None:
-    """Check that this machine can run a recipe, and say what to change where it cannot.
+    """Check that this machine can run a recipe, and report how to fix what fails.
 
     Versions, ports, Redis, disk, memory, model, template, data, rewards, boxes (three attacks from inside one); every
-    check is explained in docs/doctor.md. Ends with 1 where one fails.
+    check is explained in docs/doctor.md. Exits with 1 if one fails.
 
     Examples: penstock doctor recipes/calculator.yaml trainer.ranks=2
     . runs/mine/connect.env; penstock doctor --join
@@ -57,7 +57,7 @@ def _running(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
     from penstock.deploy.preflight import all_checks
 
     if recipe is None:
-        raise ConfigError("RECIPE is missing: penstock doctor recipes/calculator.yaml, or --join for a living run")
+        raise ConfigError("RECIPE is missing: penstock doctor recipes/calculator.yaml, or --join for a running run")
     return all_checks(load_config(recipe, overrides))
 
 
@@ -88,7 +88,7 @@ def _as_json(checks: Iterable[Check]) -> bool:
 
 def _plain(check: Check) -> dict[str, object]:
     told = {"name": check.name, "ok": check.ok, "verdict": check.verdict.lower(), "found": check.found}
-    return {**told, "mend": check.mend if check.verdict in ("FAIL", "warn") else ""}
+    return {**told, "fix": check.fix if check.verdict in ("FAIL", "warn") else ""}
 
 
 def _as_lines(checks: Iterable[Check]) -> bool:
@@ -98,7 +98,7 @@ def _as_lines(checks: Iterable[Check]) -> bool:
         console.print(f"{check.verdict:4}", style=STYLES[check.verdict], end="  ")
         console.print(f"{check.name}: {check.found}", markup=False, soft_wrap=True)
         if check.verdict in ("FAIL", "warn"):
-            console.print(f"      mend: {check.mend}", markup=False, soft_wrap=True)
+            console.print(f"      fix: {check.fix}", markup=False, soft_wrap=True)
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     console.print(told, markup=False)
     return not counts["FAIL"]

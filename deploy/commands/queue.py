@@ -1,4 +1,4 @@
-"""`penstock queue`: look into a run's queue, mend it, remove it."""
+"""`penstock queue`: look into a run's queue, fix it, remove it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueu
 from penstock.transfer_queue.redis import RIGHTS, setuser_commands
 
 app = typer.Typer(
-    help="Look into a run's queue, mend it, remove it. `source runs/NAME/connect.env` first.", no_args_is_help=True
+    help="Look into a run's queue, fix it, remove it. `source runs/NAME/connect.env` first.", no_args_is_help=True
 )
-letters = typer.Typer(help="Episodes that were given up, with their cause.", no_args_is_help=True)
+letters = typer.Typer(help="Failed episodes, with their cause.", no_args_is_help=True)
 app.add_typer(letters, name="dead-letters")
 
 Answer = TypeVar("Answer")
@@ -47,7 +47,7 @@ def export(
     run: RunArgument = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of GET /metrics.")] = 9464,
-    every_s: Annotated[float, typer.Option(help="Seconds between two looks at the queue.", min=0.1)] = 5.0,
+    every_s: Annotated[float, typer.Option(help="Seconds between two polls of the queue.", min=0.1)] = 5.0,
 ) -> None:
     """Serve the queue's numbers to Prometheus, with the run's token as bearer credentials, until interrupted."""
     from penstock.deploy.telemetry import serve
@@ -60,7 +60,7 @@ def drop(
     run: RunArgument = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Delete everything of a run from its queue. There is no way back."""
+    """Delete everything of a run from its queue. This cannot be undone."""
     if not yes:
         typer.confirm(f"Delete everything of run {run or 'PENSTOCK_RUN'} from its queue?", abort=True)
     print(f"{_ask(run, lambda queue: queue.drop_run())} keys deleted")
@@ -85,8 +85,8 @@ def acl(run: RunArgument = None) -> None:
 @letters.command("list")
 def list_letters(
     run: RunArgument = None,
-    limit: Annotated[int, typer.Option(help="Most letters to list.", min=1)] = 100,
-    start: Annotated[int, typer.Option(help="Pass over so many of the oldest.", min=0)] = 0,
+    limit: Annotated[int, typer.Option(help="Maximum number of letters.", min=1)] = 100,
+    start: Annotated[int, typer.Option(help="Number of oldest letters to skip.", min=0)] = 0,
 ) -> None:
     """One line per dead letter, oldest first: episode, attempts, cause."""
     for letter in _ask(run, lambda queue: queue.dead_letters(limit, start)):
@@ -96,7 +96,7 @@ def list_letters(
 
 @letters.command()
 def show(episode_id: str, run: RunArgument = None) -> None:
-    """A dead letter with its journal: what the model said and what the tools answered."""
+    """Show a dead letter with its journal: model output and tool results."""
     found = _ask(run, lambda queue: queue.dead_letter(episode_id))
     if found is None:
         typer.secho(
@@ -108,7 +108,7 @@ def show(episode_id: str, run: RunArgument = None) -> None:
 
 @letters.command()
 def requeue(episode_id: str, run: RunArgument = None) -> None:
-    """Give a dead letter's group a new life."""
+    """Queue a dead letter's group again."""
     _ask(run, lambda queue: queue.requeue(episode_id))
     print(f"{episode_id} is queued again")
 
@@ -118,7 +118,7 @@ async def _status_and_servers(queue: TransferQueue) -> tuple[Status, list[Server
 
 
 def _ask(run: str | None, question: Callable[[TransferQueue], Awaitable[Answer]]) -> Answer:
-    """Connect and ask one thing; mistakes are one message."""
+    """Connects and asks one question; user errors are one message."""
     return _run(lambda: _asked(run, question))
 
 

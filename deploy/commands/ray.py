@@ -1,4 +1,4 @@
-"""`penstock ray`: look after a run that `penstock run --on ray` started."""
+"""`penstock ray`: show and scale a run that `penstock run --on ray` started."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import typer
 
 from penstock.deploy.config import ConfigError
 
-app = typer.Typer(
-    help="Runs on a Ray cluster: where their roles are, more and fewer of them while they run.", no_args_is_help=True
-)
+app = typer.Typer(help="Runs on a Ray cluster: show and scale their roles.", no_args_is_help=True)
 Address = Annotated[
     str | None,
     typer.Option("--ray-address", help="HOST:PORT of the cluster [RAY_ADDRESS]; default: the one on this machine."),
@@ -25,7 +23,7 @@ LOOK_S = 0.5
 
 @app.command()
 def status(run: RunArgument, ray_address: Address = None) -> None:
-    """Where each role of a living run is, as JSON.
+    """Show where each role of a running run is, as JSON.
 
     Example: penstock ray status calculator
     """
@@ -37,11 +35,11 @@ def scale(
     run: RunArgument,
     counts: Annotated[list[str], typer.Argument(help="rollout=4 agent=3", metavar="KIND=COUNT…")],
     ray_address: Address = None,
-    wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Wait so long until it is done.")] = 30.0,
+    wait_s: Annotated[float, typer.Option("--wait-s", min=0, help="Maximum seconds to wait until it is done.")] = 30.0,
 ) -> None:
-    """Add or remove rollout servers and agent workers while the run goes on, newest ones first; nothing is lost.
+    """Add or remove rollout servers and agent workers of a running run, newest first; nothing is lost.
 
-    Those that are added wait until the cluster has room for them. Example: penstock ray scale calculator rollout=4
+    Added roles wait until the cluster has resources for them. Example: penstock ray scale calculator rollout=4
     """
     from penstock.deploy.placements.ray.registry import parse_counts
 
@@ -66,7 +64,10 @@ def _guarded(run: str, address: str | None, wanted: Mapping[str, int], wait_s: f
 
 
 def _ask(run: str, wanted: Mapping[str, int], wait_s: float) -> dict[str, Any]:
-    """Leave a wish, if there is one, and read the registry once it is met, or after `wait_s`. Raises `ConfigError`."""
+    """Requests the counts, if any, and returns the registry's state once they are met or after `wait_s`.
+
+    Raises `ConfigError`.
+    """
     import ray
     from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -83,7 +84,7 @@ def _ask(run: str, wanted: Mapping[str, int], wait_s: float) -> dict[str, Any]:
                 return shown
             time.sleep(LOOK_S)
     except (GetTimeoutError, RayActorError) as error:
-        raise ConfigError(f"run {run} does not answer, it may just have ended: {error}") from error
+        raise ConfigError(f"run {run} does not answer, it may have just ended: {error}") from error
 
 
 def _leave() -> None:

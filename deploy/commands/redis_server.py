@@ -22,9 +22,9 @@ def redis_server(
     users: Annotated[Path | None, typer.Option(help="A file with a line `user NAME …` for each further user.")] = None,
     appendfsync: Annotated[Literal["everysec", "always"], typer.Option(help="Durability.")] = "everysec",
     linger_while: Annotated[
-        Path | None, typer.Option(help="Told to stop, it stays while this file is there: the run's connect.env.")
+        Path | None, typer.Option(help="On SIGTERM, keep running while this file exists: the run's connect.env.")
     ] = None,
-    linger_s: Annotated[float, typer.Option(min=0, help="But no longer than this.")] = 25.0,
+    linger_s: Annotated[float, typer.Option(min=0, help="Maximum time to keep running after SIGTERM.")] = 25.0,
 ) -> None:
     """Start a redis-server that other machines reach, with a password, and keep it alive [PENSTOCK_REDIS_PASSWORD].
 

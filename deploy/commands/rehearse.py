@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from penstock.trainer.data import Row
 
 SHOWN = 5
-"""So many unexpected episodes are told one by one."""
+"""Unexpected episodes listed one by one."""
 
 
 def rehearse(
     recipe: Annotated[Path, typer.Argument(help="A recipe: one YAML file, see recipes/.", metavar="RECIPE")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
     *,
-    policy: Annotated[str, typer.Option(help="FILE.py:function that says what the model says next.")],
+    policy: Annotated[str, typer.Option(help="FILE.py:function that returns the model's next text.")],
     rows: Annotated[int, typer.Option(min=0, help="The first rows only; 0 takes all.")] = 64,
     split: Annotated[str, typer.Option(help="train or eval.")] = "train",
-    expect: Annotated[float | None, typer.Option(help="Exit with 1 where an episode earned anything else.")] = None,
+    expect: Annotated[float | None, typer.Option(help="Exit with 1 if an episode got another reward.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Play a recipe's tasks with a scripted policy: real loop, tools, boxes, servers and reward; no model, no training.
+    """Run a recipe's tasks with a scripted policy: real loop, tools, boxes, servers and reward; no model, no training.
 
-    A policy that solves the tasks must earn everything, one that does nothing must earn nothing. Recipes bring both.
+    A policy that solves the tasks must get the full reward, one that does nothing must get none. Recipes have both.
 
     Example: penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:oracle --expect 1
     """

@@ -12,13 +12,17 @@ from penstock.deploy.config import ConfigError
 
 def reward_server(  # noqa: PLR0917 - typer reads the options off the parameters
     model: Annotated[str, typer.Option(help="Folder or hub name of a sequence classifier.")],
-    label: Annotated[int | None, typer.Option(help="Whose probability is the score, where there are several.")] = None,
+    label: Annotated[
+        int | None, typer.Option(help="Label whose probability is the score, if there are several.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8900,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")] = "float32",
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longer ones lose their beginning.")] = None,
-    batch_rows: Annotated[int, typer.Option(min=1, help="Most answers scored together.")] = 32,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a batch, padding included.")] = 16384,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Dtype of the model.")] = "float32",
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer; longer ones are truncated at the start.")
+    ] = None,
+    batch_rows: Annotated[int, typer.Option(min=1, help="Maximum answers per batch.")] = 32,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a batch, including padding.")] = 16384,
     batch_wait_ms: Annotated[float, typer.Option(min=0, help="How long the first answer waits for others.")] = 10.0,
 ) -> None:
     """Start a reward-model server, for `agent.reward: reward_server` [PENSTOCK_REWARD_TOKEN]."""

@@ -45,7 +45,9 @@ def run_recipe(
         return _complain(str(error), 1)
     except (Interrupted, KeyboardInterrupt):
         where = f" --on ray{f' --ray-address {ray_address}' if ray_address else ''}" if on_ray else ""
-        return _complain(f"interrupted; go on with: penstock run {recipe} {' '.join(overrides)} --resume{where}", 130)
+        return _complain(
+            f"interrupted; continue with: penstock run {recipe} {' '.join(overrides)} --resume{where}", 130
+        )
     console.print(summary.read_text(), markup=False, soft_wrap=True)
     console.print(f"done: {summary}", markup=False, soft_wrap=True)
     return 0
@@ -66,7 +68,7 @@ def _refuse_doomed(config: RunConfig, *, here: bool) -> None:
     """`here`: the roles run on this machine."""
     failed = [check for check in run_checks(config, here=here) if not check.ok]
     if failed:
-        raise ConfigError("\n".join(f"{check.name}: {check.found}\n  mend: {check.mend}" for check in failed))
+        raise ConfigError("\n".join(f"{check.name}: {check.found}\n  fix: {check.fix}" for check in failed))
 
 
 def _complain(message: str, status: int) -> int:

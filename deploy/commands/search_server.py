@@ -25,12 +25,12 @@ def search_server(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8800,
-    topk: Annotated[int, typer.Option(min=1, max=100, help="Passages per query where a request names no number.")] = 3,
+    topk: Annotated[int, typer.Option(min=1, max=100, help="Passages per query if the request gives no number.")] = 3,
 ) -> None:
     """Start a retrieval server over a corpus, in Search-R1's request and response shape [PENSTOCK_SEARCH_TOKEN].
 
     Ranks by BM25, or by vectors with --dense MODEL (a folder or a hub name; needs the extra named dense).
-    The index is built at the first start and kept; a corpus that has changed is indexed anew.
+    The index is built at the first start and kept; a changed corpus is indexed again.
     """
     from penstock.deploy.roles import run_role
     from penstock.tools.retrieval import BadCorpus, serve

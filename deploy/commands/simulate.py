@@ -20,14 +20,14 @@ def simulate(
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")] = None,
     *,
-    case: Annotated[str | None, typer.Option(help="A run that comes with Penstock; `list` names them.")] = None,
+    case: Annotated[str | None, typer.Option(help="A built-in run; `list` names them.")] = None,
     sweep: Annotated[str | None, typer.Option(help="key=a,b,c: one run for each value, as a table.")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Predict published and local runs and tell the errors.")
+        bool, typer.Option("--check", help="Predict published and local runs and report the errors.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Simulate a run: step time, throughput, who waits for whom, staleness, and which split would be faster.
+    """Simulate a run: step time, throughput, waiting times, staleness, and which split of GPUs would be faster.
 
     Nothing is started; a discrete-event model plays servers, gate and trainer in seconds.
 

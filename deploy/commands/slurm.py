@@ -17,7 +17,7 @@ from penstock.deploy.run_dir import RunDir
 
 
 class _RecipeFirst(TyperGroup):
-    """`penstock slurm RECIPE` is the command that is meant where no other is named."""
+    """Makes `penstock slurm RECIPE` mean `penstock slurm run RECIPE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *self.get_help_option_names(ctx)):
@@ -32,7 +32,7 @@ app = typer.Typer(
 )
 Partition = Annotated[str | None, typer.Option(help="Slurm partition; default: the cluster's.")]
 Account = Annotated[str | None, typer.Option(help="Slurm account.")]
-Time = Annotated[str | None, typer.Option(help="Time limit as Slurm writes it, 12:00:00; the run goes on after it.")]
+Time = Annotated[str | None, typer.Option(help="Time limit in Slurm's format, 12:00:00; the run continues after it.")]
 Gpus = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each node; 0: CPUs only.")]
 Cpus = Annotated[int, typer.Option("--cpus-per-node", min=0, help="CPUs of each node; 0: the whole node.")]
 ServerGpus = Annotated[
@@ -70,12 +70,12 @@ def run(
     mount: Mounts = None,
     sbatch: Sbatch = None,
     setup: Setup = None,
-    max_requeues: Annotated[int, typer.Option(min=0, help="Times that the job may go back into the queue.")] = 100,
-    resume: Annotated[bool, typer.Option(help="Go on with an earlier run of this name.")] = False,
+    max_requeues: Annotated[int, typer.Option(min=0, help="Maximum number of requeues.")] = 100,
+    resume: Annotated[bool, typer.Option(help="Continue an earlier run of this name.")] = False,
     print_: Print = False,
 ) -> None:
     """Write one batch script into the run's folder and submit it: as many rollout servers and agent workers as the
-    recipe says, on the nodes after the trainer's. The run goes on by itself after a time limit or preemption.
+    recipe says, on the nodes after the trainer's. The run continues automatically after a time limit or preemption.
 
     Example: penstock slurm recipes/calculator.yaml rollout.servers=8 --nodes 3 --gpus-per-node 4 --time 12:00:00
     """
@@ -106,7 +106,7 @@ def run(
 
 @app.command()
 def join(
-    run_folder: Annotated[Path, typer.Argument(help="Folder of the living run, runs/NAME.", metavar="RUN")],
+    run_folder: Annotated[Path, typer.Argument(help="Folder of the running run, runs/NAME.", metavar="RUN")],
     *,
     array: Annotated[str, typer.Option(help="Indices of the array's tasks, as Slurm writes them: 0-7, or 0-7%4.")],
     servers: Annotated[int, typer.Option(min=0, help="Rollout servers of each task.")] = 1,
@@ -122,11 +122,11 @@ def join(
     mount: Mounts = None,
     sbatch: Sbatch = None,
     setup: Setup = None,
-    wait_s: Annotated[int, typer.Option(min=0, help="A task ends where the run is away for so long.")] = 1800,
+    wait_s: Annotated[int, typer.Option(min=0, help="Seconds without the run after which a task ends.")] = 1800,
     print_: Print = False,
 ) -> None:
-    """Add rollout servers and agent workers to a run while it goes on: an array job, one node per task.
-    Cancel tasks of it to take them away again; nothing is lost.
+    """Add rollout servers and agent workers to a running run: an array job, one node per task.
+    Cancel its tasks to remove them again; nothing is lost.
 
     Example: penstock slurm join runs/calculator --array 0-3 --gpus-per-node 1 --time 4:00:00
     """
@@ -138,7 +138,7 @@ def join(
                   container_runtime, mount or ())  # fmt: skip
         folder = RunDir(run_folder.resolve())
         if not folder.config.is_file():
-            raise ConfigError(f"{folder.root}: no run has begun there (no config.yaml)")
+            raise ConfigError(f"{folder.root}: no run has started there (no config.yaml)")
         config = parse_config(yaml.safe_load(folder.config.read_text()), source=str(folder.config))
         gpus = (gpus_per_server or server_gpus(config.rollout)) if gpus_per_node and servers else 0
         text = join_script(
@@ -155,7 +155,7 @@ def join(
 
 def _refuse_earlier(folder: RunDir, *, resume: bool) -> None:
     if folder.config.exists() and not resume:
-        raise ConfigError(f"name: {folder.root} holds an earlier run; --resume goes on with it, name=… starts another")
+        raise ConfigError(f"name: {folder.root} holds an earlier run; --resume continues it, name=… starts another")
 
 
 def _tell(job: str, folder: RunDir, script: Path) -> None:

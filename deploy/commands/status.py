@@ -28,12 +28,12 @@ def status(
     runs_dir: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again every second, until the run ends or Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until the run ends or Ctrl-C.")] = False,
 ) -> None:
-    """Show what a run is doing: who waits for whom, queues, servers, staleness, reward, restarts, time left.
+    """Show what a run is doing: what waits for what, queues, servers, staleness, reward, restarts, time left.
 
-    Of a run that lives its queue is asked; of one that ended its folder. A run whose folder is on another machine is
-    the one that this shell's environment names: . connect.env; penstock status
+    Reads the queue of a running run and the folder of a finished one. For a run whose folder is on another machine,
+    source its connect.env first: . connect.env; penstock status
 
     Examples: penstock status calculator --watch
     penstock status runs/mine --json

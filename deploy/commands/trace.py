@@ -21,11 +21,11 @@ def trace(
     steps: Annotated[str, typer.Option(metavar="A:B", help="StepRange A to B-1; either may be left out.")] = ":",
     runs_dir: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
 ) -> None:
-    """Write what every role of a run did and when, for https://ui.perfetto.dev or chrome://tracing.
+    """Write a trace of every role of a run, for https://ui.perfetto.dev or chrome://tracing.
 
     Trainer: steps with their phases, publishing, checkpoints. Rollout servers: weight swaps with their pauses. Agent
     workers: the recorded episodes (trainer.save_trajectories of each step) with turns, model and tool calls.
-    Evaluations. Of a run that lives or has ended.
+    Evaluations. Works for running and finished runs.
 
     Example: penstock trace mine --steps 100:110 --out mine.json
     """
@@ -48,7 +48,7 @@ def trace(
 
 
 def steps_of(text: str) -> StepRange:
-    """Raises `ValueError` with the mend."""
+    """Raises `ValueError` with the fix."""
     from penstock.deploy.trace import StepRange
 
     first, colon, end = text.partition(":")
@@ -68,7 +68,7 @@ def weight_updates(root: Path) -> list[dict[str, Any]]:
         try:
             return asyncio.run(_from_queue(living.read_text(encoding="utf-8")))
         except (ConfigError, QueueError, OSError) as error:
-            typer.echo(f"no weight swaps: the run's queue does not tell them: {error}", err=True)
+            typer.echo(f"no weight swaps: the run's queue does not answer: {error}", err=True)
     return read_lines(root / "weight_updates.jsonl")
 
 

@@ -39,15 +39,13 @@ class Rendezvous:
         """Explicit values win over the environment. Raises `ConfigError`."""
         named = os.environ.get(NODES_VARIABLE) or "1"
         if nodes is None and not re.fullmatch(r"[1-9]\d*", named):
-            raise ConfigError(f"{NODES_VARIABLE}={named!r} is no number of machines")
+            raise ConfigError(f"{NODES_VARIABLE}={named!r} is not a number of machines")
         nodes = nodes or int(named)
         endpoint = endpoint or os.environ.get(RENDEZVOUS_VARIABLE) or ""
         if nodes > 1 and not re.fullmatch(r".+:\d+", endpoint):
-            raise ConfigError(
-                f"--rdzv-endpoint or {RENDEZVOUS_VARIABLE}: {nodes} machines meet at HOST:PORT of machine 0"
-            )
+            raise ConfigError(f"--rdzv-endpoint or {RENDEZVOUS_VARIABLE}: {nodes} machines need HOST:PORT of machine 0")
         if node_rank >= nodes:
-            raise ConfigError(f"--node-rank {node_rank}: of {nodes} machines the last is {nodes - 1}")
+            raise ConfigError(f"--node-rank {node_rank}: must be less than --nnodes {nodes}")
         return cls(nodes, node_rank, endpoint)
 
     def arguments(self, ranks: int, run: str, folder: Path) -> list[str]:
@@ -60,7 +58,7 @@ class Rendezvous:
             ]
         here, rest = divmod(ranks, self.nodes)
         if rest or not here:
-            raise ConfigError(f"trainer.ranks={ranks} cannot be shared out evenly over {self.nodes} machines")
+            raise ConfigError(f"trainer.ranks={ranks} is not divisible by {self.nodes} machines")
         return [
             *("--nnodes", str(self.nodes), "--node-rank", str(self.node_rank), "--nproc-per-node", str(here)),
             *("--rdzv-backend", "static", "--rdzv-endpoint", self.endpoint, "--rdzv-id", run),

@@ -125,7 +125,7 @@ def check_score(config: RunConfig) -> Check | None:
     except LoadError as error:
         return Check("reward of a row", False, config.agent.reward, str(error))
     except InfraFailure as error:
-        return Check("reward of a row", False, f"{config.agent.reward} on row 1: {error}", _mend(config, error.reason))
+        return Check("reward of a row", False, f"{config.agent.reward} on row 1: {error}", _fix(config, error.reason))
     return Check("reward of a row", True, f"{config.agent.reward} scores row 1: {reward:g} for a wrong answer")
 
 
@@ -159,7 +159,7 @@ async def _sandbox(config: RunConfig) -> AsyncIterator[Sandbox | None]:
             await sandbox.close()
 
 
-def _mend(config: RunConfig, reason: str) -> str:
+def _fix(config: RunConfig, reason: str) -> str:
     if "ClientConnector" in reason or "Cannot connect" in reason:
         return "start the service that agent.rewards names, or correct its url"
     if "HTTP 401" in reason or "HTTP 403" in reason:
@@ -191,13 +191,13 @@ async def _ask(given: dict[str, Any]) -> Check:
     try:
         await tool.execute(None, QUESTION)
     except ToolInfraError as error:
-        return Check("search server", False, error.reason, _search_mend(error.reason))
+        return Check("search server", False, error.reason, _search_fix(error.reason))
     finally:
         await tool.close()
     return Check("search server", True, f"{where} answers")
 
 
-def _search_mend(reason: str) -> str:
+def _search_fix(reason: str) -> str:
     from penstock.tools import TOKEN_VARIABLE
 
     if "HTTP 401" in reason or "HTTP 403" in reason:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `mend` says what to do where it is not ok, or where it is but `warns`."""
+    """One finding. `fix` says what to do where it is not ok, or where it is but `warns`."""
 
     name: str
     ok: bool
     found: str
-    mend: str = ""
+    fix: str = ""
     skipped: bool = False
     """It could not be asked here, or does not matter; `found` says why."""
     warns: bool = False
@@ -34,8 +34,8 @@ def skipped(name: str, why: str) -> Check:
     return Check(name, True, why, skipped=True)
 
 
-def warning(name: str, found: str, mend: str) -> Check:
-    return Check(name, True, found, mend, warns=True)
+def warning(name: str, found: str, fix: str) -> Check:
+    return Check(name, True, found, fix, warns=True)
 
 
 CGROUP_V2 = Path("/sys/fs/cgroup")

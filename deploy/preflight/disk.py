@@ -71,8 +71,8 @@ def check_disk(config: RunConfig) -> Check:
     try:
         rate, sync_s = measure(folder)
     except OSError as error:
-        mend = f"free some room, lift the limit (`ulimit -f`, quotas), or {ELSEWHERE} that you may write to"
-        return Check("disk", False, f"{human(PROBE_BYTES)} cannot be written in {folder}: {error.strerror}", mend)
+        fix = f"free some room, lift the limit (`ulimit -f`, quotas), or {ELSEWHERE} that you may write to"
+        return Check("disk", False, f"{human(PROBE_BYTES)} cannot be written in {folder}: {error.strerror}", fix)
     shape = model_shape(config)
     checkpoint_s = checkpoint_bytes(config, shape) / rate if shape else 0.0
     speed = f"{human(rate)}/s and {1000 * sync_s:.0f} ms per small fsync"

@@ -71,8 +71,8 @@ def check_gpus(config: RunConfig) -> Iterator[Check]:
 
     count = torch.cuda.device_count()
     if not count:
-        mend = "install a torch that was built for this driver's CUDA, or give the container its devices (--gpus all)"
-        yield Check("gpus", False, f"a driver is here, and torch {torch.__version__} sees no device", mend)
+        fix = "install a torch that was built for this driver's CUDA, or give the container its devices (--gpus all)"
+        yield Check("gpus", False, f"a driver is here, and torch {torch.__version__} sees no device", fix)
         return
     yield _enough(config, count, [torch.cuda.get_device_name(index) for index in range(count)])
     if config.trainer.ranks > 1:
@@ -87,18 +87,18 @@ def _enough(config: RunConfig, count: int, names: list[str]) -> Check:
     servers = config.rollout.servers
     found = f"{count} ({', '.join(sorted(set(names)))}); {ranks} ranks, {servers} servers of {each}"
     if ranks > count or (servers and each > count):
-        mend = f"set trainer.ranks to {count} or less, and each engine's tensor parallelism, or start parts elsewhere"
-        return Check("gpus", False, found, mend)
+        fix = f"set trainer.ranks to {count} or less, and each engine's tensor parallelism, or start parts elsewhere"
+        return Check("gpus", False, found, fix)
     if ranks + servers * each > count:
-        mend = "start servers on other machines, or let each engine take a part of its device (gpu_memory_utilization)"
-        return warning("gpus", f"{found}: trainer and engines share devices", mend)
+        fix = "start servers on other machines, or let each engine take a part of its device (gpu_memory_utilization)"
+        return warning("gpus", f"{found}: trainer and engines share devices", fix)
     return Check("gpus", True, found)
 
 
 def _together(torch: Any, ranks: int) -> Check:
     if not torch.distributed.is_nccl_available():
-        mend = "install a torch with NCCL: the ranks' collectives need it"
-        return Check("nccl", False, "this torch has none", mend)
+        fix = "install a torch with NCCL: the ranks' collectives need it"
+        return Check("nccl", False, "this torch has none", fix)
     apart = [pair for pair in permutations(range(ranks), 2) if not torch.cuda.can_device_access_peer(*pair)]
     version = ".".join(map(str, torch.cuda.nccl.version()))
     if apart:
@@ -118,9 +118,9 @@ def _memory(config: RunConfig, shape: ModelShape, have: int) -> Check:
     training = sum(rank.values())
     found = f"a rank takes about {human(training)}, an engine {human(server)} at least, a device has {human(have)}"
     if training > USABLE * have:
-        mend = "more ranks, trainer.recompute=true, trainer.offload=true, a smaller trainer.micro_batch_tokens, or LoRA"
-        return Check("gpu memory", False, found, mend)
+        fix = "more ranks, trainer.recompute=true, trainer.offload=true, a smaller trainer.micro_batch_tokens, or LoRA"
+        return Check("gpu memory", False, found, fix)
     if server > USABLE * have:
-        mend = "raise tensor_parallel_size (vllm_args) or tp_size (sglang_args), or lower rollout.max_model_len"
-        return Check("gpu memory", False, found, mend)
+        fix = "raise tensor_parallel_size (vllm_args) or tp_size (sglang_args), or lower rollout.max_model_len"
+        return Check("gpu memory", False, found, fix)
     return Check("gpu memory", True, found)

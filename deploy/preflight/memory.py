@@ -111,7 +111,7 @@ def in_flight_bytes(config: RunConfig) -> float:
 TORCH_PROCESS = 500 << 20
 """Resident in a process that has loaded torch and transformers, before any weights."""
 WORKER_PROCESS = 300 << 20
-MENDS = {
+FIXES = {
     "trainer": "lower trainer.micro_batch_tokens, set trainer.recompute=true, use trainer.lora.rank, or train on more "
     "machines' worth of ranks",
     "servers": "lower rollout.kv_cache_tokens or rollout.servers, or start servers on other machines",
@@ -181,11 +181,11 @@ def _on_host(parts: dict[str, float]) -> Check:
     total, have, free = sum(parts.values()), memory_bytes(), available_bytes()
     told = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size >= 1 << 20)
     found = f"about {human(total)} of {human(have)} ({told})"
-    mend = MENDS[max(parts, key=parts.__getitem__)]
+    fix = FIXES[max(parts, key=parts.__getitem__)]
     if total > have:
-        return Check("memory", False, found, mend)
+        return Check("memory", False, found, fix)
     if total > free:
-        return warning("memory", f"{found}; {human(free)} are free now", f"end other programs, or {mend}")
+        return warning("memory", f"{found}; {human(free)} are free now", f"end other programs, or {fix}")
     return Check("memory", True, found)
 
 
@@ -194,8 +194,8 @@ def _in_flight(config: RunConfig) -> Check:
     found = f"episodes in flight hold up to {human(needed)}, transfer_queue.max_bytes is {human(most)}"
     if needed <= most:
         return Check("staleness in flight", True, found)
-    mend = f"set transfer_queue.max_bytes={int(needed * 1.2)}, or lower max_staleness: admission stops where it is full"
-    return warning("staleness in flight", found, mend)
+    fix = f"set transfer_queue.max_bytes={int(needed * 1.2)}, or lower max_staleness: admission stops where it is full"
+    return warning("staleness in flight", found, fix)
 
 
 def check_shared_memory(config: RunConfig) -> Check | None:

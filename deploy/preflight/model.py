@@ -24,11 +24,11 @@ AGAIN = "download the model again, for example with `huggingface-cli download NA
 
 
 class BadModelFiles(ValueError):
-    """What is wrong with a file of the model, and in `mend` what to do."""
+    """What is wrong with a file of the model, and in `fix` what to do."""
 
-    def __init__(self, problem: str, mend: str = AGAIN) -> None:
+    def __init__(self, problem: str, fix: str = AGAIN) -> None:
         super().__init__(problem)
-        self.mend = mend
+        self.fix = fix
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +118,9 @@ def check_model(config: RunConfig) -> Check:
     folder = Path(config.model)
     if not folder.is_dir():
         hub_name = config.model.count("/") == 1 and not config.model.startswith((".", "/"))
-        mend = "give a folder with config.json, tokenizer and *.safetensors, or a hub name such as Qwen/Qwen3-0.6B"
+        fix = "give a folder with config.json, tokenizer and *.safetensors, or a hub name such as Qwen/Qwen3-0.6B"
         return Check(
-            "model", hub_name, f"{config.model} (no such folder{'; taken as a hub name' if hub_name else ''})", mend
+            "model", hub_name, f"{config.model} (no such folder{'; taken as a hub name' if hub_name else ''})", fix
         )
     missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
     if missing:
@@ -133,7 +133,7 @@ def _check_weights(folder: Path) -> Check:
         read_config(folder)
         weights = read_weights(folder)
     except BadModelFiles as error:
-        return Check("model", False, f"{folder}: {error}", error.mend)
+        return Check("model", False, f"{folder}: {error}", error.fix)
     if weights is None and not any(folder.glob("*.bin")):
         return Check("model", False, f"{folder} has no weights: no *.safetensors", SAVE)
     told = f"{weights.parameters / 1e6:.1f} M parameters" if weights else "weights as .bin files"
@@ -162,7 +162,7 @@ def check_vocabulary(config: RunConfig) -> Check | None:
         )
         highest = _highest_id(folder / "tokenizer.json")
     except BadModelFiles as error:
-        return Check("vocabulary", False, str(error), error.mend)
+        return Check("vocabulary", False, str(error), error.fix)
     if not rows:
         return skipped("vocabulary", "no embedding of a known name among the weights")
     return Check(
@@ -196,10 +196,10 @@ def check_context(config: RunConfig) -> Check | None:
     if not isinstance(most, int) or wanted <= most or _is_stretched(told):
         return Check("context length", True, f"{wanted} of {most} positions")
     found = f"rollout.max_model_len is {wanted}, the model has {most} positions (max_position_embeddings)"
-    mend = f"set rollout.max_model_len to {most} or less, or take a model with a longer context"
+    fix = f"set rollout.max_model_len to {most} or less, or take a model with a longer context"
     if config.rollout.engine == "hf":
-        return warning("context length", found, mend)
-    return Check("context length", False, found, mend)
+        return warning("context length", found, fix)
+    return Check("context length", False, found, fix)
 
 
 def _is_stretched(told: dict[str, Any]) -> bool:

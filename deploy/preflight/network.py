@@ -55,14 +55,14 @@ def _listened(section: str, host: str, ports: Sequence[int], host_key: str, port
         try:
             _bind(host, port)
         except socket.gaierror as error:
-            mend = f"set {section}.{host_key} to an address or name of this machine"
-            return Check(f"{section}.{host_key}", False, f"{host}: {error.strerror}", mend)
+            fix = f"set {section}.{host_key} to an address or name of this machine"
+            return Check(f"{section}.{host_key}", False, f"{host}: {error.strerror}", fix)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
-                mend = f"set {section}.{host_key} to an address of this machine, or to 0.0.0.0 for all of them"
-                return Check(f"{section}.{host_key}", False, f"{host} is not of this machine", mend)
-            mend = f"stop what listens there, or set {name}=0 to take free ports"
-            return Check(name, False, f"{host}:{port}: {error.strerror}", mend)
+                fix = f"set {section}.{host_key} to an address of this machine, or to 0.0.0.0 for all of them"
+                return Check(f"{section}.{host_key}", False, f"{host} is not of this machine", fix)
+            fix = f"stop what listens there, or set {name}=0 to take free ports"
+            return Check(name, False, f"{host}:{port}: {error.strerror}", fix)
     return Check(
         name, True, f"{ports[0]} and up are free" if ports[0] else f"free ones of {host} are taken at the start"
     )
@@ -102,11 +102,11 @@ def _own_name() -> Check:
     try:
         found = socket.gethostbyname(name)
     except OSError as error:
-        mend = "give the machine a name that others resolve, or set rollout.host to its address"
-        return Check("rollout.host", False, f"this machine is advertised as {name}: {error}", mend)
+        fix = "give the machine a name that others resolve, or set rollout.host to its address"
+        return Check("rollout.host", False, f"this machine is advertised as {name}: {error}", fix)
     if found.startswith("127."):
-        mend = f"let {name} stand for the machine's address in DNS or /etc/hosts, or set rollout.host to that address"
-        return warning("rollout.host", f"this machine is advertised as {name}, which is {found} here", mend)
+        fix = f"let {name} stand for the machine's address in DNS or /etc/hosts, or set rollout.host to that address"
+        return warning("rollout.host", f"this machine is advertised as {name}, which is {found} here", fix)
     return Check("rollout.host", True, f"advertised as {name}, {found}")
 
 
@@ -143,19 +143,19 @@ async def examine_redis(url: str, username: str | None, password: str | None, ma
     try:
         connection = await Connection.connect(url, deadline_s=ANSWER_DEADLINE_S, password=password, username=username)
     except QueueError as error:
-        return [Check("redis", False, str(error), _mend(error))]
+        return [Check("redis", False, str(error), _fix(error))]
     try:
         infos = await connection.infos()
         version = infos[0].get("redis_version")
         told = Check("redis", True, f"{redact(url)}: Redis {version}, noeviction, {len(infos)} node(s)")
         return [told, _append_only(infos), _memory(infos, max_bytes), await _clock(connection)]
     except QueueError as error:
-        return [Check("redis", False, str(error), _mend(error))]
+        return [Check("redis", False, str(error), _fix(error))]
     finally:
         await connection.close()
 
 
-def _mend(error: QueueError) -> str:
+def _fix(error: QueueError) -> str:
     if isinstance(error, QueueUnavailable):
         return "start that Redis, let this machine reach its port, or correct transfer_queue.url"
     text = str(error)
@@ -180,11 +180,11 @@ def _memory(infos: list[dict[str, Any]], max_bytes: int) -> Check:
     room = sum(max(0, _most(info) - int(info.get("used_memory", 0))) for info in infos)
     needed = int(max_bytes * OVERHEAD)
     found = f"{human(room)} left, transfer_queue.max_bytes needs {human(needed)}"
-    mend = f"raise its maxmemory, or set transfer_queue.max_bytes={int(room / OVERHEAD)} or less"
+    fix = f"raise its maxmemory, or set transfer_queue.max_bytes={int(room / OVERHEAD)} or less"
     limited = any(int(info.get("maxmemory", 0)) for info in infos)
     if room < needed and not limited:  # the machine's memory, which others share
-        return warning("redis memory", found, mend)
-    return Check("redis memory", room >= needed, found, mend)
+        return warning("redis memory", found, fix)
+    return Check("redis memory", room >= needed, found, fix)
 
 
 def _most(info: Mapping[str, Any]) -> int:
@@ -230,8 +230,8 @@ async def config_of(link: RunConnection) -> RunConfig:
 async def why_not(link: RunConnection, error: QueueError) -> list[Check]:
     """Of a queue that `config_of` could not read."""
     redis = await examine_redis(link.url, link.username, link.password, TransferQueueConfig().max_bytes)
-    mend = "start it (`penstock run`), or name another with PENSTOCK_RUN; docs/deploy.md has each role's rights"
-    return [*redis, Check("queue", False, str(error), mend)]
+    fix = "start it (`penstock run`), or name another with PENSTOCK_RUN; docs/deploy.md has each role's rights"
+    return [*redis, Check("queue", False, str(error), fix)]
 
 
 async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
@@ -272,8 +272,8 @@ async def _server(http: httpx.AsyncClient, server: ServerInfo, link: RunConnecti
         found = f"{server.url}: {type(error).__name__} {error}".strip()
         return [Check(name, False, found, _unreached(server, link))]
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        mend = f"set {TOKEN_VARIABLE} to the run's token, as its connect.env has it"
-        return [Check(name, False, f"{server.url} refuses this token", mend)]
+        fix = f"set {TOKEN_VARIABLE} to the run's token, as its connect.env has it"
+        return [Check(name, False, f"{server.url} refuses this token", fix)]
     return list(_judged(name, server, answer, await _pulled(http, server)))
 
 
@@ -287,23 +287,23 @@ def _judged(name: str, server: ServerInfo, answer: httpx.Response, pulled: Check
         "see its log and the engine's beside it; it comes back by itself where it is still starting",
     )
     line = str(health.get("queue", "it does not say"))
-    mend = "let its machine reach Redis, and give it the login of the role rollout"
-    yield Check(f"{name} → queue", line == "ok", line, mend)
+    fix = "let its machine reach Redis, and give it the login of the role rollout"
+    yield Check(f"{name} → queue", line == "ok", line, fix)
     yield pulled
 
 
 async def _pulled(http: httpx.AsyncClient, server: ServerInfo) -> Check:
     """The way back: the server is asked to fetch the newest weights now, from wherever the trainer has them."""
     name = f"server {server.server_id} → weights"
-    mend = "set rollout.weights_host to an address of the trainer's machine that servers reach (0.0.0.0 for its name)"
+    fix = "set rollout.weights_host to an address of the trainer's machine that servers reach (0.0.0.0 for its name)"
     try:
         answer = await http.post(f"{server.url}/weights", json={"action": "pull"}, timeout=PULL_S)
     except httpx.HTTPError as error:
-        return Check(name, False, f"{type(error).__name__} {error}".strip(), mend)
+        return Check(name, False, f"{type(error).__name__} {error}".strip(), fix)
     told = _body(answer)
     behind = int(told.get("behind_versions") or 0)
     cause = told.get("cause") or (f"{behind} versions behind" if behind > 1 else "")
-    return Check(name, not cause, str(cause or f"holds version {told.get('version')}"), mend)
+    return Check(name, not cause, str(cause or f"holds version {told.get('version')}"), fix)
 
 
 async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list[Check]:
@@ -314,15 +314,15 @@ async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list
         path = str(newest.manifest.get("path", ""))
         if os.path.exists(path):  # noqa: ASYNC240 - a local look
             return [Check("weights", True, path)]
-        mend = "no server can run on this machine; for that set rollout.weight_transport=http"
-        return [warning("weights", f"{path} is not on this machine", mend)]
+        fix = "no server can run on this machine; for that set rollout.weight_transport=http"
+        return [warning("weights", f"{path} is not on this machine", fix)]
     url = str(newest.manifest.get("url", ""))
-    mend = "set rollout.weights_host to an address that this machine reaches, and let it through to its port"
+    fix = "set rollout.weights_host to an address that this machine reaches, and let it through to its port"
     try:
         answer = await http.get(url, headers={"Range": "bytes=0-0"})
     except httpx.HTTPError as error:
-        return [Check("weights", False, f"{url}: {type(error).__name__} {error}".strip(), mend)]
-    return [Check("weights", answer.is_success, f"{url}: HTTP {answer.status_code}", mend)]
+        return [Check("weights", False, f"{url}: {type(error).__name__} {error}".strip(), fix)]
+    return [Check("weights", answer.is_success, f"{url}: HTTP {answer.status_code}", fix)]
 
 
 def _unreached(server: ServerInfo, link: RunConnection) -> str:

@@ -64,8 +64,8 @@ def check_versions(_config: RunConfig) -> Check:
         return skipped("versions", f"{told}; penstock runs from its folder and is not installed: no ranges to compare")
     core = [one for one in map(Requirement, needed) if one.marker is None or one.marker.evaluate({"extra": ""})]
     wrong = [f"{one.name} {_version(one.name)} (wanted {one.specifier})" for one in core if not _fits(one)]
-    mend = "pip install " + " ".join(f"'{one.name}{one.specifier}'" for one in core if not _fits(one))
-    return Check("versions", not wrong, ", ".join(wrong) or f"penstock {own}, {told}", mend)
+    fix = "pip install " + " ".join(f"'{one.name}{one.specifier}'" for one in core if not _fits(one))
+    return Check("versions", not wrong, ", ".join(wrong) or f"penstock {own}, {told}", fix)
 
 
 def _fits(needed: Any) -> bool:

@@ -36,7 +36,7 @@ def test_a_recipes_living_run_is_found_by_its_folder_or_its_shell(
 ) -> None:
     monkeypatch.delenv("PENSTOCK_RUN", raising=False)
     config = CONFIG.model_copy(update={"runs_dir": str(tmp_path)})
-    with pytest.raises(ConfigError, match=r"run mine does not live here; source its connect\.env"):
+    with pytest.raises(ConfigError, match=r"run mine is not running on this machine; source its connect\.env"):
         connection_of_run(config)
     run = RunDir.of(config)
     run.root.mkdir()

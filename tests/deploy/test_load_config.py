@@ -51,7 +51,7 @@ def test_mistakes_name_the_key_and_the_mend(recipe: Path, override: str, words: 
 
 def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("{}")
-    with pytest.raises(ConfigError, match="model: is needed; Model folder or hub name"):
+    with pytest.raises(ConfigError, match="model: is required; Model folder or hub name"):
         load_config(tmp_path / "empty.yaml")
     with pytest.raises(ConfigError, match="no such recipe file"):
         load_config(tmp_path / "absent.yaml")

@@ -123,7 +123,7 @@ STOCK = [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", ma
 def test_run_with_a_stock_engine(start_run, engine: str) -> None:
     found = check_engine(load_config(RECIPE, [f"rollout.engine={engine}"]))
     if not found.ok:
-        pytest.skip(found.mend)
+        pytest.skip(found.fix)
     summary = start_run(f"on-{engine}", *SHORT, f"rollout.engine={engine}").finish()
     assert summary["steps"] == 3
     assert summary["weight_updates"] >= 2
@@ -166,6 +166,6 @@ def test_run_stopped_before_its_roles_leaves_nothing(start_run) -> None:
     pids = run.pids()
     run.process.send_signal(signal.SIGTERM)
     assert run.process.wait(90) == 130
-    assert "go on with: penstock run" in run.log.read_text()
+    assert "continue with: penstock run" in run.log.read_text()
     assert not (run.root / "connect.env").exists()
     assert_nothing_left(run, pids)

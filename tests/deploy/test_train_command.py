@@ -75,8 +75,8 @@ def test_the_head_passes_it_on_in_the_environment(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((2, 0, None), "2 machines meet at HOST:PORT"),
-        ((2, 0, "n1"), "2 machines meet at HOST:PORT"),
+        ((2, 0, None), "2 machines need HOST:PORT"),
+        ((2, 0, "n1"), "2 machines need HOST:PORT"),
         ((2, 2, "n1:4000"), "of 2 machines the last is 1"),
     ],
 )

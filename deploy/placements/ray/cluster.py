@@ -58,8 +58,8 @@ def connect(address: str | None, run: str) -> None:
             configure_logging=False,
         )
     except AuthenticationError as error:
-        mend = "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) as the cluster was started with"
-        raise ConfigError(f"the Ray cluster at {address} asks for its token. Set {mend} ({error})") from error
+        fix = "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) as the cluster was started with"
+        raise ConfigError(f"the Ray cluster at {address} asks for its token. Set {fix} ({error})") from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"no way to a Ray cluster at {address}: {error}") from error
 
@@ -103,9 +103,9 @@ def check_machines(config: RunConfig, machines: int) -> None:
     """
     if machines <= 1:
         return
-    mends = [mend for wrong, mend in _needs(config) if wrong]
-    if mends:
-        lines = "\n".join(f"  {mend}" for mend in mends)
+    fixes = [fix for wrong, fix in _needs(config) if wrong]
+    if fixes:
+        lines = "\n".join(f"  {fix}" for fix in fixes)
         raise ConfigError(
             f"the Ray cluster has {machines} machines, and this recipe's parts meet on one. Add:\n{lines}"
         )

@@ -60,20 +60,20 @@ class Fault:
     """The doctor's check that must find it."""
     check: str
     """Name that it is told under."""
-    mend: str
-    """Regular expression that its mend matches."""
+    fix: str
+    """Regular expression that its fix matches."""
     plant: Plant
 
 
 FAULTS: list[Fault] = []
 
 
-def planted(asked: Asked, check: str, mend: str) -> Callable[[Callable[[Place], Any]], Callable[[Place], Any]]:
+def planted(asked: Asked, check: str, fix: str) -> Callable[[Callable[[Place], Any]], Callable[[Place], Any]]:
     """Decorator: the function gives the overrides with which the fault is there, or yields them while it is."""
     assert asked in (*FACTS, *TRIALS), "the doctor itself must ask it"
 
     def add(plant: Callable[[Place], Any]) -> Callable[[Place], Any]:
-        FAULTS.append(Fault(plant.__name__, asked, check, mend, _opened(plant)))
+        FAULTS.append(Fault(plant.__name__, asked, check, fix, _opened(plant)))
         return plant
 
     return add

@@ -1,4 +1,4 @@
-"""The doctor finds each planted fault and names its mend; a sound recipe has none."""
+"""The doctor finds each planted fault and names its fix; a sound recipe has none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_each_planted_fault_is_found_and_its_mend_named(
         checks = await asyncio.to_thread(ask, fault, overrides)
     failed = {check.name: check for check in checks if not check.ok}
     assert fault.check in failed, checks
-    assert re.search(fault.mend, failed[fault.check].mend), failed[fault.check]
+    assert re.search(fault.fix, failed[fault.check].fix), failed[fault.check]
 
 
 def test_there_are_twenty_and_more() -> None:
@@ -61,7 +61,7 @@ def test_several_faults_are_told_together_and_in_words(tmp_path: Path) -> None:
     rows.write_text("{}\n")
     result = invoke(str(RECIPE), f"data.train={rows}", "trainer.correction=null", "agent.loop=tool_agnt")
     assert result.exit_code == 1
-    for line in ("FAIL  data:", "FAIL  trainer.correction:", "FAIL  agent.loop:", "mend: "):
+    for line in ("FAIL  data:", "FAIL  trainer.correction:", "FAIL  agent.loop:", "fix: "):
         assert line in result.stdout
     assert "3 FAIL" in result.stdout.splitlines()[-1]
 

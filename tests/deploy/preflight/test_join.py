@@ -78,7 +78,7 @@ async def test_everybody_reaches_everybody(link: RunConnection) -> None:
 @pytest.mark.usefixtures("server")
 async def test_another_token_is_named(link: RunConnection) -> None:
     found = (await asked(replace(link, token="of another run")))["server s0"]
-    assert "PENSTOCK_TOKEN" in found.mend
+    assert "PENSTOCK_TOKEN" in found.fix
     assert not found.ok
 
 
@@ -86,12 +86,12 @@ async def test_a_server_that_cannot_be_reached_from_here(link: RunConnection, qu
     await queue.heartbeat(ServerInfo("far", f"http://127.0.0.1:{unused_port()}", 0))
     found = (await asked(link))["server far"]
     assert not found.ok
-    assert "reach its port" in found.mend
+    assert "reach its port" in found.fix
 
 
 async def test_without_a_server_it_says_how_to_start_one(link: RunConnection, queue: RedisTransferQueue) -> None:
     found = (await asked(link))["servers"]
-    assert (found.verdict, "penstock rollout" in found.mend) == ("warn", True)
+    assert (found.verdict, "penstock rollout" in found.fix) == ("warn", True)
 
 
 async def test_weights_that_this_machine_cannot_fetch(link: RunConnection, queue: RedisTransferQueue) -> None:
@@ -99,7 +99,7 @@ async def test_weights_that_this_machine_cannot_fetch(link: RunConnection, queue
     assert await queue.renew_manifest(Announcement(0, manifest))
     found = (await asked(link))["weights"]
     assert not found.ok
-    assert "rollout.weights_host" in found.mend
+    assert "rollout.weights_host" in found.fix
 
 
 async def test_weights_that_a_server_cannot_fetch(tmp_path: Path) -> None:
@@ -115,13 +115,13 @@ async def test_weights_that_a_server_cannot_fetch(tmp_path: Path) -> None:
             await run.train(Manifest("http", (file,), ()).as_dict())
             found = await asked(link)
         assert not found["server s0 → weights"].ok, found
-        assert "weights_host" in found["server s0 → weights"].mend
+        assert "weights_host" in found["server s0 → weights"].fix
 
 
 async def test_a_wrong_login_ends_it_there(link: RunConnection, queue: RedisTransferQueue) -> None:
     found = await asked(replace(link, password="somebody-elses"))
     assert list(found) == ["redis"]
-    assert "PENSTOCK_REDIS_PASSWORD" in found["redis"].mend
+    assert "PENSTOCK_REDIS_PASSWORD" in found["redis"].fix
 
 
 @pytest.mark.bwrap

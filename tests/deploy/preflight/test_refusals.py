@@ -1,4 +1,4 @@
-"""What `penstock run` refuses before it costs anything, and with which mend."""
+"""What `penstock run` refuses before it costs anything, and with which fix."""
 
 import http.server
 import json
@@ -34,51 +34,51 @@ def test_the_recipe_as_it_is_passes() -> None:
 
 def test_stale_tokens_need_a_correction() -> None:
     found = failures("trainer.correction=null")
-    assert "trainer.correction=truncated_is" in found["trainer.correction"].mend
+    assert "trainer.correction=truncated_is" in found["trainer.correction"].fix
     assert failures("trainer.correction=null", "max_staleness=0") == {}
 
 
 def test_one_member_is_no_group_for_grpo() -> None:
-    assert "2 or more" in failures("group_size=1")["trainer.advantage"].mend
+    assert "2 or more" in failures("group_size=1")["trainer.advantage"].fix
 
 
 def test_ranks_that_are_no_whole_copies_of_the_model() -> None:
     found = failures("trainer.engine=megatron", "trainer.ranks=3", "trainer.parallel.tensor=2")
-    assert "must be a multiple" in found["trainer.engine"].mend
+    assert "must be a multiple" in found["trainer.engine"].fix
 
 
 def test_a_response_that_leaves_no_room_for_a_prompt() -> None:
-    assert "raise rollout.max_model_len" in failures("agent.max_response_tokens=256")["rollout.max_model_len"].mend
+    assert "raise rollout.max_model_len" in failures("agent.max_response_tokens=256")["rollout.max_model_len"].fix
 
 
 @pytest.mark.parametrize("override", ["agent.top_p=0.9", "agent.top_k=20"])
 def test_truncated_sampling_has_to_be_asked_for(override: str) -> None:
-    assert "rollout.truncated_sampling=true" in failures(override)["rollout.truncated_sampling"].mend
+    assert "rollout.truncated_sampling=true" in failures(override)["rollout.truncated_sampling"].fix
     assert failures(override, "rollout.truncated_sampling=true") == {}
 
 
 def test_a_step_that_could_never_be_filled_or_held_is_refused_with_the_sums(tmp_path: Path) -> None:
-    few = failures("transfer_queue.max_groups=3", "groups_per_step=4")["transfer_queue"].mend
+    few = failures("transfer_queue.max_groups=3", "groups_per_step=4")["transfer_queue"].fix
     assert "max_groups = 3 < groups_per_step = 4" in few
-    small = failures("transfer_queue.max_bytes=1000", "groups_per_step=4", "group_size=2")["transfer_queue"].mend
+    small = failures("transfer_queue.max_bytes=1000", "groups_per_step=4", "group_size=2")["transfer_queue"].fix
     assert "max_bytes = 1000 < groups_per_step × group_size × bytes per token × response tokens = 4 × 2 × 9 ×" in small
     row = {"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}}
     lines = [json.dumps(row | {"data_source": source}) + "\n" for source in ("sums", "code", "sums")]
     (tmp_path / "rows.jsonl").write_text("".join(lines))
     given = (f"data.train={tmp_path / 'rows.jsonl'}", "groups_per_step=4", "transfer_queue.quotas={sums: 1, code: 2}")
-    assert "quotas: code 2 + sums 1 = 3 < groups_per_step = 4" in failures(*given)["transfer_queue"].mend
+    assert "quotas: code 2 + sums 1 = 3 < groups_per_step = 4" in failures(*given)["transfer_queue"].fix
     assert "transfer_queue" not in failures(*given[:2], "transfer_queue.quotas={sums: 1}")
 
 
 def test_a_missing_model_folder_is_named() -> None:
     found = failures("model=./no/such/model")["model"]
     assert "no such folder" in found.found
-    assert "config.json" in found.mend
+    assert "config.json" in found.fix
 
 
 def test_a_model_without_chat_template(model: Path) -> None:
     (model / "chat_template.jinja").unlink()
-    assert "has no chat template" in failures(f"model={model}")["chat template"].mend
+    assert "has no chat template" in failures(f"model={model}")["chat template"].fix
 
 
 def test_a_template_that_ignores_tools(model: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_template_that_ignores_tools(model: Path) -> None:
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    assert "ignores tools" in failures(f"model={model}")["chat template"].mend
+    assert "ignores tools" in failures(f"model={model}")["chat template"].fix
 
 
 def test_a_port_in_use() -> None:
@@ -96,20 +96,20 @@ def test_a_port_in_use() -> None:
         port = other.getsockname()[1]
         found = failures(f"rollout.port={port}")["rollout.port"]
     assert str(port) in found.found
-    assert "rollout.port=0" in found.mend
+    assert "rollout.port=0" in found.fix
 
 
 def test_without_bwrap_there_is_no_weaker_box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     found = failures()
-    assert "apt-get install bubblewrap" in found["sandbox"].mend
-    assert "apt-get install redis-server" in found["redis-server"].mend
+    assert "apt-get install bubblewrap" in found["sandbox"].fix
+    assert "apt-get install redis-server" in found["redis-server"].fix
 
 
 def test_a_dataset_without_a_needed_column(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "hello"}]}) + "\n")
-    assert "data_source" in failures(f"data.train={rows}")["data"].mend
+    assert "data_source" in failures(f"data.train={rows}")["data"].fix
 
 
 def test_a_malformed_row_is_named_by_its_number(tmp_path: Path) -> None:
@@ -120,17 +120,17 @@ def test_a_malformed_row_is_named_by_its_number(tmp_path: Path) -> None:
     }
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(good) + "\n" + json.dumps({**good, "prompt": []}) + "\n")
-    assert "row 2" in failures(f"data.train={rows}")["data"].mend
+    assert "row 2" in failures(f"data.train={rows}")["data"].fix
 
 
 def test_an_unknown_tool_names_the_nearest() -> None:
-    assert "'python'" in failures("tools=[{name: pyton}]")["chat template"].mend
+    assert "'python'" in failures("tools=[{name: pyton}]")["chat template"].fix
 
 
 def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr("penstock.deploy.preflight.memory.shutil.disk_usage", lambda _: usage._replace(free=1 << 20))
-    assert "--shm-size" in failures()["shared memory"].mend
+    assert "--shm-size" in failures()["shared memory"].fix
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -140,7 +140,7 @@ def test_an_environment_without_the_stock_server_is_found_before_the_run(engine:
     python.chmod(0o755)
     check = failures(f"rollout.engine={engine}", f"rollout.{engine}_python={python}")["rollout.engine"]
     assert check.found == engine
-    assert f"scripts/setup-{engine} makes the environment" in check.mend
+    assert f"scripts/setup-{engine} makes the environment" in check.fix
 
 
 def test_rows_without_a_reward_are_named(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_rows_without_a_reward_are_named(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({**row, "data_source": name}) + "\n" for name in ("openai/gsm8k", "elsewhere")))
     overrides = ("agent.reward=by_data_source", f"data.train={data}")
-    assert "no reward for data_source 'elsewhere'" in failures(*overrides)["agent.reward"].mend
+    assert "no reward for data_source 'elsewhere'" in failures(*overrides)["agent.reward"].fix
     assert "agent.reward" not in failures(*overrides, "agent.rewards.sources={elsewhere: search_em}")
 
 
@@ -189,6 +189,6 @@ def test_a_sandbox_server_is_asked_with_the_runs_token(health: str, monkeypatch:
     monkeypatch.setenv("PENSTOCK_TOKEN", "of-this-run")
     assert failures(*remote) == {}
     monkeypatch.setenv("PENSTOCK_TOKEN", "another")
-    assert "refuses this token" in failures(*remote)["sandbox"].mend
+    assert "refuses this token" in failures(*remote)["sandbox"].fix
     monkeypatch.delenv("PENSTOCK_TOKEN")
-    assert "set PENSTOCK_TOKEN" in failures(*remote)["sandbox"].mend
+    assert "set PENSTOCK_TOKEN" in failures(*remote)["sandbox"].fix

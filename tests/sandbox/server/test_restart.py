@@ -119,7 +119,7 @@ def test_server_its_settings_are_the_sandbox_section_alone(tmp_path: Path) -> No
         load_sandbox(None, ["sandbox.max_boxs=3"])
     with pytest.raises(ConfigError, match=r"sandbox\.server\.warm\.default: .*greater than 0"):
         load_sandbox(None, ["sandbox.server.warm={default: 0}"])
-    with pytest.raises(ConfigError, match=r"reads sandbox\.\* alone, not trainer"):
+    with pytest.raises(ConfigError, match=r"reads only sandbox\.\*, not trainer"):
         load_sandbox(None, ["trainer.lr=1"])
 
 

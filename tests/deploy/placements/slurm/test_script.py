@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -54,7 +55,8 @@ def _check_shell(text: str, path: Path) -> None:
     assert shellcheck, "pip install 'penstock[dev]' brings shellcheck"
     found = subprocess.run([shellcheck, str(path)], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout
-    assert max(map(len, text.splitlines())) < 400
+    without_paths = re.sub(r"/[^\s'\",:=]+", "/path", text)  # how long those are is up to whoever made the clone
+    assert max(map(len, without_paths.splitlines())) < 400
 
 
 def test_what_was_asked_of_slurm_is_in_the_head(script_of, tmp_path: Path) -> None:

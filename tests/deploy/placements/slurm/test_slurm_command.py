@@ -61,7 +61,7 @@ def test_an_earlier_run_is_gone_on_with_on_purpose_only(tmp_path: Path, sbatch: 
     (tmp_path / "sums" / "config.yaml").write_text("")
     result = penstock(*words)
     assert result.exit_code == 2
-    assert "--resume goes on with it" in result.stderr
+    assert "--resume continues it" in result.stderr
     assert not sbatch.exists()
     assert penstock(*words, "--resume").exit_code == 0
 
