@@ -128,4 +128,4 @@ async def test_an_older_redis_has_one_password(
     with caplog.at_level(logging.WARNING):
         async with own_redis(CONFIG, RunDir(tmp_path), "token") as link:
             assert link.of_role("agent").environment() == link.environment()
-    assert "older than 7.0: all roles share the queue's one password" in caplog.text
+    assert "older than 7.0: all roles share one password" in caplog.text

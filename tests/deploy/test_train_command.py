@@ -77,7 +77,7 @@ def test_the_head_passes_it_on_in_the_environment(monkeypatch: pytest.MonkeyPatc
     [
         ((2, 0, None), "2 machines need HOST:PORT"),
         ((2, 0, "n1"), "2 machines need HOST:PORT"),
-        ((2, 2, "n1:4000"), "of 2 machines the last is 1"),
+        ((2, 2, "n1:4000"), "must be less than --nnodes 2"),
     ],
 )
 def test_what_cannot_meet_is_refused(given, message: str) -> None:

@@ -66,7 +66,7 @@ def test_every_server_and_its_refusals_are_there() -> None:
         "POST /score",
     ):
         assert f"\n### {route}\n" in page
-    assert "- **429** `ErrorBody`: The queue here is long: ask another server" in page
+    assert "- **429** `ErrorBody`: The queue here is full: ask another server" in page
     assert "HTTPValidationError" not in page
 
 

@@ -71,7 +71,7 @@ def _knows_rights() -> bool:
     except QueueError:
         return True
     if binary.version < USERS_VERSION:
-        logger.warning("%s is older than 7.0: all roles share the queue's one password", binary.path)
+        logger.warning("%s is older than 7.0: all roles share one password", binary.path)
     return binary.version >= USERS_VERSION
 
 
