@@ -26,7 +26,7 @@ from penstock.sandbox.protocol import SandboxError
 MAX_FRAME_BYTES = 64 << 20
 
 
-Tell = Callable[[str, str], None]
+OnOutput = Callable[[str, str], None]
 
 
 """(stream, text): a piece of output, as it comes."""
@@ -74,8 +74,10 @@ class Box(ABC):
     async def end(self) -> None:
         """Everything in the box is gone afterwards."""
 
-    async def request(self, command: dict[str, Any], deadline_s: float, tell: Tell | None = None) -> dict[str, Any]:
-        """The driver's answer; `tell` hears what comes before it.
+    async def request(
+        self, command: dict[str, Any], deadline_s: float, on_output: OnOutput | None = None
+    ) -> dict[str, Any]:
+        """The driver's answer; `on_output` is called with the output that arrives before it.
 
         Raises `BoxEnded`, or `TimeoutError` past the deadline: end the box then.
         """
@@ -88,8 +90,8 @@ class Box(ABC):
             except ConnectionError as error:
                 raise BoxEnded("the box closed its socket") from error
             while "out" in (answer := await self._receive_answer()):
-                if tell is not None:
-                    tell(answer["out"], answer["data"])
+                if on_output is not None:
+                    on_output(answer["out"], answer["data"])
         return answer
 
     async def _receive_answer(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from penstock.common import cancel_and_wait
-from penstock.sandbox.box import Box, BoxEnded, Tell
+from penstock.sandbox.box import Box, BoxEnded, OnOutput
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost, Session
 
@@ -51,14 +51,14 @@ class StateLoss:
         return report
 
 
-async def stream_of(call: Callable[[Tell], Awaitable[RunResult]]) -> AsyncIterator[Output]:
+async def stream_of(call: Callable[[OnOutput], Awaitable[RunResult]]) -> AsyncIterator[Output]:
     """Pieces of output from `call`, its result last. The queue between is bounded by what a run may write."""
     pieces: asyncio.Queue[Output | None] = asyncio.Queue()
 
-    def tell(stream: str, text: str) -> None:
+    def on_output(stream: str, text: str) -> None:
         pieces.put_nowait(Output("stderr" if stream == "stderr" else "stdout", text))
 
-    task = asyncio.ensure_future(call(tell))
+    task = asyncio.ensure_future(call(on_output))
     task.add_done_callback(lambda _: pieces.put_nowait(None))
     try:
         while (piece := await pieces.get()) is not None:
@@ -175,8 +175,8 @@ class DriverSession(OneBoxSession[Box]):
     def stream(
         self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
     ) -> AsyncIterator[Output]:
-        command = {"do": "run", "argv": argv, "stdin": stdin, "cwd": cwd, "tell": True}
-        return stream_of(lambda tell: self._run(command, timeout_s, tell))
+        command = {"do": "run", "argv": argv, "stdin": stdin, "cwd": cwd, "stream": True}
+        return stream_of(lambda on_output: self._run(command, timeout_s, on_output))
 
     async def run_python(self, code: str, *, timeout_s: float | None = None) -> RunResult:
         return await self._run({"do": "python", "code": code}, timeout_s)
@@ -195,17 +195,19 @@ class DriverSession(OneBoxSession[Box]):
         answer = await self._file({"do": "read", "path": path, "max_bytes": min(max_bytes, MAX_FILE_BYTES)})
         return base64.b64decode(answer["data"])
 
-    async def _run(self, command: dict[str, Any], timeout_s: float | None, tell: Tell | None = None) -> RunResult:
+    async def _run(
+        self, command: dict[str, Any], timeout_s: float | None, on_output: OnOutput | None = None
+    ) -> RunResult:
         limit_s = self._config.run_timeout_s if timeout_s is None else timeout_s
         async with self._turn:
             box = await self._living_box()
             self._state_loss.record_start(command["do"])
-            result = await self._result(box, {**command, "timeout_s": limit_s}, limit_s, tell)
+            result = await self._result(box, {**command, "timeout_s": limit_s}, limit_s, on_output)
             return self._state_loss.report(command["do"], result)
 
-    async def _result(self, box: Box, command: dict[str, Any], limit_s: float, tell: Tell | None) -> RunResult:
+    async def _result(self, box: Box, command: dict[str, Any], limit_s: float, on_output: OnOutput | None) -> RunResult:
         try:
-            answer = await self._request(box, command, limit_s + GRACE_S, tell)
+            answer = await self._request(box, command, limit_s + GRACE_S, on_output)
         except TimeoutError:
             return RunResult("", "", None, limit="wall", duration_s=limit_s)
         except BoxEnded as error:
@@ -228,11 +230,11 @@ class DriverSession(OneBoxSession[Box]):
         return answer
 
     async def _request(
-        self, box: Box, command: dict[str, Any], deadline_s: float, tell: Tell | None = None
+        self, box: Box, command: dict[str, Any], deadline_s: float, on_output: OnOutput | None = None
     ) -> dict[str, Any]:
         """Any ending but an answer ends the box: its next answer could be the one to this request."""
         try:
-            return await box.request(command, deadline_s, tell)
+            return await box.request(command, deadline_s, on_output)
         except BaseException:
             await self._end_box()
             raise

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from penstock.sandbox.box import Tell
+from penstock.sandbox.box import OnOutput
 from penstock.sandbox.docker.container import Container
 from penstock.sandbox.docker.engine import calling, translating
 from penstock.sandbox.inside.capture import OutputCapture
@@ -62,13 +62,13 @@ class Program:
         self._stdin = stdin
         self._cwd = cwd
 
-    async def run(self, container: Container, timeout_s: float, tell: Tell | None = None) -> None:
+    async def run(self, container: Container, timeout_s: float, on_output: OnOutput | None = None) -> None:
         """Until it ends, or breaks a limit: `limit` is set then, and it may still run.
 
         Raises:
             SandboxError: the engine failed.
         """
-        self.capture = OutputCapture(self.output_bytes, tell)
+        self.capture = OutputCapture(self.output_bytes, on_output)
         started = time.monotonic()
         async with calling("running a program in a box"):
             execution = await container.prepare(self._argv, self._cwd, with_stdin=bool(self._stdin))
@@ -180,7 +180,7 @@ class ExecSession(OneBoxSession[Container]):
     def stream(
         self, argv: list[str], *, stdin: str = "", timeout_s: float | None = None, cwd: str | None = None
     ) -> AsyncIterator[Output]:
-        return stream_of(lambda tell: self._run(argv, stdin, timeout_s, cwd, tell))
+        return stream_of(lambda on_output: self._run(argv, stdin, timeout_s, cwd, on_output))
 
     async def run_python(self, code: str, *, timeout_s: float | None = None) -> RunResult:
         raise SandboxError(NO_PYTHON)
@@ -199,24 +199,28 @@ class ExecSession(OneBoxSession[Container]):
     # ---- runs
 
     async def _run(
-        self, argv: list[str], stdin: str, timeout_s: float | None, cwd: str | None, tell: Tell | None = None
+        self, argv: list[str], stdin: str, timeout_s: float | None, cwd: str | None, on_output: OnOutput | None = None
     ) -> RunResult:
         limits = {"cpu_s": self._config.cpu_s, "output_bytes": self._config.output_bytes}
         program = Program(argv, stdin.encode("utf-8", "replace"), cwd=cwd, **limits)
         async with self._turn:
             container = await self._living_box()
             self._state_loss.record_start("run")
-            await self._do(program, container, self._config.run_timeout_s if timeout_s is None else timeout_s, tell)
+            await self._do(
+                program, container, self._config.run_timeout_s if timeout_s is None else timeout_s, on_output
+            )
             exit_code, limit = await self._outcome(container, program)
             if container is self._box:
                 await _reap(container)
         stdout, stderr = program.capture.texts()
         return self._state_loss.report("run", RunResult(stdout, stderr, exit_code, limit, program.duration_s))
 
-    async def _do(self, program: Program, container: Container, timeout_s: float, tell: Tell | None = None) -> None:
+    async def _do(
+        self, program: Program, container: Container, timeout_s: float, on_output: OnOutput | None = None
+    ) -> None:
         """Ends the box where the caller leaves or the engine fails: the program must not keep running."""
         try:
-            await program.run(container, timeout_s, tell)
+            await program.run(container, timeout_s, on_output)
         except BaseException:
             await self._end_box()
             raise

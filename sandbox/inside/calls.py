@@ -156,16 +156,18 @@ def remove_orphan_segments() -> None:
             ctypes.CDLL(None).shmctl(segment, IPC_RMID, None)
 
 
-Tell = Callable[[str, str], None]
+OnOutput = Callable[[str, str], None]
 
 
 class Calls:
-    def __init__(self, settings: dict[str, Any], control: int, hang_up: Callable[[], bool], tell: Tell) -> None:
+    def __init__(
+        self, settings: dict[str, Any], control: int, hang_up: Callable[[], bool], on_output: OnOutput
+    ) -> None:
         self.settings = settings
         self.processes = ChildTable(settings)
         self.persistent = PersistentChildren(self.processes)
         self._interrupts = {self.processes.wakeup: self.processes.reap, control: hang_up}
-        self._tell = tell
+        self._on_output = on_output
 
     def run(self, command: dict[str, Any]) -> dict[str, Any]:
         lost_before = set(self.persistent.unreported)
@@ -205,10 +207,10 @@ class Calls:
         run.expect_outcome(number, resident.outcomes)
         answer = self._watch(run, command["timeout_s"], lambda: self.persistent.kill(kind))
         resident.last_exit_code = run.exit_code or 0
-        return {**answer, "state_lost": self.persistent.tell(kind)}
+        return {**answer, "state_lost": self.persistent.report_loss(kind)}
 
     def _capture(self, command: dict[str, Any]) -> OutputCapture:
-        return OutputCapture(self.settings["output_bytes"], self._tell if command.get("tell") else None)
+        return OutputCapture(self.settings["output_bytes"], self._on_output if command.get("stream") else None)
 
     def _watch(self, run: WatchedRun, timeout_s: float, kill: Callable[[], None]) -> dict[str, Any]:
         """The result of the run; what a limit ended is gone afterwards, with all that it had started."""

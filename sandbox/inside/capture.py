@@ -15,13 +15,13 @@ FLOOD_FLOOR_BYTES = 8 << 20
 class OutputCapture:
     """The first `limit_bytes` of stdout and stderr together; a quarter is kept free for stderr, where tracebacks go."""
 
-    def __init__(self, limit_bytes: int, tell: Callable[[str, str], None] | None = None) -> None:
+    def __init__(self, limit_bytes: int, on_output: Callable[[str, str], None] | None = None) -> None:
         """`on_output(stream, text)` is called with what is kept, as it arrives."""
         self.limit_bytes = limit_bytes
         self.stdout = bytearray()
         self.stderr = bytearray()
         self.total_bytes = 0
-        self._tell = tell
+        self._on_output = on_output
         self._decoders = {name: codecs.getincrementaldecoder("utf-8")("replace") for name in ("stdout", "stderr")}
 
     def read_stdout(self, fd: int) -> bool:
@@ -46,10 +46,10 @@ class OutputCapture:
         self._say(name, new)
 
     def _say(self, name: str, data: bytes, final: bool = False) -> None:
-        if self._tell is not None:
+        if self._on_output is not None:
             text = self._decoders[name].decode(data, final)
             if text:
-                self._tell(name, text)
+                self._on_output(name, text)
 
     def finish(self) -> None:
         """Passes on the rest: incomplete characters at the end."""

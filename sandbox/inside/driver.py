@@ -164,7 +164,7 @@ class BoxDriver:
         self.control = control
         self.root = settings.get("root")
         self.counts_oom_kills = settings.get("counts_oom_kills", False)
-        self.calls = Calls(settings, control.fd, control.hang_up, self.tell)
+        self.calls = Calls(settings, control.fd, control.hang_up, self.send_output)
         self._id = 0
 
     def serve(self) -> None:
@@ -187,7 +187,7 @@ class BoxDriver:
                 answer = {"errno": errno.EINVAL, "error": str(error)}
             self.control.send({"id": self._id, **self.memory(), **answer})
 
-    def tell(self, stream: str, text: str) -> None:
+    def send_output(self, stream: str, text: str) -> None:
         self.control.send({"id": self._id, "out": stream, "data": text})
 
     def memory(self) -> dict[str, int]:

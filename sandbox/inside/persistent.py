@@ -96,7 +96,7 @@ class PersistentChildren:
         if gone:
             self.kill_strangers()
 
-    def tell(self, kind: str) -> bool:
+    def report_loss(self, kind: str) -> bool:
         """Whether this kind's state went since a call of it last said so."""
         lost = kind in self.unreported
         self.unreported.discard(kind)

@@ -110,7 +110,7 @@ async def assert_closed(before: list[str], pid: int) -> None:
     raise AssertionError(f"descriptors left open: {more}")
 
 
-async def attack(session: Session, code: str, timeout_s: float = 5.0) -> RunResult:
+async def attack(session: Session, code: str, timeout_s: float = 30.0) -> RunResult:
     return await session.run_python(code, timeout_s=timeout_s)
 
 

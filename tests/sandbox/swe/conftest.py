@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -72,3 +73,8 @@ async def _made(backend: str) -> AsyncIterator[Sandbox]:
         yield made
     finally:
         await made.close()
+
+
+def two_by_default(names: Iterable[str]) -> list[Any]:
+    """As parameters: each costs a grading or more in fresh boxes, so the others are left to the deep run."""
+    return [pytest.param(name, marks=[pytest.mark.deep] if number > 1 else []) for number, name in enumerate(names)]

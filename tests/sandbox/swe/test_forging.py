@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from tests.sandbox.swe.conftest import LIMITS
+from tests.sandbox.swe.conftest import LIMITS, two_by_default
 from tests.sandbox.swe.wordkit import patch_by
 
 from penstock.sandbox.swe import check_task, grade
@@ -54,7 +54,7 @@ NOT_BELIEVED = {
 """What the code under test does when it is imported, or called."""
 
 
-@pytest.mark.parametrize("attack", NOT_TAKEN)
+@pytest.mark.parametrize("attack", two_by_default(NOT_TAKEN))
 async def test_grade_what_steers_the_tests_is_not_taken_from_a_patch(sandbox, task, attack, tmp_path):
     patch = patch_by(task.repository, task.base_commit, NOT_TAKEN[attack], tmp_path / "tree")
     found = await grade(sandbox, task, patch, LIMITS)
@@ -63,7 +63,7 @@ async def test_grade_what_steers_the_tests_is_not_taken_from_a_patch(sandbox, ta
     assert (found.reason, found.share) == ("", 0.0)
 
 
-@pytest.mark.parametrize("attack", NOT_BELIEVED)
+@pytest.mark.parametrize("attack", two_by_default(NOT_BELIEVED))
 async def test_grade_what_the_code_says_of_itself_is_not_believed(sandbox, task, attack, tmp_path):
     command = IN_CODE.format(NOT_BELIEVED[attack])
     patch = patch_by(task.repository, task.base_commit, command, tmp_path / "tree")
@@ -97,7 +97,7 @@ AGAINST_THIS_RUNNER = {
 """What code can do that knows every line of the runner: each of these was believed before there were decoys."""
 
 
-@pytest.mark.parametrize("attack", AGAINST_THIS_RUNNER)
+@pytest.mark.parametrize("attack", two_by_default(AGAINST_THIS_RUNNER))
 async def test_grade_decoys_stop_patches_that_know_the_runner(sandbox, task, attack, tmp_path):
     command = IN_CODE.format(AGAINST_THIS_RUNNER[attack])
     patch = patch_by(task.repository, task.base_commit, command, tmp_path / "tree")
@@ -132,7 +132,7 @@ REBUILT = {
 }
 
 
-@pytest.mark.parametrize("attack", REBUILT)
+@pytest.mark.parametrize("attack", two_by_default(REBUILT))
 async def test_grade_build_cannot_put_other_tests_in(sandbox, task, attack, tmp_path):
     built = dataclasses.replace(task, build_command="if [ -e setup.py ]; then python3 setup.py; fi")
     patch = patch_by(
