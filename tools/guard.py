@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from penstock.common import Backoff, retry
-from penstock.tools.base import BaseTool, ToolInfraError, ToolResult, ToolUnavailable
+from penstock.tools.base import BaseTool, CallGuard, ToolInfraError, ToolResult, ToolUnavailable
 from penstock.tools.config import ToolConfig
 from penstock.tools.threads import call_users
 
@@ -119,7 +119,7 @@ class ToolGuard:
             self._turns.release()
 
 
-def guard_of(tool: BaseTool, config: ToolConfig) -> ToolGuard:
+def guard_of(tool: BaseTool, config: ToolConfig) -> CallGuard:
     """The tool's guard, made at its first use."""
     if tool.guard is None:
         tool.guard = ToolGuard(config)

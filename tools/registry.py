@@ -45,7 +45,10 @@ TOOLS: Registry[type[BaseTool] | type[ToolGroup] | BaseTool] = Registry(
 def register_tool(name: str) -> Callable[[T], T]:
     """Decorator for a `BaseTool` subclass or a `@function_tool`: recipes can then say `name`."""
 
-    register: Callable[[T], T] = TOOLS.register(name)
+    def register(tool: T) -> T:
+        TOOLS.register(name)(tool)
+        return tool
+
     return register
 
 

@@ -9,6 +9,7 @@ nothing done; 503 without it: the sandbox failed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -133,7 +134,7 @@ class OverQuota(SandboxBusy):
 
 def handle_errors(app: FastAPI) -> None:
     """Maps exceptions of routes to refusals."""
-    errors = {SandboxError: _sandbox_refusal, OSError: _file_refusal}
+    errors: dict[type[Exception], Callable[[Any], Response]] = {SandboxError: _sandbox_refusal, OSError: _file_refusal}
     add_error_handlers(app, errors, no_field=None, with_body_prefix=True)
 
 
