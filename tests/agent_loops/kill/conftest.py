@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -19,10 +18,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import redis.asyncio as aioredis
-import uvicorn
 from tests.agent_loops.kill.gated_sandbox import GatedSandbox
 from tests.agent_loops.kill.worker_process import PASSWORD, TOKEN
 
+from penstock.common import HttpServer, listen
 from penstock.sandbox import SandboxConfig, make_sandbox
 from penstock.sandbox.server import ServerState, build_app, callers_of
 from penstock.transfer_queue import (
@@ -138,18 +137,15 @@ def boxes_of() -> Callable[[int], contextlib.AbstractAsyncContextManager[Boxes]]
         config = SandboxConfig(max_boxes=count, run_timeout_s=240.0, server={"warm": {"default": count}})
         sandbox = GatedSandbox(make_sandbox(config, f"kill-tests-{os.getpid()}"))
         app = build_app(sandbox, config, callers_of(config, TOKEN, {}))
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
-        task = asyncio.create_task(server.serve(sockets=[listener]))
+        http = HttpServer(app, listen("127.0.0.1", 0), stop_s=2)
+        await http.start()
         state: ServerState = app.state.server
         try:
             await until(lambda: state.pool.warm == count)
-            yield Boxes(f"http://127.0.0.1:{listener.getsockname()[1]}", sandbox, state)
+            yield Boxes(http.url.rstrip("/"), sandbox, state)
         finally:
             sandbox.open.set()
-            server.should_exit = True
-            await task
-            listener.close()
+            await http.stop()
 
     return make
 

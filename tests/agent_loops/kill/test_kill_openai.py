@@ -1,4 +1,4 @@
-"""kill -9 of a worker that runs an agent with an OpenAI client: another goes on from the journal, token for token."""
+"""kill -9 of a worker that runs an agent with an OpenAI client: another resumes from the journal, token for token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.agent_loops.kill.conftest import stop
 
 from penstock.transfer_queue import JournalKind
 
-pytestmark = [pytest.mark.redis, pytest.mark.crash]
+pytestmark = [pytest.mark.redis, pytest.mark.crash, pytest.mark.deep]
 EPISODES = 8
 LINES = ['<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+34"}}\n</tool_call>', "The answer is 46."]
 AGENT = """
@@ -26,7 +26,7 @@ async def solve(client, task):
 """
 
 
-async def test_the_agent_is_told_its_answers_again_and_goes_on_from_their_ids(stage, tmp_path):
+async def test_killed_openai_agent_resumes_from_recorded_ids(stage, tmp_path):
     pytest.importorskip("openai")
     (tmp_path / "agent.py").write_text(AGENT)
     hold = tmp_path / "hold"
