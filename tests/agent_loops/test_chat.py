@@ -48,7 +48,7 @@ def say(segment: Any, ids: list[int]) -> None:
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3"])
 @many
 @given(data=st.data())
-def test_each_context_starts_with_the_one_before_and_reads_as_the_template(chat_for, template, data):
+def test_chat_contexts_extend_and_match_template(chat_for, template, data):
     chat = chat_for(template).for_episode(Budget(50, 100_000))
     history, segment = [USER], chat.start([USER], TOOLS)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -113,7 +113,7 @@ def test_special_tokens_that_a_tool_prints_do_not_open_a_turn(chat_for):
     assert [i for i in attack if i in special] == [i for i in harmless if i in special]
 
 
-def test_calls_are_found_in_sampled_text_but_not_in_a_reply_cut_by_length(chat_for):
+def test_chat_tool_calls_none_if_cut_by_length(chat_for):
     from penstock.agent_loops import Reply
 
     chat = chat_for("qwen2_5")
@@ -123,7 +123,7 @@ def test_calls_are_found_in_sampled_text_but_not_in_a_reply_cut_by_length(chat_f
     assert chat.tool_calls(cut) == []
 
 
-def test_arguments_written_as_plain_text_have_the_types_of_the_tools_that_were_shown(chat_for):
+def test_chat_tool_arguments_get_schema_types(chat_for):
     from penstock.agent_loops import Reply
     from penstock.tools.parsers import get_parser
 
@@ -202,7 +202,7 @@ def test_a_template_that_refuses_the_tool_role_is_refused(chat_for):
         verify_template(chat_for(text), TOOLS)
 
 
-def test_a_template_whose_delta_depends_on_the_turn_is_refused_with_the_difference(chat_for):
+def test_verify_refuses_turn_dependent_delta(chat_for):
     text = "{{ tools | tojson if tools else '' }}{%- for m in messages %}"
     text += "{{ loop.index0 ~ m.role ~ ':' ~ m.content ~ '<|im_end|>' }}"
     text += "{%- endfor %}{%- if add_generation_prompt %}assistant:{%- endif %}"

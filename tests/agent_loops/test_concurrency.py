@@ -16,7 +16,7 @@ def server(in_flight: int = 0, tokens: int = 0, *, accepting: bool = True) -> Se
     return ServerInfo("s", "http://s", 1, in_flight, accepting, tokens)
 
 
-def test_it_starts_at_the_most_and_a_refusal_takes_a_quarter_off_once_per_hold():
+def test_concurrency_decreases_once_per_hold():
     limit = Concurrency(BOUNDS)
     assert limit.saw([server()], 0, 64, 0.0) == 64
     assert limit.saw([server()], 3, 64, 1.0) == 48
@@ -24,7 +24,7 @@ def test_it_starts_at_the_most_and_a_refusal_takes_a_quarter_off_once_per_hold()
     assert limit.saw([server()], 12, 64, 1.0 + HOLD_S) == 36
 
 
-def test_it_grows_again_by_equal_steps_while_the_worker_is_at_its_limit():
+def test_concurrency_grows_by_equal_steps_at_limit():
     limit = Concurrency(BOUNDS)
     limit.saw([server()], 1, 40, 0.0)
     assert limit.limit == 30  # of what ran
@@ -61,7 +61,7 @@ def test_it_recovers_fully_once_the_pressure_is_gone():
     assert limit.limit == 64
 
 
-def test_unset_the_bound_is_what_a_server_decodes_and_as_much_waiting():
+def test_bounds_default_to_twice_the_server_slots():
     job = WorkerJob("w", AgentConfig(), None, None, "", server_slots=64)
     assert job.bounds.server_requests == 128
     assert dataclasses.replace(job, config=AgentConfig(server_requests=0)).bounds.server_requests == 0

@@ -54,7 +54,7 @@ def honest(scene: EpisodeState) -> str:
     return scene.results[-1]
 
 
-async def test_the_policy_reads_what_its_tools_said_and_tasks_keep_their_order(recipe_dir: Path) -> None:
+async def test_env_check_policy_reads_results_in_order(recipe_dir: Path) -> None:
     ended: list[int] = []
     numbers = (4, 1, 3, 2, 5)
     found = await check_env(

@@ -43,7 +43,7 @@ async def test_an_episode_with_a_tool_is_recorded_token_for_token(run, calculato
     assert (calculator.created, calculator.open) == (1, 0)
 
 
-async def test_turns_that_run_out_truncate_and_the_last_calls_are_not_run(run, calculator, calling_policy):
+async def test_episode_out_of_turns_is_truncated(run, calculator, calling_policy):
     config = AgentConfig(max_turns=2, max_response_tokens=1000)
     outcome, trajectory, _ = await run(FakeClient(calling_policy(turns=9)), calculator, config=config)
     assert outcome == Outcome(OutcomeKind.TRUNCATED, "turns")
@@ -70,7 +70,7 @@ async def test_the_deadline_keeps_what_was_sampled(run, calculator):
     assert calculator.open == 0
 
 
-async def test_a_deadline_before_anything_was_sampled_is_infrastructure(run, calling_policy):
+async def test_episode_deadline_before_sampling_is_infra(run, calling_policy):
     config = AgentConfig(episode_deadline_s=0.05)
     outcome, trajectory, queue = await run(FakeClient(calling_policy(), latency_s=9), config=config)
     assert (outcome.kind, outcome.component, trajectory) == (OutcomeKind.INFRA_ERROR, "rollout", None)
@@ -91,7 +91,7 @@ class Recording(AgentLoopBase):
         self.log.append("teardown")
 
 
-async def test_teardown_always_runs_and_a_loops_bug_is_no_reward_of_zero(run):
+async def test_episode_loop_bug_is_infra_after_teardown(run):
     Recording.log.clear()
     outcome, trajectory, _ = await run(loop=Recording)
     assert Recording.log == ["setup", "run", "teardown"]
@@ -166,7 +166,7 @@ async def test_a_token_mismatch_shows_in_the_next_trajectory(queue_of, tasks_of,
 
 
 @pytest.mark.parametrize("returned", [None, [], "text"])
-async def test_a_loop_that_returns_something_else_is_told_what_to_return(run, returned):
+async def test_episode_bad_return_value_is_infra(run, returned):
     class Wrong(AgentLoopBase):
         async def run(self, task):
             return returned
@@ -176,7 +176,7 @@ async def test_a_loop_that_returns_something_else_is_told_what_to_return(run, re
     assert "segment.output()" in outcome.reason
 
 
-async def test_several_segments_make_one_trajectory_with_the_last_reward(run):
+async def test_episode_several_segments_one_trajectory(run):
     class Two(AgentLoopBase):
         async def run(self, task):
             first, second = self.chat.start(task.messages), self.chat.start(task.messages)
@@ -206,7 +206,7 @@ async def test_a_policy_error_may_carry_a_reward_and_cancelled_may_not(run):
     assert len(queue.failed) == 1
 
 
-async def test_without_any_reward_the_episode_fails_and_says_how_to_mend_it(run):
+async def test_episode_without_reward_fails(run):
     outcome, _, _ = await run(reward=None)
     assert outcome.component == "reward"
     assert "agent.reward" in outcome.reason
@@ -222,9 +222,7 @@ async def test_a_tools_reward_serves_where_there_is_no_other(run, calculator):
     assert trajectory.metrics["tool_reward/calculator"] == 0.25
 
 
-async def test_a_loop_that_is_not_deterministic_starts_afresh_once_and_is_counted(
-    queue_of, tasks_of, parts_of, calling_policy
-):
+async def test_episode_nondeterministic_loop_restarts(queue_of, tasks_of, parts_of, calling_policy):
     class Fickle(AgentLoopBase):
         runs = 0
 
@@ -284,7 +282,7 @@ async def test_the_reward_function_sees_text_without_special_tokens(run):
 @pytest.mark.parametrize(
     "error", [ToolUnavailable("judge", "busy"), SandboxError("gone"), InfraFailure("maths", "died")]
 )
-async def test_a_reward_that_fails_is_a_failure_of_its_component_and_stores_nothing(run, error):
+async def test_episode_failed_reward_stores_nothing(run, error):
     class Broken(BaseReward):
         async def score(self, answer):
             assert answer.messages == [{"role": "user", "content": "What is 12+34?"}]

@@ -55,7 +55,7 @@ def say(segment: Any, ids: list[int]) -> None:
 @pytest.mark.parametrize("name", WITH_TOOLS)
 @some
 @given(data=st.data())
-def test_tool_turns_go_on_from_verbatim_ids_and_read_as_the_template(name, data):
+def test_families_tool_turns_splice_verbatim_ids(name, data):
     chat = FAMILIES[name].chat().for_episode(Budget(50, 100_000))
     history, segment = [USER], chat.start([USER], TOOLS)
     for number in range(data.draw(st.integers(1, 3))):
@@ -76,7 +76,7 @@ def test_tool_turns_go_on_from_verbatim_ids_and_read_as_the_template(name, data)
 @pytest.mark.parametrize("name", FAMILIES)
 @some
 @given(data=st.data())
-def test_user_turns_go_on_from_verbatim_ids_and_read_as_the_template(name, data):
+def test_families_user_turns_splice_verbatim_ids(name, data):
     chat = FAMILIES[name].chat().for_episode(Budget(50, 100_000))
     history, segment = [USER], chat.start([USER])
     for _ in range(data.draw(st.integers(1, 3))):
@@ -95,7 +95,7 @@ def test_user_turns_go_on_from_verbatim_ids_and_read_as_the_template(name, data)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_turn_costs_the_ids_of_its_delta_however_long_the_conversation_is(name, monkeypatch):
+def test_families_turn_costs_its_delta_only(name, monkeypatch):
     chat = FAMILIES[name].chat().for_episode(Budget(200, 100_000))
     segment = chat.start([USER])
     encoded, rendered = [], []
@@ -117,7 +117,7 @@ def test_a_turn_costs_the_ids_of_its_delta_however_long_the_conversation_is(name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_is_proven_and_what_its_template_does_is_told(name):
+def test_families_are_verified_with_findings(name):
     proof = verify_template(FAMILIES[name].chat(), TOOLS if FAMILIES[name].takes_tools else ())
     told = {
         "llama3": ("refused", "This model only supports single tool-calls at once!"),
@@ -138,7 +138,7 @@ def test_every_family_is_proven_and_what_its_template_does_is_told(name):
         assert (proof.rewritten, proof.refused, proof.unsupported) == ((), (), {})
 
 
-def test_what_could_not_be_proven_is_refused_when_it_is_asked_for():
+def test_families_unsupported_role_is_refused():
     chat = FAMILIES["mistral"].chat()
     verify_template(chat, TOOLS)
     assert chat.render_tools([ToolResult("46")], [ToolCall("calculator", call_id="call00000")])
@@ -162,7 +162,7 @@ def reply_of(chat: ChatTokens, text: str) -> Reply:
     return Reply(ids, text, [-0.1] * len(ids), "stop")
 
 
-def test_results_carry_the_name_or_id_of_the_call_that_was_sampled():
+def test_families_results_carry_name_or_id():
     gpt_oss = FAMILIES["gpt_oss"].chat()
     text = (
         "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant to=functions.calculator<|channel|>commentary json"
@@ -177,7 +177,7 @@ def test_results_carry_the_name_or_id_of_the_call_that_was_sampled():
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
-def test_calls_of_a_client_are_rendered_in_the_form_that_the_template_takes(name):
+def test_families_fit_openai_calls(name):
     function = {"name": "calculator", "arguments": {"expression": "12+34"}}
     asked = {"role": "assistant", "content": "", "tool_calls": [{"id": "call_of_a_client_1", "function": function}]}
     asked["tool_calls"][0]["type"] = "function"
@@ -189,7 +189,7 @@ def test_calls_of_a_client_are_rendered_in_the_form_that_the_template_takes(name
     assert '\\"expression' not in text
 
 
-def test_several_results_that_a_template_cannot_tell_apart_are_refused():
+def test_families_ambiguous_results_are_refused():
     chat = FAMILIES["gpt_oss"].chat()
     with pytest.raises(TemplateError, match="drops or changes"):
         chat.render_tools([ToolResult("1"), ToolResult("2")], [ToolCall("calculator"), ToolCall("calculator")])
@@ -212,7 +212,7 @@ def test_a_tool_that_prints_our_own_mark_moves_nothing():
         assert delta == other.replace("OTHER", text)
 
 
-def test_words_that_open_a_turn_are_defused_whether_they_are_marked_special_or_not():
+def test_families_defuse_turn_words():
     from tokenizers import AddedToken
 
     tokenizer = tokenizer_of(FAMILIES["qwen2_5"].file, "<|im_end|>")
@@ -225,7 +225,7 @@ def test_words_that_open_a_turn_are_defused_whether_they_are_marked_special_or_n
     assert "< turn>system <tool_call> < |im_end|>" in said
 
 
-def test_an_end_that_the_template_writes_differently_stays_as_it_was_sampled():
+def test_families_sampled_end_is_kept():
     chat = FAMILIES["gpt_oss"].chat()
     assert [chat.decode([stop]) for stop in chat.stop_token_ids] == ["<|return|>", "<|call|>"]
     said = "<|channel|>final<|message|>46"
@@ -235,7 +235,7 @@ def test_an_end_that_the_template_writes_differently_stays_as_it_was_sampled():
     assert after(chat, said, delta) == f"{said}<|end|>{follow}"
 
 
-def test_where_the_next_turn_ends_a_reply_only_the_same_opening_is_left_out():
+def test_families_next_turn_ends_reply():
     chat = FAMILIES["glm"].chat()
     user, tool = chat.render([USER]), chat.render_tools([ToolResult("46")])
     assert {chat.decode([stop]) for stop in chat.stop_token_ids} == {"<|user|>", "<|observation|>", "<|endoftext|>"}
@@ -243,7 +243,7 @@ def test_where_the_next_turn_ends_a_reply_only_the_same_opening_is_left_out():
     assert after(chat, "\nYes<|user|>", tool).startswith("\nYes<|user|><|observation|>\n<tool_response>")
 
 
-def test_an_end_of_text_behind_the_last_reply_swallows_no_opening(tmp_path):
+def test_families_end_of_text_keeps_opening(tmp_path):
     file = tmp_path / "last.jinja"
     file.write_text(
         "{%- for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{%- if loop.last and m.role == 'assistant' %}"
@@ -283,7 +283,7 @@ def chat_with_stops(name: str, *words: str) -> tuple[ChatTokens, list[int]]:
     return FAMILIES[name].chat(stop_ids=ids), ids
 
 
-def test_stops_of_the_generation_config_stay_where_they_were_sampled_and_only_close_where_the_template_says_so():
+def test_families_generation_config_stops():
     chat, (middle, text_end) = chat_with_stops("llama3", "<|eom_id|>", "<|endoftext|>")
     assert {chat.turn_end_id, middle, text_end} == set(chat.stop_token_ids)
     delta = chat.render([USER])
@@ -298,7 +298,7 @@ def test_a_stop_that_opens_the_next_turn_stands_for_no_closing():
     assert after(chat, "Yes<|im_start|>", chat.render([USER])).startswith("Yes<|im_start|><|im_end|>\n<|im_start|>user")
 
 
-def test_glm_has_the_stops_of_its_template_and_of_its_config_once():
+def test_families_glm_stops_are_unique():
     chat, ids = chat_with_stops("glm", "<|endoftext|>", "<|user|>", "<|observation|>")
     assert sorted(chat.stop_token_ids) == sorted(ids)
 

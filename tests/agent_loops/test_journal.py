@@ -18,7 +18,7 @@ def next_owner(queue_of, tasks_of):
     return lambda: EpisodeJournal(queue, queue.lease(task))
 
 
-async def test_a_run_has_one_name_for_every_owner_and_a_restart_another(next_owner):
+async def test_journal_run_name_changes_only_at_restart(next_owner):
     first = next_owner()
     await first.append_naming(SAMPLED)
     name = await first.life()
@@ -31,14 +31,14 @@ async def test_a_run_has_one_name_for_every_owner_and_a_restart_another(next_own
     assert third.take(JournalKind.SAMPLED, 7) is None
 
 
-async def test_a_name_that_no_entry_told_is_written_down_before_it_is_used(next_owner):
+async def test_journal_run_name_is_durable_before_use(next_owner):
     name = await next_owner().life()
     then = next_owner()
     assert await then.life() == name
     assert then.take(JournalKind.TOOLS, 0) is None  # the name alone is no tool turn
 
 
-async def test_sessions_and_rewards_are_known_to_the_next_owner_until_a_restart(next_owner):
+async def test_journal_keeps_sessions_and_rewards(next_owner):
     first = next_owner()
     for session in ("box-1", "box-2"):
         data = {"results": [], SESSIONS: {"python": session}}
@@ -61,9 +61,7 @@ def test_names_of_calls_follow_what_is_asked_not_when():
     assert CallNames().of_turn("another life", hash_of(one), one)[0].name != told[0][0].name
 
 
-async def test_a_reward_that_was_told_is_not_asked_of_a_state_that_may_be_gone(
-    queue_of, tasks_of, calculator, monkeypatch
-):
+async def test_journal_answers_tool_rewards(queue_of, tasks_of, calculator, monkeypatch):
     """Killed between the tools' release and the trajectory: the next worker has the calls from the journal."""
     asked = []
 

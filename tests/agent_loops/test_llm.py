@@ -56,7 +56,7 @@ async def test_an_answer_is_journaled_before_the_loop_sees_it(make):
     assert entry.data["finish_reason"] == "stop"
 
 
-async def test_a_resumed_episode_is_answered_from_the_journal_then_live(make):
+async def test_llm_resumes_from_journal_then_samples(make):
     first = FakeClient(echo, version=1)
     llm, queue = make(first)
     segment = SegmentBuilder([10, 11], Budget(4, 20))

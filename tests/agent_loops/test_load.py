@@ -40,7 +40,7 @@ def test_two_folders_have_neighbours_of_one_name(tmp_path):
         assert load_object(f"tool.py:{name}", second) == "second"
 
 
-def test_two_files_of_a_folder_share_their_neighbour_also_after_anothers_was_loaded(tmp_path):
+def test_load_isolates_imports_per_folder(tmp_path):
     first, second = folder_of(tmp_path, "first", "reward.py", "tool.py"), folder_of(tmp_path, "second", "tool.py")
     load_object("reward.py:SEEN", first).append("seen by the reward")
     assert load_object("tool.py:SEEN", second) == []
@@ -53,7 +53,7 @@ def test_a_neighbour_does_not_shadow_an_installed_package(tmp_path):
     assert load_object("reward.py:answer", tmp_path) == "[1]"
 
 
-def test_after_a_file_that_breaks_the_others_keep_their_neighbours(tmp_path):
+def test_load_failure_keeps_other_folders_imports(tmp_path):
     first, second = folder_of(tmp_path, "first", "reward.py", "tool.py"), folder_of(tmp_path, "second")
     (second / "broken.py").write_text("import neighbour\nraise ValueError(neighbour.NAME)\n")
     seen = load_object("reward.py:SEEN", first)

@@ -79,7 +79,7 @@ async def test_a_failure_names_the_part_that_failed(score_with, error, component
     assert failure.value.component == component
 
 
-def test_a_function_is_loaded_by_file_and_its_signature_is_checked(tmp_path):
+def test_reward_function_from_file_checks_signature(tmp_path):
     (tmp_path / "judge.py").write_text(
         "def good(data_source, solution_str, ground_truth, extra_info=None): return 1\ndef bad(solution): return 1\n"
     )
@@ -103,7 +103,7 @@ async def test_a_plain_function_that_blocks_does_not_stop_the_loop(score_with):
     assert beats > 10
 
 
-async def test_a_function_that_needs_the_main_thread_gets_it_and_is_named(score_with, caplog):
+async def test_reward_function_runs_in_main_thread_if_needed(score_with, caplog):
     def with_alarm(data_source, solution_str, ground_truth, extra_info):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         return 1.0

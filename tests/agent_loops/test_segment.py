@@ -51,7 +51,7 @@ def test_dtypes_are_those_of_the_contract():
     assert output.version_spans.dtype == np.int32
 
 
-def test_a_sampled_stop_token_is_not_repeated_and_an_unsampled_one_is_added():
+def test_segment_observe_does_not_repeat_stop():
     for sampled, expected in (([7, STOP], [7, STOP, 8]), ([7], [7, STOP, 8])):
         segment = SegmentBuilder([1], Budget(5, 100), {STOP})
         sample(segment, sampled)
@@ -83,7 +83,7 @@ def test_the_ending_is_read_off_the_segment():
     assert out_of_turns.output().outcome == TRUNCATED_TURNS
 
 
-def test_an_observation_that_leaves_no_room_to_answer_is_not_appended():
+def test_segment_observe_refuses_without_room():
     segment = SegmentBuilder([1], Budget(5, 6), {STOP})
     sample(segment, [7, STOP])
     assert segment.observe([9, 9, 9, 9]) is False

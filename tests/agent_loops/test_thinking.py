@@ -31,7 +31,7 @@ def test_kept_thinking_stays_in_one_segment_id_for_id():
     assert "Add them." in chat.decode(segment.context())
 
 
-def test_stripped_thinking_begins_a_segment_with_the_history_as_the_template_writes_it():
+def test_strip_segment_begins_with_rendered_history():
     chat = chat_with("strip")
     segments = [chat.start([USER])]
     history = [USER]
@@ -68,7 +68,7 @@ def test_out_of_turns_no_further_segment_is_begun():
     assert segment.done
 
 
-def test_a_turn_that_go_on_was_not_told_of_is_refused_and_not_forgotten():
+def test_go_on_refuses_unknown_turn():
     chat = chat_with("strip")
     segment = chat.start([USER])
     answer(chat, segment, THINKING)
@@ -92,7 +92,7 @@ def test_calls_are_rendered_again_as_the_template_takes_them():
     )
 
 
-def test_strip_is_refused_in_words_where_a_reply_cannot_be_rendered_again():
+def test_strip_refused_if_replies_cannot_be_rendered():
     with pytest.raises(TemplateError, match="template of channels"):
         verify_template(chat_with("strip", "gpt_oss"))
     assert verify_template(chat_with("strip")).conversations

@@ -50,7 +50,7 @@ class Stateless(BaseTool):
         return ToolResult("waited")
 
 
-async def test_results_come_in_the_order_of_calls_and_state_is_made_once(box_of, calculator):
+async def test_toolbox_keeps_order_and_makes_state_once(box_of, calculator):
     box, _ = box_of(calculator)
     results = await box.call_all([add("1+1"), add("2+2"), add("3+3")])
     assert [result.text for result in results] == ["2 (call 1)", "4 (call 2)", "6 (call 3)"]
@@ -131,7 +131,7 @@ async def test_long_output_is_cut(box_of, calculator):
         (TimeoutError("its own"), "tool wait"),
     ],
 )
-async def test_a_tool_that_fails_is_infrastructure_and_its_neighbours_are_cancelled(box_of, error, component):
+async def test_toolbox_failure_cancels_parallel_calls(box_of, error, component):
     tool = Stateless(error)
     box, queue = box_of(tool)
     with pytest.raises(InfraFailure) as failure:
@@ -172,7 +172,7 @@ async def test_or_the_episode_restarts_where_the_recipe_says_so(box_of, calculat
     assert calculator.released == 1
 
 
-async def test_a_session_that_lives_is_attached_and_nothing_is_repeated(box_of, calculator):
+async def test_toolbox_attaches_live_session(box_of, calculator):
     box, queue = box_of(calculator)
     await box.call_all([add("1+1")])
     state = box._states.held["calculator"].state
@@ -191,7 +191,7 @@ async def test_a_session_that_lives_is_attached_and_nothing_is_repeated(box_of, 
     assert calculator.created == 1
 
 
-async def test_cancellation_in_mid_call_leaves_nothing_running_and_releases_state(box_of, calculator):
+async def test_toolbox_cancellation_releases_state(box_of, calculator):
     calculator.delay_s = 30
     box, _ = box_of(calculator)
     running = asyncio.create_task(box.call_all([add("1+1"), add("2+2")]))
@@ -204,7 +204,7 @@ async def test_cancellation_in_mid_call_leaves_nothing_running_and_releases_stat
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_tool_that_cannot_be_released_is_logged_and_hides_nothing(box_of, calculator, caplog):
+async def test_toolbox_failed_release_is_logged(box_of, calculator, caplog):
     async def broken(state):
         raise RuntimeError("stuck")
 
@@ -235,7 +235,7 @@ class Grouped(Stateless):
         return ToolResult("done")
 
 
-async def test_calls_of_a_group_run_in_the_order_in_which_they_were_written(box_of):
+async def test_toolbox_group_calls_run_in_order(box_of):
     done = []
     box, _ = box_of(Grouped("shell", done), Grouped("editor", done))
     await box.call_all([ToolCall(name, {"n": n}) for n, name in enumerate(["editor", "editor", "shell", "editor"], 1)])
@@ -244,7 +244,7 @@ async def test_calls_of_a_group_run_in_the_order_in_which_they_were_written(box_
     assert done == [1, 2, 3, 4, 5]
 
 
-async def test_a_lost_box_of_a_group_starts_the_episode_afresh_whichever_of_its_tools_comes_first(box_of):
+async def test_toolbox_lost_group_box_restarts_episode(box_of):
     done = []
     box, queue = box_of(Grouped("shell", done), Grouped("editor", done))
     await box.call_all([ToolCall("shell", {"n": 1})])
@@ -255,7 +255,7 @@ async def test_a_lost_box_of_a_group_starts_the_episode_afresh_whichever_of_its_
     assert done == [1]
 
 
-async def test_a_final_result_is_kept_for_the_reward_and_long_results_are_cut_by_tokens(box_of):
+async def test_toolbox_final_result_and_token_limit(box_of):
     class Final(Stateless):
         async def execute(self, state, arguments):
             return ToolResult("a b " * 100, final=True)

@@ -44,9 +44,7 @@ async def until(condition, deadline_s=60.0):
             await asyncio.sleep(0.01)
 
 
-async def test_a_worker_runs_what_the_queue_gives_within_its_concurrency(
-    worker_of, queue_of, tasks_of, calling_policy, calculator
-):
+async def test_worker_respects_concurrency(worker_of, queue_of, tasks_of, calling_policy, calculator):
     queue = queue_of(tasks_of(40))
     config = AgentConfig(concurrency=7, max_response_tokens=1000)
     worker = worker_of(queue, FakeClient(calling_policy(), latency_s=0.01), calculator, config=config)
@@ -61,9 +59,7 @@ async def test_a_worker_runs_what_the_queue_gives_within_its_concurrency(
     assert queue.waits["agent:admission"] >= 0
 
 
-async def test_a_killed_workers_episode_goes_on_elsewhere_and_repeats_nothing(
-    worker_of, queue_of, tasks_of, calling_policy, calculator
-):
+async def test_worker_resumes_episode_of_dead_worker(worker_of, queue_of, tasks_of, calling_policy, calculator):
     """Killed while the second model call is out: the first call and its tools are in the journal."""
     queue = queue_of(tasks_of(3))
     policy = calling_policy(turns=2)
@@ -180,9 +176,7 @@ async def test_failures_in_a_row_stop_the_worker_with_their_cause(worker_of, que
     assert queue.held == {}
 
 
-async def test_without_a_server_nothing_is_leased_and_the_wait_is_counted(
-    worker_of, queue_of, tasks_of, calling_policy
-):
+async def test_worker_without_server_leases_nothing(worker_of, queue_of, tasks_of, calling_policy):
     queue, client = queue_of(tasks_of(1)), FakeClient(calling_policy(turns=0), version=None)
     async with running(worker_of(queue, client)):
         await asyncio.sleep(0.2)
@@ -250,9 +244,7 @@ def test_importing_the_worker_imports_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, timeout=60)
 
 
-async def test_a_worker_runs_fewer_episodes_while_servers_refuse_and_more_again_after(
-    worker_of, queue_of, tasks_of, calling_policy, monkeypatch
-):
+async def test_worker_adapts_concurrency_to_refusals(worker_of, queue_of, tasks_of, calling_policy, monkeypatch):
     class Loaded(FakeClient):
         refused = 0
         pressed = True
@@ -289,9 +281,7 @@ async def test_code_that_blocks_the_worker_is_named(worker_of, queue_of, tasks_o
     assert "the event loop has stood still" in caplog.text
 
 
-async def test_teardown_runs_and_states_are_left_to_the_next_owner_at_a_drain(
-    worker_of, queue_of, tasks_of, calculator
-):
+async def test_worker_drain_tears_down_and_leaves_states(worker_of, queue_of, tasks_of, calculator):
     happened = []
 
     class Careful(AgentLoopBase):
@@ -341,9 +331,7 @@ class Slow(AgentLoopBase):
 """
 
 
-async def test_a_blocking_call_of_a_users_loop_is_named_with_file_line_and_function(
-    worker_of, queue_of, tasks_of, tmp_path, caplog
-):
+async def test_worker_names_blocking_call_of_user_loop(worker_of, queue_of, tasks_of, tmp_path, caplog):
     (tmp_path / "slow_loop.py").write_text(SLOW_LOOP)
     queue = queue_of(tasks_of(1, agent_name="slow_loop.py:Slow"))
     async with running(worker_of(queue, FakeClient(lambda context: [5, 2]), recipe_dir=tmp_path)):

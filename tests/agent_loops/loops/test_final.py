@@ -42,9 +42,7 @@ async def test_stepwise(run_loop, saying, calculator):
     assert (outcome.kind, trajectory.num_turns, trajectory.turn_rewards) == (OutcomeKind.COMPLETED, 3, (1.0, 1.0, 1.0))
 
 
-async def test_a_helper_of_several_ends_with_the_results_text_and_its_planner_goes_on(
-    run_loop, saying, calculator, chat_for
-):
+async def test_multi_agent_final_result_ends_helper_only(run_loop, saying, calculator, chat_for):
     ends_at(calculator, 1)
 
     def plays(text: str) -> str:

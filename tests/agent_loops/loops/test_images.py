@@ -71,7 +71,7 @@ def test_a_prompt_has_the_ids_that_the_processor_makes(chat):
     assert segment.context().count(place) == 6 + 12  # 60 x 90 and 300 x 120 pixels, of 28 x 28 a token, 16 at most
 
 
-def test_later_images_are_spliced_onto_verbatim_ids_also_in_tool_results(chat):
+def test_images_are_spliced_onto_verbatim_ids(chat):
     first, again = asks(url_of(RED)), asks(url_of(BLUE), text="And this?")
     segment = chat.start([first], TOOLS)
     call = ToolCall("look", {"page": 1})
@@ -172,7 +172,7 @@ def test_splices_with_images_are_proven_at_start(shared, folder):
     assert "then another image" in verify_template(counted).unsupported["user"]
 
 
-def test_a_model_that_samples_a_place_ends_its_episode_by_its_own_fault(chat):
+def test_images_sampled_placeholder_is_policy_error(chat):
     segment = chat.start([asks(url_of(RED))])
     say(chat, segment, "red")
     assert not segment.done
@@ -228,7 +228,7 @@ def test_stripped_thinking_keeps_the_images_of_the_history(shared):
     assert after.context() == by_processor(shared, said, [RED, BLUE])
 
 
-def test_another_image_of_the_same_size_is_another_question_for_the_journal(chat):
+def test_images_change_the_journal_hash(chat):
     one, other = chat.start([asks(url_of(RED))]), chat.start([asks(url_of(png((1, 2, 3))))])
     assert one.context() == other.context()
     assert one.fed_hash != other.fed_hash

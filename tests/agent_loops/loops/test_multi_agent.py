@@ -21,7 +21,7 @@ def plays(text: str) -> str:
     return "It is 46." if "<tool_response>" in text.split("What is 12+34?")[1] else delegate("first?", "second?")
 
 
-async def test_helpers_are_segments_of_their_own_and_the_planner_comes_last(run_loop, saying, chat_for):
+async def test_multi_agent_planner_segment_is_last(run_loop, saying, chat_for):
     client = saying(plays)
     outcome, trajectory = await run_loop(MultiAgentLoop, client)
     texts = [chat_for().decode(segment.response_ids) for segment in trajectory.segments]
@@ -49,9 +49,7 @@ async def test_helpers_work_side_by_side(run_loop, saying):
 
 
 @pytest.mark.parametrize("kept", [1, 2, 3])
-async def test_a_killed_worker_goes_on_with_whatever_order_helpers_were_journaled_in(
-    run_loop, saying, queue_of, tasks_of, kept
-):
+async def test_multi_agent_resumes_from_any_journal_order(run_loop, saying, queue_of, tasks_of, kept):
     queue, client = queue_of(tasks_of()), saying(plays)
     await run_loop(MultiAgentLoop, client, queue=queue)
     entries = queue.journals["train/00000000"]
@@ -64,7 +62,7 @@ async def test_a_killed_worker_goes_on_with_whatever_order_helpers_were_journale
     assert trajectory.extra["replayed_calls"] == kept
 
 
-async def test_budgets_are_divided_and_what_cannot_be_handed_on_is_told(run_loop, saying, chat_for):
+async def test_multi_agent_divides_budget_and_refuses_calls(run_loop, saying, chat_for):
     def greedy(text: str) -> str:
         if "Divide the task" not in text:
             return "yes"

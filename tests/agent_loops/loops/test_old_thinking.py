@@ -36,7 +36,7 @@ async def run_deepseek(run_loop, saying, tool, policy, loop=ToolAgentLoop, says=
     return chat, client, outcome, trajectory
 
 
-async def test_stripped_each_turn_is_a_segment_that_begins_as_the_template_writes_it(run_loop, saying, calculator):
+async def test_strip_begins_segment_per_turn(run_loop, saying, calculator):
     chat, client, outcome, trajectory = await run_deepseek(run_loop, saying, calculator, "strip")
     assert (outcome.kind, trajectory.num_turns, trajectory.reward) == (OutcomeKind.COMPLETED, 3, 1.0)
     assert [request.token_ids for request in client.requests] == [
@@ -86,7 +86,7 @@ async def test_rewards_of_turns_stay_with_their_segments(run_loop, saying, calcu
     assert trajectory.turn_rewards == (0.5, 0.25, 0.0)
 
 
-async def test_results_draw_on_the_budget_also_where_they_begin_a_segment(run_loop, saying, calculator):
+async def test_strip_results_draw_on_budget(run_loop, saying, calculator):
     async def execute(state, arguments):
         return ToolResult("much " * 300)
 
@@ -110,7 +110,7 @@ async def test_a_killed_worker_goes_on_in_the_segment_where_it_was(run_loop, say
     assert again.extra["replayed_calls"] == 2
 
 
-async def test_blocks_observed_as_a_user_begin_a_segment_where_the_template_drops_thinking(run_loop, saying):
+async def test_strip_code_act_user_observation_begins_segment(run_loop, saying):
     chat = FAMILIES["qwen3"].chat(thinking_history="strip")
     client = saying(lambda text: "It is 46." if "ran 1" in text else f"{THOUGHT}```python\n1\n```", chat=chat)
     _, trajectory = await run_loop(CodeActLoop, client, Interpreter(), chat=chat)
@@ -132,7 +132,7 @@ async def test_a_planner_and_its_helpers_hand_back_all_their_segments(run_loop, 
     assert (trajectory.metrics["mismatch/rewritten"], trajectory.num_turns) == (2, 4)
 
 
-async def test_seconds_that_run_out_in_a_new_segment_end_the_last_one_that_was_spoken_in(run_loop, saying, calculator):
+async def test_strip_deadline_ends_last_sampled_segment(run_loop, saying, calculator):
     chat = FAMILIES["deepseek"].chat(thinking_history="strip")
     client = saying(lambda text: call(), chat=chat)
     generate = client.generate

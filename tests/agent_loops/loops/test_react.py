@@ -46,7 +46,7 @@ async def test_calls_beyond_the_limit_are_told_so_and_not_run(run_loop, saying, 
     assert "at most 2 calls in one turn are run" in chat_for().decode(trajectory.segments[0].response_ids)
 
 
-async def test_a_model_that_only_writes_broken_calls_is_stopped_as_its_own_fault(run_loop, saying, calculator):
+async def test_react_malformed_calls_are_policy_error(run_loop, saying, calculator):
     client = saying(lambda text: "<tool_call>\n{broken\n</tool_call>")
     settings = {"max_malformed_turns": 3}
     outcome, trajectory = await run_loop(ToolAgentLoop, client, calculator, settings=settings)
@@ -54,7 +54,7 @@ async def test_a_model_that_only_writes_broken_calls_is_stopped_as_its_own_fault
     assert (trajectory.num_turns, trajectory.reward) == (3, 0.0)
 
 
-def test_a_loops_own_words_come_before_a_system_prompt_of_text_or_of_parts():
+def test_with_system_prepends_to_text_and_parts():
     image = {"type": "image", "image": "x.png"}
     assert with_system([{"role": "user", "content": "hi"}], "Be short.")[0] == {
         "role": "system",

@@ -74,7 +74,7 @@ def test_forms(text: str, strict: float, flexible: float) -> None:
     assert score(text, "Ten hundreds.\n#### 1,000", right=2.0, wrong=-1.0) == (2.0 if strict else -1.0)
 
 
-def test_a_row_without_a_number_and_an_unknown_method_are_errors_not_zeros() -> None:
+def test_gsm8k_bad_row_or_method_raises() -> None:
     with pytest.raises(ValueError, match="'no number' is no number"):
         score("#### 1", "no number")
     with pytest.raises(ValueError, match="strict or flexible"):

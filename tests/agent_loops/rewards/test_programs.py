@@ -144,7 +144,7 @@ class BrokenSandbox:
         raise SandboxError("no box today")
 
 
-async def test_a_sandbox_that_fails_is_a_failure_of_the_sandbox_and_no_zero(tasks_of) -> None:
+async def test_programs_sandbox_failure_is_no_zero(tasks_of) -> None:
     (task,) = tasks_of(data_source="taco", ground_truth=ADD)
     with pytest.raises(InfraFailure, match="no box today") as failure:
         await RewardFunction(Programs(BrokenSandbox()), "code").score(task, python("print(1)"), {})

@@ -34,7 +34,7 @@ def test_exact_match(text: str, expected: float) -> None:
     assert em(text) == expected
 
 
-def test_references_are_a_text_a_list_or_verls_mapping_and_never_nothing() -> None:
+def test_search_qa_reference_shapes() -> None:
     assert em("<answer>Paris</answer>", "Paris") == em("<answer>Paris</answer>", ["Rome", "paris"]) == 1.0
     for nothing in ({"target": []}, {}, None, {"target": [3]}):
         with pytest.raises(ValueError, match="no list of texts"):
