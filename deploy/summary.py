@@ -59,6 +59,15 @@ def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> 
     }
 
 
+REASONS = {
+    "episodes_dropped": "dropped",
+    "episodes_filtered": "filtered",
+    "episodes_unrewarded": "unrewarded",
+    "episodes_buried": "group_failed",
+}
+"""Key in summary.json, which users' scripts read, and the queue's state of an episode."""
+
+
 def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> dict[str, Any]:
     """Invariant 2 from the outside: the trainer's own record of what it trained against what the queue acknowledged.
 
@@ -66,9 +75,7 @@ def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> di
     """
     trained = Counter(episode for row in steps for episode in row["episodes"])
     episodes = status.episodes
-    reasons = {
-        f"episodes_{name}": episodes.get(name, 0) for name in ("dropped", "filtered", "unrewarded", "group_failed")
-    }
+    reasons = {key: episodes.get(state, 0) for key, state in REASONS.items()}
     still_held = len(held - set(trained))
     return {
         "episodes": episodes.get("completed", 0),
