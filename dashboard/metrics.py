@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.common import JsonlTail
 from penstock.dashboard.jsonable import plain
-from penstock.trainer import LineTail
 
 Row = dict[str, Any]
 HISTOGRAM = "staleness_tokens"
@@ -36,7 +36,7 @@ class MetricsFile:
     """Reads on from where it was; safe to ask from several threads."""
 
     def __init__(self, path: Path) -> None:
-        self._tail = LineTail(path)
+        self._tail = JsonlTail(path)
         self._rows: dict[int, Row] = {}
         self._lock = threading.Lock()
 

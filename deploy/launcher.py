@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from penstock.common import rewrite_jsonl
 from penstock.datasets import materialise
 from penstock.deploy.config import RunConfig, dump_config
 from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection, limits_of, own_redis, redis_login
@@ -31,7 +32,6 @@ from penstock.deploy.run_dir import RunDir, RunLock, remove_weights
 from penstock.deploy.summary import write_summary
 from penstock.deploy.supervisor import LocalPlacement, Placement, Supervisor
 from penstock.deploy.telemetry import head_served
-from penstock.trainer import rewrite_lines
 from penstock.transfer_queue import RedisTransferQueue, check_step_bytes
 
 logger = logging.getLogger("penstock.run")
@@ -146,7 +146,7 @@ async def _run_roles(
         await asyncio.gather(*watchers, *beside, return_exceptions=True)
         reporter.close()
         if why:
-            rewrite_lines(run.ended, [{"version": reporter.steps_done, "why": why}])
+            rewrite_jsonl(run.ended, [{"version": reporter.steps_done, "why": why}])
         await write_summary(config, run, queue, wall_s=time.time() - started, members=supervisor.members)
 
 

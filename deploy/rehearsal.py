@@ -11,11 +11,10 @@ from penstock.agent_loops import SPLIT, EnvCheck, Policy, check_env
 from penstock.datasets import materialise
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import TOKEN_VARIABLE
-from penstock.trainer import load_rows
-from penstock.trainer.data import Row
+from penstock.trainer import DatasetRow, load_rows
 
 
-def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[Row]:
+def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[DatasetRow]:
     """The first `limit` rows (0: all) of split ``train`` or ``eval``. Raises `DataError`, `ConfigError`."""
     sources = {name: path for name, path in (("train", config.data.train), ("eval", config.data.eval)) if path}
     if split not in sources:
@@ -25,7 +24,7 @@ def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[Row]:
 
 
 async def rehearse_recipe(
-    config: RunConfig, policy: Policy, rows: Sequence[Row], on_ended: Callable[[int], None] = lambda _: None
+    config: RunConfig, policy: Policy, rows: Sequence[DatasetRow], on_ended: Callable[[int], None] = lambda _: None
 ) -> EnvCheck:
     """With the recipe's loop, tools, sandbox and reward. Raises as `check_env` does."""
     return await check_env(

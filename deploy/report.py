@@ -17,11 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from penstock.common import JsonlTail, rewrite_jsonl
 from penstock.dashboard import Pulse, RunFiles, advise, flat
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.supervisor import StalledRun, SupervisedRole, Watchdog
-from penstock.trainer import LineTail, rewrite_lines
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue
 
 __all__ = ["Reporter", "StalledRun", "describe"]
@@ -37,7 +37,7 @@ class Reporter:
         self._queue = queue
         self._roles = RolesFile(run.roles, members)
         self._watchdog = Watchdog(config, members, self._say)
-        self._metrics = LineTail(run.metrics)
+        self._metrics = JsonlTail(run.metrics)
         self.steps_done = 0
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -135,7 +135,7 @@ class RolesFile:
     def write(self) -> None:
         now = {p.spec.name: {"state": p.state, "restarts": p.restarts} for p in self._processes}
         if now != self._written:
-            rewrite_lines(self._path, [now])
+            rewrite_jsonl(self._path, [now])
             self._written = now
 
     def remove(self) -> None:

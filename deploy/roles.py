@@ -163,17 +163,17 @@ async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
 
 async def train_rank(link: RunConnection) -> None:
     """One rank of the trainer: the only one, or one of those that torchrun starts."""
+    from penstock.common import UnknownName
     from penstock.trainer import (
         BadBatch,
+        BadJob,
         BatchTimeout,
         DataError,
         TrainerMetrics,
         TrainingDiverged,
         TrainJob,
-        UnknownName,
         train,
     )
-    from penstock.trainer.job import BadJob
     from penstock.transfer_queue import TooManyFiltered
 
     # Also where nothing is spilled (any more): an earlier life of the run may have spilled what is to be replayed.

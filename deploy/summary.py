@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from penstock.common import last_by, read_jsonl, rewrite_jsonl
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.supervisor import SupervisedRole
-from penstock.trainer import last_by_step, read_lines, rewrite_lines
 from penstock.transfer_queue import Status, TransferQueue, WeightUpdate
 
 
@@ -22,16 +22,16 @@ async def write_summary(
     config: RunConfig, run: RunDir, queue: TransferQueue, *, wall_s: float, members: Sequence[SupervisedRole]
 ) -> dict[str, Any]:
     """Collect, write and return the summary. Also draws the reward curve."""
-    rows = last_by_step(read_lines(run.metrics))
+    rows = last_by(read_jsonl(run.metrics), "step")
     status, updates = await queue.status(), await queue.updates()
-    rewrite_lines(run.weight_updates, map(asdict, updates))
+    rewrite_jsonl(run.weight_updates, map(asdict, updates))
     summary = {
         "name": config.name,
         "steps": len(rows),
         "ended": _why_ended(run),
         "wall_s": round(wall_s, 1),
-        **_learning(rows, read_lines(run.evaluations)),
-        **_accounts(last_by_step(read_lines(run.steps)), status, await queue.held()),
+        **_learning(rows, read_jsonl(run.evaluations)),
+        **_accounts(last_by(read_jsonl(run.steps), "step"), status, await queue.held()),
         **_tokens(rows),
         "checkpoints_damaged": rows[-1].get("checkpoints_damaged", 0) if rows else 0,
         **_updates(updates),
@@ -40,7 +40,7 @@ async def write_summary(
     }
     run.summary.write_text(json.dumps(summary, indent=2) + "\n")
     if rows:
-        draw_reward(run.plot, rows, read_lines(run.evaluations))
+        draw_reward(run.plot, rows, read_jsonl(run.evaluations))
     return summary
 
 

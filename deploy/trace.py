@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.trainer import CHECKPOINT, EVALUATION, FILE, PUBLISH, STEPS, last_by_step, read_lines, read_timeline
+from penstock.common import last_by, read_jsonl
+from penstock.trainer import TIMELINE_FILE, Track
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +115,14 @@ class StepRange:
 
 def collect(root: Path, updates: Sequence[Line], steps: StepRange) -> list[TraceProcess]:
     """The trainer first. `updates`: weight updates as plain data. Raises `NothingToDraw`."""
-    if not (root / FILE).exists():
-        raise NothingToDraw(f"{root} has no {FILE}: it is no run's folder, or no step of the run has ended yet")
-    lines = read_timeline(root / FILE)
+    if not (root / TIMELINE_FILE).exists():
+        raise NothingToDraw(
+            f"{root} has no {TIMELINE_FILE}: it is no run's folder, or no step of the run has ended yet"
+        )
+    lines = read_jsonl(root / TIMELINE_FILE, broken="skip")
     processes = [
-        _trainer(lines, read_lines(root / "metrics.jsonl"), steps),
-        TraceProcess("evaluation", _plain(lines, EVALUATION, steps), "evaluation"),
+        _trainer(lines, read_jsonl(root / "metrics.jsonl"), steps),
+        TraceProcess("evaluation", _plain(lines, Track.EVALUATION, steps), "evaluation"),
         *_servers(updates, steps),
         *_workers(root / "trajectories", steps),
     ]
@@ -130,9 +133,9 @@ def collect(root: Path, updates: Sequence[Line], steps: StepRange) -> list[Trace
 
 
 def _trainer(lines: Sequence[Line], metrics: Sequence[dict[str, Any]], steps: StepRange) -> TraceProcess:
-    drawn = [*_steps(lines, steps), *_plain(lines, PUBLISH, steps), *_plain(lines, CHECKPOINT, steps)]
+    drawn = [*_steps(lines, steps), *_plain(lines, Track.PUBLISH, steps), *_plain(lines, Track.CHECKPOINT, steps)]
     ends = {line["number"]: line["at_unix_s"] for line in lines if line["name"] == "record"}
-    rows = [row for row in last_by_step(metrics) if row["step"] in steps and row["step"] in ends]
+    rows = [row for row in last_by(metrics, "step") if row["step"] in steps and row["step"] in ends]
     counters = {name: [(ends[row["step"]], row[name]) for row in rows if name in row] for name in COUNTERS}
     return TraceProcess("trainer", drawn, "trainer", counters)
 
@@ -140,7 +143,7 @@ def _trainer(lines: Sequence[Line], metrics: Sequence[dict[str, Any]], steps: St
 def _steps(lines: Sequence[Line], steps: StepRange) -> Iterator[TraceSlice]:
     """A step begins with its wait. One that was trained again after a crash is there twice."""
     phases: list[Line] = []
-    for line in (*(line for line in lines if line["track"] == STEPS), {"name": "wait", "number": None}):
+    for line in (*(line for line in lines if line["track"] == Track.STEPS), {"name": "wait", "number": None}):
         if phases and (line["name"] == "wait" or line["number"] != phases[0]["number"]):
             if phases[0]["number"] in steps:
                 yield _step(phases)
@@ -187,14 +190,14 @@ def _workers(folder: Path, steps: StepRange) -> list[TraceProcess]:
     by_worker: dict[str, list[TraceSlice]] = defaultdict(list)
     for path in sorted(folder.glob("step_*.jsonl")):
         step = int(path.stem.removeprefix("step_"))
-        for record in read_lines(path) if step in steps else ():
+        for record in read_jsonl(path) if step in steps else ():
             if (drawn := episode_slice(record, step)) is not None:
                 by_worker[str(record["extra"].get("worker", "agents"))].append(drawn)
     return [TraceProcess(name, by_worker[name], "episodes") for name in sorted(by_worker)]
 
 
 def _known(lines: Sequence[Line]) -> str:
-    numbers = [line["number"] for line in lines if line["track"] == STEPS]
+    numbers = [line["number"] for line in lines if line["track"] == Track.STEPS]
     return f"steps {min(numbers)} to {max(numbers)}" if numbers else "no steps"
 
 

@@ -33,18 +33,8 @@ from penstock.agent_loops.chat import chat_of
 from penstock.deploy import ConfigError, RunConfig, load_config, rehearse_recipe, rows_of
 from penstock.sandbox import SandboxError
 from penstock.tools import ToolConfigError, close_tools, make_tools
-from penstock.trainer import (
-    DataError,
-    FSDPEngine,
-    Outputs,
-    Pack,
-    Ranks,
-    TrainerConfig,
-    make_row,
-    pack_rows,
-    save_final_model,
-)
-from penstock.trainer.batch import Row
+from penstock.trainer import DataError, Outputs, Pack, Ranks, Row, TrainerConfig, make_row, pack_rows, save_final_model
+from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import Segment
 
 FULL_REWARD = 1.0
@@ -181,7 +171,7 @@ def fit(config: RunConfig, segments: Sequence[Segment], options: argparse.Namesp
         tokens = ranks.data.sum(sum(len(row.targets) for row in mine))
         update = engine.update(packs, negative_log_likelihood, tokens, step)
         losses.append(update.loss)
-        if ranks.first and (step % 10 == 0 or step == options.steps - 1):
+        if ranks.is_rank0 and (step % 10 == 0 or step == options.steps - 1):
             print(f"step {step:5d}  loss {update.loss:.4f}  gradient {update.grad_norm:.3f}", flush=True)
     save_final_model(engine, ranks, config.model, options.out)
     return losses
@@ -209,7 +199,7 @@ def fitting(segments: Sequence[Segment], engine: FSDPEngine, ranks: Ranks) -> li
     """Demonstrations that the model's context holds; how many it does not is told."""
     limit = engine.limits.context
     kept = [one for one in segments if len(one.prompt_ids) + len(one.response_ids) <= limit]
-    if ranks.first:
+    if ranks.is_rank0:
         long = len(segments) - len(kept)
         print(f"{len(kept)} demonstrations" + (f"; {long} longer than {limit} tokens left out" if long else ""))
     if not kept:

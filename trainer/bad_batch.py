@@ -24,16 +24,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.common import fsync_path, fsync_tree
 from penstock.trainer.batch import StepBatch
+from penstock.trainer.checkpoint import fingerprint, fingerprints
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.durable import fingerprint, fingerprints, sync, sync_tree
-from penstock.trainer.engine import Engine
+from penstock.trainer.distributed import Ranks
+from penstock.trainer.engine import Engine, Update
 from penstock.trainer.export import save_final_model
-from penstock.trainer.objective import Targets
+from penstock.trainer.loss import Targets
 from penstock.trainer.packing import Pack
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.readable import readable_trajectory
-from penstock.trainer.sharded import Update
+from penstock.trainer.recorder import readable_trajectory
 
 ABOUT = "about.json"
 ADAPTER = "adapter"
@@ -47,7 +47,7 @@ class BadDump(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """What one rank trained of a minibatch."""
 
     packs: Sequence[Pack]
@@ -56,7 +56,7 @@ class Share:
     """Ids, by `Pack.episode`"""
 
 
-class Place(NamedTuple):
+class MinibatchPlace(NamedTuple):
     """Where in its step a minibatch stands, and what its sum of losses is divided by."""
 
     minibatch: int
@@ -74,7 +74,7 @@ class Dump:
     divisor: float
     temperature: float
     config: TrainerConfig
-    shares: Sequence[Share]
+    shares: Sequence[RankShare]
     model: Path
 
 
@@ -89,21 +89,23 @@ class BadBatches:
         self._engine = engine
         self._ranks = ranks
 
-    def write(self, config: TrainerConfig, batch: StepBatch, share: Share, place: Place, update: Update) -> Path | None:
+    def write(
+        self, config: TrainerConfig, batch: StepBatch, share: RankShare, place: MinibatchPlace, update: Update
+    ) -> Path | None:
         """A collective. None where there are enough, or the disk refused, which is said: a dump that fails must not end
         the run that it is about."""
         ranks = self._ranks
         final = self._folder / f"step_{batch.step:06d}_{place.minibatch}"
         temporary = final.with_suffix(".tmp")
-        if not ranks.from_first(self._begin(temporary) if ranks.first else None):
+        if not ranks.from_rank0(self._begin(temporary) if ranks.is_rank0 else None):
             return None
         problems = ranks.gather(self._write_share(temporary, batch, share))
         episodes = ranks.data.gather(list(share.episodes))
-        if ranks.first and not any(problems):
+        if ranks.is_rank0 and not any(problems):
             about = self._about(config, batch, place, update) | {"episodes": episodes}
             problems.append(_attempt(lambda: _seal(temporary, final, about)))
-        problem = ranks.from_first(next((found for found in problems if found), ""))
-        if problem and ranks.first:
+        problem = ranks.from_rank0(next((found for found in problems if found), ""))
+        if problem and ranks.is_rank0:
             logger.error("the batch of step %d could not be kept for a replay: %s", batch.step, problem)
             shutil.rmtree(temporary, ignore_errors=True)
         return None if problem else final
@@ -119,7 +121,7 @@ class BadBatches:
             logger.error("no batch can be kept for a replay: %s", problem)
         return not problem
 
-    def _write_share(self, folder: Path, batch: StepBatch, share: Share) -> str:
+    def _write_share(self, folder: Path, batch: StepBatch, share: RankShare) -> str:
         """The weights are gathered by all ranks before any file is written, so a full disk stops no collective."""
 
         def write() -> None:
@@ -130,7 +132,7 @@ class BadBatches:
 
         problem = self._write_model(folder / "model")
         # Ranks that share a copy of the model hold the same rows.
-        return problem or (_attempt(write) if self._ranks.leads else "")
+        return problem or (_attempt(write) if self._ranks.is_replica_leader else "")
 
     def _write_model(self, folder: Path) -> str:
         """What went wrong. The adapter is gathered also where rank 0 could not write: the other ranks are there."""
@@ -140,7 +142,7 @@ class BadBatches:
             return problem
         return _attempt(lambda: engine.save_adapter(folder / ADAPTER)) or problem
 
-    def _about(self, config: TrainerConfig, batch: StepBatch, place: Place, update: Update) -> dict[str, Any]:
+    def _about(self, config: TrainerConfig, batch: StepBatch, place: MinibatchPlace, update: Update) -> dict[str, Any]:
         return {
             "format": FORMAT,
             "step": batch.step,
@@ -188,10 +190,10 @@ def _read_about(folder: Path) -> dict[str, Any]:
 
 def _seal(temporary: Path, final: Path, about: Mapping[str, Any]) -> None:
     (temporary / ABOUT).write_text(json.dumps({**about, "files": fingerprints(temporary)}, indent=1))
-    sync_tree(temporary)
+    fsync_tree(temporary)
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
-    sync(final.parent)
+    fsync_path(final.parent)
 
 
 def _attempt(work: Any) -> str:
@@ -203,16 +205,16 @@ def _attempt(work: Any) -> str:
     return ""
 
 
-def _tensors(share: Share) -> dict[str, Tensor]:
+def _tensors(share: RankShare) -> dict[str, Tensor]:
     named = {f"{number}.": pack for number, pack in enumerate(share.packs)} | {"targets.": share.targets}
     found = {f"{prefix}{one.name}": getattr(part, one.name) for prefix, part in named.items() for one in fields(part)}
     return {name: tensor.detach().cpu().contiguous() for name, tensor in found.items() if tensor is not None}
 
 
-def _to_share(tensors: Mapping[str, Tensor], episodes: Sequence[str]) -> Share:
+def _to_share(tensors: Mapping[str, Tensor], episodes: Sequence[str]) -> RankShare:
     numbers = sorted({int(name.split(".")[0]) for name in tensors if not name.startswith("targets.")})
     packs = [_part(Pack, f"{number}.", tensors) for number in numbers]
-    return Share(packs, _part(Targets, "targets.", tensors), episodes)
+    return RankShare(packs, _part(Targets, "targets.", tensors), episodes)
 
 
 def _part(kind: type[T], prefix: str, tensors: Mapping[str, Tensor]) -> T:

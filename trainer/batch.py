@@ -1,6 +1,8 @@
 """What one optimizer step trains on: checked rows of this rank's episodes.
 
 queue.Batch (all groups, ids only) ──share──► queue.read ──► `StepBatch` (episodes, rows) ──pack──► engine
+
+The greedy member of each group, for ReMax: the baseline of the others, and not trained on itself.
 """
 
 from __future__ import annotations
@@ -10,22 +12,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from penstock.trainer.ranks import Ranks
 from penstock.transfer_queue import Batch, Segment, Trajectory
 
 
 class BadBatch(ValueError):
     """A trajectory cannot be trained on; the message names the episode, the segment and what is wrong."""
-
-
-def refuse_together(ranks: Ranks, problem: str) -> None:
-    """A collective. Raises `BadBatch` on all ranks where any has a problem: a rank that left alone would let the others
-    wait for it in their next collective."""
-    problems = ranks.gather(problem)
-    if any(problems):
-        raise BadBatch(next(filter(None, problems)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +129,10 @@ def make_step_batch(
         for index, trajectory in enumerate(trajectories)
         for number, segment in enumerate(trajectory.segments)
     ]
-    return StepBatch(batch.step, batch.groups, trajectories, np.array(group, dtype=np.int64), _numbered(rows))
+    return StepBatch(batch.step, batch.groups, trajectories, np.array(group, dtype=np.int64), number_tokens(rows))
 
 
-def _numbered(rows: Sequence[Row]) -> list[Row]:
+def number_tokens(rows: Sequence[Row]) -> list[Row]:
     ends = np.cumsum([len(row.targets) for row in rows]).tolist()
     return [replace(row, first_token=end - len(row.targets)) for row, end in zip(rows, ends, strict=True)]
 
@@ -176,3 +171,29 @@ def _check_ids(ids: NDArray[np.int64], where: str, model: ModelLimits) -> None:
     if len(ids) and (ids.min() < 0 or ids.max() >= model.vocab):
         bad = ids.max() if ids.max() >= model.vocab else ids.min()
         raise BadBatch(f"{where}: token id {bad}, the trainer's vocabulary has {model.vocab}; do both load one model?")
+
+
+GREEDY_MEMBER = 0
+
+
+"""Of each group, where the algorithm needs a greedy episode: it is the baseline and is not trained on."""
+
+
+def without_greedy(batch: StepBatch) -> StepBatch:
+    """Greedy episodes are not trained on, nor is a group whose greedy member was lost: it has no baseline."""
+    greedy = greedy_members(batch)
+    trained = ~greedy & np.isin(batch.group, batch.group[greedy])
+    rows = [replace(row, mask=row.mask & trained[row.episode]) for row in batch.rows]
+    return replace(batch, rows=rows)
+
+
+def greedy_members(batch: StepBatch) -> NDArray[np.bool_]:
+    """[E]"""
+    return np.array([t.episode_id.endswith(f"#{GREEDY_MEMBER}") for t in batch.trajectories], dtype=np.bool_)
+
+
+def greedy_baselines(batch: StepBatch, returns: Tensor) -> Tensor:
+    """returns [E] → [E] that of the group's greedy member; 0 where it was lost"""
+    greedy = greedy_members(batch)
+    by_group = dict(zip(batch.group[greedy].tolist(), returns.numpy()[greedy].tolist(), strict=True))
+    return torch.tensor([by_group.get(group, 0.0) for group in batch.group.tolist()], dtype=torch.float64)

@@ -5,6 +5,13 @@
 
 A folder without ``complete``, or with a file that differs from it, is not a checkpoint. The folder is readable by its
 owner only: DCP's metadata is a pickle.
+
+Files that survive a power cut, and that say so: checksums, and the order in which things reach the disk.
+
+The groups of the latest steps, as a checkpoint remembers them.
+
+A queue that loses its last seconds with its machine may forget steps that a checkpoint holds, committed ones too. From
+what the checkpoint remembers the queue is told again which groups those steps were, and none is trained twice.
 """
 
 from __future__ import annotations
@@ -12,32 +19,29 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from penstock.trainer.durable import fingerprint, fingerprints, sync, sync_tree
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.recent import Groups
+from penstock.common import fsync_path, fsync_tree
 from penstock.transfer_queue import DataCursor
 
 if TYPE_CHECKING:
-    from penstock.trainer.engine import FSDPEngine
+    pass
+
 
 COMPLETE = "complete"
+
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckpointInfo:
     """A whole checkpoint."""
 
     path: Path
@@ -71,21 +75,21 @@ class CheckpointStore:
     def unfinished(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}.tmp"
 
-    def seal(self, step: int, data_cursor: DataCursor, ranks: int, batches: Mapping[int, Groups]) -> Found:
+    def seal(self, step: int, data_cursor: DataCursor, ranks: int, batches: Mapping[int, Groups]) -> CheckpointInfo:
         """Make the unfinished folder a checkpoint. When this returns it survives a power cut."""
         temporary, final = self.unfinished(step), self.unfinished(step).with_suffix("")
-        found = Found(final, step, data_cursor, ranks, batches)
+        found = CheckpointInfo(final, step, data_cursor, ranks, batches)
         files = fingerprints(temporary)
         (temporary / COMPLETE).write_text(json.dumps(_marker(found, files), indent=1))
-        sync_tree(temporary)
+        fsync_tree(temporary)
         if final.exists():  # of an earlier life of the run that went back behind this step
             shutil.rmtree(final)
         temporary.rename(final)
-        sync(self.folder)
+        fsync_path(self.folder)
         self._delete_old()
         return found
 
-    def newest(self) -> Found | None:
+    def newest(self) -> CheckpointInfo | None:
         """The newest whole checkpoint. A damaged one is said in the log and set aside under another name, so that it
         neither counts among those kept nor stands in the way of a new one."""
         for path in self._newest_first():
@@ -110,7 +114,7 @@ class CheckpointStore:
             shutil.rmtree(path)
 
 
-def read_marker(path: Path) -> Found:
+def read_marker(path: Path) -> CheckpointInfo:
     """Check every file of a checkpoint, this one first. Raises `OSError` or `ValueError` naming what is missing or
     different."""
     marker = json.loads((path / COMPLETE).read_text())
@@ -120,10 +124,10 @@ def read_marker(path: Path) -> Found:
         if fingerprint(path / name) != expected:
             raise ValueError(f"{name} differs from its checksum")
     batches = {int(step): groups for step, groups in marker["batches"].items()}
-    return Found(path, int(marker["step"]), DataCursor(**marker["data_cursor"]), int(marker["ranks"]), batches)
+    return CheckpointInfo(path, int(marker["step"]), DataCursor(**marker["data_cursor"]), int(marker["ranks"]), batches)
 
 
-def _marker(found: Found, files: Mapping[str, Any]) -> dict[str, Any]:
+def _marker(found: CheckpointInfo, files: Mapping[str, Any]) -> dict[str, Any]:
     batches = {str(step): [list(group) for group in groups] for step, groups in found.batches.items()}
     marker = {
         "step": found.step,
@@ -139,48 +143,63 @@ def _digest(marker: Mapping[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(marker, sort_keys=True).encode())
 
 
-def begin_save(engine: FSDPEngine, ranks: Ranks, path: Path) -> Future[Any]:
-    """Copy this rank's shards and write them in a thread. A collective; the future is done when all ranks wrote."""
-    state = {**_model_state(engine), f"rng_{ranks.rank}": torch.get_rng_state()}
-    future = dcp.async_save(state, checkpoint_id=path, process_group=ranks.background)
-    assert isinstance(future, Future)
-    return future
+def fingerprint(path: Path) -> dict[str, Any]:
+    """{"bytes", "xxh3"} of a file."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        for block in _blocks(file):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "xxh3": digest.hexdigest()}
 
 
-def load(engine: FSDPEngine, ranks: Ranks, found: Found) -> None:
-    """Restore weights, moments and, where this rank existed, the random state. A collective."""
-    state = _model_state(engine)
-    if ranks.rank < found.ranks:
-        state[f"rng_{ranks.rank}"] = torch.get_rng_state()
-    dcp.load(state, checkpoint_id=found.path)
-    _restore(engine, state)
-    if ranks.rank < found.ranks:
-        torch.set_rng_state(state[f"rng_{ranks.rank}"])
+def fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of all files below `folder`, by their path in it."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): fingerprint(path) for path in sorted(files)}
 
 
-def _model_state(engine: FSDPEngine) -> dict[str, Any]:
-    model, optimizer = get_state_dict(engine.policy, engine.optimizer)
-    state: dict[str, Any] = {"model": _learned(engine, model), "optimizer": optimizer}
-    state["kl_coefficient"] = torch.tensor(engine.kl_coefficient, dtype=torch.float64)
-    if engine.critic is not None:
-        state["critic"], state["critic_optimizer"] = get_state_dict(engine.critic.module, engine.critic.optimizer)
-    return state
+def _blocks(file: Any, size: int = 1 << 22) -> Iterator[bytes]:
+    while block := file.read(size):
+        yield block
 
 
-def _learned(engine: FSDPEngine, model: dict[str, Any]) -> dict[str, Any]:
-    """Under LoRA its matrices alone: all else is in the run's model folder."""
-    if engine.adapter_settings is None:
-        return model
-    learning = {name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad}
-    return {name: value for name, value in model.items() if name in learning}
+KEEP_S = 60.0
 
 
-def _restore(engine: FSDPEngine, state: dict[str, Any]) -> None:
-    model, moments = state["model"], state["optimizer"]
-    options = StateDictOptions(strict=engine.adapter_settings is None)
-    set_state_dict(engine.policy, engine.optimizer, model_state_dict=model, optim_state_dict=moments, options=options)
-    engine.kl_coefficient = float(state["kl_coefficient"])
-    if engine.critic is not None:
-        model, moments = state["critic"], state["critic_optimizer"]
-        critic = engine.critic
-        set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
+"""A step is remembered for so long after its commit: far more than a Redis with ``appendfsync: everysec`` may lose."""
+
+
+Groups = Sequence[Sequence[str]]
+
+
+"""Episode ids by group."""
+
+
+class RecentBatches:
+    """Step → groups, for every step that is not committed or was so only just now."""
+
+    def __init__(self, keep_s: float = KEEP_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keep_s = keep_s
+        self._clock = clock
+        self._groups: dict[int, Groups] = {}
+        self._commits: list[tuple[float, int]] = []
+        """(when, steps below which were committed), oldest first."""
+
+    def add(self, step: int, groups: Groups) -> None:
+        self._groups[step] = groups
+
+    def update(self, batches: Mapping[int, Groups]) -> None:
+        """Those of the checkpoint that was restored."""
+        self._groups |= batches
+
+    def committed(self, step: int) -> None:
+        """Steps below `step` are committed."""
+        self._commits.append((self._clock(), step))
+
+    def below(self, step: int) -> dict[int, Groups]:
+        """What a checkpoint of `step` has to remember."""
+        durable_since = self._clock() - self._keep_s
+        first = max((below for when, below in self._commits if when <= durable_since), default=0)
+        self._commits = [(when, below) for when, below in self._commits if when > durable_since]
+        self._groups = {kept: groups for kept, groups in self._groups.items() if kept >= first}
+        return {kept: groups for kept, groups in self._groups.items() if kept < step}

@@ -1,12 +1,26 @@
-"""Settings of the trainer."""
+"""Settings of the trainer.
+
+Where a rank stands when one copy of the model spans several ranks.
+
+    rank = ((stage · R + replica) · C + context) · T + tensor         megatron-core's order, "tp-cp-dp-pp"
+
+A replica is one whole copy of the model on T · C · P ranks, all of which hold the same episodes; R replicas share out a
+batch.
+
+The learning rate of a step: linear warm-up, then constant or linear decay to a floor.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    pass
+
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from penstock.trainer.layout import Layout
 
 
 class KLConfig(BaseModel):
@@ -220,3 +234,64 @@ class TrainerConfig(BaseModel):
     def anywhere(self) -> TrainerConfig:
         """Without what concerns speed and memory alone: that may ask for a machine or packages that are not here."""
         return self.model_copy(update={"liger": False, "compile": False, "offload": False})
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    replica: int
+    """Which copy of the model the rank belongs to, from 0."""
+    replicas: int
+    is_replica_leader: bool
+    """First of its replica: does once what concerns its rows."""
+    reports: bool
+    """Its numbers count for its replica: it is of the last stage, where logprobs and loss are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one copy of the model is split. By default it is not: every rank is a replica of its own."""
+
+    tensor: int = 1
+    """T: ranks that share each matrix."""
+    context: int = 1
+    """C: ranks that share each row's tokens."""
+    stages: int = 1
+    """P: groups of layers on ranks of their own."""
+
+    @property
+    def ranks(self) -> int:
+        """That hold the same rows."""
+        return self.tensor * self.context * self.stages
+
+    def place(self, rank: int, world: int) -> RankPlace:
+        """Raises `ValueError` where `world` ranks are no whole number of replicas."""
+        replicas, rest = divmod(world, self.ranks)
+        if rest or not replicas:
+            raise ValueError(f"{world} ranks are no whole number of replicas of {self.ranks} ranks")
+        higher, among = divmod(rank, self.tensor * self.context)
+        stage, replica = divmod(higher, replicas)
+        return RankPlace(
+            replica, replicas, is_replica_leader=not among and not stage, reports=not among and stage == self.stages - 1
+        )
+
+    def reporters(self, world: int) -> list[int]:
+        """[R] the rank that reports for each replica."""
+        return [rank for rank in range(world) if self.place(rank, world).reports]
+
+
+def learning_rate(config: TrainerConfig, step: int) -> float:
+    """lr · warm-up(step) · decay(step), step from 0.
+
+    warm-up = min(1, (step + 1) / warmup_steps); decay = 1, or with schedule ``linear``
+    1 − (1 − lr_floor) · step / (steps − 1), so that the last step has lr · lr_floor.
+    """
+    warmup = min(1.0, (step + 1) / max(1, config.warmup_steps))
+    if config.lr_schedule == "constant":
+        return config.lr * warmup
+    progress = min(1.0, step / max(1, config.steps - 1))
+    return config.lr * warmup * (1.0 - (1.0 - config.lr_floor) * progress)
+
+
+RANKS_FILE_VARIABLE = "PENSTOCK_RANKS_FILE"
+"""Names the file. Without it ranks meet at torchrun's store, which listens on every address of its machine and asks
+nobody who they are: over several machines there is no other."""

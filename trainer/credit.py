@@ -1,4 +1,13 @@
-"""Who earned what: a rank's batch as estimators see it, and what they return, whitened over all ranks."""
+"""Who earned what: a rank's batch as estimators see it, and what they return, whitened over all ranks.
+
+Overlong reward shaping: long episodes lose reward gradually before they hit the limit.
+
+    penalty(l) = 0                                l ≤ length − buffer
+               = −p · (l − (length − buffer)) / buffer       in between
+               = −p                               l ≥ length               l = sampled tokens of the episode
+
+Yu et al. 2025, "DAPO" (arXiv:2503.14476), section 3.4, equation 13 (soft overlong punishment).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.trainer.advantages import Advantages, Episodes
-from penstock.trainer.batch import BadBatch, StepBatch
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.greedy import greedy_baselines
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.shaping import overlong_penalties
-from penstock.trainer.tally import exact_sum
+from penstock.trainer.batch import BadBatch, StepBatch, greedy_baselines
+from penstock.trainer.config import OverlongConfig, TrainerConfig
+from penstock.trainer.distributed import Ranks
+from penstock.trainer.metrics import exact_sum
 from penstock.transfer_queue import Segment, Trajectory
 
 WHITEN_EPSILON = 1e-8
@@ -67,13 +74,6 @@ def whitened(advantages: Advantages, trained: Tensor, ranks: Ranks) -> Advantage
     return replace(advantages, tokens=(advantages.tokens - mean) / (variance + WHITEN_EPSILON) ** 0.5)
 
 
-def means_by_episode(tokens: Tensor, batch: StepBatch) -> Tensor:
-    """tokens [N] → [E]; 0 where an episode has none"""
-    episode = torch.from_numpy(_joined_numpy([np.full(len(r.targets), r.episode) for r in batch.rows], np.int64))
-    sums = torch.zeros(len(batch.trajectories), dtype=torch.float64).index_add(0, episode, tokens)
-    return sums / torch.bincount(episode, minlength=len(sums)).clamp(min=1)
-
-
 def _states(segment: Segment) -> list[int]:
     """A key per turn of what was fed right before it: what came since the last sampled token, or the whole prompt."""
     keys = []
@@ -120,8 +120,13 @@ def _token_turns(batch: StepBatch) -> Tensor:
 
 
 def _joined(arrays: Sequence[NDArray], dtype: type) -> Tensor:
-    return torch.from_numpy(_joined_numpy(arrays, dtype))
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype=dtype), *arrays]).astype(dtype))
 
 
-def _joined_numpy(arrays: Sequence[NDArray], dtype: type) -> NDArray:
-    return np.concatenate([np.zeros(0, dtype=dtype), *arrays]).astype(dtype)
+def overlong_penalties(lengths: NDArray[np.int64], config: OverlongConfig) -> NDArray[np.float64]:
+    """lengths [E] → [E], each 0 or below"""
+    if config.length == 0:
+        return np.zeros(len(lengths))
+    beyond = lengths - (config.length - config.buffer)
+    share = beyond / config.buffer if config.buffer else (lengths >= config.length).astype(np.float64)
+    return -config.penalty * np.clip(share, 0.0, 1.0)

@@ -1,4 +1,7 @@
-"""Dataset rows with verl's columns → tasks. Every row is checked when the file is opened, by number (from 1)."""
+"""Dataset rows with verl's columns → tasks. Every row is checked when the file is opened, by number (from 1).
+
+Keeps the queue filled a little beyond what admission can take, so that rollout never waits for data.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from penstock.transfer_queue import DataCursor, Task
+from penstock.transfer_queue import DataCursor, Limits, Status, StepError, Task, TransferQueue
 
 NEEDED = ("prompt", "data_source", "reward_model")
+
+
 PLAIN = (type(None), bool, int, float, str, bytes)
 
 
@@ -21,7 +26,7 @@ class DataError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DatasetRow:
     """One checked dataset row, ready to become a task of any split."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -44,7 +49,7 @@ class Row:
         )
 
 
-def load_rows(path: str | Path, limit: int = 0) -> list[Row]:
+def load_rows(path: str | Path, limit: int = 0) -> list[DatasetRow]:
     """The rows of a ``.parquet`` or ``.jsonl`` file (the first `limit`, where not 0). Raises `DataError`."""
     path = Path(path)
     if not path.is_file():
@@ -105,7 +110,7 @@ def _check_columns(found: Sequence[str], where: str) -> None:
             raise DataError(f"{where}: column {name!r} is missing; found {', '.join(sorted(found)) or 'none'}")
 
 
-def _check_row(raw: Mapping[str, Any], where: str) -> Row:
+def _check_row(raw: Mapping[str, Any], where: str) -> DatasetRow:
     reward_model = raw["reward_model"]
     if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
         raise DataError(f"{where}: reward_model.ground_truth is missing; found {reward_model!r}")
@@ -114,7 +119,7 @@ def _check_row(raw: Mapping[str, Any], where: str) -> Row:
     agent_name = raw.get("agent_name")
     if not (agent_name is None or isinstance(agent_name, str)):
         raise DataError(f"{where}: agent_name must be text, found {agent_name!r}")
-    return Row(
+    return DatasetRow(
         messages=_check_messages(raw["prompt"], where),
         data_source=raw["data_source"],
         ground_truth=_check_plain(reward_model["ground_truth"], f"{where}: reward_model.ground_truth"),
@@ -158,7 +163,7 @@ def _check_plain(value: Any, where: str) -> Any:
     raise DataError(f"{where}: {type(value).__name__} is not plain data: {value!r}")
 
 
-class Stream:
+class DataStream:
     """An endless order over `count` rows, epoch after epoch, the same after a restart.
 
     Where the dataset changed between restarts, the epoch goes on at its index in the order of the new rows, and a place
@@ -195,3 +200,67 @@ class Stream:
         if self._shuffle:
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
+
+
+class Feeder:
+    """Submits training tasks in stream order. Only rank 0 feeds.
+
+    The cursor is the queue's own: tasks that were submitted once stay there over a restart of the trainer, and
+    `submit(tasks, cursor)` is a no-op for a place that the queue has passed.
+    """
+
+    def __init__(
+        self,
+        queue: TransferQueue,
+        limits: Limits,
+        rows: Sequence[DatasetRow],
+        stream: DataStream,
+        steps: int,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`sampling` is that of every training task."""
+        self._queue = queue
+        self._limits = limits
+        self._rows = rows
+        self._stream = stream
+        self._steps = steps
+        self._sampling = sampling
+        self.cursor = DataCursor()
+        """Place in the data stream after the last submitted task."""
+
+    async def start(self) -> None:
+        self.cursor = await self._queue.cursor()
+        await self.fill()
+
+    async def fill(self) -> int:
+        """Submit what is missing; returns how many groups. Groups that were dropped or died are replaced here."""
+        count = missing_groups(await self._queue.status(), self._limits, self._steps)
+        if count > 0:
+            places = self._stream.places(self.cursor, count)
+            end = self._stream.after(places[-1])
+            await self._submit([self._task(place) for place in places], end)
+        return max(count, 0)
+
+    async def _submit(self, tasks: Sequence[Task], end: DataCursor) -> None:
+        try:
+            await self._queue.submit(tasks, cursor=end, after=self.cursor)
+        except StepError:
+            # It has lost its newest tasks with its machine: they come first.
+            self.cursor = await self._queue.cursor()
+        else:
+            self.cursor = end
+
+    def _task(self, place: DataCursor) -> Task:
+        row = self._rows[self._stream.row_index(place)]
+        return row.task(task_id=f"train/{place.epoch:04d}/{place.index:08d}", split="train", sampling=self._sampling)
+
+
+def missing_groups(status: Status, limits: Limits, steps: int) -> int:
+    """Groups to submit: (max_staleness + 2) steps ahead of consumption, never more than the run can still train."""
+    # Parked groups cannot be admitted before others ship: were they counted, a backlog of a source at its quota would
+    # take all the room and a step could never be filled.
+    waiting = sum(status.groups.get(state, 0) for state in ("queued", "admitted", "ready")) - status.parked
+    ahead = (limits.max_staleness + 2) * limits.groups_per_step
+    still_needed = (steps - status.version) * limits.groups_per_step - status.groups.get("shipped", 0)
+    return min(ahead, still_needed) - waiting

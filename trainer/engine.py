@@ -1,28 +1,29 @@
-"""The models of a trainer process: the policy, and where the algorithm needs them a reference policy and a critic."""
+"""The models of a trainer process: the policy, and where the algorithm needs them a reference policy and a critic.
+
+How much arithmetic a step is, and what share of the device's peak that was (model FLOPs utilisation).
+
+    forward of L tokens = 2 · P · L + 2 · layers · heads · D · Σ_r L_r²      P: weights of matrices, half of each square
+    forward and backward = 3 · forward; 2 · forward where only LoRA's matrices need gradients of weights
+
+Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B; of the update alone, without scoring and without what is
+computed again in the backward. Head and embedding: the head for sampled tokens only, the embedding is no product.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from penstock.trainer.advantages import ADVANTAGES
 from penstock.trainer.batch import ModelLimits
-from penstock.trainer.checkpoint import Found, begin_save, load
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.critic import load_critic
-from penstock.trainer.flops import Flops
-from penstock.trainer.lora import merged, named_weights, whole
+from penstock.trainer.checkpoint import CheckpointInfo
 from penstock.trainer.packing import Pack
-from penstock.trainer.policy import Outputs, Policy, load_policy
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.registry import needs_of
-from penstock.trainer.schedule import learning_rate
-from penstock.trainer.sharded import Learning, Sharded, Update
 
 
 class PackLoss(Protocol):
@@ -90,7 +91,7 @@ class Engine(Protocol):
         """Copy weights and moments, and write them into the folder `path` in a thread. The future is done when all
         ranks wrote."""
 
-    def load(self, found: Found) -> None:
+    def load(self, found: CheckpointInfo) -> None:
         """Restore what `begin_save` wrote, also with another number of ranks. Raises `ValueError` where the checkpoint
         is another engine's."""
 
@@ -102,93 +103,65 @@ class Engine(Protocol):
         """Write what LoRA learned as a folder that peft loads; rank 0 does."""
 
 
-class FSDPEngine:
-    """Any `AutoModelForCausalLM`. One rank by default; more give the same numbers, up to rounding."""
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One optimizer update."""
 
-    def __init__(self, model: str, config: TrainerConfig, ranks: Ranks, temperature: float = 1.0) -> None:
-        self.config = config
-        self.temperature = temperature
-        self._ranks = ranks
-        self.policy: Policy = load_policy(model, temperature, config)
-        self.limits = _model_limits(self.policy)
-        self.flops = Flops.of(self.policy.model, learns_all=self.policy.adapter is None)
-        self._actor = Learning(self.policy, config, ranks)
-        self.reference: Sharded | None = None
-        if config.kl.needs_reference and self.policy.adapter is None:
-            self.reference = Sharded(load_policy(model, temperature), config, ranks).freeze()
-        self.critic: Learning | None = None
-        if "values" in needs_of(ADVANTAGES.get(config.advantage)):
-            self.critic = Learning(load_critic(model, config), config, ranks)
-        self.kl_coefficient = config.kl.in_reward
-
-    @property
-    def has_critic(self) -> bool:
-        return self.critic is not None
-
-    @property
-    def shares_prompts(self) -> bool:
-        """Not over several ranks of a pack's tokens: they cut packs by place, and shared prompts are out of order."""
-        return self.config.share_prompts and self.policy.shares_prompts and self.policy.context is None
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._actor.optimizer
-
-    def score(self, packs: Sequence[Pack]) -> list[Tensor]:
-        return [outputs.logprobs.cpu() for outputs in self._actor.score(packs)]
-
-    def score_reference(self, packs: Sequence[Pack]) -> list[Tensor]:
-        if self.policy.adapter is not None:
-            with self.policy.adapter.off():
-                return self.score(packs)
-        assert self.reference is not None
-        return [outputs.logprobs.cpu() for outputs in self.reference.score(packs)]
-
-    def values(self, packs: Sequence[Pack]) -> list[Tensor]:
-        assert self.critic is not None
-        return [values.cpu() for values in self.critic.score(packs)]
-
-    def update(self, packs: Sequence[Pack], loss: PackLoss, divisor: float, step: int) -> Update:
-        return self._actor.update(packs, loss, divisor, learning_rate(self.config, step))
-
-    def update_critic(self, packs: Sequence[Pack], loss: ValueLoss, divisor: float) -> Update:
-        assert self.critic is not None
-        return self.critic.update(packs, loss, divisor, self.config.critic.lr)
-
-    def weights(self, dtype: torch.dtype, *, with_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):
-            full = merged(tensor, change if with_adapter else None)
-            if self._ranks.first:
-                yield name, full.detach().to("cpu", dtype if full.is_floating_point() else None, copy=True)
-
-    @property
-    def adapter_settings(self) -> dict[str, Any] | None:
-        return self.policy.adapter.settings if self.policy.adapter else None
-
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        assert self.policy.adapter is not None
-        for name, tensor in self.policy.adapter.tensors():
-            full = whole(tensor)
-            if self._ranks.first:
-                yield name, full.detach().to("cpu", torch.float32, copy=True)
-
-    def begin_save(self, path: Path) -> Future[Any]:
-        return begin_save(self, self._ranks, path)
-
-    def load(self, found: Found) -> None:
-        load(self, self._ranks, found)
-
-    def save_model(self, folder: Path, *, with_adapter: bool = True) -> None:
-        weights = dict(self.weights(torch.float32, with_adapter=with_adapter))
-        if self._ranks.first:
-            self.policy.model.save_pretrained(folder, state_dict=weights)
-
-    def save_adapter(self, folder: Path) -> None:
-        tensors = dict(self.adapter_weights())
-        if self._ranks.first and self.policy.adapter is not None:
-            self.policy.adapter.save(folder, tensors)
+    grad_norm: float
+    """Before clipping, over all ranks."""
+    lr: float
+    skipped: bool
+    """Loss or gradient was not finite, on whichever rank: weights and moments are as before, on all."""
+    loss: float = 0.0
+    """sum(loss) / divisor over all ranks."""
 
 
-def _model_limits(policy: Policy) -> ModelLimits:
-    config = policy.model.config.get_text_config()
-    return ModelLimits(config.max_position_embeddings, config.vocab_size, config.hidden_size)
+class Outputs(NamedTuple):
+    """What the policy says about N sampled tokens, float32."""
+
+    logprobs: Tensor
+    """[N]"""
+    entropy: Tensor | None
+    """[N] None where it is not asked for"""
+
+
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0, "MI300X": 1307.0}
+
+
+"""Dense bfloat16, by a part of the device's name, from the vendors' data sheets (SXM variants)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Of one model."""
+
+    body: int
+    """Weights of matrices inside the layers."""
+    head: int
+    attention: int
+    """layers · heads · D"""
+    learns_all: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, *, learns_all: bool) -> Flops | None:
+        """Before the model is sharded. None for a mixture of experts: a token goes through a part of its weights."""
+        if any(parameter.dim() == 3 for parameter in model.parameters()):  # all experts of a layer, stacked
+            return None
+        config, head = model.config.get_text_config(), model.get_output_embeddings()
+        body = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(body, head.weight.numel() if head else 0, config.num_hidden_layers * heads * width, learns_all)
+
+    def of_update(self, tokens: int, sampled: int, squares: int) -> float:
+        """Forward and backward of `tokens`, of which `sampled` go through the head; `squares` is Σ_r L_r²."""
+        forward = 2 * (self.body * tokens + self.head * sampled + self.attention * squares)
+        return (3 if self.learns_all else 2) * forward
+
+
+def peak_tflops(given: float | None, device: torch.device, dtype: str) -> float | None:
+    """Of one rank's device; None where nobody knows."""
+    if given is not None or device.type != "cuda" or dtype != "bfloat16":
+        return given
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.trainer.data import Row
+from penstock.trainer.data import DatasetRow
 from penstock.trainer.recorder import Recorder
-from penstock.trainer.timeline import EVALUATION, Timeline
+from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import Trajectory, TransferQueue, evaluation_split
 
 POLL_S = 0.25
@@ -30,7 +30,7 @@ class Evaluator:
     """Only rank 0 evaluates. Without rows every method is a no-op."""
 
     def __init__(
-        self, queue: TransferQueue, rows: Sequence[Row], recorder: Recorder, timeline: Timeline | None = None
+        self, queue: TransferQueue, rows: Sequence[DatasetRow], recorder: Recorder, timeline: Timeline | None = None
     ) -> None:
         self._queue = queue
         self._timeline = timeline or Timeline()
@@ -77,7 +77,7 @@ class Evaluator:
             self._task.result()
 
     async def _timed_run(self, version: int) -> None:
-        with self._timeline.during(EVALUATION, "evaluation", version):
+        with self._timeline.during(Track.EVALUATION, "evaluation", version):
             await self._run(version)
 
     async def _run(self, version: int) -> None:

@@ -10,8 +10,9 @@ import shutil
 from pathlib import Path
 
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.engine import Engine, FSDPEngine
-from penstock.trainer.ranks import Ranks
+from penstock.trainer.distributed import Ranks
+from penstock.trainer.engine import Engine
+from penstock.trainer.engines.fsdp.engine import FSDPEngine
 
 TIMEOUT_S = 60.0
 
@@ -24,10 +25,10 @@ def save_final_model(engine: Engine, ranks: Ranks, source: str, folder: Path, *,
     What LoRA learned is added to the weights, unless not `with_adapter`.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
-    if ranks.first:
+    if ranks.is_rank0:
         shutil.rmtree(temporary, ignore_errors=True)
     engine.save_model(temporary, with_adapter=with_adapter)
-    if not ranks.first:
+    if not ranks.is_rank0:
         return
     _save_tokenizer(source, temporary)
     shutil.rmtree(folder, ignore_errors=True)

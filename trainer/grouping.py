@@ -1,4 +1,7 @@
-"""Sums, means and deviations by group, without a loop over groups. Groups may have any number of members."""
+"""Sums, means and deviations by group, without a loop over groups. Groups may have any number of members.
+
+Sums along the time of each episode, and the groups of turns that answered the same state.
+"""
 
 from __future__ import annotations
 
@@ -61,3 +64,27 @@ def standardised(values: Tensor, group: Tensor, epsilon: float) -> Tensor:
     shifted = centred(values, group)
     variance = group_means(shifted.square(), group) * group_sizes(group) / (group_sizes(group) - 1).clamp(min=1)
     return shifted / (variance.sqrt() + epsilon)
+
+
+def discounted(rewards: Tensor, episode: Tensor, gamma: float) -> Tensor:
+    """rewards [M] in order of time, episode [M] → G_m = r_m + γ · G_{m+1} within the episode, [M]"""
+    zeros = torch.zeros_like(rewards)
+    return gae_of(rewards, zeros, episode, gamma, 1.0)
+
+
+def gae_of(rewards: Tensor, values: Tensor, episode: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
+    """A_m = δ_m + γλ · A_{m+1} with δ_m = r_m + γ · V_{m+1} − V_m within each episode; all [M], λ a number or [M]."""
+    goes_on = torch.zeros_like(rewards)
+    goes_on[:-1] = (episode[1:] == episode[:-1]).to(rewards.dtype)
+    following = torch.cat([values[1:], values.new_zeros(1)])[: len(values)] * goes_on
+    deltas = rewards + gamma * following - values
+    return _backward_sum(deltas, gamma * lam * goes_on)
+
+
+def _backward_sum(deltas: Tensor, keep: Tensor) -> Tensor:
+    """a_m = d_m + keep_m · a_{m+1}. A plain loop over floats: a step has some 10⁵ of them, and it is exact."""
+    advantages = deltas.tolist()
+    factors = keep.tolist()
+    for index in range(len(advantages) - 2, -1, -1):
+        advantages[index] += factors[index] * advantages[index + 1]
+    return torch.tensor(advantages, dtype=deltas.dtype)

@@ -7,11 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.trainer.algorithm import BadJob, check_algorithm
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.engines import check_engine
-from penstock.trainer.sinks import SINKS, MetricSink
-from penstock.trainer.stopping import EVALUATION
+from penstock.trainer.sinks import MetricSink
 from penstock.transfer_queue import Limits, TransferQueue
 
 
@@ -61,45 +58,5 @@ class TrainJob:
     """Told everything that sinks are told; they never raise and are quick. Rank 0 alone tells them."""
 
 
-def check_job(job: TrainJob) -> None:
-    """Raises `BadJob`, `UnknownName` for an algorithm or sink that is not registered, `BadOptions` for settings."""
-    config = job.config
-    if job.limits.max_staleness > 0 and config.correction is None:
-        raise BadJob(
-            f"max_staleness is {job.limits.max_staleness} and trainer.correction is null: stale tokens without an "
-            "off-policy correction collapse a run. Set trainer.correction (truncated_is) or max_staleness=0"
-        )
-    check_algorithm(config, job.limits.group_size)
-    if job.limits.filter_groups == "zero_variance" and config.turn_reward_weight:
-        raise BadJob(
-            "transfer_queue.filter_groups is zero_variance and trainer.turn_reward_weight "
-            f"{config.turn_reward_weight}: groups of equal rewards would be filtered although their turns differ. Set "
-            "the one to none, or the other to 0"
-        )
-    _check_stop(job)
-    for sink in config.sinks:
-        SINKS.get(sink)
-    if config.minibatches > job.limits.groups_per_step:
-        raise BadJob(
-            f"trainer.minibatches is {config.minibatches}, groups_per_step only {job.limits.groups_per_step}: "
-            "every minibatch needs a group"
-        )
-    check_engine(config)
-    per_replica = config.parallel.layout.ranks
-    if config.ranks > job.limits.groups_per_step * per_replica:
-        copies = f" ({config.ranks // per_replica} copies of the model)" if per_replica > 1 else ""
-        raise BadJob(
-            f"trainer.ranks is {config.ranks}{copies}, groups_per_step only {job.limits.groups_per_step}: ranks train "
-            "whole groups, and some would never have one. Raise groups_per_step or lower trainer.ranks"
-        )
-    if job.transport in ("http", "collective") and not job.token:
-        raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")
-    if job.temperature <= 0:
-        raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")
-
-
-def _check_stop(job: TrainJob) -> None:
-    stop, every = job.config.stop, job.config.eval_every
-    if stop.enabled and stop.metric.startswith(EVALUATION) and not (job.eval_data and every):
-        missing = "data.eval is not set" if not job.eval_data else "trainer.eval_every is 0"
-        raise BadJob(f"trainer.stop.metric is {stop.metric}, and {missing}: it would never be there")
+class BadJob(ValueError):
+    """The job cannot be right; the message names the setting and the mend."""

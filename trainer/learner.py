@@ -10,24 +10,28 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages
-from penstock.trainer.aggregation import divisor, episode_weights, trained_tokens
-from penstock.trainer.bad_batch import BadBatches, Place, Share
-from penstock.trainer.bad_steps import BadSteps
-from penstock.trainer.batch import BadBatch, StepBatch, minibatch_bounds, refuse_together
-from penstock.trainer.choosing import choose_tokens
+from penstock.trainer.bad_batch import BadBatches, MinibatchPlace, RankShare
+from penstock.trainer.batch import BadBatch, StepBatch, minibatch_bounds
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.credit import TokenScores, episodes_of, whitened
-from penstock.trainer.critic import value_loss
-from penstock.trainer.engine import Engine
+from penstock.trainer.distributed import Ranks
+from penstock.trainer.engine import Engine, Update
 from penstock.trainer.filters import FILTERS
-from penstock.trainer.kl import ESTIMATORS, steered
+from penstock.trainer.loss import (
+    ESTIMATORS,
+    Objective,
+    Targets,
+    divisor,
+    episode_weights,
+    select_tokens,
+    steered,
+    trained_tokens,
+    value_loss,
+)
 from penstock.trainer.losses import LOSSES
-from penstock.trainer.metrics import step_metrics, tally_batch
-from penstock.trainer.objective import Objective, Targets
+from penstock.trainer.metrics import MetricAccumulator, exact_sum, step_metrics, tally_batch
 from penstock.trainer.packing import Pack, pack_rows
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.sharded import Update
-from penstock.trainer.tally import Tally, exact_sum
+from penstock.trainer.stopping import BadSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +78,12 @@ class Learner:
             episodes = episodes_of(batch, self._config, scored.tokens)
         except BadBatch as error:
             problem = str(error)
-        refuse_together(self._ranks, problem)
+        raise_together(self._ranks, problem)
         return whitened(self._estimate(episodes), episodes.trained, self._ranks)
 
     def update(self, batch: StepBatch, scored: Scored, advantages: Advantages) -> dict[str, Any]:
         """New weights; returns the step's metrics, the same on all ranks. Raises `TrainingDiverged`."""
-        tally = Tally()
+        tally = MetricAccumulator()
         of_critic = self._learn_values(scored, advantages, tally) if self._engine.has_critic else []
         updates: list[Update | None] = [None] * len(scored.minibatches)
         if not self._engine.has_critic or batch.step >= self._config.critic.warmup_steps:
@@ -96,7 +100,7 @@ class Learner:
         return recomputed or config.kl.in_reward > 0 or hasattr(LOSSES.get(config.loss), "choose")
 
     def _update_one(
-        self, batch: StepBatch, scored: Scored, number: int, advantages: Advantages, tally: Tally
+        self, batch: StepBatch, scored: Scored, number: int, advantages: Advantages, tally: MetricAccumulator
     ) -> Update | None:
         config, packs = self._config, scored.minibatches[number]
         tokens = trained_tokens(packs, len(batch.trajectories))
@@ -105,16 +109,16 @@ class Learner:
         if not total:
             return None
         weights = episode_weights(config.aggregation, tokens) * self._filter_weights(batch)
-        chosen = choose_tokens(config, packs, advantages.tokens, batch.step, self._ranks)
+        chosen = select_tokens(config, packs, advantages.tokens, batch.step, self._ranks)
         targets = Targets(advantages.tokens.float(), weights, chosen)
         by = divisor(config.aggregation, total, episodes, config.aggregation_length)
         update = self._engine.update(packs, Objective(config, targets, tally), by, batch.step)
         if update.skipped:
-            share = Share(packs, targets, [one.episode_id for one in batch.trajectories])
-            self._keep(batch, share, Place(number, by), update)
+            share = RankShare(packs, targets, [one.episode_id for one in batch.trajectories])
+            self._keep(batch, share, MinibatchPlace(number, by), update)
         return update
 
-    def _keep(self, batch: StepBatch, share: Share, place: Place, update: Update) -> None:
+    def _keep(self, batch: StepBatch, share: RankShare, place: MinibatchPlace, update: Update) -> None:
         """The weights are still those that the batch was trained on: the update was skipped."""
         if self._bad_batches is None:
             return
@@ -129,7 +133,7 @@ class Learner:
         weigh = FILTERS.bind(self._config.filter, self._config.filter_options)
         return weigh(torch.from_numpy(batch.rewards), torch.from_numpy(batch.group))
 
-    def _learn_values(self, scored: Scored, advantages: Advantages, tally: Tally) -> list[Update]:
+    def _learn_values(self, scored: Scored, advantages: Advantages, tally: MetricAccumulator) -> list[Update]:
         assert scored.tokens.values is not None
         assert advantages.returns is not None, "an estimator that needs values says what they should have been"
         old, returns = scored.tokens.values, advantages.returns.float()
@@ -157,7 +161,7 @@ class Learner:
         episodes = max(self._ranks.sum(len(batch.trajectories)), 1.0)
         return -self._engine.kl_coefficient * kl, exact_sum(kl, self._ranks) / episodes
 
-    def _steer(self, batch: StepBatch, scored: Scored, tally: Tally) -> None:
+    def _steer(self, batch: StepBatch, scored: Scored, tally: MetricAccumulator) -> None:
         if not self._config.kl.in_reward:
             return
         tally.add("kl/coefficient", self._engine.kl_coefficient)
@@ -194,3 +198,11 @@ class Learner:
 
 def _tokens(batch: StepBatch) -> int:
     return sum(len(row.targets) for row in batch.rows)
+
+
+def raise_together(ranks: Ranks, problem: str) -> None:
+    """A collective. Raises `BadBatch` on all ranks where any has a problem: a rank that left alone would let the others
+    wait for it in their next collective."""
+    problems = ranks.gather(problem)
+    if any(problems):
+        raise BadBatch(next(filter(None, problems)))

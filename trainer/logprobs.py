@@ -204,3 +204,15 @@ def _local(targets: Tensor, columns: slice, head: Head) -> tuple[Tensor, Tensor]
     index = targets - head.first - columns.start
     inside = (index >= 0) & (index < columns.stop - columns.start)
     return inside, torch.where(inside, index, 0)
+
+
+def target_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """logits [N, V], targets [N] → logprobs [N], float32."""
+    scaled = logits.float() / temperature
+    return scaled.gather(-1, targets[:, None]).squeeze(-1) - scaled.logsumexp(-1)
+
+
+def entropies(logits: Tensor, temperature: float) -> Tensor:
+    """logits [N, V] → [N], float32: logsumexp(z) − Σ p · z"""
+    scaled = logits.float() / temperature
+    return scaled.logsumexp(-1) - (scaled.softmax(-1) * scaled).sum(-1)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from penstock.trainer.job import TrainJob, check_job
-from penstock.trainer.parts import Parts
+from penstock.trainer.checks import check_job
+from penstock.trainer.job import TrainJob
+from penstock.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ async def _stopped(running: asyncio.Task[None], timeout_s: float) -> None:
 
 
 async def _train(job: TrainJob, stop: asyncio.Event) -> None:
-    async with Parts.started(job) as p:
+    async with Trainer.started(job) as p:
         for step in range(p.step, job.config.steps):
             batch = None if await p.is_over() else await p.take(step, stop)
             if batch is None:

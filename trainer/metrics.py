@@ -1,21 +1,28 @@
-"""The numbers of a step: one flat mapping, the line of ``metrics.jsonl``."""
+"""The numbers of a step: one flat mapping, the line of ``metrics.jsonl``.
+
+Sums over tokens and episodes that do not depend on how they were split over packs or in which order they came.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from penstock.trainer.bad_steps import tokens_without_logprob
 from penstock.trainer.batch import StepBatch
-from penstock.trainer.credit import means_by_episode
-from penstock.trainer.sharded import Update
-from penstock.trainer.tally import Tally, Totals
+from penstock.trainer.distributed import Ranks, merge_by_name
+from penstock.trainer.engine import Update
+from penstock.trainer.stopping import tokens_without_logprob
 
 MEANS = ("kl_k3",)
+
+
 COUNTS = (
     "tokens",
     "tokens_squared",
@@ -30,7 +37,7 @@ COUNTS = (
 )
 
 
-def tally_batch(tally: Tally, batch: StepBatch, advantages: Tensor) -> None:
+def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor) -> None:
     """What the batch itself says: rewards, lengths, groups without signal, tokens left out. advantages [N]"""
     tally.add("reward", batch.rewards)
     tally.add("reward_squared", batch.rewards**2)
@@ -51,7 +58,7 @@ def tally_batch(tally: Tally, batch: StepBatch, advantages: Tensor) -> None:
     _tally_tokens(tally, batch)
 
 
-def _tally_tokens(tally: Tally, batch: StepBatch) -> None:
+def _tally_tokens(tally: MetricAccumulator, batch: StepBatch) -> None:
     for row in batch.rows:
         tally.count("tokens", len(row.ids))
         tally.count("tokens_squared", len(row.ids) ** 2)
@@ -132,3 +139,92 @@ def _staleness(totals: Totals) -> dict[str, Any]:
 
 def _lengths(totals: Totals) -> dict[str, float]:
     return {f"{name}_mean": totals.mean(name) for name in ("response_length", "sampled_length", "num_turns")}
+
+
+def means_by_episode(tokens: Tensor, batch: StepBatch) -> Tensor:
+    """tokens [N] → [E]; 0 where an episode has none"""
+    parts = [np.full(len(row.targets), row.episode, dtype=np.int64) for row in batch.rows]
+    episode = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
+    sums = torch.zeros(len(batch.trajectories), dtype=torch.float64).index_add(0, episode, tokens)
+    return sums / torch.bincount(episode, minlength=len(sums)).clamp(min=1)
+
+
+class MetricAccumulator:
+    """Collects values by name on one rank; `reduce` adds up the ranks.
+
+    Values are kept until the end and summed exactly, rounded once over all ranks: the same values give the same bits in
+    any order and any split over packs and ranks.
+    """
+
+    def __init__(self) -> None:
+        self._values: defaultdict[str, list[NDArray[np.float64]]] = defaultdict(list)
+        self._counts: defaultdict[str, int] = defaultdict(int)
+
+    def add(self, name: str, values: ArrayLike) -> None:
+        """Values to be averaged."""
+        self._values[name].append(np.atleast_1d(np.asarray(values, dtype=np.float64)))
+
+    def count(self, name: str, number: int) -> None:
+        """A number to be added up."""
+        self._counts[name] += int(number)
+
+    def reduce(self, ranks: Ranks) -> Totals:
+        """A collective."""
+        sums = {name: _summary(np.concatenate(parts)) for name, parts in self._values.items()}
+        gathered = ranks.gather({"sums": sums, "counts": dict(self._counts)})
+        return Totals(gathered)
+
+
+class Totals:
+    """The tallies of all ranks, added up."""
+
+    def __init__(self, parts: Sequence[dict[str, Any]]) -> None:
+        self._sums = merge_by_name([part["sums"] for part in parts])
+        self.counts: dict[str, int] = {
+            name: sum(values) for name, values in merge_by_name([part["counts"] for part in parts]).items()
+        }
+
+    def names(self, prefix: str) -> list[str]:
+        return [name for name in self._sums if name.startswith(prefix)]
+
+    def number(self, name: str) -> int:
+        return sum(int(count) for _, count, _ in self._sums.get(name, []))
+
+    def mean(self, name: str) -> float:
+        """0.0 where no value came."""
+        total = _fsum([piece for part in self._sums.get(name, []) for piece in part[0]])
+        return total / max(1, self.number(name))
+
+    def max(self, name: str) -> float:
+        return max((part[2] for part in self._sums.get(name, []) if part[1]), default=0.0)
+
+
+def exact_sum(values: ArrayLike, ranks: Ranks) -> float:
+    """Of the values of all ranks, rounded once. A collective."""
+    mine = exact_parts(np.atleast_1d(np.asarray(values, dtype=np.float64)).tolist())
+    return _fsum([piece for parts in ranks.gather(mine) for piece in parts])
+
+
+def exact_parts(values: Sequence[float]) -> list[float]:
+    """A few numbers whose sum is exactly that of `values`: the rounded sum, then what rounding left (Shewchuk 1997,
+    "Adaptive Precision Floating-Point Arithmetic", an expansion). What is not finite stays so, alone."""
+    parts: list[float] = []
+    while True:
+        rest = _fsum([*values, *(-part for part in parts)])
+        if not math.isfinite(rest):
+            return [rest]
+        if rest == 0.0:
+            return parts
+        parts.append(rest)
+
+
+def _summary(values: NDArray[np.float64]) -> tuple[list[float], int, float]:
+    """(exact parts of the sum, number, largest)"""
+    return exact_parts(values.tolist()), len(values), float(values.max(initial=-math.inf)) if len(values) else 0.0
+
+
+def _fsum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # infinities of both signs, or a sum beyond float64
+        return math.nan

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from penstock.rollout_server.engines import find_model
+from penstock.trainer.distributed import Ranks, TorchThread
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.timeline import PUBLISH, Timeline
-from penstock.trainer.torch_thread import TorchThread
+from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import Announcement
 from penstock.weight_sync import WeightFiles
 
@@ -43,7 +42,7 @@ class Publisher:
         self._engine = engine
         self._ranks = ranks
         self._in_torch = in_torch
-        self._files = _weight_files(job) if ranks.first else None
+        self._files = _weight_files(job) if ranks.is_rank0 else None
         self._task: asyncio.Task[None] | None = None
         self.published = 0
         """Newest version that the queue has, or will have when `settle` returns."""
@@ -56,7 +55,7 @@ class Publisher:
 
     async def start(self, version: int) -> None:
         """`version` is that of the restored weights: publish it where the queue has not seen it yet."""
-        self.published = int(await self._in_torch(self._ranks.from_first, await self._queue_version()))
+        self.published = int(await self._in_torch(self._ranks.from_rank0, await self._queue_version()))
         self._out = self.published
         if version > self.published + 1:
             raise RuntimeError(
@@ -76,7 +75,7 @@ class Publisher:
         gone, or the queue has forgotten where it is, is the current one written anew.
         """
         await self.settle()
-        renew = version == self.published and await self._in_torch(self._ranks.from_first, await self._is_gone())
+        renew = version == self.published and await self._in_torch(self._ranks.from_rank0, await self._is_gone())
         if version <= self.published and not renew:
             return
         weights = await self._in_torch(self._copied)
@@ -97,7 +96,7 @@ class Publisher:
 
     async def until_published(self, version: int) -> None:
         """Wait until the queue has `version`, without taking part in the writing. The caller sets the deadline."""
-        if self._ranks.first:
+        if self._ranks.is_rank0:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._out >= version)
             return
@@ -130,7 +129,7 @@ class Publisher:
             await self._files.close()
 
     async def _timed_write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
-        with self._timeline.during(PUBLISH, "publish", version):
+        with self._timeline.during(Track.PUBLISH, "publish", version):
             await self._write(version, weights, renew)
 
     async def _write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
@@ -172,7 +171,7 @@ class Publisher:
         return sum(server.accepting and not server.evaluates for server in await self._queue.servers())
 
     async def _queue_version(self) -> int | None:
-        return (await self._queue.status()).version if self._ranks.first else None
+        return (await self._queue.status()).version if self._ranks.is_rank0 else None
 
     async def _is_gone(self) -> bool | None:
         """Whether nobody could load the current version; version 0 is the model itself and is never announced."""

@@ -1,4 +1,9 @@
-"""What a run leaves for people and programs: steps, evaluations, why it ended; numbers and texts to its sinks."""
+"""What a run leaves for people and programs: steps, evaluations, why it ended; numbers and texts to its sinks.
+
+A trajectory for people: the text of each run of fed and of sampled tokens, with versions and logprobs.
+
+Which token of a run made which characters of its text, for people who look at single tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +11,19 @@ import json
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from penstock.common import append_jsonl, read_jsonl, rewrite_jsonl
 from penstock.trainer.batch import StepBatch
-from penstock.trainer.jsonl import append_line, read_lines, rewrite_lines
-from penstock.trainer.readable import readable_trajectory
 from penstock.trainer.sinks import MetricSink
 from penstock.trainer.sinks.jsonl import JsonLines
 from penstock.trainer.stopping import Stopping
+from penstock.transfer_queue import Segment, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +55,8 @@ class Recorder:
 
     def rewind(self, step: int) -> None:
         """Forget `step` and later: they are trained again. A line that a crash cut short goes too."""
-        rewrite_lines(self._steps, (line for line in read_lines(self._steps) if line["step"] < step))
-        rewrite_lines(self._evaluations, (line for line in read_lines(self._evaluations) if line["version"] <= step))
+        rewrite_jsonl(self._steps, (line for line in read_jsonl(self._steps) if line["step"] < step))
+        rewrite_jsonl(self._evaluations, (line for line in read_jsonl(self._evaluations) if line["version"] <= step))
         for sink in self._sinks:
             sink.rewind(step)
         self._ended.unlink(missing_ok=True)
@@ -60,7 +67,7 @@ class Recorder:
         episodes = [episode for group in batch.groups for episode in group]
         records = self._readable(batch, advantages)
         with self._one_at_a_time:
-            append_line(self._steps, {"step": batch.step, "version": batch.step + 1, "episodes": episodes})
+            append_jsonl(self._steps, [{"step": batch.step, "version": batch.step + 1, "episodes": episodes}])
             for sink in self._sinks:
                 sink.trajectories(batch.step, records)
                 sink.step(batch.step + 1, metrics)
@@ -71,7 +78,7 @@ class Recorder:
         """A line of ``eval.jsonl``; its numbers also join the line of the step that made the version."""
         named = {f"eval/{name}": value for name, value in result.items()}
         with self._one_at_a_time:
-            append_line(self._evaluations, {"version": version, **result, "wall_s": wall_s})
+            append_jsonl(self._evaluations, [{"version": version, **result, "wall_s": wall_s}])
             for sink in self._sinks:
                 sink.evaluation(version, named)
         self._stopping.see(version, named)
@@ -102,3 +109,97 @@ def _tokenizer(model: str) -> Any:
     except (OSError, ValueError) as error:
         logger.warning("trajectories are written as token ids: %s has no tokenizer (%s)", model, error)
         return None
+
+
+def readable_trajectory(trajectory: Trajectory, advantage: float | None, tokenizer: Any) -> dict[str, Any]:
+    """Plain data; texts are lists of ids where `tokenizer` is None."""
+    return {
+        "episode_id": trajectory.episode_id,
+        "reward": trajectory.reward,
+        "advantage": advantage,
+        "outcome": {
+            "kind": str(trajectory.outcome.kind),
+            "reason": trajectory.outcome.reason,
+            "component": trajectory.outcome.component,
+        },
+        "num_turns": trajectory.num_turns,
+        "data_source": trajectory.data_source,
+        "metrics": dict(trajectory.metrics),
+        "extra": dict(trajectory.extra),
+        "segments": [_segment(segment, tokenizer) for segment in trajectory.segments],
+    }
+
+
+def _segment(segment: Segment, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "prompt": _text(segment.prompt_ids, tokenizer),
+        "prompt_tokens": len(segment.prompt_ids),
+        "runs": [_run(segment, start, end, tokenizer) for start, end in mask_runs(segment.response_mask)],
+    }
+
+
+def _run(segment: Segment, start: int, end: int, tokenizer: Any) -> dict[str, Any]:
+    sampled = bool(segment.response_mask[start])
+    run: dict[str, Any] = {
+        "mask": int(sampled),
+        "tokens": end - start,
+        "text": _text(segment.response_ids[start:end], tokenizer),
+    }
+    if tokenizer is not None:
+        run["ends"] = token_ends(segment.response_ids[start:end].tolist(), run["text"], tokenizer)
+    if sampled:
+        run["versions"] = [
+            [int(version), int(min(last, end) - max(first, start))]
+            for version, first, last in segment.version_spans
+            if first < end and last > start
+        ]
+        run["logprobs"] = [round(float(value), 4) for value in segment.response_logprobs[start:end]]
+    return run
+
+
+def mask_runs(mask: np.ndarray) -> list[tuple[int, int]]:
+    """[T] → half-open ranges of equal mask, in order."""
+    edges = np.flatnonzero(np.diff(mask)) + 1
+    bounds = [0, *edges.tolist(), len(mask)]
+    return [(start, end) for start, end in pairwise(bounds) if end > start]
+
+
+def _text(ids: np.ndarray, tokenizer: Any) -> Any:
+    return ids.tolist() if tokenizer is None else tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+CUT = "\ufffd"
+
+
+"""What a decoder writes for bytes that are no whole character (yet)."""
+
+
+MOST_BYTES = 4
+
+
+"""Of one character: tokens that wait for longer are no character's beginning."""
+
+
+def token_ends(ids: Sequence[int], text: str, tokenizer: Any) -> list[int]:
+    """[N] how many characters of `text` are there after each token; the last is its length.
+
+    A character that several tokens make counts with the last of them.
+    """
+    pieces = {number: tokenizer.decode([number], skip_special_tokens=False) for number in set(ids)}
+    if "".join(pieces[number] for number in ids) == text:
+        return list(accumulate(len(pieces[number]) for number in ids))
+    return _in_context(ids, text, tokenizer)
+
+
+def _in_context(ids: Sequence[int], text: str, tokenizer: Any) -> list[int]:
+    """Each token decoded behind those before it: bytes join there, and blanks are kept as decoders keep them."""
+    ends: list[int] = []
+    behind, read, length = 0, 0, 0
+    for end in range(1, len(ids) + 1):
+        now = tokenizer.decode(ids[behind:end], skip_special_tokens=False)
+        if not now.endswith(CUT) or end - read >= MOST_BYTES:
+            before = tokenizer.decode(ids[behind:read], skip_special_tokens=False) if read > behind else ""
+            length = min(len(text), length + max(0, len(now) - len(before)))
+            behind, read = read, end
+        ends.append(length)
+    return [*ends[:-1], len(text)]

@@ -19,12 +19,13 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.trainer.bad_batch import ADAPTER, Dump, Share, read_dump
-from penstock.trainer.objective import Objective
+from penstock.trainer.bad_batch import ADAPTER, Dump, RankShare, read_dump
+from penstock.trainer.distributed import Ranks
+from penstock.trainer.engine import Outputs
+from penstock.trainer.engines.fsdp.models import load_policy
+from penstock.trainer.engines.fsdp.sharded import TrainableModule
+from penstock.trainer.loss import Objective
 from penstock.trainer.packing import Pack
-from penstock.trainer.policy import Outputs, load_policy
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.sharded import Learning
 
 TOLERANCE = 1e-4
 """Relative: one process adds gradients in another order than several ranks did."""
@@ -44,7 +45,7 @@ class Replayed:
         return same(self.loss, self.dump.loss) and same(self.grad_norm, self.dump.grad_norm)
 
 
-def replay(folder: Path) -> Replayed:
+def replay_dump(folder: Path) -> Replayed:
     """In one process, whatever number of ranks wrote the dump. Raises `BadDump`."""
     dump = read_dump(folder)
     ranks = Ranks.open(TIMEOUT_S)
@@ -66,7 +67,7 @@ def _replay(dump: Dump, ranks: Ranks) -> Replayed:
     policy = load_policy(str(dump.model), dump.temperature, config)
     if policy.adapter is not None:
         policy.adapter.load(dump.model / ADAPTER)
-    learning = Learning(policy, config, ranks)
+    learning = TrainableModule(policy, config, ranks)
     finder = Finder()
     finder.look("weight", learning.module.named_parameters())
     for share in dump.shares:
@@ -104,7 +105,7 @@ class _Losses:
 
 @dataclass
 class _Seen:
-    """Takes the place of a `Tally`: values per trained token, by name."""
+    """Takes the place of a `MetricAccumulator`: values per trained token, by name."""
 
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -127,7 +128,7 @@ class Finder:
                 self.causes.append(f"{what} {name}, {place}")
                 return
 
-    def look_at_inputs(self, share: Share) -> None:
+    def look_at_inputs(self, share: RankShare) -> None:
         for pack in share.packs:
             given = {"behaviour": pack.behaviour, "proximal": pack.proximal, "reference": pack.reference}
             for name, tensor in given.items():
@@ -135,7 +136,7 @@ class Finder:
                     self.look_at_tokens(f"input {name}", tensor, torch.arange(len(tensor)), pack, share)
         self.look("input", [("advantages", share.targets.advantages), ("weights", share.targets.episode_weights)])
 
-    def look_at_tokens(self, what: str, values: Tensor, token: Tensor, pack: Pack, share: Share) -> None:
+    def look_at_tokens(self, what: str, values: Tensor, token: Tensor, pack: Pack, share: RankShare) -> None:
         """values [M] of the pack's sampled tokens `token` [M]"""
         bad = (~torch.isfinite(values)).nonzero().flatten()
         if len(bad):
@@ -177,7 +178,7 @@ def first_bad(tensor: Tensor) -> str | None:
     return f"element {place} is {float(tensor[tuple(place)])}"
 
 
-def token_name(pack: Pack, token: int, share: Share) -> str:
+def token_name(pack: Pack, token: int, share: RankShare) -> str:
     """`token` indexes the pack's sampled tokens."""
     place = int(pack.positions[pack.predictors[token]]) + 1
     episode = share.episodes[int(pack.episode[token])]

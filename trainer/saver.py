@@ -1,6 +1,12 @@
 """Checkpoint, then commit: the queue forgets a step's trajectories only when a durable checkpoint holds the step.
 
 save(step) ──► the save before is done? ──► copy (torch thread) ──► task: shards ─► seal ─► version is out? ─► commit
+
+Trained trajectories leave the store's memory: they wait for their commit in the batch log on the trainer's disk.
+
+    begin(s) ──► the spill before is done? ──► task: version s + 1 is out? ─► queue.spill(s, this rank's share)
+
+So the store holds the payloads of a step or two, however far apart the checkpoints are.
 """
 
 from __future__ import annotations
@@ -11,18 +17,20 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from penstock.trainer.checkpoint import CheckpointStore, Found
+from penstock.trainer.batch import StepBatch
+from penstock.trainer.checkpoint import CheckpointInfo, CheckpointStore, Groups, RecentBatches
+from penstock.trainer.distributed import Ranks, TorchThread
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.publish import Publisher
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.recent import Groups, RecentBatches
-from penstock.trainer.timeline import CHECKPOINT, Timeline
-from penstock.trainer.torch_thread import TorchThread
+from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import DataCursor, Status
 
 SAVE_TIMEOUT_S = 1800.0
+
+
 """A checkpoint that is not durable and committed by then stops the run."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +62,10 @@ class Saver:
         A queue that is behind the checkpoint is brought forward to it. Raises `RuntimeError` where the queue has
         committed steps and no checkpoint is left at all, or is further behind than the checkpoint remembers.
         """
-        found, committed = await self._in_torch(self._ranks.from_first, await self._find())
+        found, committed = await self._in_torch(self._ranks.from_rank0, await self._find())
         if found is None:
             return 0
-        checkpoint = Found(self._store.folder / found["name"], found["step"], DataCursor(), found["ranks"])
+        checkpoint = CheckpointInfo(self._store.folder / found["name"], found["step"], DataCursor(), found["ranks"])
         await self._in_torch(self._engine.load, checkpoint)
         self._saved = checkpoint.step
         logger.info("restored %s: step %d", checkpoint.path, checkpoint.step)
@@ -74,7 +82,9 @@ class Saver:
         await self.settle()
         self._saved = step
         future = await self._in_torch(self._engine.begin_save, self._store.unfinished(step))
-        found = Found(self._store.unfinished(step), step, data_cursor, self._ranks.world, self._recent.below(step))
+        found = CheckpointInfo(
+            self._store.unfinished(step), step, data_cursor, self._ranks.world, self._recent.below(step)
+        )
         self._task = asyncio.create_task(self._finish(found, future, publisher), name=f"save {step}")
 
     async def settle(self) -> None:
@@ -94,7 +104,7 @@ class Saver:
 
     async def _find(self) -> tuple[dict[str, Any] | None, int]:
         """(newest whole checkpoint as JSON data, steps committed); rank 0's answer counts."""
-        if not self._ranks.first:
+        if not self._ranks.is_rank0:
             return None, 0
         await asyncio.to_thread(self._store.open)
         found = await asyncio.to_thread(self._store.newest)
@@ -107,7 +117,7 @@ class Saver:
         self._recent.update(found.batches)
         return {"name": found.path.name, "step": found.step, "ranks": found.ranks}, status.committed_step
 
-    async def _catch_up(self, found: Found, status: Status) -> None:
+    async def _catch_up(self, found: CheckpointInfo, status: Status) -> None:
         """Redis may lose its last second with its machine; the checkpoint tells it what was trained meanwhile."""
         if status.step >= found.step and status.version + 1 >= found.step:
             return
@@ -127,7 +137,7 @@ class Saver:
         )
         await self._queue.commit(found.step, found.batches)
 
-    def _report_lost_updates(self, found: Found | None, committed: int) -> None:
+    def _report_lost_updates(self, found: CheckpointInfo | None, committed: int) -> None:
         if found is None:
             raise RuntimeError(
                 f"the queue has committed {committed} steps, and {self._store.folder} holds no whole checkpoint: what "
@@ -143,17 +153,73 @@ class Saver:
             found.step - 1,
         )
 
-    async def _finish(self, found: Found, future: Future[Any], publisher: Publisher) -> None:
-        with self._timeline.during(CHECKPOINT, "checkpoint", found.step):
+    async def _finish(self, found: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
+        with self._timeline.during(Track.CHECKPOINT, "checkpoint", found.step):
             await self._until_committed(found, future, publisher)
 
-    async def _until_committed(self, found: Found, future: Future[Any], publisher: Publisher) -> None:
+    async def _until_committed(self, found: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
         async with asyncio.timeout(SAVE_TIMEOUT_S):
             await asyncio.wrap_future(future)
-            if not self._ranks.first:
+            if not self._ranks.is_rank0:
                 return
             await asyncio.to_thread(self._store.seal, found.step, found.data_cursor, found.ranks, found.batches)
             # A step counts as trained when its version is out; the queue commits trained steps only.
             await publisher.until_published(found.step)
             await self._queue.commit(found.step, found.batches)
             self._recent.committed(found.step)
+
+
+SPILL_TIMEOUT_S = 600.0
+
+
+"""A share that is not in the log by then, its version's publication included, stops the run."""
+
+
+class Spiller:
+    """Every rank has one and spills its own share. Without `TrainJob.spill` every method is a no-op."""
+
+    def __init__(self, job: TrainJob, publisher: Publisher, first: bool, *, is_replica_leader: bool = True) -> None:
+        """`is_replica_leader`: of the ranks that hold the same rows, one spills them."""
+        self._queue = job.queue
+        self._enabled = job.spill and is_replica_leader
+        self._publisher = publisher
+        self._first = first
+        self._task: asyncio.Task[None] | None = None
+
+    async def begin(self, batch: StepBatch) -> None:
+        """Spill a trained step in the background; none whose checkpoint, and with it the commit, follows at once.
+
+        Raises what went wrong with the step before.
+        """
+        if not self._enabled:
+            return
+        await self.settle()
+        episodes = [trajectory.episode_id for trajectory in batch.trajectories]
+        self._task = asyncio.create_task(self._spill(batch.step, episodes), name=f"spill step {batch.step}")
+
+    async def settle(self) -> None:
+        """Wait for the spill under way; raises what went wrong (disk full, queue away).
+
+        Comes before every checkpoint on every rank. A checkpoint is whole only when all ranks wrote their shards, so
+        no share can reach the log after the commit that drops the log's files.
+        """
+        if self._task is None:
+            return
+        began = time.monotonic()
+        try:
+            await self._task
+        finally:
+            self._task = None
+        if self._first:
+            await self._queue.add_wait("trainer", "spill", time.monotonic() - began)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _spill(self, step: int, episodes: list[str]) -> None:
+        async with asyncio.timeout(SPILL_TIMEOUT_S):
+            await self._publisher.until_published(step + 1)
+            moved = await self._queue.spill(step, episodes)
+        logger.debug("step %d: %d of %d trajectories moved to the batch log", step, moved, len(episodes))

@@ -15,15 +15,14 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.trainer.algorithm import needs_of_advantage
-from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_cost, share_of
-from penstock.trainer.feeder import Feeder
-from penstock.trainer.greedy import without_greedy
+from penstock.common import Backoff
+from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_cost, share_of, without_greedy
+from penstock.trainer.checks import needs_of_advantage
+from penstock.trainer.data import Feeder
 from penstock.trainer.job import TrainJob
 from penstock.transfer_queue import Batch
 
-FIRST_PAUSE_S = 0.02
-LONGEST_PAUSE_S = 0.25
+POLL = Backoff(0.02, 0.25)
 REMIND_S = 5.0
 
 
@@ -107,7 +106,7 @@ class BatchSource:
         return row_cost(int(spans[:, 2].max(initial=0)), self._model.width)
 
     async def _lease(self, step: int) -> Batch:
-        pause_s, reminded_at = FIRST_PAUSE_S, time.monotonic()
+        pauses, reminded_at = POLL.pauses(), time.monotonic()
         while True:
             if self._feeder is not None:
                 await self._feeder.fill()
@@ -118,8 +117,7 @@ class BatchSource:
             if self._remind is not None and time.monotonic() - reminded_at > REMIND_S:
                 await self._remind()
                 reminded_at = time.monotonic()
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await pauses.sleep()
 
     async def _check_deadline(self, step: int, cause: str) -> None:
         waited_s = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since

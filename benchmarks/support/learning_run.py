@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks.support import far_python, uncorrected
 from benchmarks.support.child import ROOT
 from benchmarks.support.comparison import say
+from penstock.common import JsonlTail, last_by, read_jsonl
 from penstock.deploy import RunDir, RunLock, load_config
-from penstock.trainer import LineTail, last_by_step, read_lines
 
 RECIPE = ROOT / "recipes" / "calculator.yaml"
 NONE = "none"
@@ -142,7 +142,7 @@ def carry_out(run: LearningRun, common: Common, folder: Path) -> Curve:
             _stop(process)
     if process.returncode:
         raise RunFailed(f"{run.name}: exit status {process.returncode}, see {log}\n{log.read_text()[-2000:]}")
-    curve = Curve.of(last_by_step(read_lines(place.metrics)))
+    curve = Curve.of(last_by(read_jsonl(place.metrics), "step"))
     if len(curve.wall_s) != common.steps:
         raise RunFailed(f"{run.name}: {len(curve.wall_s)} of {common.steps} steps are in {place.metrics}")
     _write(place.root / "curve.json", asdict(curve))
@@ -161,7 +161,7 @@ def _environment() -> dict[str, str]:
 
 def _follow(process: subprocess.Popen[bytes], run: LearningRun, common: Common, place: RunDir) -> None:
     """Say now and then how far it is. Raises `RunFailed` past the deadline."""
-    tail, deadline = LineTail(place.metrics), time.monotonic() + common.timeout_s
+    tail, deadline = JsonlTail(place.metrics), time.monotonic() + common.timeout_s
     every = max(1, common.steps // 5)
     while process.poll() is None:
         if time.monotonic() > deadline:

@@ -11,20 +11,8 @@ from benchmarks.support import train_side
 from benchmarks.support.meter import Meter, peak_bytes
 from benchmarks.support.train_side import Done, Settings
 from benchmarks.support.work import EPSILON, Work
-from penstock.trainer import (
-    FSDPEngine,
-    Learner,
-    Pack,
-    Policy,
-    Ranks,
-    StepBatch,
-    TrainerConfig,
-    load_policy,
-    make_step_batch,
-    model_inputs,
-    pack_rows,
-)
-from penstock.trainer.context import whole
+from penstock.trainer import Learner, Pack, Ranks, StepBatch, TrainerConfig, make_step_batch, pack_rows
+from penstock.trainer.engines.fsdp import FSDPEngine, Policy, load_policy, model_inputs, whole_part
 from penstock.transfer_queue import COMPLETED, Batch, Segment, Trajectory
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -131,7 +119,7 @@ def _segment(work: Work, index: int) -> Segment:
 
 
 def _layers(policy: Policy, pack: Pack) -> None:
-    policy.model.base_model(**model_inputs(whole(pack), None)).last_hidden_state.sum().backward()
+    policy.model.base_model(**model_inputs(whole_part(pack), None)).last_hidden_state.sum().backward()
 
 
 def _everything(policy: Policy, pack: Pack) -> None:

@@ -16,7 +16,7 @@ from penstock.deploy.config import ConfigError
 if TYPE_CHECKING:
     from penstock.agent_loops import EnvCheck, Policy
     from penstock.deploy.config import RunConfig
-    from penstock.trainer.data import Row
+    from penstock.trainer import DatasetRow
 
 SHOWN = 5
 """Unexpected episodes listed one by one."""
@@ -63,7 +63,7 @@ def _policy(spec: str) -> Policy:
     return found
 
 
-async def _play(config: RunConfig, policy: Policy, rows: list[Row], *, quiet: bool) -> EnvCheck:
+async def _play(config: RunConfig, policy: Policy, rows: list[DatasetRow], *, quiet: bool) -> EnvCheck:
     from rich.console import Console
     from rich.progress import Progress
 

@@ -21,11 +21,10 @@ def replay(dump: Annotated[Path, typer.Argument(help="A folder in runs/NAME/bad_
     Ends with 0 where both numbers are the recorded ones, else with 1.
     """
     sys.path.insert(0, os.getcwd())  # users' losses and corrections by dotted path
-    from penstock.trainer import BadDump
-    from penstock.trainer.replay import replay as compute
+    from penstock.trainer import BadDump, replay_dump
 
     try:
-        result = compute(dump)
+        result = replay_dump(dump)
     except BadDump as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None

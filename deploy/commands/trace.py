@@ -59,8 +59,8 @@ def steps_of(text: str) -> StepRange:
 
 def weight_updates(root: Path) -> list[dict[str, Any]]:
     """Of a run that lives from its queue, else as the run wrote them when it ended."""
+    from penstock.common import read_jsonl
     from penstock.deploy.config import ConfigError
-    from penstock.trainer import read_lines
     from penstock.transfer_queue import QueueError
 
     living = root / "connect.env"
@@ -69,7 +69,7 @@ def weight_updates(root: Path) -> list[dict[str, Any]]:
             return asyncio.run(_from_queue(living.read_text(encoding="utf-8")))
         except (ConfigError, QueueError, OSError) as error:
             typer.echo(f"no weight swaps: the run's queue does not answer: {error}", err=True)
-    return read_lines(root / "weight_updates.jsonl")
+    return read_jsonl(root / "weight_updates.jsonl")
 
 
 async def _from_queue(connect_env: str) -> list[dict[str, Any]]:

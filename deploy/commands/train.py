@@ -104,6 +104,6 @@ def _python(trainer: TrainerConfig) -> str:
     """megatron-core has an environment of its own, with Penstock in it. Raises `BadJob`."""
     if trainer.engine != "megatron":
         return sys.executable
-    from penstock.trainer.engines.megatron.settings import find_python
+    from penstock.trainer.engines.megatron import find_python
 
     return find_python(trainer.megatron.python)

@@ -19,7 +19,7 @@ from penstock.tools import BaseTool, close_tools, make_tools
 
 if TYPE_CHECKING:
     from penstock.sandbox import Sandbox
-    from penstock.trainer.data import Row
+    from penstock.trainer import DatasetRow
 
 
 ROWS = 512
@@ -129,7 +129,7 @@ def check_score(config: RunConfig) -> Check | None:
     return Check("reward of a row", True, f"{config.agent.reward} scores row 1: {reward:g} for a wrong answer")
 
 
-async def _score(config: RunConfig, row: Row) -> float:
+async def _score(config: RunConfig, row: DatasetRow) -> float:
     """As a worker does it. Raises `LoadError`, `InfraFailure`."""
     from penstock.agent_loops.rewards import load_reward
 

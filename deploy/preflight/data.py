@@ -12,7 +12,7 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check
 
 if TYPE_CHECKING:
-    from penstock.trainer.data import Row
+    from penstock.trainer import DatasetRow
 
 
 def data_sources(config: RunConfig) -> set[str]:
@@ -27,7 +27,7 @@ def data_sources(config: RunConfig) -> set[str]:
         return set()  # `check_data` says so
 
 
-def first_rows(config: RunConfig, limit: int) -> list[Row]:
+def first_rows(config: RunConfig, limit: int) -> list[DatasetRow]:
     """Of the training data, generated where the recipe says so. Raises `DataError`, `BadSpec`."""
     from penstock.trainer import load_rows
 

@@ -169,7 +169,8 @@ def cached_tokens(config: RunConfig) -> int:
 def needs_critic(config: RunConfig) -> bool:
     if importlib.util.find_spec("torch") is None:
         return False
-    from penstock.trainer import UnknownName, needs_of_advantage
+    from penstock.common import UnknownName
+    from penstock.trainer import needs_of_advantage
 
     try:
         return "values" in needs_of_advantage(config.trainer)

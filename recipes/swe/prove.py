@@ -22,8 +22,7 @@ from policies import Says, null, oracle
 from penstock.agent_loops import try_loop
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig
-from penstock.trainer import load_rows
-from penstock.trainer.data import Row
+from penstock.trainer import DatasetRow, load_rows
 from penstock.transfer_queue import Task, Trajectory
 
 HERE = Path(__file__).parent
@@ -43,7 +42,7 @@ class World:
     model: str = MODEL
 
 
-async def play(row: Row, policy: str, world: World) -> Trajectory:
+async def play(row: DatasetRow, policy: str, world: World) -> Trajectory:
     """One episode of a task. Raises `InfraFailure` where the task or the box is broken."""
     name = str(row.extra_info["instance_id"])
     tools = [ToolConfig(name="swe", timeout_s=60, settings={"repositories": str(world.repositories)})]
@@ -63,7 +62,7 @@ async def play(row: Row, policy: str, world: World) -> Trajectory:
     )
 
 
-async def prove(rows: list[Row], world: World) -> list[str]:
+async def prove(rows: list[DatasetRow], world: World) -> list[str]:
     """A line per episode that earned something else than it should."""
     wrong = []
     for policy, expected in EXPECTED.items():

@@ -13,9 +13,9 @@ from verl.workers.config.actor import PolicyLossConfig
 
 from penstock.trainer import ESTIMATORS, covariances, divisor, entropies, episode_weights, target_logprobs, value_loss
 from penstock.trainer.losses import LOSSES, LossInput
-from penstock.trainer.losses.clip_cov import drawn
-from penstock.trainer.losses.kl_cov import largest
 from verl_parity.inputs import ROWS, Inputs, difference
+
+drawn, largest = (getattr(LOSSES.get(name), "choose") for name in ("clip_cov", "kl_cov"))  # noqa: B009
 
 MODES = {
     "token_mean": "token-mean",

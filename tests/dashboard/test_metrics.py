@@ -9,8 +9,8 @@ import httpx
 import pytest
 from tests.dashboard.recorded import write_config, write_rows
 
+from penstock.common import append_jsonl
 from penstock.dashboard import MetricsFile, columns, newest_row, staleness
-from penstock.trainer import append_line
 
 
 def row(step: int, **values: object) -> dict[str, object]:
@@ -21,9 +21,9 @@ def test_a_step_that_is_trained_again_ends_what_was_behind_it(tmp_path: Path) ->
     write_rows(tmp_path, [row(0), row(1), row(2)])
     file = MetricsFile(tmp_path / "metrics.jsonl")
     assert [one["step"] for one in file.rows()] == [0, 1, 2]
-    append_line(tmp_path / "metrics.jsonl", row(1, reward=9.0))
+    append_jsonl(tmp_path / "metrics.jsonl", [row(1, reward=9.0)])
     assert [(one["step"], one["reward"]) for one in file.rows()] == [(0, 0.0), (1, 9.0)]
-    append_line(tmp_path / "metrics.jsonl", row(2))
+    append_jsonl(tmp_path / "metrics.jsonl", [row(2)])
     assert [one["bubble"] for one in file.rows()] == [0.25] * 3
 
 

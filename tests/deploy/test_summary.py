@@ -1,8 +1,8 @@
 import json
 from pathlib import Path
 
+from penstock.common import last_by, read_jsonl
 from penstock.deploy import _accounts, _tokens, _updates
-from penstock.trainer import last_by_step, read_lines
 from penstock.transfer_queue import Status, WeightUpdate
 
 
@@ -31,7 +31,7 @@ def test_a_replayed_step_counts_once_and_a_half_written_line_is_passed_over(tmp_
     file = tmp_path / "steps.jsonl"
     lines = [json.dumps(step(0, "a")), json.dumps(step(1, "b")), json.dumps(step(1, "b"))]
     file.write_text("\n".join(lines) + '\n{"step": 2, "epis')
-    assert last_by_step(read_lines(file)) == [step(0, "a"), step(1, "b")]
+    assert last_by(read_jsonl(file), "step") == [step(0, "a"), step(1, "b")]
 
 
 def test_the_logprob_difference_is_weighted_by_the_tokens_it_was_measured_on() -> None:

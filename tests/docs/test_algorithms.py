@@ -14,19 +14,12 @@ pytest.importorskip("torch")
 from tests.tiny_model import save_tiny_model
 from tests.trainer.trainer_support import make_trajectory
 
+from penstock.common import Registry, options_of
 from penstock.deploy import load_config
-from penstock.trainer import (
-    FSDPEngine,
-    Learner,
-    Ranks,
-    Registry,
-    TrainerConfig,
-    check_algorithm,
-    make_step_batch,
-    options_of,
-)
+from penstock.trainer import Learner, Ranks, TrainerConfig, check_algorithm, make_step_batch
 from penstock.trainer.advantages import ADVANTAGES
 from penstock.trainer.corrections import CORRECTIONS
+from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.filters import FILTERS
 from penstock.trainer.losses import LOSSES
 from penstock.transfer_queue import Batch

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from penstock.deploy import load_config
 from penstock.trainer import check_algorithm
 from penstock.trainer.engines import check_engine
-from penstock.trainer.engines.megatron.settings import check_model
+from penstock.trainer.engines.megatron import check_model
 
 pytestmark = [pytest.mark.deep, pytest.mark.torch]
 RECIPE = Path(__file__).parents[2] / "recipes/moe_megatron.yaml"

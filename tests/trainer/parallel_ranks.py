@@ -25,17 +25,8 @@ from safetensors.torch import save_file
 from trainer_support import make_trajectory
 from two_ranks_bad import write_threads
 
-from penstock.trainer import (
-    CheckpointStore,
-    FSDPEngine,
-    Learner,
-    Ranks,
-    TrainerConfig,
-    begin_save,
-    load,
-    make_step_batch,
-    share_of,
-)
+from penstock.trainer import CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch, share_of
+from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import Batch, DataCursor
 
 GROUPS, MEMBERS = 4, 3
@@ -58,12 +49,12 @@ def run(everyone: Ranks, folder: Path, model: str, case: Mapping[str, Any]) -> N
     engine = FSDPEngine(model, config, ranks)
     learner = Learner(config, engine, ranks.data)
     store, first = CheckpointStore(folder / "checkpoints", keep=2), 0
-    if ranks.first:
+    if ranks.is_rank0:
         store.open()
     if case.get("resume"):
         found = store.newest()
         assert found is not None
-        load(engine, ranks, found)
+        engine.load(found)
         first = found.step
     lines = [train_step(learner, engine, ranks, first + step) for step in range(case["steps"])]
     leave(folder, store, engine, ranks, first + case["steps"], lines)
@@ -73,9 +64,9 @@ def run(everyone: Ranks, folder: Path, model: str, case: Mapping[str, Any]) -> N
 def leave(
     folder: Path, store: CheckpointStore, engine: FSDPEngine, ranks: Ranks, done: int, lines: list[dict[str, Any]]
 ) -> None:
-    begin_save(engine, ranks, store.unfinished(done)).result(timeout=60)
+    engine.begin_save(store.unfinished(done)).result(timeout=60)
     weights = {name: tensor.contiguous() for name, tensor in engine.weights(torch.float32)}
-    if ranks.first:
+    if ranks.is_rank0:
         store.seal(done, DataCursor(), ranks.world, {})
         save_file(weights, folder / f"weights_{done}.safetensors")
         (folder / f"metrics_{done}.json").write_text(json.dumps(lines))

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from trainer_support import make_trajectory
 
 from penstock.trainer import (
-    FSDPEngine,
+    BadJob,
     Learner,
     Ranks,
     StepBatch,
@@ -22,11 +22,10 @@ from penstock.trainer import (
     TrainingDiverged,
     check_algorithm,
     make_step_batch,
-    needs_of,
 )
-from penstock.trainer.advantages import ADVANTAGES, Advantages
-from penstock.trainer.algorithm import BadJob
+from penstock.trainer.advantages import ADVANTAGES, Advantages, needs_of
 from penstock.trainer.corrections import CORRECTIONS
+from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.losses import LOSSES
 from penstock.transfer_queue import Batch, Trajectory
 

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer import Seen, _by_kernel, _row_by_row
+from penstock.trainer.engines.fsdp import VisibleKeys, attend_by_kernel, attend_by_row
 
 pytestmark = [
     pytest.mark.torch,
@@ -22,11 +22,11 @@ def test_the_kernel_gives_what_rows_alone_give(
 ) -> None:
     torch.manual_seed(0)
     bounds = torch.tensor([0, 5, 69, 70, 128], dtype=torch.int32, device="cuda")
-    seen = Seen(bounds, bounds) if parents is None else Seen.of(bounds, torch.tensor(parents))
+    seen = VisibleKeys(bounds, bounds) if parents is None else VisibleKeys.of(bounds, torch.tensor(parents))
     given = [torch.randn(1, heads, 128, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads)]
     factors = torch.randn(1, 8, 128, 64, device="cuda")
     results = []
-    for attend in (_by_kernel, _row_by_row):
+    for attend in (attend_by_kernel, attend_by_row):
         inputs = [one.clone().requires_grad_() for one in given]
         query, key, value = inputs
         found = attend(query, seen.of_runs(key), seen.of_runs(value), seen, scaling=0.125, window=window)

@@ -23,7 +23,6 @@ from penstock.deploy import app
 from penstock.trainer import (
     BadBatches,
     BadDump,
-    FSDPEngine,
     Learner,
     NothingToTrain,
     Ranks,
@@ -32,10 +31,11 @@ from penstock.trainer import (
     TrainerConfig,
     TrainingDiverged,
     make_step_batch,
+    replay_dump,
     same,
 )
+from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.losses import LOSSES, LossInput, TokenLoss
-from penstock.trainer.replay import replay
 from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch
@@ -87,7 +87,7 @@ class Run:
 def again(folder: Path, ranks: Ranks) -> Replayed:
     """The replay makes a process group of its own."""
     ranks.close()
-    return replay(folder)
+    return replay_dump(folder)
 
 
 def test_a_nan_weight_is_found_by_name(tmp_path: Path, ranks: Ranks) -> None:
@@ -237,7 +237,7 @@ def test_the_dump_is_readable_checked_and_replayed_by_the_command(
     assert "rank_00.safetensors differs from its checksum" in told.stderr
     (dump / "about.json").unlink()
     with pytest.raises(BadDump, match="no whole dump"):
-        replay(dump)
+        replay_dump(dump)
 
 
 def test_steps_without_a_token_to_train_are_counted_and_then_stop_the_run(

@@ -19,16 +19,8 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import make_trajectory
 
-from penstock.trainer import (
-    CheckpointStore,
-    FSDPEngine,
-    Learner,
-    Ranks,
-    TrainerConfig,
-    begin_save,
-    load,
-    make_step_batch,
-)
+from penstock.trainer import CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch
+from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import Batch, DataCursor
 
 pytestmark = pytest.mark.torch
@@ -49,7 +41,7 @@ def train_one(engine: FSDPEngine, ranks: Ranks, step: int) -> dict[str, torch.Te
 def save(
     engine: FSDPEngine, ranks: Ranks, store: CheckpointStore, step: int, cursor: DataCursor = DataCursor()
 ) -> Path:
-    begin_save(engine, ranks, store.unfinished(step)).result(timeout=60)
+    engine.begin_save(store.unfinished(step)).result(timeout=60)
     return store.seal(step, cursor, ranks.world, BATCHES).path
 
 
@@ -69,7 +61,7 @@ def test_the_step_after_a_restore_is_bitwise_the_same(
     assert found is not None
     assert (found.step, found.data_cursor, found.ranks, found.batches) == (1, DataCursor(2, 17), 1, BATCHES)
     other = FSDPEngine(tiny_model, config, ranks)
-    load(other, ranks, found)
+    other.load(found)
     assert torch.equal(torch.rand(3), random)
     again = train_one(other, ranks, 1)
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
@@ -81,12 +73,12 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, tiny_model: str,
     store.open()
     engine = FSDPEngine(tiny_model, CONFIG, ranks)
     before = train_one(engine, ranks, 0)
-    writing = begin_save(engine, ranks, store.unfinished(1))
+    writing = engine.begin_save(store.unfinished(1))
     train_one(engine, ranks, 1)
     writing.result(timeout=60)
     store.seal(1, DataCursor(), 1, {})
     other = FSDPEngine(tiny_model, CONFIG, ranks)
-    load(other, ranks, store.newest())
+    other.load(store.newest())
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.weights(torch.float32))
 
 

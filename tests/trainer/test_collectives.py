@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "trainer"
 FILES = sorted(ROOT.rglob("*.py"))
-COLLECTIVES = {"sum", "max", "any", "gather", "gather_numbers", "from_first", "full_tensor", "all_reduce", "all_gather"}
+COLLECTIVES = {"sum", "max", "any", "gather", "gather_numbers", "from_rank0", "full_tensor", "all_reduce", "all_gather"}
 """Methods of `Ranks`, and torch's own."""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trainer import DataError, Stream, load_rows
+from penstock.trainer import DataError, DataStream, load_rows
 from penstock.transfer_queue import DataCursor
 
 GOOD = {
@@ -86,30 +86,30 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 
 
 def test_the_stream_is_an_order_of_all_rows_each_epoch_and_the_same_again() -> None:
-    stream = Stream(10, seed=3, shuffle=True)
+    stream = DataStream(10, seed=3, shuffle=True)
     places = stream.places(DataCursor(), 30)
     assert places == [DataCursor(epoch, index) for epoch in range(3) for index in range(10)]
     order = [stream.row_index(place) for place in places]
     epochs = [order[:10], order[10:20], order[20:]]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert [Stream(10, seed=3, shuffle=True).row_index(places[n]) for n in (25, 3, 14)] == [
+    assert [DataStream(10, seed=3, shuffle=True).row_index(places[n]) for n in (25, 3, 14)] == [
         order[n] for n in (25, 3, 14)
     ]
-    plain = Stream(4, seed=3, shuffle=False)
+    plain = DataStream(4, seed=3, shuffle=False)
     assert [plain.row_index(place) for place in plain.places(DataCursor(), 6)] == [0, 1, 2, 3, 0, 1]
 
 
 def test_a_changed_dataset_goes_on_within_the_epoch_or_with_the_next_one() -> None:
-    stopped = Stream(10, seed=3, shuffle=True).after(DataCursor(2, 6))
+    stopped = DataStream(10, seed=3, shuffle=True).after(DataCursor(2, 6))
     assert stopped == DataCursor(2, 7)
-    shrunk, grown = Stream(5, seed=3, shuffle=True), Stream(9, seed=3, shuffle=True)
+    shrunk, grown = DataStream(5, seed=3, shuffle=True), DataStream(9, seed=3, shuffle=True)
     assert shrunk.places(stopped, 7) == [DataCursor(3, n) for n in range(5)] + [DataCursor(4, 0), DataCursor(4, 1)]
     assert grown.places(stopped, 3) == [DataCursor(2, 7), DataCursor(2, 8), DataCursor(3, 0)]
     assert {shrunk.row_index(place) for place in shrunk.places(stopped, 5)} == set(range(5))
 
 
 def test_the_place_after_the_last_row_is_the_next_epochs_first() -> None:
-    stream = Stream(3, seed=0, shuffle=False)
+    stream = DataStream(3, seed=0, shuffle=False)
     assert [stream.after(DataCursor(0, n)) for n in range(3)] == [DataCursor(0, 1), DataCursor(0, 2), DataCursor(1, 0)]
     assert stream.places(DataCursor(), 0) == []

@@ -16,8 +16,7 @@ pytest.importorskip("torch")
 
 from trainer_support import make_job, make_trajectory, task_name
 
-from penstock.trainer import TrainJob, train
-from penstock.trainer.job import BadJob
+from penstock.trainer import BadJob, TrainJob, train
 from penstock.transfer_queue import QueueError, RedisServer, RedisTransferQueue, Trajectory, TransferQueueConfig
 
 pytestmark = [pytest.mark.torch, pytest.mark.redis]

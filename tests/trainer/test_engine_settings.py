@@ -15,16 +15,8 @@ from trainer_support import one_pack
 from transformers import AutoModelForCausalLM
 
 from benchmarks.support.meter import peak_bytes
-from penstock.trainer import (
-    Flops,
-    FSDPEngine,
-    Ranks,
-    TrainerConfig,
-    Update,
-    load_policy,
-    peak_tflops,
-    sharded,
-)
+from penstock.trainer import Flops, Ranks, TrainerConfig, Update, peak_tflops
+from penstock.trainer.engines.fsdp import FSDPEngine, load_policy, sharded
 
 pytestmark = pytest.mark.torch
 

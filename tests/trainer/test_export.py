@@ -19,12 +19,8 @@ from penstock.deploy import (
     app,
     dump_config,
 )
-from penstock.trainer import (
-    FSDPEngine,
-    Ranks,
-    TrainerConfig,
-    train,
-)
+from penstock.trainer import Ranks, TrainerConfig, train
+from penstock.trainer.engines.fsdp import FSDPEngine
 
 pytestmark = pytest.mark.torch
 

@@ -8,8 +8,7 @@ pytest.importorskip("torch")
 
 from trainer_support import ScriptedQueue, make_trajectory
 
-from penstock.trainer import Feeder, Stream, missing_groups
-from penstock.trainer.data import Row
+from penstock.trainer import DatasetRow, DataStream, Feeder, missing_groups
 from penstock.transfer_queue import Announcement, Batch, DataCursor, Limits, MemoryTransferQueue, Status
 
 LIMITS = Limits(group_size=4, groups_per_step=8, max_staleness=2)
@@ -40,7 +39,7 @@ async def test_tasks_follow_the_stream_and_a_restart_goes_on_where_the_queue_is(
     limits = Limits(group_size=2, groups_per_step=2, max_staleness=0)
     rows = make_rows(3)
     queue = ScriptedQueue(limits)
-    stream = Stream(3, seed=1, shuffle=True)
+    stream = DataStream(3, seed=1, shuffle=True)
     feeder = Feeder(queue, limits, rows, stream, steps=5)
     await feeder.start()
     assert feeder.cursor == DataCursor(1, 1)
@@ -60,7 +59,7 @@ async def test_a_dataset_that_changed_between_restarts_gives_no_name_twice() -> 
     limits = Limits(group_size=2, groups_per_step=2, max_staleness=0)
     queue, names = ScriptedQueue(limits), []
     for count in (6, 3, 9):
-        feeder = Feeder(queue, limits, make_rows(count), Stream(count, seed=1, shuffle=True), steps=50)
+        feeder = Feeder(queue, limits, make_rows(count), DataStream(count, seed=1, shuffle=True), steps=50)
         await feeder.start()
         names += [t.task_id for t in queue.queued]
         queue.queued.clear()
@@ -75,10 +74,10 @@ async def test_a_dataset_that_changed_between_restarts_gives_no_name_twice() -> 
 async def test_a_source_at_its_quota_does_not_take_the_others_room(quota: int) -> None:
     """Every second row is of a source whose quota is below, at and above its share of a step."""
     limits = Limits(group_size=2, groups_per_step=8, max_staleness=2, quotas={"odd": quota})
-    rows = [Row([{"role": "user", "content": "?"}], ("even", "odd")[n % 2], n, None, {}) for n in range(100)]
+    rows = [DatasetRow([{"role": "user", "content": "?"}], ("even", "odd")[n % 2], n, None, {}) for n in range(100)]
     queue = MemoryTransferQueue()
     await queue.create_run(limits, "")
-    feeder = Feeder(queue, limits, rows, Stream(100, seed=1, shuffle=True), steps=25)
+    feeder = Feeder(queue, limits, rows, DataStream(100, seed=1, shuffle=True), steps=25)
     await feeder.start()
     for step in range(25):
         await feeder.fill()
@@ -95,5 +94,5 @@ def name(place: DataCursor) -> str:
     return f"train/{place.epoch:04d}/{place.index:08d}"
 
 
-def make_rows(count: int) -> list[Row]:
-    return [Row([{"role": "user", "content": str(n)}], "test", n, None, {}) for n in range(count)]
+def make_rows(count: int) -> list[DatasetRow]:
+    return [DatasetRow([{"role": "user", "content": str(n)}], "test", n, None, {}) for n in range(count)]

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from trainer_support import make_job, make_trajectory
 
+from penstock.common import read_jsonl
 from penstock.trainer import (
     ModelLimits,
     StepBatch,
@@ -18,7 +19,6 @@ from penstock.trainer import (
     TrainerConfig,
     episodes_of,
     make_step_batch,
-    read_lines,
     train,
     without_greedy,
 )
@@ -59,7 +59,7 @@ async def test_a_run_asks_for_a_greedy_member(tmp_path: Path, tiny_model: str) -
     job.queue.submit = noted
     await train(job)
     assert {task.sampling["greedy_member"] for task in asked} == {0}
-    lines = list(read_lines(job.run_dir / "metrics.jsonl"))
+    lines = list(read_jsonl(job.run_dir / "metrics.jsonl"))
     assert len(lines) == 2
     # Two groups of four: at least a quarter of the tokens is the greedy members'.
     assert all(line["updates"] == 1 for line in lines)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.trainer import Layout, Place
+from penstock.trainer import Layout, RankPlace
 
 SIZES = st.integers(1, 3)
 
 
 def test_by_default_every_rank_is_a_replica() -> None:
     assert [Layout().place(rank, 3) for rank in range(3)] == [
-        Place(rank, 3, leads=True, speaks=True) for rank in range(3)
+        RankPlace(rank, 3, is_replica_leader=True, reports=True) for rank in range(3)
     ]
 
 
@@ -21,8 +21,8 @@ def test_two_tensor_ranks_two_stages_two_replicas() -> None:
     """megatron-core's order: tensor ranks are neighbours, stages are farthest apart."""
     places = [Layout(tensor=2, stages=2).place(rank, 8) for rank in range(8)]
     assert [place.replica for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [rank for rank, place in enumerate(places) if place.leads] == [0, 2]
-    assert [rank for rank, place in enumerate(places) if place.speaks] == [4, 6]
+    assert [rank for rank, place in enumerate(places) if place.is_replica_leader] == [0, 2]
+    assert [rank for rank, place in enumerate(places) if place.reports] == [4, 6]
 
 
 @given(SIZES, SIZES, SIZES, SIZES)
@@ -33,8 +33,8 @@ def test_each_replica_has_all_its_ranks_and_one_speaker(tensor: int, context: in
     assert {place.replicas for place in places} == {replicas}
     for replica in range(replicas):
         assert sum(place.replica == replica for place in places) == layout.ranks
-    assert [places[rank].replica for rank in layout.speakers(world)] == list(range(replicas))
-    assert [place.replica for place in places if place.leads] == list(range(replicas))
+    assert [places[rank].replica for rank in layout.reporters(world)] == list(range(replicas))
+    assert [place.replica for place in places if place.is_replica_leader] == list(range(replicas))
 
 
 @pytest.mark.parametrize("world", [0, 1, 3, 5])

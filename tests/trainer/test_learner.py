@@ -13,13 +13,12 @@ torch = pytest.importorskip("torch")
 from trainer_support import make_trajectory
 
 from penstock.trainer import (
-    FSDPEngine,
     Learner,
+    MetricAccumulator,
     Objective,
     Outputs,
     Ranks,
     StepBatch,
-    Tally,
     Targets,
     TrainerConfig,
     TrainingDiverged,
@@ -29,6 +28,7 @@ from penstock.trainer import (
     split_by_budget,
 )
 from penstock.trainer.advantages import Advantages
+from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import Batch, Trajectory
 
 pytestmark = pytest.mark.torch
@@ -75,7 +75,7 @@ def test_the_loss_is_bit_identical_however_tokens_are_split(tiny_model: str, ran
     known = {row.targets.tobytes() + row.ids.tobytes(): torch.randn(len(row.targets)) - 3 for row in batch.rows}
     losses = []
     for budget in (1, 60, 100000):
-        tally = Tally()
+        tally = MetricAccumulator()
         objective = Objective(TrainerConfig(), targets, tally)
         for chosen in split_by_budget([len(row.ids) for row in batch.rows], budget):
             rows = [batch.rows[index] for index in chosen]

@@ -100,8 +100,7 @@ def test_peak_memory_is_near_that_of_the_body_alone(monkeypatch: pytest.MonkeyPa
     from tests.tiny_model import save_tiny_model
     from trainer_support import one_pack
 
-    from penstock.trainer import load_policy, model_inputs
-    from penstock.trainer.policy import whole
+    from penstock.trainer.engines.fsdp import load_policy, model_inputs, whole_part
 
     monkeypatch.undo()
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 16_384}
@@ -109,7 +108,7 @@ def test_peak_memory_is_near_that_of_the_body_alone(monkeypatch: pytest.MonkeyPa
     policy, pack = load_policy(model, 1.0), one_pack(tokens=4096, vocab=sizes["vocab_size"])
 
     def body() -> None:
-        hidden = policy.model.base_model(**model_inputs(whole(pack), None)).last_hidden_state
+        hidden = policy.model.base_model(**model_inputs(whole_part(pack), None)).last_hidden_state
         hidden.sum().backward()
 
     def everything() -> None:

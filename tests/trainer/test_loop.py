@@ -18,14 +18,8 @@ from tests.tiny_model import save_tiny_model
 from trainer_support import ROWS, Crash, make_job, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.trainer import (
-    BatchTimeout,
-    DataError,
-    TrainJob,
-    UnknownName,
-    train,
-)
-from penstock.trainer.job import BadJob
+from penstock.common import UnknownName
+from penstock.trainer import BadJob, BatchTimeout, DataError, TrainJob, train
 from penstock.transfer_queue import DataCursor
 from penstock.weight_sync import Manifest, read_verified
 

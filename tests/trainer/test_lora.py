@@ -19,16 +19,8 @@ from tests.tiny_model import save_tiny_model
 from trainer_support import make_job, one_pack
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer import (
-    Adapter,
-    CheckpointStore,
-    FSDPEngine,
-    LoraConfig,
-    Ranks,
-    TrainerConfig,
-    load,
-    train,
-)
+from penstock.trainer import CheckpointStore, LoraConfig, Ranks, TrainerConfig, train
+from penstock.trainer.engines.fsdp import Adapter, FSDPEngine
 from penstock.weight_sync import Merger, read_verified
 
 pytestmark = pytest.mark.torch
@@ -148,7 +140,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_the_next_step_is_bitwise_the_s
     expected = train_one(engine, ranks, 1)
     other, found = FSDPEngine(tiny_model, CONFIG, ranks), store.newest()
     assert found is not None
-    load(other, ranks, found)
+    other.load(found)
     assert not changed(expected, train_one(other, ranks, 1))
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from penstock.trainer import ModelLimits, Pack, join_rows, make_row, pack_rows, split_by_budget
-from penstock.trainer.batch import Row
+from penstock.trainer import ModelLimits, Pack, Row, join_rows, make_row, pack_rows, split_by_budget
 
 pytestmark = pytest.mark.torch
 

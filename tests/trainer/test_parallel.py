@@ -19,13 +19,8 @@ from test_ranks import ENVIRONMENT, threads_of_gloo
 from tests.tiny_model import save_tiny_model
 from trainer_support import make_job
 
-from penstock.trainer import (
-    CannotSplit,
-    Ranks,
-    check_job,
-    plan_of,
-)
-from penstock.trainer.job import BadJob
+from penstock.trainer import BadJob, Ranks, check_job
+from penstock.trainer.engines.fsdp import CannotSplitModel, plan_of
 
 pytestmark = pytest.mark.torch
 CRITIC = {"advantage": "gae", "critic": {"lr": 1e-2}, "entropy_bonus": 0.01, "kl": {"in_loss": 0.01}}
@@ -167,7 +162,7 @@ def test_what_cannot_be_split_is_refused_by_name(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, kind, **changes))
-    with pytest.raises(CannotSplit, match=message):
+    with pytest.raises(CannotSplitModel, match=message):
         plan_of(model, 2)
 
 

@@ -15,8 +15,9 @@ from tests.tiny_model import save_tiny_model
 from trainer_support import make_segment
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer import ModelLimits, _numbered, attention, join_rows, logprobs, make_row, pack_rows, policy
-from penstock.trainer.batch import Row
+from penstock.trainer import ModelLimits, Row, join_rows, logprobs, make_row, number_tokens, pack_rows
+from penstock.trainer.engines.fsdp import attention
+from penstock.trainer.engines.fsdp import models as policy
 
 pytestmark = pytest.mark.torch
 
@@ -66,7 +67,7 @@ def test_shared_prompts_change_neither_logprobs_nor_gradients(
     tmp_path: Path, kind: str, changes: dict[str, Any]
 ) -> None:
     loaded = policy.load_policy(save_tiny_model(tmp_path, kind, **changes), 1.0)
-    given = _numbered([*same_prompt(5), *rows(2)])
+    given = number_tokens([*same_prompt(5), *rows(2)])
     (shared,) = pack_rows(given, 10_000, share=True)
     assert loaded.shares_prompts
     assert len(shared.ids) == sum(len(row.ids) for row in given) - 4 * 40

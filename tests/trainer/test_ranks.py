@@ -19,16 +19,8 @@ from tests.tiny_model import save_poisoned_model as poisoned
 from trainer_support import make_job
 from two_ranks_bad import job_of
 
-from penstock.trainer import (
-    CheckpointStore,
-    FSDPEngine,
-    Ranks,
-    TrainerConfig,
-    load,
-    train,
-)
-from penstock.trainer.job import BadJob
-from penstock.trainer.replay import replay
+from penstock.trainer import BadJob, CheckpointStore, Ranks, TrainerConfig, replay_dump, train
+from penstock.trainer.engines.fsdp import FSDPEngine
 
 pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent
@@ -96,7 +88,7 @@ def check_one_rank_reads(folder: Path, model: str, expected: dict[str, torch.Ten
     ranks = Ranks.open(timeout_s=30)
     try:
         engine = FSDPEngine(model, config, ranks)
-        load(engine, ranks, checkpoint)
+        engine.load(checkpoint)
         restored = dict(engine.weights(torch.float32))
     finally:
         ranks.close()
@@ -128,7 +120,7 @@ def test_a_nan_on_one_rank_is_skipped_on_both_kept_and_stops_both(tmp_path: Path
     assert first.startswith("TrainingDiverged: step 1: loss nan, gradient norm nan; 2 steps in a row")
     (dump,) = (folder / "run" / "bad_batches").iterdir()
     assert {"rank_00.safetensors", "rank_01.safetensors"} <= {path.name for path in dump.iterdir()}
-    result = replay(dump)
+    result = replay_dump(dump)
     assert result.reproduced
     assert "embed_tokens.weight, element [7, 0] is nan" in result.causes[0]
     logprobs = next(cause for cause in result.causes if cause.startswith("logprob"))
@@ -171,10 +163,10 @@ async def test_ranks_that_would_never_have_a_group_are_refused(tmp_path: Path, t
 
 
 def test_collectives_of_one(ranks: Ranks) -> None:
-    assert (ranks.rank, ranks.world, ranks.first) == (0, 1, True)
+    assert (ranks.rank, ranks.world, ranks.is_rank0) == (0, 1, True)
     assert ranks.gather({"a": 1.5}) == [{"a": 1.5}]
     assert ranks.data is ranks
-    assert ranks.leads
-    assert ranks.from_first([1, None]) == [1, None]
+    assert ranks.is_replica_leader
+    assert ranks.from_rank0([1, None]) == [1, None]
     assert ranks.any(True)
     assert not ranks.any(False)

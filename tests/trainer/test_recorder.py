@@ -12,7 +12,8 @@ pytest.importorskip("torch")
 
 from trainer_support import make_trajectory
 
-from penstock.trainer import Recorder, StopConfig, Stopping, mask_runs, read_lines, readable_trajectory
+from penstock.common import read_jsonl
+from penstock.trainer import Recorder, StopConfig, Stopping, mask_runs, readable_trajectory
 
 pytestmark = pytest.mark.torch
 
@@ -23,10 +24,10 @@ def test_a_rewind_forgets_later_steps_and_cut_lines(tmp_path: Path, tiny_model: 
     (tmp_path / "eval.jsonl").write_text('{"version": 2}\n{"version": 4}\n')
     recorder = Recorder(tmp_path, tiny_model, save_trajectories=1, stopping=Stopping(StopConfig()))
     recorder.rewind(3)
-    assert [line["step"] for line in read_lines(metrics)] == [0, 1, 2]
-    assert [line["version"] for line in read_lines(tmp_path / "eval.jsonl")] == [2]
+    assert [line["step"] for line in read_jsonl(metrics)] == [0, 1, 2]
+    assert [line["version"] for line in read_jsonl(tmp_path / "eval.jsonl")] == [2]
     recorder.evaluation(2, {"reward": 0.5}, wall_s=1.0)
-    assert read_lines(metrics)[1] == {"step": 1, "version": 2, "eval/reward": 0.5}
+    assert read_jsonl(metrics)[1] == {"step": 1, "version": 2, "eval/reward": 0.5}
     recorder.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from penstock.trainer import BadOptions, UnknownName, options_of
+from penstock.common import BadOptions, UnknownName, options_of
 from penstock.trainer.advantages import ADVANTAGES
 from penstock.trainer.losses import LOSSES
 

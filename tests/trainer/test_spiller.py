@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 from trainer_support import make_job, make_trajectory
 
 from penstock.trainer import Spiller, StepBatch
-from penstock.trainer import spiller as module
+from penstock.trainer import saver as module
 
 
 class Out:

@@ -15,8 +15,7 @@ pytest.importorskip("torch")
 from test_ranks import metrics, torchrun
 from trainer_support import Crash, ScriptedQueue, make_job, make_trajectory, write_rows
 
-from penstock.trainer import StopConfig, Stopping, TrainJob, train
-from penstock.trainer.job import BadJob
+from penstock.trainer import BadJob, StopConfig, Stopping, TrainJob, train
 from penstock.transfer_queue import Trajectory
 
 pytestmark = pytest.mark.torch

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from penstock.trainer import Tally, Totals, exact_parts
+from penstock.trainer import MetricAccumulator, Totals, exact_parts
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e30, max_value=1e30)
 
@@ -49,7 +49,7 @@ class Gathered:
 def mean_of(shares: list[list[float]]) -> float:
     parts = []
     for share in shares:
-        tally = Tally()
+        tally = MetricAccumulator()
         tally.add("x", share)
         parts.append({"sums": tally.reduce(Gathered())._sums, "counts": {}})  # type: ignore[arg-type]
     merged = {"x": [one for part in parts for one in part["sums"]["x"]]}

@@ -6,20 +6,21 @@ import time
 
 import pytest
 
-from penstock.trainer import FILE, PUBLISH, STEPS, Timeline, read_timeline
+from penstock.common import read_jsonl
+from penstock.trainer import TIMELINE_FILE, Timeline, Track
 
 
 def test_intervals_are_written_in_the_order_of_their_ends(tmp_path) -> None:
     timeline, before = Timeline(tmp_path), time.time()
-    with timeline.during(PUBLISH, "publish", 1), timeline.during(STEPS, "wait", 0):
+    with timeline.during(Track.PUBLISH, "publish", 1), timeline.during(Track.STEPS, "wait", 0):
         time.sleep(0.01)
-    with pytest.raises(KeyError), timeline.during(STEPS, "update", 0):
+    with pytest.raises(KeyError), timeline.during(Track.STEPS, "update", 0):
         raise KeyError
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / TIMELINE_FILE).exists()
     timeline.write()
-    lines = read_timeline(tmp_path / FILE)
+    lines = read_jsonl(tmp_path / TIMELINE_FILE, broken="skip")
     assert [(line["track"], line["name"], line["number"]) for line in lines] == [
-        *((STEPS, "wait", 0), (PUBLISH, "publish", 1), (STEPS, "update", 0))
+        *((Track.STEPS, "wait", 0), (Track.PUBLISH, "publish", 1), (Track.STEPS, "update", 0))
     ]
     assert before <= lines[1]["at_unix_s"] <= lines[0]["at_unix_s"] <= time.time()
     assert lines[1]["s"] >= lines[0]["s"] >= 0.01
@@ -28,17 +29,17 @@ def test_intervals_are_written_in_the_order_of_their_ends(tmp_path) -> None:
 def test_a_later_life_appends_and_a_half_written_line_costs_itself_alone(tmp_path) -> None:
     for life in range(2):
         timeline = Timeline(tmp_path)
-        with timeline.during(STEPS, "wait", life):
+        with timeline.during(Track.STEPS, "wait", life):
             pass
         timeline.write()
-        with (tmp_path / FILE).open("a") as file:
+        with (tmp_path / TIMELINE_FILE).open("a") as file:
             file.write('{"track": "steps", "na')
-    assert [line["number"] for line in read_timeline(tmp_path / FILE)] == [0, 1]
+    assert [line["number"] for line in read_jsonl(tmp_path / TIMELINE_FILE, broken="skip")] == [0, 1]
 
 
 def test_other_ranks_write_nothing(tmp_path) -> None:
     timeline = Timeline()
-    with timeline.during(STEPS, "wait", 0):
+    with timeline.during(Track.STEPS, "wait", 0):
         pass
     timeline.write()
     assert list(tmp_path.iterdir()) == []

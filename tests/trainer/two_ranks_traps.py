@@ -17,18 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer_support import one_pack
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer import (
-    Context,
-    Head,
-    Layout,
-    Mesh,
-    Ranks,
-    _Exchange,
-    packed_attention,
-    plan_of,
-    split_over,
-    token_logprobs,
-)
+from penstock.trainer import Head, Layout, Ranks, token_logprobs
+from penstock.trainer.engines.fsdp import ContextGroup, Exchange, Mesh, packed_attention, plan_of, split_over
 
 
 class Permuted(torch.autograd.Function):
@@ -43,17 +33,17 @@ class Permuted(torch.autograd.Function):
         return gradients[0].transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def an_exchange_takes_a_permuted_gradient(context: Context) -> list[tuple[Tensor, Tensor]]:
+def an_exchange_takes_a_permuted_gradient(context: ContextGroup) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(1)
     everything, factors = torch.randn(2, 2, 3, 4, 5), torch.randn(2, 2, 3, 4, 5)
     mine = everything[context.rank].clone().requires_grad_()
-    received = _Exchange.apply(mine, context.group)
+    received = Exchange.apply(mine, context.group)
     (Permuted.apply(received) * factors[context.rank]).sum().backward()
     # Piece c of rank r lands on rank c as its piece r.
     return [(received, everything[:, context.rank]), (mine.grad, factors[:, context.rank])]
 
 
-def attention_over_shared_tokens(context: Context, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
+def attention_over_shared_tokens(context: ContextGroup, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
     """Rows that end inside a rank's part; keys and values of fewer heads than there are ranks are repeated."""
     torch.manual_seed(2)
     bounds, length = torch.tensor([0, 3, 11, 16], dtype=torch.int32), 8
@@ -72,7 +62,7 @@ def attention_over_shared_tokens(context: Context, kv_heads: int) -> list[tuple[
     return [(found, expected[:, own]), *pairs]
 
 
-def a_joined_result_has_each_ranks_own_gradient(context: Context) -> list[tuple[Tensor, Tensor]]:
+def a_joined_result_has_each_ranks_own_gradient(context: ContextGroup) -> list[tuple[Tensor, Tensor]]:
     counts = (3, 5)
     values, factors = torch.arange(8.0), torch.arange(8.0) + 1
     own = slice(0, 3) if context.rank == 0 else slice(3, 8)
@@ -82,7 +72,7 @@ def a_joined_result_has_each_ranks_own_gradient(context: Context) -> list[tuple[
     return [(joined, values), (mine.grad, factors[own])]
 
 
-def parts_of_a_pack(context: Context) -> list[tuple[Tensor, Tensor]]:
+def parts_of_a_pack(context: ContextGroup) -> list[tuple[Tensor, Tensor]]:
     """A number of tokens that two ranks do not share evenly: the last part is filled up with a row of its own."""
     whole = one_pack(tokens=30, vocab=64)
     pack = replace(whole, ids=whole.ids[:-1], positions=whole.positions[:-1], row_bounds=torch.tensor([0, 15, 29]))

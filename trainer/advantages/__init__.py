@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.common import Registry
 from penstock.trainer.grouping import add_at_last, sum_by
-from penstock.trainer.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,4 +95,23 @@ class Advantages:
 Estimator = Callable[..., Advantages]
 """``(Episodes, *, setting=default, …) → Advantages``; settings come from trainer.advantage_options."""
 
-ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", "penstock.trainer.advantages")
+ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", package="penstock.trainer.advantages")
+
+
+def needs_of(function: Callable[..., object]) -> frozenset[str]:
+    """``groups`` (two members or more), ``values`` (a critic), ``greedy`` (a greedy member of each group)."""
+    return frozenset(getattr(function, "needs", ()))
+
+
+def state_groups(batch: Episodes, depth: int) -> Tensor:
+    """[U] equal where turns of one group have the same last `depth` states; a turn with fewer is alone."""
+    members = [batch.group[batch.turn_episode]]
+    turns = torch.arange(len(batch.turn_state))
+    first = torch.searchsorted(batch.turn_episode, batch.turn_episode)
+    for back in range(depth):
+        place = turns - back
+        alone = place < first
+        members.append(torch.where(alone, turns, batch.turn_state[place.clamp(min=0)]))
+        members.append(alone.long())
+    _, index = torch.stack(members).unique(dim=1, return_inverse=True)
+    return index

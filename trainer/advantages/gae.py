@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import Field
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
-from penstock.trainer.returns import gae_of
+from penstock.trainer.grouping import gae_of
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -17,9 +17,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import Tensor
 
-from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
-from penstock.trainer.grouping import centred, standardised
-from penstock.trainer.returns import discounted, state_groups
+from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes, state_groups
+from penstock.trainer.grouping import centred, discounted, standardised
 
 EPSILON = 1e-6
 Norm = Literal["std", "none"]

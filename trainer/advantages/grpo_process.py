@@ -9,8 +9,7 @@ Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), section 4.1.3; a step is a 
 from __future__ import annotations
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
-from penstock.trainer.grouping import standardised
-from penstock.trainer.returns import discounted
+from penstock.trainer.grouping import discounted, standardised
 
 
 @ADVANTAGES.register("grpo_process", needs=("groups",))

@@ -16,9 +16,8 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
-from penstock.trainer.grouping import centred, group_means
-from penstock.trainer.returns import discounted, state_groups
+from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes, state_groups
+from penstock.trainer.grouping import centred, discounted, group_means
 
 EPSILON = 1e-6
 

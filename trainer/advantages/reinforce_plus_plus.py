@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
-from penstock.trainer.returns import discounted
+from penstock.trainer.grouping import discounted
 
 
 @ADVANTAGES.register("reinforce_plus_plus")

@@ -8,7 +8,7 @@ Li et al. 2023, "ReMax" (arXiv:2310.10505), algorithm 1.
 from __future__ import annotations
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
-from penstock.trainer.returns import discounted
+from penstock.trainer.grouping import discounted
 
 
 @ADVANTAGES.register("remax", needs=("greedy",))

@@ -14,7 +14,7 @@ import torch
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
 from penstock.trainer.advantages.gae import Share
-from penstock.trainer.returns import gae_of
+from penstock.trainer.grouping import gae_of
 
 
 @ADVANTAGES.register("turn_gae", needs=("values",))

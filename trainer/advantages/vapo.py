@@ -16,7 +16,7 @@ from pydantic import Field
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
 from penstock.trainer.advantages.gae import Share
-from penstock.trainer.returns import gae_of
+from penstock.trainer.grouping import gae_of
 
 
 @ADVANTAGES.register("vapo", needs=("values",))

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from penstock.common import Registry
 from penstock.trainer.grouping import sum_by
-from penstock.trainer.registry import Registry
 
 Level = Literal["token", "sequence", "geometric"]
 """What a ratio is of: one token; all tokens of a segment, multiplied; their geometric mean."""
@@ -56,4 +56,4 @@ class Corrected:
 Correction = Callable[..., Corrected]
 """``(CorrectionInput, *, setting=default, …) → Corrected``; settings come from trainer.correction_options."""
 
-CORRECTIONS: Registry[Correction] = Registry("off-policy correction", "penstock.trainer.corrections")
+CORRECTIONS: Registry[Correction] = Registry("off-policy correction", package="penstock.trainer.corrections")

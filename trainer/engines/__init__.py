@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock.trainer.algorithm import BadJob
+from penstock.common import Registry
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.registry import Registry
+from penstock.trainer.job import BadJob
 
 if TYPE_CHECKING:
+    from penstock.trainer.distributed import Ranks
     from penstock.trainer.engine import Engine
     from penstock.trainer.job import TrainJob
-    from penstock.trainer.ranks import Ranks
 
 OpenEngine = Callable[["TrainJob", "Ranks"], "Engine"]
 
-ENGINES: Registry[OpenEngine] = Registry("engine", __name__)
+ENGINES: Registry[OpenEngine] = Registry("engine", package=__name__)
 
 
 def check_engine(config: TrainerConfig) -> None:

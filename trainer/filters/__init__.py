@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from penstock.trainer.registry import Registry
+from penstock.common import Registry
 
 EpisodeFilter = Callable[..., Tensor]
 """``(rewards [E], group [E], *, setting=default, …) → weights [E]``, at least 0, mean 1 over each group."""
 
-FILTERS: Registry[EpisodeFilter] = Registry("episode filter", "penstock.trainer.filters")
+FILTERS: Registry[EpisodeFilter] = Registry("episode filter", package="penstock.trainer.filters")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.common import Registry
 from penstock.trainer.grouping import sum_by
-from penstock.trainer.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ tokens of a minibatch on all ranks. A loss registered with ``choose=`` has one: 
 and which may not depend on micro-batches. covariance = (A − mean A)(logπ − mean logπ) at the start of the step; the
 settings are those of the loss by name."""
 
-LOSSES: Registry[Loss] = Registry("policy loss", "penstock.trainer.losses")
+LOSSES: Registry[Loss] = Registry("policy loss", package="penstock.trainer.losses")
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:

@@ -1,7 +1,7 @@
 """Where a run's numbers go besides ``metrics.jsonl``, by name. `trainer.sinks` chooses.
 
     recorder ──► jsonl (what the run itself reads; always there)
-             └─► `Beside` ──queue──► a thread of its own ──► tensorboard | wandb | yours
+             └─► `AsyncSink` ──queue──► a thread of its own ──► tensorboard | wandb | yours
 
 A sink is a function (SinkJob) → `MetricSink` in a file of its own here, registered with `SINKS.register(name)`, or
 anywhere as ``my_package.my_module:function``. Importing one loads none of its libraries.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.trainer.registry import Registry
+from penstock.common import Registry
 
 Record = Mapping[str, Any]
 """A trajectory for people, see `readable.readable_trajectory`."""
@@ -57,7 +57,7 @@ class SinkJob:
 
 MakeSink = Callable[[SinkJob], MetricSink]
 
-SINKS: Registry[MakeSink] = Registry("metric sink", __name__)
+SINKS: Registry[MakeSink] = Registry("metric sink", package=__name__)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.trainer.jsonl import append_line, read_lines, rewrite_lines
+from penstock.common import append_jsonl, read_jsonl, rewrite_jsonl
 from penstock.trainer.sinks import SINKS, MetricSink, Record, SinkJob
 
 
@@ -19,25 +19,25 @@ class JsonLines:
         self._trajectories.mkdir(parents=True, exist_ok=True)
 
     def rewind(self, step: int) -> None:
-        rewrite_lines(self._metrics, (line for line in self.lines() if line["step"] < step))
+        rewrite_jsonl(self._metrics, (line for line in self.lines() if line["step"] < step))
 
     def step(self, version: int, metrics: Mapping[str, Any]) -> None:
-        append_line(self._metrics, metrics)
+        append_jsonl(self._metrics, [metrics])
 
     def evaluation(self, version: int, values: Mapping[str, float]) -> None:
         """Joins the line of the step that made the version; the file is replaced at once."""
         lines = [{**line, **values} if line["version"] == version else line for line in self.lines()]
-        rewrite_lines(self._metrics, lines)
+        rewrite_jsonl(self._metrics, lines)
 
     def trajectories(self, step: int, records: Sequence[Record]) -> None:
         if records:
-            rewrite_lines(self._trajectories / f"step_{step:06d}.jsonl", records)
+            rewrite_jsonl(self._trajectories / f"step_{step:06d}.jsonl", records)
 
     def close(self) -> None:
         """Every line was flushed as it was written."""
 
     def lines(self) -> list[dict[str, Any]]:
-        return read_lines(self._metrics)
+        return read_jsonl(self._metrics)
 
 
 @SINKS.register("jsonl")

@@ -17,7 +17,9 @@ from typing import Any
 from faults.plan import Gaps
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from penstock.trainer import CheckpointStore, FSDPEngine, Learner, Recorder, parts, recorder
+from penstock.trainer import CheckpointStore, Learner, Recorder, recorder
+from penstock.trainer import trainer as parts
+from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import Batch, BatchLog, RedisTransferQueue
 from penstock.weight_sync import WeightPublisher
 

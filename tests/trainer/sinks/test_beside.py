@@ -7,9 +7,10 @@ import threading
 
 import pytest
 
-from penstock.trainer import UnknownName
-from penstock.trainer.sinks import SINKS, SinkJob, beside, numbers
-from penstock.trainer.sinks.beside import Beside
+from penstock.common import UnknownName
+from penstock.trainer import AsyncSink
+from penstock.trainer.sinks import SINKS, SinkJob, numbers
+from penstock.trainer.sinks import async_sink as beside
 
 
 class Noting:
@@ -38,7 +39,7 @@ class Failing(Noting):
         raise ConnectionError("the server is away")
 
 
-def tell(sink: Beside, versions: int = 3) -> None:
+def tell(sink: AsyncSink, versions: int = 3) -> None:
     sink.rewind(0)
     for version in range(1, versions + 1):
         sink.trajectories(version - 1, [{}])
@@ -48,7 +49,7 @@ def tell(sink: Beside, versions: int = 3) -> None:
 
 def test_a_sink_hears_everything_in_order(tmp_path) -> None:
     inner = Noting()
-    sink = Beside("noting", lambda job: inner, SinkJob(tmp_path))
+    sink = AsyncSink("noting", lambda job: inner, SinkJob(tmp_path))
     tell(sink, versions=2)
     sink.close()
     assert [call[0] for call in inner.calls] == [
@@ -60,7 +61,7 @@ def test_a_sink_hears_everything_in_order(tmp_path) -> None:
 def test_a_failure_is_told_once_and_ends_the_sink_alone(tmp_path, caplog) -> None:
     inner = Failing()
     with caplog.at_level(logging.WARNING):
-        sink = Beside("failing", lambda job: inner, SinkJob(tmp_path))
+        sink = AsyncSink("failing", lambda job: inner, SinkJob(tmp_path))
         tell(sink)
         sink.close()
         sink.step(9, {})
@@ -75,7 +76,7 @@ def test_one_that_cannot_be_made_is_told_once(tmp_path, caplog) -> None:
         raise ImportError("No module named 'wandb'")
 
     with caplog.at_level(logging.WARNING):
-        sink = Beside("wandb", absent, SinkJob(tmp_path))
+        sink = AsyncSink("wandb", absent, SinkJob(tmp_path))
         tell(sink)
         sink.close()
     assert ["No module named 'wandb'" in message for message in caplog.messages] == [True]
@@ -91,7 +92,7 @@ def test_one_that_hangs_holds_nobody_up(tmp_path, caplog, monkeypatch) -> None:
             released.wait(60)
 
     with caplog.at_level(logging.WARNING):
-        sink = Beside("hanging", lambda job: Hanging(), SinkJob(tmp_path))
+        sink = AsyncSink("hanging", lambda job: Hanging(), SinkJob(tmp_path))
         tell(sink, versions=50)
         sink.close()
     released.set()

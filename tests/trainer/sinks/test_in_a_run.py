@@ -11,7 +11,8 @@ pytest.importorskip("torch")
 
 from trainer_support import make_job, write_rows
 
-from penstock.trainer import TrainerMetrics, UnknownName, check_job, read_lines, read_timeline, train
+from penstock.common import UnknownName, read_jsonl
+from penstock.trainer import TrainerMetrics, check_job, train
 
 pytestmark = pytest.mark.torch
 BREAKING = "tests.trainer.sinks.breaking:breaking"
@@ -24,7 +25,7 @@ async def test_a_sink_that_breaks_changes_nothing_of_a_run(tmp_path: Path, tiny_
     job = make_job(tmp_path, tiny_model, settings, watchers=(watcher,), eval_data=evals)
     with caplog.at_level(logging.WARNING, "penstock"):
         await train(job)
-    assert [row["step"] for row in read_lines(job.run_dir / "metrics.jsonl")] == [0, 1]
+    assert [row["step"] for row in read_jsonl(job.run_dir / "metrics.jsonl")] == [0, 1]
     assert (job.run_dir / "told.txt").read_text() == "from 0\nversion 1\n"
     told = [message for message in caplog.messages if "trainer.sinks" in message]
     assert len(told) == 1
@@ -38,7 +39,7 @@ async def test_a_sink_that_breaks_changes_nothing_of_a_run(tmp_path: Path, tiny_
 async def test_times_of_every_phase_are_left(tmp_path: Path, tiny_model: str) -> None:
     job = make_job(tmp_path, tiny_model, {"steps": 2, "checkpoint_every": 1})
     await train(job)
-    lines = read_timeline(job.run_dir / "timeline.jsonl")
+    lines = read_jsonl(job.run_dir / "timeline.jsonl", broken="skip")
     of_steps = [(line["name"], line["number"]) for line in lines if line["track"] == "steps"]
     phases = ["wait", "score", "advantages", "update", "announce", "record", "save"]
     assert of_steps[:14] == [(name, step) for step in (0, 1) for name in phases]
@@ -46,7 +47,7 @@ async def test_times_of_every_phase_are_left(tmp_path: Path, tiny_model: str) ->
     assert {line["number"] for line in lines if line["track"] == "checkpoint"} == {1, 2}
     starts = [line["at_unix_s"] for line in lines if line["track"] == "steps"]
     assert starts == sorted(starts)
-    row = read_lines(job.run_dir / "metrics.jsonl")[1]
+    row = read_jsonl(job.run_dir / "metrics.jsonl")[1]
     spent = sum(line["s"] for line in lines if line["track"] == "steps" and line["number"] == 1)
     assert spent <= row["wall_s"] + sum(line["s"] for line in lines if line["name"] in ("record", "save"))
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from penstock.trainer import TrainerConfig
+from penstock.trainer import AsyncSink, TrainerConfig
 from penstock.trainer.sinks import SINKS, SinkJob
-from penstock.trainer.sinks.beside import Beside
 from penstock.trainer.sinks.wandb import resume_id, without_secrets
 
 SETTINGS = {
@@ -70,7 +69,7 @@ def history_of(records: list[Any]) -> list[dict[str, Any]]:
 
 
 def test_an_offline_run_holds_the_numbers_the_settings_and_no_secret(offline, run_dir, line, record) -> None:
-    sink = Beside("wandb", SINKS.get("wandb"), SinkJob(run_dir, SETTINGS))
+    sink = AsyncSink("wandb", SINKS.get("wandb"), SinkJob(run_dir, SETTINGS))
     sink.rewind(0)
     sink.trajectories(0, [record])
     sink.step(1, line)
@@ -106,7 +105,7 @@ def test_without_a_key_the_run_goes_on_and_is_told_once(run_dir, line, caplog, m
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     with caplog.at_level(logging.WARNING, "penstock"):
-        sink = Beside("wandb", SINKS.get("wandb"), SinkJob(run_dir, {}))
+        sink = AsyncSink("wandb", SINKS.get("wandb"), SinkJob(run_dir, {}))
         for version in (1, 2):
             sink.step(version, line)
         sink.close()

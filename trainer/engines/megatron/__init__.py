@@ -2,29 +2,30 @@
 
 Hugging Face folder ⇄ mbridge ⇄ megatron-core's GPTModel in stages ── DistributedDataParallel ── distributed optimizer
 
-engine.py     the engine itself: score, update, weights
-bridge.py     one mbridge bridge: model and weights by Hugging Face's names
-layers.py     the layers without Transformer Engine, and what mbridge must know of them
+engine.py     the engine itself: groups, score, update, weights, how much arithmetic the model is
+bridge.py     one mbridge bridge: model and weights by Hugging Face's names; the layers without Transformer Engine
 inputs.py     a pack as rows in a rectangle, or packed and cut over context ranks
-head.py       logprobs and entropy from hidden states; the head is split over the vocabulary
-stages.py     packs through the pipeline, what the last stage says to all stages
-learning.py   the distributed optimizer: clip, skip, step
-arithmetic.py how much arithmetic the model is
-moments.py    masters and moments as full tensors of their parameters
+stages.py     packs through the pipeline; logprobs and entropy from the last stage's hidden states
+optimizer.py  the distributed optimizer: clip, skip, step; masters and moments as full tensors
 state.py      checkpoints by Hugging Face's names, whatever the layout
+settings.py   settings, machines and models that the engine cannot serve
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import lazy_loader
+
 from penstock.trainer.engines import ENGINES
 from penstock.trainer.engines.megatron.settings import check
 
 if TYPE_CHECKING:
+    from penstock.trainer.distributed import Ranks
     from penstock.trainer.engine import Engine
     from penstock.trainer.job import TrainJob
-    from penstock.trainer.ranks import Ranks
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 @ENGINES.register("megatron", check=check)

@@ -1,32 +1,37 @@
-"""The engine `megatron`, as the trainer's loop sees it."""
+"""The engine `megatron`, as the trainer's loop sees it.
+
+megatron's process groups, which are global to a process: made for the group that `Ranks` opened.
+
+How much arithmetic a model is, by megatron's description of it: a mixture computes with a part of its weights.
+"""
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.trainer.batch import ModelLimits
-from penstock.trainer.checkpoint import Found
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.engine import PackLoss, ValueLoss
-from penstock.trainer.engines.megatron.arithmetic import flops_of
+from penstock.trainer.checkpoint import CheckpointInfo
+from penstock.trainer.config import ParallelConfig, TrainerConfig, learning_rate
+from penstock.trainer.distributed import Ranks
+from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
 from penstock.trainer.engines.megatron.bridge import ModelBridge
-from penstock.trainer.engines.megatron.learning import Optimizer
-from penstock.trainer.engines.megatron.parallel import open_groups
+from penstock.trainer.engines.megatron.optimizer import Optimizer
 from penstock.trainer.engines.megatron.settings import check_machine, has_transformer_engine, takes_packed_rows
 from penstock.trainer.engines.megatron.stages import Reading, Stages
 from penstock.trainer.engines.megatron.state import State
 from penstock.trainer.packing import Pack
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.schedule import learning_rate
-from penstock.trainer.sharded import Update
 
 NO_CRITIC = "trainer.engine megatron has no critic"
+
+
 NO_LORA = "trainer.engine megatron has no LoRA"
 
 
@@ -82,13 +87,13 @@ class MegatronEngine:
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._bridge.export(self._policy.models):
-            if self._ranks.first:
+            if self._ranks.is_rank0:
                 yield name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
 
     def begin_save(self, path: Path) -> Future[Any]:
         return self._state.begin_save(path, self.kl_coefficient)
 
-    def load(self, found: Found) -> None:
+    def load(self, found: CheckpointInfo) -> None:
         self.kl_coefficient = self._state.load(found)
 
     @property
@@ -106,9 +111,9 @@ class MegatronEngine:
 
         weights: dict[str, Tensor] = {}
         for name, tensor in self._state.export():
-            if self._ranks.first:
+            if self._ranks.is_rank0:
                 weights[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if self._ranks.first:
+        if self._ranks.is_rank0:
             folder.mkdir(parents=True, exist_ok=True)
             save_torch_state_dict(weights, folder)
             self._bridge.save_settings(folder)
@@ -119,3 +124,84 @@ def _reduce_gradients(models: list[Any], num_tokens: Any = None, **groups: Any) 
     from megatron.core.distributed import finalize_model_grads
 
     finalize_model_grads(models, None, **groups)
+
+
+SEED = 1
+
+
+"""Of megatron's random states. No number depends on it: weights are loaded, and there is no dropout."""
+
+
+_made: dict[str, Any] = {}
+
+
+"""What the groups were made from, so that a second engine on the same ranks takes them over."""
+
+
+def open_groups(parallel: ParallelConfig) -> None:
+    """A collective over all ranks; a no-op where the groups of these ranks are there already."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    wanted = {"world": dist.group.WORLD, "parallel": parallel}
+    if _made == wanted and parallel_state.model_parallel_is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        # Experts are not cut by the tensor ranks as well: mbridge would have to merge them over two groups.
+        expert_tensor_parallel_size=1,
+    )
+    model_parallel_cuda_manual_seed(SEED)
+    _made.update(wanted)
+    atexit.register(_let_go)
+
+
+def _let_go() -> None:
+    """megatron keeps its groups as long as the process lives, and gloo's threads live with them: they could abort the
+    ending interpreter, see `Ranks.open`. Runs before the collection that is registered there."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    _made.clear()
+
+
+def flops_of(config: Any, vocab: int) -> Flops | None:
+    """`config`: megatron's `TransformerConfig`. None for latent attention, whose matrices nobody counts here."""
+    if config.multi_latent_attention:
+        return None
+    queries = config.num_attention_heads * config.kv_channels
+    keys = config.num_query_groups * config.kv_channels
+    attention = config.hidden_size * (2 * queries + 2 * keys)
+    mixtures = _mixtures(config)
+    mlps = (config.num_layers - mixtures) * _mlp(config, config.ffn_hidden_size)
+    if mixtures:
+        mlps += mixtures * _mixture(config)
+    return Flops(
+        body=config.num_layers * attention + mlps,
+        head=config.hidden_size * vocab,
+        attention=config.num_layers * queries,
+        learns_all=True,
+    )
+
+
+def _mlp(config: Any, width: int) -> int:
+    return (3 if config.gated_linear_unit else 2) * int(config.hidden_size) * width
+
+
+def _mixture(config: Any) -> int:
+    """Weights that one token meets: the router's, its experts', the shared expert's."""
+    router = int(config.hidden_size * config.num_moe_experts)
+    experts = config.moe_router_topk * _mlp(config, config.moe_ffn_hidden_size)
+    return router + experts + _mlp(config, config.moe_shared_expert_intermediate_size or 0)
+
+
+def _mixtures(config: Any) -> int:
+    """Layers with experts: every n-th, or those that a list marks."""
+    if not config.num_moe_experts:
+        return 0
+    every = config.moe_layer_freq
+    return sum(every) if isinstance(every, list) else len(range(0, config.num_layers, every))

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.trainer.algorithm import BadJob, needs_of_advantage
+from penstock.trainer.checks import needs_of_advantage
 from penstock.trainer.config import ParallelConfig, TrainerConfig
+from penstock.trainer.job import BadJob
 
-MEND = "scripts/setup-megatron makes the environment; trainer.megatron.python may name another one"
+SETUP_HINT = "scripts/setup-megatron makes the environment; trainer.megatron.python may name another one"
 
 
 def check(config: TrainerConfig) -> None:
@@ -44,7 +45,7 @@ def check_machine(config: TrainerConfig) -> None:
     """Raises `BadJob` where this machine, or this Python environment, cannot run the engine as it is set."""
     missing = [name for name in ("megatron.core", "mbridge") if not _is_installed(name)]
     if missing:
-        raise BadJob(f"trainer.engine megatron: {' and '.join(missing)} not installed in this Python; {MEND}")
+        raise BadJob(f"trainer.engine megatron: {' and '.join(missing)} not installed in this Python; {SETUP_HINT}")
     require_gpu()
     if config.parallel.context > 1 and not takes_packed_rows(config):
         reason = (
@@ -52,7 +53,7 @@ def check_machine(config: TrainerConfig) -> None:
         )
         raise BadJob(
             "trainer.parallel.context cuts packed rows, which only Transformer Engine's attention takes, in bfloat16 "
-            f"on NVIDIA GPUs, and {reason}; {MEND}"
+            f"on NVIDIA GPUs, and {reason}; {SETUP_HINT}"
         )
 
 
@@ -81,7 +82,7 @@ def find_python(configured: str | None) -> str:
     one. Raises `BadJob`."""
     if configured is not None:
         if not os.access(configured, os.X_OK):
-            raise BadJob(f"trainer.megatron.python: {configured} cannot be run; {MEND}")
+            raise BadJob(f"trainer.megatron.python: {configured} cannot be run; {SETUP_HINT}")
         return configured
     here = Path.cwd()
     candidates = [folder / ".venv-megatron/bin/python" for folder in (here, *here.parents)]

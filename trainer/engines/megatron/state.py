@@ -27,11 +27,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from penstock.trainer.checkpoint import Found
+from penstock.trainer.checkpoint import CheckpointInfo
+from penstock.trainer.distributed import Ranks
 from penstock.trainer.engines.megatron.bridge import ModelBridge, standing_in
-from penstock.trainer.engines.megatron.learning import Optimizer
-from penstock.trainer.engines.megatron.moments import MASTER, MOMENTS, make_moments, set_states, whole_states
-from penstock.trainer.ranks import Ranks
+from penstock.trainer.engines.megatron.optimizer import (
+    MASTER,
+    MOMENTS,
+    Optimizer,
+    make_moments,
+    set_states,
+    whole_states,
+)
 
 ABOUT = "megatron.json"
 FOLDERS = {MASTER: "weights", **{name: name for name in MOMENTS}}
@@ -39,7 +45,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StateShare:
     """What one rank writes of one folder."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -68,7 +74,7 @@ class State:
         finally:
             pool.shutdown(wait=False)
 
-    def load(self, found: Found) -> float:
+    def load(self, found: CheckpointInfo) -> float:
         """The KL coefficient. Raises `ValueError` where another engine wrote the checkpoint."""
         about = _read_about(found.path)
         self._optimizer.updates = int(about["updates"])
@@ -94,8 +100,8 @@ class State:
         with standing_in(self._models, values):
             yield from self._bridge.export(self._models)
 
-    def _share(self, key: str) -> Share:
-        share = Share()
+    def _share(self, key: str) -> StateShare:
+        share = StateShare()
         for number, (name, tensor) in enumerate(self.export(key)):
             writer = number % self._ranks.world
             share.files[name] = f"rank_{writer:02d}.safetensors"
@@ -112,13 +118,13 @@ class State:
             for parameter, value in values.items():
                 parameter.data.copy_(value)
 
-    def _write(self, path: Path, shares: dict[str, Share], about: dict[str, Any], random: Tensor) -> None:
+    def _write(self, path: Path, shares: dict[str, StateShare], about: dict[str, Any], random: Tensor) -> None:
         problem: Exception | None = None
         try:
             for name, share in shares.items():
                 self._write_share(path / name, share)
             save_file({"cpu": random}, path / f"rng_{self._ranks.rank:02d}.safetensors")
-            if self._ranks.first:
+            if self._ranks.is_rank0:
                 (path / ABOUT).write_text(json.dumps(about))
         except (OSError, SafetensorError) as error:  # the latter where the disk is full
             problem = error
@@ -127,10 +133,10 @@ class State:
         if failed:
             raise OSError(f"checkpoint {path}: {problem or 'another rank could not write its share'}") from problem
 
-    def _write_share(self, folder: Path, share: Share) -> None:
+    def _write_share(self, folder: Path, share: StateShare) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(share.tensors, folder / f"rank_{self._ranks.rank:02d}.safetensors", metadata={"format": "pt"})
-        if self._ranks.first:
+        if self._ranks.is_rank0:
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": share.files}, indent=1))
             self._bridge.save_settings(folder)
 

@@ -122,7 +122,7 @@ def sequence_parallelism() -> Iterator[None]:
     gradient over the tensor ranks, of which each has its part of the tokens."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from penstock.trainer.engines.megatron import layers
+    from penstock.trainer.engines.megatron import bridge as layers
 
     def marked_norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **rest: Any) -> torch.nn.RMSNorm:
         norm = torch.nn.RMSNorm(hidden_size, eps=eps)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.tiny_model import save_tiny_model
 
-from penstock.trainer.engines.megatron.settings import find_python
+from penstock.trainer.engines.megatron import find_python
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]

@@ -39,7 +39,7 @@ from penstock.trainer import (
     share_of,
     train,
 )
-from penstock.trainer.engines.megatron.engine import MegatronEngine
+from penstock.trainer.engines.megatron import MegatronEngine
 from penstock.transfer_queue import Batch, DataCursor
 
 FIRST_STEPS = 2
@@ -75,7 +75,7 @@ def first_steps(folder: Path, model: str, settings: dict[str, Any]) -> None:
         # The checkpoint has the state at the call, whatever comes after.
         train_one(engine, ranks, FIRST_STEPS)
         writing.result(timeout=60)
-        if ranks.first:
+        if ranks.is_rank0:
             store.seal(FIRST_STEPS, DataCursor(), ranks.world, {})
         keep(folder / "trained.safetensors", engine, ranks)
 
@@ -129,7 +129,7 @@ def train_one(engine: MegatronEngine, ranks: Ranks, step: int) -> dict[str, Any]
 
 def keep(path: Path, engine: MegatronEngine, ranks: Ranks) -> None:
     weights = dict(engine.weights(torch.float32))
-    if ranks.first:
+    if ranks.is_rank0:
         save_file({name: one.contiguous() for name, one in weights.items()}, path)
 
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from tests.tiny_model import SHAPE, save_tiny_model
 
 from penstock.trainer import Flops
-from penstock.trainer.engines.megatron.arithmetic import flops_of
+from penstock.trainer.engines.megatron import flops_of
 
 pytestmark = pytest.mark.torch
 

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from trainer_support import make_job
 
 from penstock.trainer import train
-from penstock.trainer.engines.megatron.settings import MEND
+from penstock.trainer.engines.megatron import SETUP_HINT
 
 pytestmark = [
     pytest.mark.megatron,
-    pytest.mark.skipif(not INSTALLED, reason=f"no megatron-core and mbridge in {PYTHON}: {MEND}"),
+    pytest.mark.skipif(not INSTALLED, reason=f"no megatron-core and mbridge in {PYTHON}: {SETUP_HINT}"),
     pytest.mark.skipif(
         which("nvidia-smi") is not None, reason="its CPU tests run where Transformer Engine is not there"
     ),

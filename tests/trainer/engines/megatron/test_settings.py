@@ -9,11 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.trainer import (
-    TrainerConfig,
-    UnknownName,
-)
-from penstock.trainer.algorithm import BadJob
+from penstock.common import UnknownName
+from penstock.trainer import BadJob, TrainerConfig
 from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.megatron import settings
 

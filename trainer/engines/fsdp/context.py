@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PackPart:
     """What one rank computes of a pack. l = its tokens, n = its sampled tokens."""
 
     ids: Tensor
@@ -43,14 +43,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class ContextGroup:
     """The ranks that share a pack's tokens, and this one's place among them."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
 
-    def part(self, pack: Pack) -> Part:
+    def part(self, pack: Pack) -> PackPart:
         """This rank's, by itself: every rank has the whole pack."""
         length = -(-len(pack.ids) // self.size)
         ids, positions, bounds = _filled(pack, length * self.size)
@@ -60,7 +60,7 @@ class Context:
         mine = slice(cuts[self.rank], cuts[self.rank + 1])
         counts = tuple(end - begin for begin, end in pairwise(cuts))
         own = slice(start, start + length)
-        return Part(ids[own], positions[own], bounds, pack.predictors[mine] - start, pack.targets[mine], counts)
+        return PackPart(ids[own], positions[own], bounds, pack.predictors[mine] - start, pack.targets[mine], counts)
 
     def join(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
         """[n] of every rank → [N] on every rank. Each rank's loss must be the same function of the result."""
@@ -69,19 +69,19 @@ class Context:
     def to_heads(self, x: Tensor) -> Tensor:
         """[1, H, l, D] of this rank's tokens → [1, H / C, L, D] of its heads."""
         heads, length, width = x.shape[1:]
-        received = _Exchange.apply(x.reshape(self.size, heads // self.size, length, width), self.group)
+        received = Exchange.apply(x.reshape(self.size, heads // self.size, length, width), self.group)
         return received.transpose(0, 1).reshape(1, heads // self.size, self.size * length, width)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """[1, H / C, L, D] of this rank's heads → [1, H, l, D] of its tokens."""
         heads, length, width = x.shape[1], x.shape[2] // self.size, x.shape[3]
-        received = _Exchange.apply(x.reshape(heads, self.size, length, width).transpose(0, 1), self.group)
+        received = Exchange.apply(x.reshape(heads, self.size, length, width).transpose(0, 1), self.group)
         return received.reshape(1, self.size * heads, length, width)
 
 
-def whole(pack: Pack) -> Part:
+def whole_part(pack: Pack) -> PackPart:
     """Of a pack that one rank computes alone."""
-    return Part(pack.ids, pack.positions, pack.row_bounds, pack.predictors, pack.targets, parents=pack.parents)
+    return PackPart(pack.ids, pack.positions, pack.row_bounds, pack.predictors, pack.targets, parents=pack.parents)
 
 
 def _filled(pack: Pack, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +94,7 @@ def _filled(pack: Pack, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, positions, torch.cat([pack.row_bounds, pack.row_bounds.new_tensor([length])])
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """[C, …]: piece c goes to rank c, and the pieces that come stand in the order of their ranks. Its own inverse.
 
     Contiguous copies both ways: a gradient with permuted strides, as attention's is, would be sent in the wrong order.
@@ -119,7 +119,7 @@ def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, counts: tuple[int, ...], context: Context) -> Tensor:
+    def forward(ctx: Any, values: Tensor, counts: tuple[int, ...], context: ContextGroup) -> Tensor:
         start = sum(counts[: context.rank])
         ctx.own = slice(start, start + counts[context.rank])
         padded = values.new_zeros(max(counts))

@@ -5,33 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-
+from penstock.common import Metrics
 from penstock.trainer.sinks import Record, numbers
 
 STEP_BUCKETS_S = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 PHASES = ("wait_s", "train_s", "publish_s")
 
 
-class TrainerMetrics:
+class TrainerMetrics(Metrics):
     """`MetricSink`, asked on rank 0. Every number of ``metrics.jsonl`` is a label of ``penstock_trainer_metric``."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        ProcessCollector(namespace="penstock", registry=registry)
-        self._version = Gauge("penstock_trainer_policy_version", "Version of the newest step", registry=registry)
-        self._steps = Counter("penstock_trainer_steps", "Steps trained, replayed ones too", registry=registry)
-        self._step_s = Histogram(
-            "penstock_trainer_step_seconds", "Whole steps", buckets=STEP_BUCKETS_S, registry=registry
-        )
-        self._phase_s = Counter(
-            "penstock_trainer_phase_seconds", "Time by phase: wait, train, publish", ["phase"], registry=registry
-        )
-        self._tokens = Counter("penstock_trainer_tokens", "Tokens of trained rows", registry=registry)
-        self._episodes = Counter("penstock_trainer_episodes", "Episodes trained", registry=registry)
-        self._metric = Gauge(
-            "penstock_trainer_metric", "Newest value of each number of metrics.jsonl", ["name"], registry=registry
-        )
+        super().__init__("trainer")
+        self._version = self.gauge("policy_version", "Version of the newest step")
+        self._steps = self.counter("steps", "Steps trained, replayed ones too")
+        self._step_s = self.histogram("step_seconds", "Whole steps", buckets=STEP_BUCKETS_S)
+        self._phase_s = self.counter("phase_seconds", "Time by phase: wait, train, publish", ["phase"])
+        self._tokens = self.counter("tokens", "Tokens of trained rows")
+        self._episodes = self.counter("episodes", "Episodes trained")
+        self._metric = self.gauge("metric", "Newest value of each number of metrics.jsonl", ["name"])
 
     def rewind(self, step: int) -> None:
         self._version.set(step)

@@ -134,7 +134,7 @@ def named_weights(model: nn.Module, adapter: Adapter | None) -> Iterator[tuple[s
     yield from ((name, buffer, None) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """A collective where `tensor` is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -142,10 +142,10 @@ def whole(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def merged(tensor: Tensor, change: LowRank | None) -> Tensor:
     """W', whole; in float32 where something is added. A collective where they are sharded."""
-    full = whole(tensor)
+    full = gathered(tensor)
     if change is None:
         return full
-    product = whole(change.b).float() @ whole(change.a).float()
+    product = gathered(change.b).float() @ gathered(change.a).float()
     return torch.add(full.float(), product, alpha=change.scale)
 
 

@@ -2,26 +2,41 @@
 
 Every method is a collective: all ranks call it, in the same order, from the thread that does the torch work.
 Data travels as numbers and JSON, never pickled.
+
+One thread for all torch work of a rank: the event loop stays free, and collectives keep one order.
 """
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
+from penstock.trainer.config import RANKS_FILE_VARIABLE
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+import asyncio
 import atexit
 import gc
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import cached_property
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.trainer.layout import Layout
-from penstock.trainer.meeting import own_store
-from penstock.trainer.mesh import Mesh
+from penstock.trainer.config import Layout
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closable)
 
 
 class Ranks:
@@ -43,13 +58,14 @@ class Ranks:
         self.background = background
         """A group of its own for checkpoint writing: its collectives must not mix with those of the steps."""
         place = layout.place(self.rank, self.world)
-        self.leads = place.leads
+        self.is_replica_leader = place.is_replica_leader
         """First of its copy of the model: does once what concerns the copy's rows."""
+        self._owned: dict[Any, Any] = {}
         self.data: Ranks = self if layout.ranks == 1 else Replicas(self, layout)
         """The copies of the model, each as one rank: sums over tokens and episodes are over these."""
 
     @property
-    def first(self) -> bool:
+    def is_rank0(self) -> bool:
         return self.rank == 0
 
     @classmethod
@@ -65,7 +81,7 @@ class Ranks:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         timeout = timedelta(seconds=timeout_s)
         rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-        store = own_store()
+        store = rendezvous_store()
         if store is None:
             dist.init_process_group(backend, timeout=timeout)
         else:
@@ -77,14 +93,15 @@ class Ranks:
             torch.cuda.set_device(device)
         return cls(device, dist.new_group(backend="gloo", timeout=timeout), layout, timeout)
 
-    @cached_property
-    def mesh(self) -> Mesh:
-        """Of the engine `fsdp`. The first use is a collective."""
-        return Mesh(self.layout, self.device.type, self.timeout)
+    def own(self, make: Callable[[Ranks], C]) -> C:
+        """The one `make(self)` of these ranks: made at the first call, closed before the process group is."""
+        if make not in self._owned:
+            self._owned[make] = make(self)
+        return self._owned[make]
 
     def close(self) -> None:
-        if "mesh" in self.__dict__:
-            self.mesh.close()
+        for owned in self._owned.values():
+            owned.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -120,9 +137,9 @@ class Ranks:
         dist.all_gather(received, padded)
         return [part[:, :size] for part, size in zip(received, sizes, strict=True)]
 
-    def from_first(self, value: Any) -> Any:
+    def from_rank0(self, value: Any) -> Any:
         """Rank 0's JSON data on every rank."""
-        return self.gather(value if self.first else None)[0]
+        return self.gather(value if self.is_rank0 else None)[0]
 
     def _reduce(self, value: float, operation: Any) -> float:
         if self.world == 1:
@@ -145,14 +162,14 @@ class Replicas(Ranks):
         self.world = place.replicas
         self.device = everyone.device
         self.background = everyone.background
-        self.leads = place.leads
+        self.is_replica_leader = place.is_replica_leader
         self.data = self
         self._everyone = everyone
-        self._speaks = place.speaks
-        self._speakers = layout.speakers(everyone.world)
+        self._reports = place.reports
+        self._reporters = layout.reporters(everyone.world)
 
     def sum(self, value: float) -> float:
-        return self._everyone.sum(value if self._speaks else 0.0)
+        return self._everyone.sum(value if self._reports else 0.0)
 
     def max(self, value: float) -> float:
         return self._everyone.max(value)
@@ -160,15 +177,46 @@ class Replicas(Ranks):
     def gather(self, value: Any) -> list[Any]:
         """JSON data of every copy, by copy."""
         everything = self._everyone.gather(value)
-        return [everything[rank] for rank in self._speakers]
+        return [everything[rank] for rank in self._reporters]
 
     def gather_numbers(self, mine: Tensor) -> list[Tensor]:
         """[K, M] of every copy, by copy: the same K and dtype, another M."""
         everything = self._everyone.gather_numbers(mine)
-        return [everything[rank] for rank in self._speakers]
+        return [everything[rank] for rank in self._reporters]
 
 
 def merge_by_name(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """name → the values of all parts that have it."""
     names = {name for part in parts for name in part}
     return {name: [part[name] for part in parts if name in part] for name in sorted(names)}
+
+
+P = ParamSpec("P")
+
+
+T = TypeVar("T")
+
+
+class TorchThread:
+    """`await in_torch(function, *args)` runs it in the thread; calls run one after the other, in order."""
+
+    def __init__(self, threads: int) -> None:
+        # The number of OpenMP threads belongs to the thread that sets it, hence in the initializer.
+        self._pool = ThreadPoolExecutor(1, "torch", initializer=torch.set_num_threads, initargs=(threads,))
+
+    async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+    def close(self) -> None:
+        """Calls not yet begun are dropped; one under way is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def rendezvous_store() -> dist.Store | None:
+    """For ranks of one machine; a rank without torchrun is alone. None: torchrun's environment says where to go."""
+    import torch.distributed as dist
+
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    file = os.environ.get(RANKS_FILE_VARIABLE)
+    return dist.FileStore(file, int(os.environ["WORLD_SIZE"])) if file else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from penstock.trainer.context import Context
+from penstock.trainer.engines.fsdp.context import ContextGroup
 
 NAME = "penstock_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -48,8 +48,8 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
-    context: Context | None = None,
-    seen: Seen | None = None,
+    context: ContextGroup | None = None,
+    seen: VisibleKeys | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, L, D], key and value [1, H_kv, L, D] → [1, L, H, D]. Raises where the rows' bounds do not arrive.
@@ -62,8 +62,8 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
         raise NotImplementedError(f"{type(module).__name__} does not hand on the bounds of packed rows")
     if context is not None:
         query, key, value = (context.to_heads(part) for part in _even_heads(query, key, value, context.size))
-    attend = _by_kernel if query.is_cuda and query.dtype in HALF and KERNEL else _row_by_row
-    seen = seen or Seen(cu_seq_lens_q, cu_seq_lens_q)
+    attend = attend_by_kernel if query.is_cuda and query.dtype in HALF and KERNEL else attend_by_row
+    seen = seen or VisibleKeys(cu_seq_lens_q, cu_seq_lens_q)
     joined = attend(query, seen.of_runs(key), seen.of_runs(value), seen, scaling=scaling, window=sliding_window)
     if context is not None:
         joined = context.to_tokens(joined)
@@ -79,7 +79,7 @@ def _even_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[T
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class VisibleKeys:
     """Which keys each run's queries see: its parent's, then its own up to themselves. R runs."""
 
     queries: Tensor
@@ -90,7 +90,7 @@ class Seen:
     """Where in the pack those keys are; None: as they lie."""
 
     @classmethod
-    def of(cls, bounds: Tensor, parents: Tensor) -> Seen:
+    def of(cls, bounds: Tensor, parents: Tensor) -> VisibleKeys:
         """`Pack.row_bounds` and `Pack.parents`; once for all layers."""
         own = [torch.arange(start, end) for start, end in pairwise(bounds.tolist())]
         pairs = zip(own, parents.tolist(), strict=True)
@@ -103,8 +103,8 @@ class Seen:
         return x if self.places is None else x[:, :, self.places]
 
 
-def _by_kernel(
-    query: Tensor, key: Tensor, value: Tensor, seen: Seen, *, scaling: float | None, window: int | None
+def attend_by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, seen: VisibleKeys, *, scaling: float | None, window: int | None
 ) -> Tensor:
     """All [1, heads, L, D]; the kernel wants [L, heads, D]. Its causal mask ends at the last key of the last query."""
     flat = [part[0].transpose(0, 1).contiguous() for part in (query, key, value)]
@@ -117,8 +117,8 @@ def _by_kernel(
     return found.transpose(0, 1)[None]
 
 
-def _row_by_row(
-    query: Tensor, key: Tensor, value: Tensor, seen: Seen, *, scaling: float | None, window: int | None
+def attend_by_row(
+    query: Tensor, key: Tensor, value: Tensor, seen: VisibleKeys, *, scaling: float | None, window: int | None
 ) -> Tensor:
     keys = seen.keys.diff().tolist()
     rows = zip(query.split(seen.queries.diff().tolist(), 2), key.split(keys, 2), value.split(keys, 2), strict=True)
@@ -175,7 +175,7 @@ def row_bounds_arguments(row_bounds: Tensor, parents: Tensor | None = None) -> d
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    return arguments if parents is None else {**arguments, "seen": Seen.of(row_bounds, parents)}
+    return arguments if parents is None else {**arguments, "seen": VisibleKeys.of(row_bounds, parents)}
 
 
 PROBE = ((1, 2, 3, 4, 5), (5, 3, 1))

@@ -23,7 +23,7 @@ CLOSE_S = 20.0
 Call = Callable[[MetricSink], None]
 
 
-class Beside:
+class AsyncSink:
     """`MetricSink` around the one that `make` gives. Whatever that one does: making it ends within `START_S`, `close`
     within twice `CLOSE_S`, and every other call at once."""
 

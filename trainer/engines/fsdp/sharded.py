@@ -1,44 +1,44 @@
-"""FSDP2: a module's weights, and where it learns AdamW's moments, in shards over a device mesh."""
+"""FSDP2: a module's weights, and where it learns AdamW's moments, in shards over a device mesh.
+
+Over which ranks FSDP's weights lie, and who shares this rank's tokens.
+
+rank = tensor + T · (context + C · replica)            `layout`, without stages
+
+shards    ranks of one place in their tensor groups: each weight, or each part of a split one, lies over them
+tensor    the T ranks that share out each matrix
+context   the C ranks that share out the tokens of each pack
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from penstock.trainer import attention
-from penstock.trainer.config import TrainerConfig
-from penstock.trainer.layout import Layout
+from penstock.trainer.config import Layout, TrainerConfig
+from penstock.trainer.distributed import Ranks
+from penstock.trainer.engine import Update
+from penstock.trainer.engines.fsdp import attention
+from penstock.trainer.engines.fsdp.context import ContextGroup
+from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
 from penstock.trainer.packing import Pack, empty_pack
-from penstock.trainer.ranks import Ranks
-from penstock.trainer.tensor_parallel import CannotSplit, split_over
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One optimizer update."""
-
-    grad_norm: float
-    """Before clipping, over all ranks."""
-    lr: float
-    skipped: bool
-    """Loss or gradient was not finite, on whichever rank: weights and moments are as before, on all."""
-    loss: float = 0.0
-    """sum(loss) / divisor over all ranks."""
-
-
-class Sharded:
+class ShardedModule:
     """A module that takes packs. Every method is a collective over the ranks."""
 
     def __init__(self, module: nn.Module, config: TrainerConfig, ranks: Ranks) -> None:
         self.module = _shard(module, config, ranks)
+        self._mesh = ranks.own(Mesh)
         self._ranks = ranks
 
     @torch.no_grad()
@@ -52,7 +52,7 @@ class Sharded:
                 part.reshard()
         return found
 
-    def freeze(self) -> Sharded:
+    def freeze(self) -> ShardedModule:
         self.module.requires_grad_(False)
         return self
 
@@ -62,7 +62,7 @@ class Sharded:
         return [*packs, *(empty_pack() for _ in range(count - len(packs)))]
 
 
-class Learning(Sharded):
+class TrainableModule(ShardedModule):
     """A sharded module with an optimizer."""
 
     def __init__(self, module: nn.Module, config: TrainerConfig, ranks: Ranks) -> None:
@@ -88,7 +88,7 @@ class Learning(Sharded):
             moved = pack.to(self._ranks.device)
             total = loss(moved, self.module(moved))
             # FSDP2 averages gradients over the shards' ranks; `divisor` counts all ranks, so the sum is wanted.
-            (total * (self._ranks.mesh.size / divisor)).backward()
+            (total * (self._mesh.size / divisor)).backward()
             summed += total.detach()
         return self._ranks.data.sum(float(summed)) / divisor
 
@@ -108,7 +108,7 @@ class Learning(Sharded):
 
 def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     """In place, in this order: split over the tensor group, compiled, computed again in the backward, sharded."""
-    mesh = ranks.mesh
+    mesh = ranks.own(Mesh)
     if not config.offload:
         module.to(ranks.device)
     if mesh.tensor is not None:
@@ -129,13 +129,13 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
 
 
 def _check_context(model: Any, layout: Layout) -> None:
-    """Raises `CannotSplit` for a model whose attention is not ours (it would see this rank's tokens only), or has too
+    """Raises `CannotSplitModel` for a model with another attention (it would see this rank's tokens only), or with too
     few heads."""
     used, heads = model.config._attn_implementation, model.config.get_text_config().num_attention_heads
     if used != attention.NAME:
-        raise CannotSplit(f"{type(model).__name__} runs with attention {used}; set trainer.parallel.context to 1")
+        raise CannotSplitModel(f"{type(model).__name__} runs with attention {used}; set trainer.parallel.context to 1")
     if heads // layout.tensor % layout.context:
-        raise CannotSplit(
+        raise CannotSplitModel(
             f"the model's {heads} heads over trainer.parallel.tensor={layout.tensor} ranks are no multiple of "
             f"trainer.parallel.context={layout.context}"
         )
@@ -168,3 +168,43 @@ def _blocks(module: Any) -> list[nn.Module]:
     """The decoder layers: the modules that the model itself says must not be split."""
     names = set(getattr(module.model, "_no_split_modules", None) or ())
     return [part for part in module.modules() if type(part).__name__ in names]
+
+
+class Mesh:
+    """Creating one is a collective. Use `ranks.own(Mesh)`: all models of a process lie over the same groups."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        layout = ranks.layout
+        self._tensor_size = layout.tensor
+        self.size = dist.get_world_size() // layout.tensor
+        """Ranks over which gradients are averaged."""
+        self._whole = self._device_mesh(ranks.device.type)
+        self.context = _context(layout, ranks.timeout) if layout.context > 1 else None
+
+    def _device_mesh(self, device_type: str) -> DeviceMesh:
+        if self._tensor_size == 1:
+            return init_device_mesh(device_type, (self.size,), mesh_dim_names=("shards",))
+        return init_device_mesh(device_type, (self.size, self._tensor_size), mesh_dim_names=("shards", "tensor"))
+
+    def close(self) -> None:
+        """Let go of the groups. DTensor's caches keep every device mesh as long as the process lives, and a mesh keeps
+        its groups: their threads could abort the ending interpreter."""
+        getattr(self._whole, "_pg_registry", {}).clear()
+
+    @property
+    def shards(self) -> DeviceMesh:
+        return self._whole if self._tensor_size == 1 else self._whole["shards"]
+
+    @property
+    def tensor(self) -> DeviceMesh | None:
+        return None if self._tensor_size == 1 else self._whole["tensor"]
+
+
+def _context(layout: Layout, timeout: timedelta) -> ContextGroup:
+    """Every rank makes all groups, in one order."""
+    among = layout.tensor * layout.context
+    starts = [replica * among + t for replica in range(dist.get_world_size() // among) for t in range(layout.tensor)]
+    members = [[start + c * layout.tensor for c in range(layout.context)] for start in starts]
+    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+    assert group is not None
+    return ContextGroup(group, dist.get_rank(group), layout.context)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from penstock.trainer.algorithm import BadJob
+import lazy_loader
+
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engines import ENGINES
+from penstock.trainer.job import BadJob
 
 if TYPE_CHECKING:
+    from penstock.trainer.distributed import Ranks
     from penstock.trainer.engine import Engine
     from penstock.trainer.job import TrainJob
-    from penstock.trainer.ranks import Ranks
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def check(config: TrainerConfig) -> None:
@@ -30,6 +34,6 @@ def check(config: TrainerConfig) -> None:
 
 @ENGINES.register("fsdp", check=check)
 def open_fsdp(job: TrainJob, ranks: Ranks) -> Engine:
-    from penstock.trainer.engine import FSDPEngine
+    from penstock.trainer.engines.fsdp.engine import FSDPEngine
 
     return FSDPEngine(job.model, job.config, ranks, job.temperature)

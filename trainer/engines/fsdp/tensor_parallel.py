@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PreTrainedModel
 
 
-class CannotSplit(ValueError):
+class CannotSplitModel(ValueError):
     """The model cannot be shared out over a tensor group; the message says why."""
 
 
@@ -65,7 +65,7 @@ LORA: Mapping[str, Mapping[str, str]] = {
 
 
 def split_over(owner: Any, mesh: DeviceMesh) -> None:
-    """The model `owner.model`, and whole what else `owner` has. In place. Raises `CannotSplit`."""
+    """The model `owner.model`, and whole what else `owner` has. In place. Raises `CannotSplitModel`."""
     model = owner.model
     plan = {f"model.{name}": style for name, style in plan_of(model, mesh.size()).items()}
     head = model.get_output_embeddings()
@@ -74,7 +74,9 @@ def split_over(owner: Any, mesh: DeviceMesh) -> None:
         if not list(module.parameters(recurse=False)):
             continue
         if list(module.children()):
-            raise CannotSplit(f"{name} ({type(module).__name__}) has parameters of its own beside those of its parts")
+            raise CannotSplitModel(
+                f"{name} ({type(module).__name__}) has parameters of its own beside those of its parts"
+            )
         # Every rank has loaded the same weights: each takes its part without asking another.
         parallelize_module(module, mesh, _style(plan.get(name)), src_data_rank=None)
     if tied:  # each of the two was distributed by itself
@@ -89,10 +91,10 @@ def _style(name: str | None) -> ParallelStyle:
 
 
 def plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """Module name → style, of every matrix that is split over `size` ranks. Raises `CannotSplit`."""
+    """Module name → style, of every matrix that is split over `size` ranks. Raises `CannotSplitModel`."""
     given = model.tp_plan
     if not given:
-        raise CannotSplit(
+        raise CannotSplitModel(
             f"{type(model).__name__} has no plan for tensor parallelism; set trainer.parallel.tensor to 1"
         )
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in given.items()}
@@ -102,7 +104,9 @@ def plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
     plan = _with_adapters(plan, set(names))
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown:
-        raise CannotSplit(f"{type(model).__name__} asks for {', '.join(unknown)}, which the trainer does not split yet")
+        raise CannotSplitModel(
+            f"{type(model).__name__} asks for {', '.join(unknown)}, which the trainer does not split yet"
+        )
     _check_sizes(model, size)
     return plan
 
@@ -125,7 +129,7 @@ def _with_adapters(plan: Mapping[str, str], names: set[str]) -> dict[str, str]:
             found[name] = style
             continue
         if style not in LORA:
-            raise CannotSplit(f"{name} has an adapter and is split {style}: leave it out of trainer.lora.targets")
+            raise CannotSplitModel(f"{name} has an adapter and is split {style}: leave it out of trainer.lora.targets")
         found |= {f"{name}.{part}": of_part for part, of_part in LORA[style].items()}
     return found
 
@@ -135,7 +139,9 @@ def _check_sizes(model: PreTrainedModel, size: int) -> None:
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, key, None)
         if number is not None and number % size:
-            raise CannotSplit(f"the model's {key} is {number}, which trainer.parallel.tensor={size} does not divide")
+            raise CannotSplitModel(
+                f"the model's {key} is {number}, which trainer.parallel.tensor={size} does not divide"
+            )
 
 
 def _replicate(name: str, module: nn.Module, mesh: DeviceMesh) -> None:

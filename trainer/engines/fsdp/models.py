@@ -5,13 +5,23 @@
 
 Only positions that predict a sampled token go through the output head, whose logits exist a tile at a time
 (`logprobs`). float32 throughout, whatever the model computes in.
+
+The critic: the model's body with a head of one number, the value of the context before each sampled token.
+
+    V_n = w · h(position before n)          w starts at 0: before it has learnt anything every value is 0
+
+    L_n = max((V_n − G_n)², (clip(V_n, V_old − c, V_old + c) − G_n)²) / 2
+
+Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv:1707.06347), equation 9; the clipped value loss
+is that of OpenAI's implementation (Engstrom et al. 2020, "Implementation Matters in Deep RL", arXiv:2005.12729,
+on value function clipping).
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,23 +29,20 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
-from penstock.trainer.attention import PROBE, keeps_shared_prompts, row_bounds_arguments, use_packed_attention
 from penstock.trainer.config import TrainerConfig
-from penstock.trainer.context import Context, Part, whole
-from penstock.trainer.logprobs import Head, token_logprobs
-from penstock.trainer.lora import Adapter
+from penstock.trainer.engine import Outputs
+from penstock.trainer.engines.fsdp.attention import (
+    PROBE,
+    keeps_shared_prompts,
+    row_bounds_arguments,
+    use_packed_attention,
+)
+from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart, whole_part
+from penstock.trainer.engines.fsdp.lora import Adapter
+from penstock.trainer.logprobs import Head, entropies, target_logprobs, token_logprobs
 from penstock.trainer.packing import Pack
 
 logger = logging.getLogger(__name__)
-
-
-class Outputs(NamedTuple):
-    """What the policy says about N sampled tokens, float32."""
-
-    logprobs: Tensor
-    """[N]"""
-    entropy: Tensor | None
-    """[N] None where it is not asked for"""
 
 
 class Policy(nn.Module):
@@ -47,7 +54,7 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.with_entropy = with_entropy
         self.adapter: Adapter | None = None
-        self.context: Context | None = None
+        self.context: ContextGroup | None = None
         """Set where other ranks have a part of each pack's tokens."""
         self.head = _head_of(model, temperature)
         """None where the model changes its logits in a way that `Head` does not know: it is then called whole."""
@@ -60,14 +67,14 @@ class Policy(nn.Module):
 
     def forward(self, pack: Pack) -> Outputs:
         """Of `pack.targets`."""
-        part = self.context.part(pack) if self.context else whole(pack)
+        part = self.context.part(pack) if self.context else whole_part(pack)
         logprobs, entropy = self._of_part(part)
         if self.context is None:
             return Outputs(logprobs, entropy)
         joined = self.context.join(logprobs, part.counts)
         return Outputs(joined, None if entropy is None else self.context.join(entropy, part.counts))
 
-    def _of_part(self, part: Part) -> tuple[Tensor, Tensor | None]:
+    def _of_part(self, part: PackPart) -> tuple[Tensor, Tensor | None]:
         inputs = model_inputs(part, self.context)
         if self.head is None:
             logits = self.model(**inputs).logits[0][part.predictors]
@@ -78,24 +85,12 @@ class Policy(nn.Module):
         return token_logprobs(hidden, weight, bias, part.targets, head, with_entropy=self.with_entropy)
 
 
-def model_inputs(part: Part, context: Context | None) -> dict[str, Any]:
+def model_inputs(part: PackPart, context: ContextGroup | None) -> dict[str, Any]:
     """Keyword arguments of a transformers model for one part of a pack."""
     arguments = row_bounds_arguments(part.row_bounds, part.parents)
     if context is not None:
         arguments["context"] = context
     return {"input_ids": part.ids[None], "position_ids": part.positions[None], "use_cache": False, **arguments}
-
-
-def target_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """logits [N, V], targets [N] → logprobs [N], float32."""
-    scaled = logits.float() / temperature
-    return scaled.gather(-1, targets[:, None]).squeeze(-1) - scaled.logsumexp(-1)
-
-
-def entropies(logits: Tensor, temperature: float) -> Tensor:
-    """logits [N, V] → [N], float32: logsumexp(z) − Σ p · z"""
-    scaled = logits.float() / temperature
-    return scaled.logsumexp(-1) - (scaled.softmax(-1) * scaled).sum(-1)
 
 
 def load_policy(model: str, temperature: float, config: TrainerConfig | None = None) -> Policy:
@@ -164,3 +159,31 @@ def _head_settings(model: PreTrainedModel) -> Head:
     config = model.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     return Head(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+
+
+class Critic(nn.Module):
+    """Sharded as a whole, like the policy."""
+
+    def __init__(self, body: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.model = body
+        self.context: ContextGroup | None = None
+        """As `Policy.context`."""
+        self.head = nn.Linear(hidden_size, 1, bias=False)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, pack: Pack) -> Tensor:
+        """Values [N], float32, of the contexts before `pack.targets`."""
+        part = self.context.part(pack) if self.context else whole_part(pack)
+        hidden = self.model(**model_inputs(part, self.context)).last_hidden_state[0]
+        # A sum over the one column: FSDP's hook on the output would be lost with a view.
+        values = self.head(hidden[part.predictors]).float().sum(-1)
+        return self.context.join(values, part.counts) if self.context else values
+
+
+def load_critic(model: str, config: TrainerConfig) -> Critic:
+    """float32 master weights, the body's from `model`, without dropout. The whole critic learns, also beside LoRA."""
+    loaded = load_model(model)
+    if config.liger:
+        use_liger(loaded)
+    return Critic(loaded.base_model, loaded.config.get_text_config().hidden_size)

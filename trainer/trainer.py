@@ -1,4 +1,7 @@
-"""The parts of one trainer process, built in the order in which a restart needs them, closed in the opposite one."""
+"""The parts of one trainer process, built in the order in which a restart needs them, closed in the opposite one.
+
+What rank 0 alone has: the data's feeder, the recorder with its sinks, the evaluator.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +16,41 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 
 from penstock.trainer.bad_batch import BadBatches
-from penstock.trainer.batch import BadBatch, StepBatch, refuse_together
-from penstock.trainer.credit import means_by_episode
-from penstock.trainer.engine import Engine
+from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
+from penstock.trainer.checks import needs_of_advantage
+from penstock.trainer.data import DataStream, Feeder, load_rows
+from penstock.trainer.distributed import Ranks, TorchThread
+from penstock.trainer.engine import Engine, peak_tflops
 from penstock.trainer.engines import ENGINES
 from penstock.trainer.evaluate import Evaluator
 from penstock.trainer.export import save_final_model
-from penstock.trainer.feeder import Feeder
-from penstock.trainer.first_rank import first_rank_parts
-from penstock.trainer.flops import peak_tflops
-from penstock.trainer.job import TrainJob
-from penstock.trainer.learner import Learner
+from penstock.trainer.job import BadJob, TrainJob
+from penstock.trainer.learner import Learner, raise_together
+from penstock.trainer.metrics import means_by_episode
 from penstock.trainer.publish import Publisher
-from penstock.trainer.ranks import Ranks
 from penstock.trainer.recorder import Recorder
-from penstock.trainer.saver import Saver
+from penstock.trainer.saver import Saver, Spiller
+from penstock.trainer.sinks import SINKS, MetricSink, SinkJob
+from penstock.trainer.sinks.async_sink import AsyncSink
 from penstock.trainer.source import BatchSource
-from penstock.trainer.spiller import Spiller
-from penstock.trainer.timeline import STEPS, Timeline
-from penstock.trainer.torch_thread import TorchThread
-from penstock.transfer_queue import DataCursor
+from penstock.trainer.stopping import Stopping
+from penstock.trainer.timeline import Timeline, Track
+from penstock.transfer_queue import DataCursor, QueueError, check_quotas
 
 CLOSE_TIMEOUT_S = 10.0
+
+
 P = ParamSpec("P")
+
+
 T = TypeVar("T")
+
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Parts:
+class Trainer:
     """What the loop works with. `recorder`, `evaluator` and `feeder` are there on rank 0 only."""
 
     job: TrainJob
@@ -66,7 +74,7 @@ class Parts:
 
     @classmethod
     @asynccontextmanager
-    async def started(cls, job: TrainJob) -> AsyncIterator[Parts]:
+    async def started(cls, job: TrainJob) -> AsyncIterator[Trainer]:
         """Bad data and a bad model are found before anything is changed in the queue."""
         async with AsyncExitStack() as stack:
             in_torch = TorchThread(job.config.threads)
@@ -74,22 +82,22 @@ class Parts:
             # Longer than a batch may take: one rank may hold its batch while another still waits for it.
             ranks = await in_torch(Ranks.open, job.config.batch_timeout_s + 120, job.config.parallel.layout)
             stack.push_async_callback(_close_ranks, in_torch, ranks)
-            timeline = Timeline(job.run_dir if ranks.first else None)
+            timeline = Timeline(job.run_dir if ranks.is_rank0 else None)
             stack.callback(timeline.write)
             feeder, recorder, evaluator = (
-                await asyncio.to_thread(first_rank_parts, job, timeline) if ranks.first else [None] * 3
+                await asyncio.to_thread(first_rank_parts, job, timeline) if ranks.is_rank0 else [None] * 3
             )
             engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
             publisher = Publisher(job, engine, ranks, in_torch, timeline)
             saver = Saver(job, engine, ranks, in_torch, timeline)
-            spiller = Spiller(job, publisher, ranks.first, leads=ranks.leads)
+            spiller = Spiller(job, publisher, ranks.is_rank0, is_replica_leader=ranks.is_replica_leader)
             source = BatchSource(
                 job,
                 feeder,
                 engine.limits,
                 ranks.data.rank,
                 ranks.data.world,
-                remind=publisher.remind if ranks.first else None,
+                remind=publisher.remind if ranks.is_rank0 else None,
             )
             for part in (saver, publisher, spiller, evaluator, source):
                 if part is not None:
@@ -109,22 +117,22 @@ class Parts:
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
         """The step's batch; None on all ranks where any was told to stop. Raises `BadBatch` on all ranks."""
         batch, problem = None, ""
-        with self.timeline.during(STEPS, "wait", step):
+        with self.timeline.during(Track.STEPS, "wait", step):
             try:
                 batch = await self.source.take(step, stop)
             except BadBatch as error:
                 problem = str(error)
-        await self.in_torch(refuse_together, self.ranks, problem)
+        await self.in_torch(raise_together, self.ranks, problem)
         return None if await self.in_torch(self.ranks.any, batch is None) else batch
 
     async def work(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """In the torch thread; a phase of the step under way."""
-        with self.timeline.during(STEPS, name, self.step):
+        with self.timeline.during(Track.STEPS, name, self.step):
             return await self.in_torch(function, *args, **kwargs)
 
     async def announce(self, version: int) -> None:
         """The weights are copied, and go out in the background; the version before is waited for."""
-        with self.timeline.during(STEPS, "announce", self.step):
+        with self.timeline.during(Track.STEPS, "announce", self.step):
             await self.publisher.announce(version)
 
     async def record(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
@@ -146,7 +154,7 @@ class Parts:
         }
         times |= self._speed(metrics, busy_s)
         by_episode = means_by_episode(advantages, batch)
-        with self.timeline.during(STEPS, "record", batch.step):
+        with self.timeline.during(Track.STEPS, "record", batch.step):
             await asyncio.to_thread(self.recorder.step, batch, {**metrics, **times}, by_episode)
         await asyncio.to_thread(self.timeline.write)
 
@@ -160,7 +168,7 @@ class Parts:
         return {"tflops_per_s": tflops, **({"mfu": tflops / peak} if peak else {})}
 
     async def save(self) -> None:
-        with self.timeline.during(STEPS, "save", max(self.step - 1, 0)):
+        with self.timeline.during(Track.STEPS, "save", max(self.step - 1, 0)):
             await self.spiller.settle()
             await self.saver.save(self.step, self.feeder.cursor if self.feeder else DataCursor(), self.publisher)
 
@@ -169,7 +177,7 @@ class Parts:
         if not self.job.config.stop.enabled:
             return False
         verdict = self.recorder.why_over() if self.recorder is not None else None
-        self.over = str(await self.in_torch(self.ranks.from_first, verdict or ""))
+        self.over = str(await self.in_torch(self.ranks.from_rank0, verdict or ""))
         return bool(self.over)
 
     def evaluate(self) -> None:
@@ -194,7 +202,7 @@ class Parts:
 
     async def _resume(self) -> None:
         self.step = await self.saver.restore()
-        if self.ranks.first:
+        if self.ranks.is_rank0:
             again = await self.job.queue.rewind(self.step)
             logger.info("step %d of %d, %d recorded batches to replay", self.step, self.job.config.steps, again)
         # No rank leases before the queue is rewound.
@@ -215,3 +223,26 @@ async def _close_ranks(in_torch: TorchThread, ranks: Ranks) -> None:
         logger.error(
             "torch work did not end within %.0f s; the process group is left to the operating system", CLOSE_TIMEOUT_S
         )
+
+
+def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorder, Evaluator]:
+    """Raises `BadJob`, `DataError`: bad data is found before anything is changed in the queue."""
+    rows = load_rows(job.train_data)
+    try:
+        check_quotas(job.limits, {row.data_source for row in rows})
+    except QueueError as error:
+        raise BadJob(f"{error} (dataset {job.train_data})") from error
+    eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
+    stream = DataStream(len(rows), job.seed, job.shuffle)
+    sampling = {"greedy_member": GREEDY_MEMBER} if "greedy" in needs_of_advantage(job.config) else None
+    feeder = Feeder(job.queue, job.limits, rows, stream, job.config.steps, sampling=sampling)
+    stopping, sinks = Stopping(job.config.stop), [*job.watchers, *_sinks(job)]
+    recorder = Recorder(job.run_dir, job.model, job.config.save_trajectories, stopping, sinks)
+    return feeder, recorder, Evaluator(job.queue, eval_rows, recorder, timeline)
+
+
+def _sinks(job: TrainJob) -> list[MetricSink]:
+    """Those that the recipe names; the recorder has ``jsonl`` by itself."""
+    told = SinkJob(job.run_dir, job.settings)
+    names = [name for name in dict.fromkeys(job.config.sinks) if name != "jsonl"]
+    return [AsyncSink(name, SINKS.get(name), told) for name in names]

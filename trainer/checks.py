@@ -1,0 +1,105 @@
+"""Whether the parts of a run fit together, checked before anything is loaded.
+
+Do the parts of a run's algorithm fit together? Asked before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.engines import check_engine
+from penstock.trainer.job import BadJob, TrainJob
+from penstock.trainer.sinks import SINKS
+from penstock.trainer.stopping import EVALUATION
+
+
+def check_job(job: TrainJob) -> None:
+    """Raises `BadJob`, `UnknownName` for an algorithm or sink that is not registered, `BadOptions` for settings."""
+    config = job.config
+    if job.limits.max_staleness > 0 and config.correction is None:
+        raise BadJob(
+            f"max_staleness is {job.limits.max_staleness} and trainer.correction is null: stale tokens without an "
+            "off-policy correction collapse a run. Set trainer.correction (truncated_is) or max_staleness=0"
+        )
+    check_algorithm(config, job.limits.group_size)
+    if job.limits.filter_groups == "zero_variance" and config.turn_reward_weight:
+        raise BadJob(
+            "transfer_queue.filter_groups is zero_variance and trainer.turn_reward_weight "
+            f"{config.turn_reward_weight}: groups of equal rewards would be filtered although their turns differ. Set "
+            "the one to none, or the other to 0"
+        )
+    _check_stop(job)
+    for sink in config.sinks:
+        SINKS.get(sink)
+    if config.minibatches > job.limits.groups_per_step:
+        raise BadJob(
+            f"trainer.minibatches is {config.minibatches}, groups_per_step only {job.limits.groups_per_step}: "
+            "every minibatch needs a group"
+        )
+    check_engine(config)
+    per_replica = config.parallel.layout.ranks
+    if config.ranks > job.limits.groups_per_step * per_replica:
+        copies = f" ({config.ranks // per_replica} copies of the model)" if per_replica > 1 else ""
+        raise BadJob(
+            f"trainer.ranks is {config.ranks}{copies}, groups_per_step only {job.limits.groups_per_step}: ranks train "
+            "whole groups, and some would never have one. Raise groups_per_step or lower trainer.ranks"
+        )
+    if job.transport in ("http", "collective") and not job.token:
+        raise BadJob(f"weights over {job.transport} need the run's token: anybody could read them")
+    if job.temperature <= 0:
+        raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")
+
+
+def _check_stop(job: TrainJob) -> None:
+    stop, every = job.config.stop, job.config.eval_every
+    if stop.enabled and stop.metric.startswith(EVALUATION) and not (job.eval_data and every):
+        missing = "data.eval is not set" if not job.eval_data else "trainer.eval_every is 0"
+        raise BadJob(f"trainer.stop.metric is {stop.metric}, and {missing}: it would never be there")
+
+
+def check_algorithm(config: TrainerConfig, group_size: int) -> None:
+    """Raises `BadJob`, `UnknownName` or `BadOptions`."""
+    from penstock.trainer.advantages import ADVANTAGES
+    from penstock.trainer.corrections import CORRECTIONS
+    from penstock.trainer.filters import FILTERS
+    from penstock.trainer.losses import LOSSES
+
+    ADVANTAGES.bind(config.advantage, config.advantage_options)
+    LOSSES.bind(config.loss, config.loss_options)
+    if config.correction is not None:
+        CORRECTIONS.bind(config.correction, config.correction_options)
+    if config.filter is not None:
+        FILTERS.bind(config.filter, config.filter_options)
+    _check_needs(config, needs_of_advantage(config), group_size)
+    _check_settings(config)
+
+
+def needs_of_advantage(config: TrainerConfig) -> frozenset[str]:
+    """What the run must have for its estimator, see `registry.needs_of`."""
+    from penstock.trainer.advantages import ADVANTAGES, needs_of
+
+    return needs_of(ADVANTAGES.get(config.advantage))
+
+
+def _check_needs(config: TrainerConfig, needs: frozenset[str], group_size: int) -> None:
+    if needs & {"groups", "greedy"} and group_size < 2:
+        raise BadJob(
+            f"trainer.advantage={config.advantage} compares the episodes of one task, and group_size is {group_size}: "
+            "set group_size to 2 or more"
+        )
+    if config.critic.warmup_steps and "values" not in needs:
+        raise BadJob(
+            f"trainer.critic.warmup_steps is {config.critic.warmup_steps}, and trainer.advantage={config.advantage} "
+            "has no critic: use gae, turn_gae or vapo"
+        )
+
+
+def _check_settings(config: TrainerConfig) -> None:
+    if config.aggregation == "constant" and not config.aggregation_length:
+        raise BadJob("trainer.aggregation=constant divides by trainer.aggregation_length, which is 0: set it")
+    if config.kl.target is not None and not config.kl.in_reward:
+        raise BadJob("trainer.kl.target steers trainer.kl.in_reward, which is 0: set where it starts")
+    if config.proximal == "behaviour" and config.correction is not None:
+        raise BadJob(
+            "trainer.proximal=behaviour leaves nothing for a correction to correct: set trainer.correction=null and "
+            "max_staleness=0, or another trainer.proximal"
+        )

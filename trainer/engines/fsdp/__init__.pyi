@@ -1,0 +1,16 @@
+from .attention import VisibleKeys as VisibleKeys
+from .attention import attend_by_kernel as attend_by_kernel
+from .attention import attend_by_row as attend_by_row
+from .attention import packed_attention as packed_attention
+from .context import ContextGroup as ContextGroup
+from .context import Exchange as Exchange
+from .context import whole_part as whole_part
+from .engine import FSDPEngine as FSDPEngine
+from .lora import Adapter as Adapter
+from .models import Policy as Policy
+from .models import load_policy as load_policy
+from .models import model_inputs as model_inputs
+from .sharded import Mesh as Mesh
+from .tensor_parallel import CannotSplitModel as CannotSplitModel
+from .tensor_parallel import plan_of as plan_of
+from .tensor_parallel import split_over as split_over

@@ -1,0 +1,154 @@
+"""The engine `fsdp`: the policy, and where the algorithm needs them a reference policy and a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from penstock.trainer.advantages import ADVANTAGES, needs_of
+from penstock.trainer.batch import ModelLimits
+from penstock.trainer.checkpoint import CheckpointInfo
+from penstock.trainer.config import TrainerConfig, learning_rate
+from penstock.trainer.distributed import Ranks
+from penstock.trainer.engine import Flops, PackLoss, Update, ValueLoss
+from penstock.trainer.engines.fsdp.lora import gathered, merged, named_weights
+from penstock.trainer.engines.fsdp.models import Policy, load_critic, load_policy
+from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule
+from penstock.trainer.packing import Pack
+
+
+class FSDPEngine:
+    """Any `AutoModelForCausalLM`. One rank by default; more give the same numbers, up to rounding."""
+
+    def __init__(self, model: str, config: TrainerConfig, ranks: Ranks, temperature: float = 1.0) -> None:
+        self.config = config
+        self.temperature = temperature
+        self._ranks = ranks
+        self.policy: Policy = load_policy(model, temperature, config)
+        self.limits = _model_limits(self.policy)
+        self.flops = Flops.of(self.policy.model, learns_all=self.policy.adapter is None)
+        self._actor = TrainableModule(self.policy, config, ranks)
+        self.reference: ShardedModule | None = None
+        if config.kl.needs_reference and self.policy.adapter is None:
+            self.reference = ShardedModule(load_policy(model, temperature), config, ranks).freeze()
+        self.critic: TrainableModule | None = None
+        if "values" in needs_of(ADVANTAGES.get(config.advantage)):
+            self.critic = TrainableModule(load_critic(model, config), config, ranks)
+        self.kl_coefficient = config.kl.in_reward
+
+    @property
+    def has_critic(self) -> bool:
+        return self.critic is not None
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Not over several ranks of a pack's tokens: they cut packs by place, and shared prompts are out of order."""
+        return self.config.share_prompts and self.policy.shares_prompts and self.policy.context is None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._actor.optimizer
+
+    def score(self, packs: Sequence[Pack]) -> list[Tensor]:
+        return [outputs.logprobs.cpu() for outputs in self._actor.score(packs)]
+
+    def score_reference(self, packs: Sequence[Pack]) -> list[Tensor]:
+        if self.policy.adapter is not None:
+            with self.policy.adapter.off():
+                return self.score(packs)
+        assert self.reference is not None
+        return [outputs.logprobs.cpu() for outputs in self.reference.score(packs)]
+
+    def values(self, packs: Sequence[Pack]) -> list[Tensor]:
+        assert self.critic is not None
+        return [values.cpu() for values in self.critic.score(packs)]
+
+    def update(self, packs: Sequence[Pack], loss: PackLoss, divisor: float, step: int) -> Update:
+        return self._actor.update(packs, loss, divisor, learning_rate(self.config, step))
+
+    def update_critic(self, packs: Sequence[Pack], loss: ValueLoss, divisor: float) -> Update:
+        assert self.critic is not None
+        return self.critic.update(packs, loss, divisor, self.config.critic.lr)
+
+    def weights(self, dtype: torch.dtype, *, with_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):
+            full = merged(tensor, change if with_adapter else None)
+            if self._ranks.is_rank0:
+                yield name, full.detach().to("cpu", dtype if full.is_floating_point() else None, copy=True)
+
+    @property
+    def adapter_settings(self) -> dict[str, Any] | None:
+        return self.policy.adapter.settings if self.policy.adapter else None
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.policy.adapter is not None
+        for name, tensor in self.policy.adapter.tensors():
+            full = gathered(tensor)
+            if self._ranks.is_rank0:
+                yield name, full.detach().to("cpu", torch.float32, copy=True)
+
+    def begin_save(self, path: Path) -> Future[Any]:
+        state = {**_model_state(self), f"rng_{self._ranks.rank}": torch.get_rng_state()}
+        future = dcp.async_save(state, checkpoint_id=path, process_group=self._ranks.background)
+        assert isinstance(future, Future)
+        return future
+
+    def load(self, found: CheckpointInfo) -> None:
+        state, rng = _model_state(self), f"rng_{self._ranks.rank}"
+        existed = self._ranks.rank < found.ranks
+        if existed:
+            state[rng] = torch.get_rng_state()
+        dcp.load(state, checkpoint_id=found.path)
+        _restore(self, state)
+        if existed:
+            torch.set_rng_state(state[rng])
+
+    def save_model(self, folder: Path, *, with_adapter: bool = True) -> None:
+        weights = dict(self.weights(torch.float32, with_adapter=with_adapter))
+        if self._ranks.is_rank0:
+            self.policy.model.save_pretrained(folder, state_dict=weights)
+
+    def save_adapter(self, folder: Path) -> None:
+        tensors = dict(self.adapter_weights())
+        if self._ranks.is_rank0 and self.policy.adapter is not None:
+            self.policy.adapter.save(folder, tensors)
+
+
+def _model_limits(policy: Policy) -> ModelLimits:
+    config = policy.model.config.get_text_config()
+    return ModelLimits(config.max_position_embeddings, config.vocab_size, config.hidden_size)
+
+
+def _model_state(engine: FSDPEngine) -> dict[str, Any]:
+    model, optimizer = get_state_dict(engine.policy, engine.optimizer)
+    state: dict[str, Any] = {"model": _learned(engine, model), "optimizer": optimizer}
+    state["kl_coefficient"] = torch.tensor(engine.kl_coefficient, dtype=torch.float64)
+    if engine.critic is not None:
+        state["critic"], state["critic_optimizer"] = get_state_dict(engine.critic.module, engine.critic.optimizer)
+    return state
+
+
+def _learned(engine: FSDPEngine, model: dict[str, Any]) -> dict[str, Any]:
+    """Under LoRA its matrices alone: all else is in the run's model folder."""
+    if engine.adapter_settings is None:
+        return model
+    learning = {name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad}
+    return {name: value for name, value in model.items() if name in learning}
+
+
+def _restore(engine: FSDPEngine, state: dict[str, Any]) -> None:
+    model, moments = state["model"], state["optimizer"]
+    options = StateDictOptions(strict=engine.adapter_settings is None)
+    set_state_dict(engine.policy, engine.optimizer, model_state_dict=model, optim_state_dict=moments, options=options)
+    engine.kl_coefficient = float(state["kl_coefficient"])
+    if engine.critic is not None:
+        model, moments = state["critic"], state["critic_optimizer"]
+        critic = engine.critic
+        set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)

@@ -1,0 +1,246 @@
+"""From logprobs to the loss of a pack: correction, policy loss, KL and entropy, each token times its weight.
+
+From one loss per token to one number: the weight of each token, and what the sum is divided by.
+
+    L = Σ_n w_n · l_n / D        n over the trained tokens of a minibatch on all ranks, e(n) the token's episode
+
+    token_mean     w = 1                  D = trained tokens              DAPO (arXiv:2503.14476), equation 8
+    episode_mean   w = 1 / tokens of e    D = episodes                    GRPO (arXiv:2402.03300), equation 3
+    episode_sum    w = 1                  D = episodes                    sequence mean of token sums
+    constant       w = 1                  D = episodes · length           Dr. GRPO (arXiv:2503.20783), section 3.2
+
+An episode is the sequence, however many segments its tokens lie in: they share its weight. Episodes without a trained
+token count nowhere. D is counted over all ranks before the first forward, so the split over packs and ranks changes
+nothing.
+
+Losses that treat a few tokens in another way choose them among all trained tokens of a minibatch, on all ranks.
+
+The proximal policy: what an update must stay near, and what the behaviour policy is corrected to.
+
+    recomputed     the policy at the start of the step: the training forward itself with one minibatch, scored with more
+    interpolated   logπ_prox = logπ_behave + s/(s + 1) · (logπ − logπ_behave),   s = the token's staleness
+    behaviour      the engine's own logprobs: no correction is left to make
+
+Decoupled PPO: Hilton et al. 2022 (arXiv:2110.00641). Interpolation: Li et al. 2025, "A-3PO: Accelerating Asynchronous
+LLM Training with Staleness-aware Proximal Policy Approximation" (arXiv:2512.06547): a policy s versions ahead of the
+one that sampled, on the way to the one that this step makes, s + 1 versions ahead. It spares a forward pass.
+
+KL to the reference policy, estimated from the logprobs of sampled tokens, and the controller of its coefficient.
+
+    d = logπ − logπ_ref
+    k1 = d                        unbiased, may be negative
+    k2 = d² / 2                   biased, its gradient is that of KL
+    k3 = exp(−d) − 1 + d          unbiased, never negative
+    low_variance                  k3 with d held within ±20 and the result within ±10
+
+Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html). k3 is GRPO's, arXiv:2402.03300,
+equation 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.common import options_of
+from penstock.trainer.config import TrainerConfig
+from penstock.trainer.corrections import CORRECTIONS, Corrected, CorrectionInput
+from penstock.trainer.distributed import Ranks
+from penstock.trainer.engine import Outputs
+from penstock.trainer.losses import LOSSES, LossInput
+from penstock.trainer.metrics import MetricAccumulator
+from penstock.trainer.packing import Pack
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What a rank's minibatch is trained towards. N counts the rank's sampled tokens, E its episodes."""
+
+    advantages: Tensor
+    """[N] float32"""
+    episode_weights: Tensor
+    """[E] float64, the loss of each token counts this often: aggregation times filter"""
+    chosen: Tensor | None = None
+    """[N] bool, see `losses.Choice`"""
+
+
+class Objective:
+    """The engine's `PackLoss` for one minibatch; tallies what is measured on the way."""
+
+    def __init__(self, config: TrainerConfig, targets: Targets, tally: MetricAccumulator) -> None:
+        self._config = config
+        self._targets = targets
+        self._tally = tally
+        self._loss = LOSSES.bind(config.loss, config.loss_options)
+        self._correction = CORRECTIONS.bind(config.correction, config.correction_options) if config.correction else None
+
+    def __call__(self, pack: Pack, outputs: Outputs) -> Tensor:
+        # Tokens that are not trained on are left out here, not multiplied by 0: 0 · inf would still spoil the gradient.
+        kept = pack.mask
+        behaviour, logprobs = pack.behaviour[kept], outputs.logprobs[kept]
+        proximal = proximal_logprobs(self._config.proximal, pack, outputs.logprobs)[kept]
+        corrected = self._corrected(CorrectionInput(proximal, behaviour, pack.segment[kept]))
+        given = LossInput(
+            logprobs,
+            proximal,
+            behaviour,
+            self._of_tokens(self._targets.advantages, pack.token[kept]),
+            corrected.weights,
+            pack.segment[kept],
+            self._of_tokens(self._targets.chosen, pack.token[kept]) if self._targets.chosen is not None else None,
+        )
+        result = self._loss(given)
+        per_token = torch.where(corrected.kept, result.per_token, 0.0)
+        metrics = {"loss": per_token, **result.metrics, "tokens_rejected_share": ~corrected.kept}
+        per_token = per_token + self._penalties(pack, outputs, metrics)
+        self._measure(pack, logprobs, proximal, corrected)
+        self._add(metrics)
+        weights = self._targets.episode_weights.to(logprobs.device)[pack.episode[kept]].to(per_token.dtype)
+        # `logprobs.sum() * 0` keeps the graph where no token is kept: the other ranks' backward waits for this one's.
+        return (per_token * weights).sum() if bool(kept.any()) else outputs.logprobs.sum() * 0
+
+    def _of_tokens(self, values: Tensor, token: Tensor) -> Tensor:
+        return values.to(token.device)[token]
+
+    def _corrected(self, given: CorrectionInput) -> Corrected:
+        if self._correction is None:
+            ones = torch.ones_like(given.proximal)
+            return Corrected(ones, ones.bool())
+        return self._correction(given)
+
+    def _penalties(self, pack: Pack, outputs: Outputs, metrics: dict[str, Tensor]) -> Tensor:
+        """[kept] coefficient · KL − bonus · entropy"""
+        total = torch.zeros_like(outputs.logprobs[pack.mask])
+        if pack.reference is not None:
+            difference = outputs.logprobs[pack.mask] - pack.reference[pack.mask]
+            metrics["kl_reference"] = ESTIMATORS[self._config.kl.estimator](difference)
+            total = total + self._config.kl.in_loss * metrics["kl_reference"]
+        if outputs.entropy is not None:
+            metrics["entropy"] = outputs.entropy[pack.mask]
+            total = total - self._config.entropy_bonus * metrics["entropy"]
+        return total
+
+    def _measure(self, pack: Pack, logprobs: Tensor, proximal: Tensor, corrected: Corrected) -> None:
+        """The mismatch between trainer and engine, always: against the start of the step, whatever `proximal` is."""
+        behaviour = pack.behaviour[pack.mask]
+        start = logprobs.detach() if pack.proximal is None else pack.proximal[pack.mask]
+        difference = (start - behaviour).double()
+        ratio = difference.exp()
+        measured = {
+            "logprob_abs_diff": difference.abs()[pack.same_version[pack.mask]],
+            "logprob_abs_diff_all": difference.abs(),
+            "kl_k3": ratio - 1 - difference,
+            "is_ratio": ratio,
+            "is_ratio_squared": ratio.square(),
+            "is_weight": torch.where(corrected.kept, corrected.weights, 0.0),
+            "staleness": pack.staleness[pack.mask],
+            "policy/kl_proximal": (proximal - logprobs.detach()),
+        }
+        for name, values in measured.items():
+            self._tally.add(name, values.double().cpu().numpy())
+
+    def _add(self, metrics: Mapping[str, Tensor]) -> None:
+        for name, values in metrics.items():
+            self._tally.add(f"policy/{name}", values.detach().double().cpu().numpy())
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """All [N] → [N]; only `values` carries a gradient."""
+    near = torch.clamp(values, old - clip, old + clip)
+    return torch.maximum((values - returns).square(), (near - returns).square()) / 2
+
+
+def trained_tokens(packs: Sequence[Pack], episodes: int) -> Tensor:
+    """[E] int64, trained tokens of each episode of this rank in `packs`"""
+    counts = torch.zeros(episodes, dtype=torch.long)
+    for pack in packs:
+        counts += torch.bincount(pack.episode[pack.mask], minlength=episodes)
+    return counts
+
+
+def episode_weights(aggregation: str, tokens: Tensor) -> Tensor:
+    """tokens [E] → [E] float64, the weight of each token of an episode"""
+    if aggregation == "episode_mean":
+        return 1.0 / tokens.clamp(min=1).double()
+    return torch.ones(len(tokens), dtype=torch.float64)
+
+
+def divisor(aggregation: str, tokens: float, episodes: float, length: int) -> float:
+    """D from the trained tokens and the episodes that have any, of all ranks."""
+    if aggregation == "token_mean":
+        return tokens
+    return episodes * length if aggregation == "constant" else episodes
+
+
+def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
+    """All [M] → (A − mean A)(logπ − mean logπ), [M]"""
+    return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+
+
+def select_tokens(
+    config: TrainerConfig, packs: Sequence[Pack], advantages: Tensor, step: int, ranks: Ranks
+) -> Tensor | None:
+    """advantages [N] → [N] bool; None where the loss has no choice to make. A collective."""
+    loss = LOSSES.get(config.loss)
+    choose = getattr(loss, "choose", None)
+    if choose is None:
+        return None
+    mine = torch.zeros_like(advantages, dtype=torch.bool)
+    logprobs = torch.zeros_like(advantages)
+    for pack in packs:
+        assert pack.proximal is not None, "a loss that chooses is scored first"
+        mine[pack.token[pack.mask]] = True
+        logprobs[pack.token] = pack.proximal.double()
+    parts = ranks.gather_numbers(torch.stack([advantages[mine], logprobs[mine]]))
+    everything = torch.cat(parts, dim=1)
+    # The same draw on every rank, and again when a step is replayed.
+    generator = torch.Generator().manual_seed(step)
+    given = {**options_of(loss), **config.loss_options}
+    settings = {name: given[name] for name in options_of(choose)}
+    chosen = choose(covariances(everything[0], everything[1]), generator, **settings)
+    start = sum(part.shape[1] for part in parts[: ranks.rank])
+    mine[mine.clone()] = chosen[start : start + int(mine.sum())]
+    return mine
+
+
+def proximal_logprobs(method: str, pack: Pack, logprobs: Tensor) -> Tensor:
+    """[N] of `pack`, without gradient; `logprobs` [N] are those of the forward under way."""
+    if method == "behaviour":
+        return pack.behaviour
+    if method == "interpolated":
+        share = pack.staleness / (pack.staleness + 1)
+        return pack.behaviour + share * (logprobs.detach() - pack.behaviour)
+    return logprobs.detach() if pack.proximal is None else pack.proximal
+
+
+def k1(difference: Tensor) -> Tensor:
+    return difference
+
+
+def k2(difference: Tensor) -> Tensor:
+    return difference.square() / 2
+
+
+def k3(difference: Tensor) -> Tensor:
+    return (-difference).exp() - 1 + difference
+
+
+def low_variance(difference: Tensor) -> Tensor:
+    return k3(difference.clamp(-20, 20)).clamp(-10, 10)
+
+
+ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "low_variance": low_variance}
+
+
+def steered(coefficient: float, measured: float, target: float | None, episodes: int, horizon: int) -> float:
+    """The next coefficient: coefficient · (1 + clip(measured / target − 1, ±0.2) · episodes / horizon).
+
+    Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences" (arXiv:1909.08593), section 2.2.
+    """
+    if target is None:
+        return coefficient
+    error = min(max(measured / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * episodes / horizon)
