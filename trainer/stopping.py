@@ -13,15 +13,12 @@ import logging
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.common import nearest
-from penstock.trainer.batch import StepBatch
 from penstock.trainer.config import StopConfig
-from penstock.trainer.distributed import Ranks
-from penstock.trainer.engine import Update
 from penstock.trainer.job import BadJob
 
 EVALUATION = "eval/"
@@ -84,6 +81,11 @@ class Stopping:
 def _reached(value: float, target: float, better: str) -> bool:
     return value >= target if better == "higher" else value <= target
 
+
+if TYPE_CHECKING:
+    from penstock.trainer.batch import StepBatch
+    from penstock.trainer.distributed import Ranks
+    from penstock.trainer.engine import Update
 
 logger = logging.getLogger(__name__)
 
