@@ -174,8 +174,6 @@ def _check_ids(ids: NDArray[np.int64], where: str, model: ModelLimits) -> None:
 
 
 GREEDY_MEMBER = 0
-
-
 """Of each group, where the algorithm needs a greedy episode: it is the baseline and is not trained on."""
 
 

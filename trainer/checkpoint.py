@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 COMPLETE = "complete"
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -164,14 +162,8 @@ def _blocks(file: Any, size: int = 1 << 22) -> Iterator[bytes]:
 
 
 KEEP_S = 60.0
-
-
 """A step is remembered for so long after its commit: far more than a Redis with ``appendfsync: everysec`` may lose."""
-
-
 Groups = Sequence[Sequence[str]]
-
-
 """Episode ids by group."""
 
 

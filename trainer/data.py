@@ -16,8 +16,6 @@ from typing import Any
 from penstock.transfer_queue import DataCursor, Limits, Status, StepError, Task, TransferQueue
 
 NEEDED = ("prompt", "data_source", "reward_model")
-
-
 PLAIN = (type(None), bool, int, float, str, bytes)
 
 

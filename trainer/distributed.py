@@ -72,7 +72,7 @@ class Ranks:
     def open(cls, timeout_s: float, layout: Layout = Layout()) -> Ranks:
         """gloo for CPUs, nccl for GPUs; under torchrun its ranks, otherwise a group of this process alone.
 
-        Where they meet is in `penstock.trainer.meeting`.
+        Where they meet: `rendezvous_store`.
         """
         # gloo's threads live as long as anything refers to their group, an engine's reference cycles for one. A thread
         # that drops its last tensor when the interpreter is gone aborts the process: rank -6 after a sound run.
@@ -192,8 +192,6 @@ def merge_by_name(parts: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
 
 

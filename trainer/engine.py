@@ -126,8 +126,6 @@ class Outputs(NamedTuple):
 
 
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0, "L40S": 362.0, "MI300X": 1307.0}
-
-
 """Dense bfloat16, by a part of the device's name, from the vendors' data sheets (SXM variants)."""
 
 

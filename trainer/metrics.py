@@ -21,8 +21,6 @@ from penstock.trainer.engine import Update
 from penstock.trainer.stopping import tokens_without_logprob
 
 MEANS = ("kl_k3",)
-
-
 COUNTS = (
     "tokens",
     "tokens_squared",

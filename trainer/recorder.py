@@ -169,14 +169,8 @@ def _text(ids: np.ndarray, tokenizer: Any) -> Any:
 
 
 CUT = "\ufffd"
-
-
 """What a decoder writes for bytes that are no whole character (yet)."""
-
-
 MOST_BYTES = 4
-
-
 """Of one character: tokens that wait for longer are no character's beginning."""
 
 

@@ -27,11 +27,7 @@ from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import DataCursor, Status
 
 SAVE_TIMEOUT_S = 1800.0
-
-
 """A checkpoint that is not durable and committed by then stops the run."""
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -170,8 +166,6 @@ class Saver:
 
 
 SPILL_TIMEOUT_S = 600.0
-
-
 """A share that is not in the log by then, its version's publication included, stops the run."""
 
 

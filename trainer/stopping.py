@@ -22,11 +22,7 @@ from penstock.trainer.config import StopConfig
 from penstock.trainer.job import BadJob
 
 EVALUATION = "eval/"
-
-
 SOMETIMES = (EVALUATION, "episode/", "outcome/")
-
-
 """Names that begin so are not in every line."""
 
 

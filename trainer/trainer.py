@@ -38,14 +38,8 @@ from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import DataCursor, QueueError, check_quotas
 
 CLOSE_TIMEOUT_S = 10.0
-
-
 P = ParamSpec("P")
-
-
 T = TypeVar("T")
-
-
 logger = logging.getLogger(__name__)
 
 

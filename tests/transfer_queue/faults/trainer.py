@@ -6,7 +6,7 @@ Exit 75: the queue has lost steps; started again, it goes on from its newest che
 
 The miniature trainer's model: which episodes it learned from in which step, in durable files that form a chain.
 
-Tasks for the miniature trainer, by the rule of trainer/feeder.py, without an end.
+Tasks for the miniature trainer, by the rule of trainer/data.py, without an end.
 """
 
 from __future__ import annotations

@@ -23,8 +23,6 @@ from penstock.trainer.engines.megatron.settings import SETUP_HINT, check_model
 from penstock.trainer.job import BadJob
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
 DATA_PARALLEL = {
     "use_distributed_optimizer": True,
     "grad_reduce_in_fp32": True,
@@ -179,11 +177,7 @@ PLAIN = {
     "sequence_parallel": False,
     "moe_grouped_gemm": False,
 }
-
-
 """Every fused kernel off: they are compiled for GPUs."""
-
-
 LAYER = "model.layers.{layer_number}."
 
 

@@ -30,8 +30,6 @@ from penstock.trainer.engines.megatron.state import State
 from penstock.trainer.packing import Pack
 
 NO_CRITIC = "trainer.engine megatron has no critic"
-
-
 NO_LORA = "trainer.engine megatron has no LoRA"
 
 
@@ -127,14 +125,8 @@ def _reduce_gradients(models: list[Any], num_tokens: Any = None, **groups: Any) 
 
 
 SEED = 1
-
-
 """Of megatron's random states. No number depends on it: weights are loaded, and there is no dropout."""
-
-
 _made: dict[str, Any] = {}
-
-
 """What the groups were made from, so that a second engine on the same ranks takes them over."""
 
 

@@ -69,8 +69,6 @@ class Optimizer:
 
 
 MASTER = "param"
-
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
