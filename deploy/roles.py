@@ -97,8 +97,7 @@ async def _until_stopped(main: Coroutine[Any, Any, None]) -> None:
 async def rollout(
     link: RunConnection, name: str, host: str | None, port: int | None, *, evaluates: bool = False, wait_s: float = 0.0
 ) -> None:
-    from penstock.gateway import GatewayJob
-    from penstock.gateway.app import mount
+    from penstock.gateway import GatewayJob, mount
     from penstock.rollout_server import EngineError, ServerJob, serve
 
     queue, config = await link.join(wait_s=wait_s)

@@ -1,5 +1,6 @@
 from .app import Gateway as Gateway
 from .app import GatewayJob as GatewayJob
+from .app import mount as mount
 from .context import GatewayContext as GatewayContext
 from .context import detokenizer as detokenizer
 from .errors import Conflict as Conflict

@@ -1,12 +1,3 @@
-from .access import METRICS as METRICS
-from .access import PROMETHEUS as PROMETHEUS
-from .access import HttpServer as HttpServer
-from .access import LimitBody as LimitBody
-from .access import OpensMetrics as OpensMetrics
-from .access import RequireToken as RequireToken
-from .access import add_error_handlers as add_error_handlers
-from .access import error_response as error_response
-from .access import url_host as url_host
 from .client import AnswerBuilder as AnswerBuilder
 from .client import RolloutClient as RolloutClient
 from .client import hedge as hedge
@@ -49,11 +40,3 @@ from .server import ServerJob as ServerJob
 from .server import bound_logs as bound_logs
 from .server import serve as serve
 from .sidecar import Sidecar as Sidecar
-from .tracing import NO_SPAN as NO_SPAN
-from .tracing import TRACING as TRACING
-from .tracing import NoSpan as NoSpan
-from .tracing import OpenSpan as OpenSpan
-from .tracing import begin as begin
-from .tracing import here as here
-from .tracing import inside as inside
-from .tracing import install as install

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from penstock.agent_loops import Episode, FakeClient, traced
-from penstock.rollout_server import tracing
+from penstock.common import install_tracer
 from penstock.sandbox import FakeSandbox
 from penstock.tools import BaseTool, ToolResult
 
@@ -26,9 +26,9 @@ def collected(request):
     provider, exporter = TracerProvider(), memory.InMemorySpanExporter()
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
     with_text = getattr(request, "param", False)
-    tracing.install(provider.get_tracer("test"), {"penstock.run": "mine"}, with_text=with_text)
+    install_tracer(provider.get_tracer("test"), {"penstock.run": "mine"}, with_text=with_text)
     yield exporter
-    tracing.install(None)
+    install_tracer(None)
     provider.shutdown()
 
 

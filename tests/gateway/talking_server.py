@@ -10,8 +10,7 @@ from pathlib import Path
 from tests.gateway.talking_engine import TalkingEngine
 
 from penstock.agent_loops import AgentConfig
-from penstock.gateway import GatewayJob
-from penstock.gateway.app import mount
+from penstock.gateway import GatewayJob, mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
 from penstock.transfer_queue import RedisTransferQueue, TransferQueueConfig
 

@@ -13,8 +13,7 @@ import pytest
 from tests.gateway.conftest import TOOLS, USER, whole
 
 from penstock.agent_loops import AgentConfig
-from penstock.gateway import GatewayJob
-from penstock.gateway.app import mount
+from penstock.gateway import GatewayJob, mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
 from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task
 

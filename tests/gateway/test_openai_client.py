@@ -17,8 +17,7 @@ from tests.gateway.conftest import TOOLS, USER, sampled, whole
 from tests.gateway.talking_engine import TalkingEngine, tool_result
 
 from penstock.agent_loops import AgentConfig
-from penstock.gateway import GatewayJob
-from penstock.gateway.app import mount
+from penstock.gateway import GatewayJob, mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
 from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task, Trajectory
 
