@@ -1,4 +1,4 @@
-"""Settings of rollout servers and their engines."""
+"""Configuration of rollout servers and their engines."""
 
 from __future__ import annotations
 
@@ -11,55 +11,53 @@ class RolloutConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     engine: Literal["hf", "vllm", "sglang"] = Field(
-        "hf", description="Which engine samples: transformers' own, stock vLLM or stock SGLang."
+        "hf", description="Inference engine: transformers, stock vLLM or stock SGLang."
     )
     servers: int = Field(1, ge=0, description="Rollout servers that `penstock run` starts.")
     evaluation_server: bool = Field(
-        False, description="One more server, for evaluations alone: each of them is sampled by one policy version."
+        False, description="One more server, for evaluations only; each evaluation is sampled by one policy version."
     )
     host: str = Field("127.0.0.1", description="Address the sidecar listens on; engines always stay on loopback.")
     port: int = Field(0, ge=0, le=65535, description="First sidecar port; 0 takes free ones.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="Arithmetic of the engine.")
     max_model_len: int = Field(1024, gt=0, description="Prompt plus response, in tokens.")
-    max_concurrent: int = Field(64, gt=0, description="Requests decoded together; more wait in the sidecar.")
+    max_concurrent: int = Field(64, gt=0, description="Requests decoded together; further ones wait in the sidecar.")
     threads: int = Field(1, gt=0, description="CPU threads of the engine process.")
-    kv_cache_tokens: int = Field(20480, gt=0, description="Tokens that the KV cache holds: hf, and SGLang on CPUs.")
+    kv_cache_tokens: int = Field(20480, gt=0, description="Size of the KV cache in tokens: hf, and SGLang on CPUs.")
     pause: Literal["keep", "recompute", "abort"] = Field(
         "keep",
-        description="In-flight requests over a weight swap: go on with their KV, rebuild it first, or end with what"
-        " they have, and the client goes on with them.",
+        description="In-flight requests at a weight swap: continue with their KV cache, recompute it first, or abort,"
+        " and the client resumes them.",
     )
     weight_transport: Literal["shm", "disk", "http", "collective"] = Field(
         "shm",
         description="How weights travel from trainer to server: one machine, a shared disk, over HTTP, or broadcast to"
         " the servers that are ready (the others: HTTP).",
     )
-    weights_host: str = Field(
-        "127.0.0.1", description="Address on which the trainer serves weights (http, collective)."
-    )
-    weights_port: int = Field(0, ge=0, le=65535, description="Port of it; 0 takes a free one.")
+    weights_host: str = Field("127.0.0.1", description="Address that the trainer serves weights on (http, collective).")
+    weights_port: int = Field(0, ge=0, le=65535, description="Its port; 0 takes a free one.")
     weights_full_every: int = Field(
-        1, gt=0, description="Of so many versions one is full, the others ship changed values only; 1: all are full."
+        1, gt=0, description="One in this many versions is full, the others hold changed values only; 1: all are full."
     )
-    start_timeout_s: float = Field(180.0, gt=0, description="An engine that is not up by then is restarted.")
-    request_timeout_s: float = Field(120.0, gt=0, description="Deadline of one generate call, waits included.")
+    start_timeout_s: float = Field(180.0, gt=0, description="Deadline of an engine's start; then it is restarted.")
+    request_timeout_s: float = Field(120.0, gt=0, description="Deadline of one generate call, waiting included.")
     hedge_after_s: float = Field(
-        0.0, ge=0, description="Silence before the first token after which a second server is asked too; 0: never."
+        0.0, ge=0, description="Silence before the first token after which a second server is asked as well; 0: never."
     )
     truncated_sampling: bool = Field(
-        False, description="Allow top_p below 1 and top_k: the policy gradient of what they sample is biased."
+        False, description="Allow top_p below 1 and top_k, which bias the policy gradient."
     )
     max_restarts: int = Field(5, ge=0, description="Engine restarts before the server gives up.")
     vllm_python: str | None = Field(
-        None, description="Python of the environment that holds vLLM; None looks for .venv-vllm, then this one."
+        None, description="Python of the environment with vLLM; None: .venv-vllm, else this one."
     )
     vllm_args: dict[str, Any] = Field(
-        default_factory=dict, description="Further `vllm serve` flags, by name; null drops one of Penstock's own."
+        default_factory=dict, description="Further `vllm serve` flags, by name; null removes one of Penstock's."
     )
     sglang_python: str | None = Field(
-        None, description="Python of the environment that holds SGLang; None looks for .venv-sglang, then this one."
+        None, description="Python of the environment with SGLang; None: .venv-sglang, else this one."
     )
     sglang_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further `sglang.launch_server` flags, by name; null drops one of Penstock's own.",
+        description="Further `sglang.launch_server` flags, by name; null removes one of Penstock's.",
     )

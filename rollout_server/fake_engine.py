@@ -1,6 +1,6 @@
 """An engine without a model, in this process: the next token is a hash of the context and the policy version.
 
-Deterministic, so a test can say what any server must answer, before and after a swap, whole or resumed.
+Deterministic: a test can compute every server's answer, before and after a swap, whole or resumed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCAB = 512
 
 
 def next_token(context: Sequence[int], version: int) -> tuple[int, float]:
-    """(id, logprob) that a fake engine at `version` samples after `context`."""
+    """The (id, logprob) that a fake engine at `version` samples after `context`."""
     digest = xxhash.xxh3_64_intdigest(f"{version}:{list(context)}".encode())
     return digest % VOCAB, -float(digest % 97 + 1) / 16
 
@@ -62,7 +62,7 @@ class FakeEngine:
         self.crash()
 
     def crash(self) -> None:
-        """Every call fails from now on, also those under way."""
+        """Every call fails from now on, those in progress included."""
         self._dead.set()
         self._resumed.set()
 

@@ -1,4 +1,4 @@
-"""transformers for those who hold no model: tokenizers and configurations, without torch."""
+"""Imports transformers without torch, for processes that need only tokenizers and configurations."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from types import ModuleType
 
 _TORCH, _TRANSFORMERS = "torch", "transformers"
 _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-"""Without it transformers advises whoever has no torch to install it."""
+"""Suppresses transformers' advice to install torch."""
 _lock = threading.RLock()
 _apart: dict[str, ModuleType] = {}
 
 
 @contextmanager
 def no_torch() -> Iterator[None]:
-    """Within it transformers is imported, and imports more of itself, as where torch is not installed.
+    """Inside the block, transformers is imported as if torch were not installed.
 
-    `AutoTokenizer` and `AutoConfig` import torch, its compiler and the base class of all models where torch is there:
-    several seconds of a core and 330 MB, in every agent worker and beside every engine. What is imported within is kept
-    apart: an import of transformers elsewhere in this process (a reward function's model) sees torch as ever. Where
-    transformers has been imported already, nothing is hidden. For a process's start: a thread that imports torch
-    meanwhile is told that there is none. A tokenizer from within refuses `return_tensors="pt"`.
+    `AutoTokenizer` and `AutoConfig` import torch, its compiler and the base class of all models: several seconds of CPU
+    and 330 MB, in every agent worker and beside every engine. Modules imported inside the block are kept apart: an
+    import of transformers elsewhere in this process (a reward function's model) finds torch. Where transformers has
+    been imported before, nothing is hidden. For the start of a process: another thread cannot import torch meanwhile. A
+    tokenizer from inside the block refuses `return_tensors="pt"`.
     """
     with _lock:
         if _TRANSFORMERS in sys.modules:
@@ -34,7 +34,7 @@ def no_torch() -> Iterator[None]:
         os.environ[_QUIET] = "1"
         torch = sys.modules.pop(_TORCH, None)
         sys.modules.update(_apart)
-        sys.modules[_TORCH] = None  # type: ignore[assignment]  # what the import system reads as "not there"
+        sys.modules[_TORCH] = None  # type: ignore[assignment]  # "not installed" to the import system
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""The bytes that an `ImageRef` stands for, checked."""
+"""Reads the bytes of `ImageRef`s and verifies them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_BYTES = 64 << 20
 
 
 def read_pictures(images: Sequence[ImageRef]) -> list[bytes]:
-    """Raises `BadRequest` naming the one that cannot be read or has other bytes."""
+    """The images' bytes. Raises `BadRequest` naming the one that cannot be read or has other bytes."""
     return [_read(image, f"images.{position}") for position, image in enumerate(images)]
 
 
@@ -24,7 +24,7 @@ def _read(image: ImageRef, field: str) -> bytes:
     except (OSError, ValueError) as error:
         raise BadRequest(field, f"cannot be read here: {error}") from error
     if hashlib.sha256(data).hexdigest() != image.sha256:
-        raise BadRequest(field, f"what {image.url[:80]} gives has another sha256 than {image.sha256}")
+        raise BadRequest(field, f"{image.url[:80]} has another sha256 than {image.sha256}")
     return data
 
 

@@ -25,8 +25,7 @@ from penstock.transfer_queue import DataCursor, Limits, RedisServer, RedisTransf
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
 PASSWORD, TOKEN = "a-test-password", "a-token-of-this-run"
-ROOT = Path(__file__).parents[3]
-KILLS = 2
+ROOT = Path(__file__).parents[2]
 
 
 class Sidecar:
@@ -85,7 +84,8 @@ async def ask(client: openai.AsyncOpenAI, messages: list[Any], *, stream: bool) 
             await asyncio.sleep(0.1)
 
 
-async def test_killed_sidecars_cost_time_and_no_token(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(("kills", "turns"), [(1, 6), pytest.param(4, 20, marks=pytest.mark.deep)])
+async def test_session_survives_kills_of_its_server(tmp_path: Path, model: str, kills: int, turns: int) -> None:
     dice = random.Random(3)
     async with RedisServer(tmp_path / "redis", PASSWORD) as redis:
         queue = await RedisTransferQueue.connect(redis.url, "run", TransferQueueConfig(), PASSWORD)
@@ -98,9 +98,9 @@ async def test_killed_sidecars_cost_time_and_no_token(tmp_path: Path, model: str
             async with openai.AsyncOpenAI(
                 base_url=episode["base_url"], api_key=episode["api_key"], max_retries=30, timeout=20
             ) as client:
-                running = asyncio.create_task(agent(client, 12))
-                for _ in range(KILLS):
-                    await asyncio.sleep(dice.uniform(0.3, 1.5))
+                running = asyncio.create_task(agent(client, turns))
+                for _ in range(kills):
+                    await asyncio.sleep(dice.uniform(0.3, 1.0))
                     sidecar.kill()
                     sidecar.start()
                     await answers(sidecar.port)
@@ -110,11 +110,11 @@ async def test_killed_sidecars_cost_time_and_no_token(tmp_path: Path, model: str
             sidecar.kill()
         (trajectory,) = await queue.read([episode["episode_id"]])
         await queue.close()
-    assert len(said) == 12
+    assert len(said) == turns
     assert said[:2] == ["Let me see.", "The answer is 3 and 34."]
-    assert (ending["outcome"], ending["turns"], ending["segments"]) == ("completed", 12, 1)
+    assert (ending["outcome"], ending["turns"], ending["segments"]) == ("completed", turns, 1)
     (segment,) = trajectory.segments
-    assert len(turn_bounds(segment)) == 12
+    assert len(turn_bounds(segment)) == turns
 
 
 async def opened(port: int) -> dict[str, Any]:

@@ -93,6 +93,7 @@ async def test_a_killed_engine_comes_back_with_the_newest_weights_and_answers_ar
         assert after.version_spans == [(1, 0, 400)]
 
 
+@pytest.mark.deep
 @pytest.mark.crash
 async def test_a_hung_engine_is_started_again_and_nobody_notices_but_by_the_clock(
     server: RunningServer, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
