@@ -25,6 +25,7 @@ from .registration import QueueConnection as QueueConnection
 from .registration import Registration as Registration
 from .request_queue import QUEUE_PER_SLOT as QUEUE_PER_SLOT
 from .request_queue import DeadlineExceeded as DeadlineExceeded
+from .request_queue import RequestQueue as RequestQueue
 from .routes import GenerateResponse as GenerateResponse
 from .routes import make_app as make_app
 from .routes import make_routes as make_routes
