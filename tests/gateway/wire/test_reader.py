@@ -1,15 +1,39 @@
-"""An answer read as it comes: nothing shown is taken back, and chunks of any size read the same."""
+"""An answer read as it comes: nothing shown is taken back, and chunks of any size read the same.
+
+Ids to text in pieces: the pieces joined are the text of all ids, whatever the ids and the pieces are.
+
+Single tokens: their bytes joined are the answer's bytes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 
-from penstock.gateway.wire import AnswerHead, AnswerReader, Choice, CompletionRequest, Detokenizer, read_answer
+from penstock.agent_loops import ChatTokens
+from penstock.gateway.wire import (
+    UNSETTLED,
+    WINDOW_IDS,
+    AnswerHead,
+    AnswerReader,
+    Choice,
+    CompletionRequest,
+    Decode,
+    Detokenizer,
+    TextStream,
+    byte_of_character,
+    read_answer,
+    token_bytes_of,
+    token_of,
+)
 
 HEAD = AnswerHead("chatcmpl-1", 1_700_000_000, "tiny", 5)
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
@@ -171,3 +195,103 @@ def test_thinking_stays_in_the_content(detokenizer: Detokenizer, encode: Any) ->
     text = "<think>\nhm\n</think>\n\nYes."
     _, choice = read(detokenizer, encode(text + "<|im_end|>"), [], tools=TOOLS)
     assert choice.content == text
+
+
+def pieces_of(decode: Decode, ids: list[int], cuts: list[int]) -> list[str]:
+    stream = TextStream(decode)
+    edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
+    pieces = [stream.feed(ids[start:end]) for start, end in pairwise(edges)]
+    return [*pieces, stream.flush()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_pieces_of_any_ids_join_to_the_whole(chat_for: Callable[..., ChatTokens], data: st.DataObject) -> None:
+    """Ids at random are mostly broken characters: the worst case, which a young policy samples."""
+    chat = chat_for()
+    one = st.integers(0, len(chat.tokenizer) - 1)
+    garbage = st.sampled_from(chat.encode("日本👩‍👩‍👧é")) | one
+    ids = data.draw(st.lists(garbage, max_size=120))
+    pieces = pieces_of(chat.decode, ids, data.draw(st.lists(st.integers(0, 200), max_size=60)))
+    assert "".join(pieces) == chat.decode(ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=60))
+def test_text_comes_through_and_no_half_character_is_shown(chat_for: Callable[..., ChatTokens], text: str) -> None:
+    chat = chat_for()
+    ids = chat.encode(text)
+    pieces = pieces_of(chat.decode, ids, list(range(len(ids))))
+    assert "".join(pieces) == text
+    assert UNSETTLED in text or not any(UNSETTLED in piece for piece in pieces)
+
+
+@lru_cache
+def sentencepiece() -> Tokenizer:
+    """As Llama 2 has it: a space is dropped at the beginning, unknown characters are one token per byte."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdeé"]
+    tokenizer = Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.sampled_from("ab é日👩\n"), max_size=40), cuts=st.lists(st.integers(0, 200), max_size=60))
+def test_characters_spelled_byte_by_byte_come_through_too(text: str, cuts: list[int]) -> None:
+    tokenizer = sentencepiece()
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids) == text
+    assert "".join(pieces_of(tokenizer.decode, ids, cuts)) == text
+    assert "".join(pieces_of(tokenizer.decode, ids, list(range(len(ids))))) == text
+
+
+def test_a_character_of_four_tokens_is_shown_when_the_last_has_come(chat_for: Callable[..., ChatTokens]) -> None:
+    chat = chat_for()
+    ids = chat.encode("👩")
+    assert len(ids) == 4
+    stream = TextStream(chat.decode)
+    assert [stream.feed([one]) for one in ids] == ["", "", "", "👩"]
+    assert stream.flush() == ""
+
+
+def test_the_work_per_id_does_not_grow(chat_for: Callable[..., ChatTokens]) -> None:
+    """Neither with a long text, nor with broken characters without end."""
+    chat = chat_for()
+    broken = chat.encode("👩")[1]
+    for ids in (chat.encode("a word " * 300), [broken] * 500, chat.encode("日")[:1] * 500):
+        sizes: list[int] = []
+
+        def decode(window: list[int], sizes: list[int] = sizes) -> str:
+            sizes.append(len(window))
+            return chat.decode(window)
+
+        stream = TextStream(decode)
+        for one in ids:
+            stream.feed([one])
+        assert max(sizes) <= 2 * WINDOW_IDS + 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=60))
+def test_bytes_of_tokens_join_to_the_text(chat_for: Callable[..., ChatTokens], text: str) -> None:
+    chat = chat_for()
+    token_bytes = token_bytes_of(chat.tokenizer)
+    assert b"".join(token_bytes(one) for one in chat.encode(text + "<|im_end|>")) == (text + "<|im_end|>").encode()
+
+
+def test_every_byte_has_its_character() -> None:
+    assert sorted(byte_of_character().values()) == list(range(256))
+
+
+def test_a_part_of_a_character_is_written_as_bytes() -> None:
+    assert token_of(b"\xf0\x9f", -1.0).text == "bytes:\\xf0\\x9f"
+    assert token_of("né".encode(), -1.0).text == "né"
+
+
+def test_an_id_outside_the_vocabulary_spells_nothing(chat_for: Callable[..., ChatTokens]) -> None:
+    assert token_bytes_of(chat_for().tokenizer)(10**6) == b""

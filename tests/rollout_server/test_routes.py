@@ -1,13 +1,19 @@
-"""An answer over HTTP: the status waits for the first chunk, silence is filled, a client that goes is noticed."""
+"""An answer over HTTP: the status waits for the first chunk, silence is filled, a client that goes is noticed.
+
+Who is let in: every route of the schema and every path that is none, with no token and with wrong ones.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from tests.rollout_server.conftest import HEADERS, TOKEN, RunningServer, StubQueue, rollout_server
 
 from penstock.rollout_server import BadRequest, Chunk, DeadlineExceeded, EngineError, GenerateResponse, routes
 
@@ -88,3 +94,40 @@ async def test_a_client_that_goes_closes_the_answer() -> None:
     exchange.gone.set()
     async with asyncio.timeout(60):
         await running
+
+
+WRONG = ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}, {"Authorization": "Bearer é"})
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[RunningServer]:
+    async with rollout_server(StubQueue(), tmp_path) as running:
+        yield running
+
+
+async def test_every_route_refuses_a_missing_and_a_wrong_token(server: RunningServer) -> None:
+    async with httpx.AsyncClient(timeout=60) as http:
+        paths = (await http.get(f"{server.url}/openapi.json", headers=HEADERS)).json()["paths"]
+        asked = [(method, path) for path, operations in paths.items() for method in operations]
+        assert {("post", "/generate"), ("post", "/weights"), ("post", "/drain"), ("get", "/v1/models")} <= set(asked)
+        for method, path in [*asked, ("get", "/openapi.json"), ("get", "/nothing"), ("delete", "/health")]:
+            for headers in WRONG:
+                encoded = {key: value.encode("latin-1") for key, value in headers.items()}
+                url = server.url + path.replace("{", "").replace("}", "")
+                response = await http.request(method, url, headers=encoded, json={"token_ids": [1]})
+                assert response.status_code == 401, (method, path)
+                assert response.json()["error"]["field"] == "authorization"
+                assert response.headers["www-authenticate"] == "Bearer"
+    assert not server.task.done()
+
+
+async def test_the_token_for_metrics_opens_them_alone(tmp_path: Path) -> None:
+    headers = {"Authorization": "Bearer for metrics"}
+    async with (
+        rollout_server(StubQueue(), tmp_path, metrics_token="for metrics") as running,
+        httpx.AsyncClient(timeout=60, headers=headers) as http,
+    ):
+        found = await http.get(f"{running.url}/metrics")
+        assert (found.status_code, "penstock_rollout_in_flight" in found.text) == (200, True)
+        for method, path in (("get", "/health"), ("post", "/generate"), ("post", "/drain"), ("get", "/metrics/")):
+            assert (await http.request(method, running.url + path, json={})).status_code == 401, path

@@ -1,4 +1,7 @@
-"""Whatever an agent does, ids are appended: random conversations over sidecars that die, held to the record."""
+"""What is the same message, and what is not.
+
+Whatever an agent does, ids are appended: random conversations over sidecars that die, held to the record.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,77 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.gateway.conftest import TOOLS, USER, Bench, asked, back, call_text, sampled, whole
 
 from penstock.agent_loops import AgentConfig, ChatTokens
+from penstock.gateway import first_key, next_key
+from penstock.gateway.prefix_tree import normal
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": [2.5, "ü"]}}}
+SAID = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def call(**changes):
+    return {"role": "assistant", "content": None, "tool_calls": [{**CALL, **changes}]}
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {
+            **SAID,
+            "content": None,
+            "refusal": None,
+            "audio": None,
+            "name": None,
+            "annotations": [],
+            "function_call": None,
+        },
+        call(function={"name": "f", "arguments": '{"b":[2.5,"\\u00fc"],"a":1}'}),
+        call(index=0),
+        {**SAID, "content": [{"type": "text", "text": ""}]},
+        {**SAID, "content": " \n"},
+    ],
+)
+def test_a_call_however_it_is_spelled(same):
+    assert normal(same) == normal(SAID)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {**SAID, "content": "x"},
+        {**SAID, "tool_calls": []},
+        call(id="call_2"),
+        call(function={"name": "g", "arguments": "{}"}),
+        call(function={"name": "f", "arguments": '{"a": 2}'}),
+        call(function={"name": "f", "arguments": "{broken"}),
+    ],
+)
+def test_another_call(other):
+    assert normal(other) != normal(SAID)
+
+
+def test_what_a_user_says_is_kept_to_the_letter():
+    one, two = {"role": "user", "content": "x"}, {"role": "user", "content": "x "}
+    assert normal(one) != normal(two)
+    assert normal({"role": "developer", "content": "x"}) == normal({"role": "system", "content": "x"})
+    image = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image", "url": "u"}]}
+    assert normal(image) != normal(one)
+    assert normal({"role": "tool", "tool_call_id": "a", "content": "1"}) != normal(
+        {"role": "tool", "tool_call_id": "b", "content": "1"}
+    )
+
+
+def test_the_key_is_of_everything_said_and_of_the_tools():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    one = {"role": "user", "content": "x"}
+    assert next_key(first_key([]), one) != next_key(first_key(tools), one)
+    assert next_key(next_key("k", one), SAID) != next_key(next_key("k", SAID), one)
+
 
 words = st.text(alphabet="ab c.\n🙂<|>é", max_size=8)
 texts = st.one_of(words, st.just(call_text("1+2")), st.just("<think>\nhm\n</think>\n\nSo."), st.just("<tool_call>{"))
