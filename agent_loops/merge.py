@@ -11,7 +11,7 @@ import xxhash
 from penstock.agent_loops.errors import InfraFailure, TokenMismatch
 from penstock.agent_loops.llm import SeenContexts
 from penstock.agent_loops.segment import AgentLoopOutput, little_endian
-from penstock.transfer_queue import Lease, Segment, Trajectory
+from penstock.transfer_queue import Lease, Trajectory
 
 IMAGES = "images"
 """Key in a trajectory's extra."""
@@ -68,7 +68,7 @@ def to_trajectory(
     return Trajectory(
         episode_id=lease.episode_id,
         task_id=lease.task.task_id,
-        segments=tuple(_to_segment(output) for output in outputs),
+        segments=tuple(output.tokens for output in outputs),
         reward=reward,
         outcome=outputs[-1].outcome,
         turn_rewards=tuple(float(value) for output in outputs for value in output.turn_rewards),
@@ -86,17 +86,6 @@ def _images(outputs: Sequence[AgentLoopOutput]) -> dict[str, Any]:
     by_segment = [[image.sha256 for image in output.images] for output in outputs]
     urls = {image.sha256: image.url for output in outputs for image in output.images}
     return {IMAGES: {"by_segment": by_segment, "urls": urls}}
-
-
-def _to_segment(output: AgentLoopOutput) -> Segment:
-    return Segment(
-        prompt_ids=output.prompt_ids,
-        response_ids=output.response_ids,
-        response_mask=output.response_mask,
-        response_logprobs=output.response_logprobs,
-        version_spans=output.version_spans,
-        turn_starts=output.turn_starts,
-    )
 
 
 def _check_lengths(output: AgentLoopOutput) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.agent_loops.errors import AgentError
 from penstock.rollout_server import ImageRef
-from penstock.transfer_queue import COMPLETED, Ids, Logprobs, Mask, Outcome, OutcomeKind, Spans
+from penstock.transfer_queue import COMPLETED, Ids, Logprobs, Mask, Outcome, OutcomeKind, Segment, Spans
 
 TRUNCATED_LENGTH = Outcome(OutcomeKind.TRUNCATED, "length")
 SPOILED = Outcome(OutcomeKind.POLICY_ERROR, "the model sampled the place of an image that is not there")
@@ -33,23 +33,12 @@ MOST = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class AgentLoopOutput:
-    """One segment of an episode as its loop hands it back (P prompt tokens, T response tokens).
+    """One segment of an episode as its loop returns it. Made by `SegmentBuilder.output()`.
 
-    Made by `SegmentBuilder.output()`; the token fields are never edited by hand (invariant 1).
+    The arrays of `tokens` are never edited by hand (invariant 1).
     """
 
-    prompt_ids: Ids
-    """[P]"""
-    response_ids: Ids
-    """[T]"""
-    response_mask: Mask
-    """[T] 1 = sampled"""
-    response_logprobs: Logprobs
-    """[T]"""
-    version_spans: Spans
-    """[S, 3] (policy version, start, end)"""
-    turn_starts: Ids
-    """[num_turns]"""
+    tokens: Segment
     reward: float | None = None
     """None: the run's reward function is asked."""
     turn_rewards: Sequence[float] = ()
@@ -57,11 +46,41 @@ class AgentLoopOutput:
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     images: Sequence[ImageRef] = ()
-    """In the order of their places among the ids."""
+    """In the order of their placeholders among the ids."""
+
+    @property
+    def prompt_ids(self) -> Ids:
+        """[P]"""
+        return self.tokens.prompt_ids
+
+    @property
+    def response_ids(self) -> Ids:
+        """[T]"""
+        return self.tokens.response_ids
+
+    @property
+    def response_mask(self) -> Mask:
+        """[T] 1 = sampled"""
+        return self.tokens.response_mask
+
+    @property
+    def response_logprobs(self) -> Logprobs:
+        """[T] 0.0 where the mask is 0"""
+        return self.tokens.response_logprobs
+
+    @property
+    def version_spans(self) -> Spans:
+        """[S, 3] (policy version, start, end)"""
+        return self.tokens.version_spans
+
+    @property
+    def turn_starts(self) -> Ids:
+        """[num_turns]"""
+        return self.tokens.turn_starts
 
     @property
     def num_turns(self) -> int:
-        return len(self.turn_starts)
+        return self.tokens.num_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +275,7 @@ class SegmentBuilder:
     ) -> AgentLoopOutput:
         """The segment as arrays. `outcome` None is read off its end: cut by length, out of turns, or completed."""
         return AgentLoopOutput(
-            **self._row.columns(),
+            tokens=self._row.segment(),
             reward=reward,
             turn_rewards=tuple(turn_rewards),
             outcome=SPOILED if self._spoiled else outcome or self._ending(),
@@ -334,17 +353,17 @@ class TokenRow:
     def append_fed(self, ids: Sequence[int]) -> None:
         self._extend(ids, [0.0] * len(ids), b"\x00")
 
-    def columns(self) -> dict[str, Any]:
-        """The token fields of an `AgentLoopOutput`."""
+    def segment(self) -> Segment:
+        """Copies of the arrays so far."""
         ids: Ids = np.array(self.ids, dtype=np.int32)
-        return {
-            "prompt_ids": ids[: self._prompt_len],
-            "response_ids": ids[self._prompt_len :],
-            "response_mask": np.array(self.mask, dtype=np.uint8),
-            "response_logprobs": np.array(self._logprobs, dtype=np.float32),
-            "version_spans": np.array(self._spans, dtype=np.int32).reshape(-1, 3),
-            "turn_starts": np.array(self.turn_starts, dtype=np.int32),
-        }
+        return Segment(
+            prompt_ids=ids[: self._prompt_len],
+            response_ids=ids[self._prompt_len :],
+            response_mask=np.array(self.mask, dtype=np.uint8),
+            response_logprobs=np.array(self._logprobs, dtype=np.float32),
+            version_spans=np.array(self._spans, dtype=np.int32).reshape(-1, 3),
+            turn_starts=np.array(self.turn_starts, dtype=np.int32),
+        )
 
     def _extend(self, ids: Sequence[int], logprobs: Sequence[float], mark: bytes) -> None:
         new = array("i", ids)
