@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if empty := [folder for folder, files in folders.items() if not files]:
         raise SystemExit(f"mutate: no Python or Lua file in {', '.join(empty)}")
     files = sorted({file for files in folders.values() for file in files})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no copy and no process
     state, work = State(options.state), Path(tempfile.mkdtemp(prefix="mutate-")).resolve()
     try:
         measured = measured_tests(root, work, files, options, state)
@@ -112,7 +114,7 @@ def measured_tests(
     if state.measured is None or state.measured["identity"] != identity:
         raise SystemExit(f"mutate: {options.state} is about another tree, or other folders, tests or marker")
     tests = state.measured["tests"]
-    passing = sum(passes for _, _, passes in tests)
+    passing = sum(passes for _, _, passes, _ in tests)
     print(f"mutate: {passing} of {len(tests)} tests pass, the others are not considered", file=sys.stderr)
     preload(state.measured["modules"], state.measured["environ"])
     return state.measured

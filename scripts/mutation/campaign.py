@@ -182,8 +182,7 @@ class Campaign:
         notes.unlink(missing_ok=True)
         with copy.with_suffix(".output").open("wb") as output:
             pid = fork(copy, output.fileno(), lambda: run_chosen(tests, notes, *options))
-        measured_s = sum(self._suite.seconds[test] for test in tests)
-        return pid, notes, time.monotonic() + self._limits.grace_s + PATIENCE * measured_s
+        return pid, notes, time.monotonic() + self._limits.grace_s + PATIENCE * self._suite.seconds(tests)
 
     def _collect(self) -> None:
         """Go on with the trials whose run has ended, or has to."""
@@ -195,21 +194,26 @@ class Campaign:
                 self._advance(run.trial, run.copy, run.key, outcome_of(run.notes, code))
 
     def _verify(self) -> bool:
-        """Run what noticed mutants without any mistake; verdicts of tests that fail are forgotten. Whether any did."""
+        """Run what noticed mutants without any mistake; False once all of it is known to pass.
+
+        Verdicts of a test that fails, crashes or hangs are forgotten. Tests behind a crash wait for the next run.
+        """
         noticed = {verdict["by"] for verdict in self.verdicts() if verdict["status"] == "noticed"}
-        tests = sorted(noticed & self._suite.seconds.keys() - self._state.sound)
+        tests = sorted(noticed - self._state.sound - {""})
         if not tests:
             return False
         print(f"mutate: {len(tests)} tests that noticed something run without a mistake", file=sys.stderr)
         pid, notes, deadline = self._start(self._free[0], tests)
         while not (ending := reap(pid, kill=time.monotonic() > deadline))[0]:
             time.sleep(0.02)
-        failed = {entry["failed"] for entry in read_notes(notes) if "failed" in entry}
-        passed = set(outcome_of(notes, ending[1]).passed) - failed
-        flaky = sorted(set(tests) - passed)
-        self._suite.failing |= {*flaky}
-        self._state.add(sound=sorted(passed), flaky=flaky)
-        return bool(flaky)
+        outcome = outcome_of(notes, ending[1])
+        failed = {entry["failed"] for entry in read_notes(notes) if "failed" in entry} | {outcome.by} - {""}
+        passed = set(outcome.passed) - failed
+        if outcome.cause in ("", "failed") or not failed | passed:
+            failed = set(tests) - passed
+        self._suite.failing |= failed
+        self._state.add(sound=sorted(passed), flaky=sorted(failed))
+        return True
 
     def _print(self, verdict: dict[str, Any]) -> None:
         judged = sum(one["status"] != "skipped" for one in self.verdicts())

@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,23 @@ MEMORY = 12 << 30  # bytes that one process may allocate: a mistake can make a l
 
 @dataclass(eq=False)  # pytest keeps its plugins in sets
 class Recorder:
-    """Pytest plugin: chooses and orders the tests; notes their starts, ends, failures and skips, one JSON a line."""
+    """Pytest plugin: chooses and orders the tests; notes their starts, ends, failures and skips, one JSON a line.
+
+    The set-up of a fixture that several tests share is noted for itself: its seconds are not those of the first test.
+    """
 
     notes: Path
     chosen: Sequence[str] | None = None
     """None for all."""
     on_start: Callable[[str], object] = str
+    """Called with the test, or with `fixture:NAME`, that runs from now on."""
     modules: list[str] = field(default_factory=list)
     """Third-party modules that are imported when all tests are collected."""
     environ: dict[str, str] = field(default_factory=dict)
     """The environment by then; some modules read it when they are imported."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of shared fixtures, `fixture:NAME`."""
+    _running: list[str] = field(default_factory=list)
 
     def note(self, **entry: Any) -> None:
         with self.notes.open("a") as file:
@@ -53,11 +60,32 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         self.note(start=item.nodeid)
-        self.on_start(item.nodeid)
-        began = time.monotonic()
-        result = yield
-        self.note(end=item.nodeid, seconds=round(time.monotonic() - began, 3))
+        with self._timed(item.nodeid):
+            result = yield
+        self.note(end=item.nodeid, fixtures=getattr(item, "fixturenames", []), seconds=self.seconds.pop(item.nodeid))
         return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+        if fixturedef.scope == "function":
+            return (yield)
+        with self._timed(f"fixture:{fixturedef.argname}"):
+            return (yield)
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Adds the time to `seconds[name]`, without that of others within."""
+        self._running.append(name)
+        self.on_start(name)
+        began, others = time.monotonic(), sum(self.seconds.values())
+        try:
+            yield
+        finally:
+            others = sum(self.seconds.values()) - others
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.monotonic() - began - others, 3)
+            self._running.pop()
+            if self._running:
+                self.on_start(self._running[-1])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome != "passed":
@@ -85,8 +113,8 @@ def outcome_of(notes: Path, code: int | None) -> Outcome:
     entries = read_notes(notes)
     started, ended, failed = ([entry[key] for entry in entries if key in entry] for key in ("start", "end", "failed"))
     running = [test for test in started if test not in ended]
-    quiet = not failed and code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    cause = "" if quiet else "failed" if failed else "hung" if code is None else "crashed"
+    finished = code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+    cause = "hung" if code is None else "crashed" if not finished else "failed" if failed else ""
     return Outcome(cause, [*failed, *running, ""][0], [test for test in ended if test not in failed])
 
 
@@ -116,6 +144,7 @@ def fork(copy: Path, output: int, action: Callable[[], int]) -> int:
         return pid
     code = 70
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()
         os.chdir(copy)
         for target, source in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):

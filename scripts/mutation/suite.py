@@ -28,7 +28,8 @@ def measure(copy: Path, work: Path, files: Iterable[str], tests: Sequence[str], 
         code = run_pytest(tests, recorder, "-m", marker, "--continue-on-collection-errors")
         cover.stop()
         lines = {file: cover.get_data().contexts_by_lineno(str(copy / file)) for file in python}
-        result.write_text(json.dumps({"modules": recorder.modules, "environ": recorder.environ, "lines": lines}))
+        found = {"modules": recorder.modules, "environ": recorder.environ, "fixtures": recorder.seconds, "lines": lines}
+        result.write_text(json.dumps(found))
         return code
 
     _, status = os.waitpid(fork(copy, 2, action), 0)
@@ -36,27 +37,39 @@ def measure(copy: Path, work: Path, files: Iterable[str], tests: Sequence[str], 
         raise SystemExit("mutate: the tests cannot be measured; their output is above")
     measured: dict[str, Any] = json.loads(result.read_text())
     entries = read_notes(notes)
-    seconds = {entry["end"]: entry["seconds"] for entry in entries if "end" in entry}
     not_passed = {entry[key] for entry in entries for key in ("failed", "skipped") if key in entry}
-    index = {test: number for number, test in enumerate(seconds)}
+    tests, users = list[Any](), dict[str, list[int]]()
+    for number, entry in enumerate(entry for entry in entries if "end" in entry):
+        shared = [name for name in (f"fixture:{name}" for name in entry["fixtures"]) if name in measured["fixtures"]]
+        tests.append([entry["end"], entry["seconds"], entry["end"] not in not_passed, shared])
+        for name in (entry["end"], *shared):
+            users.setdefault(name, []).append(number)
     for file, lines in measured["lines"].items():
         called = function_lines((copy / file).read_bytes())
-        numbers = {line: [index[test] for test in by if test in index] for line, by in lines.items()}
+        numbers = {
+            line: sorted({number for name in by for number in users.get(name, ())}) for line, by in lines.items()
+        }
         measured["lines"][file] = {line: by for line, by in numbers.items() if by and int(line) in called}
-    return measured | {"tests": [[test, seconds[test], test not in not_passed] for test in seconds]}
+    return measured | {"tests": tests}
 
 
 class Suite:
     def __init__(self, root: Path, measured: dict[str, Any]) -> None:
         self._root = root
-        self.seconds: dict[str, float] = {test: seconds for test, seconds, _ in measured["tests"]}
-        self.failing: set[str] = {test for test, _, passes in measured["tests"] if not passes}
+        self.failing: set[str] = {test for test, _, passes, _ in measured["tests"] if not passes}
         """Without any mistake: skipped, failed when measured, or failed alone."""
-        names = list(self.seconds)
+        self._seconds: dict[str, float] = measured["fixtures"] | {test: own for test, own, _, _ in measured["tests"]}
+        self._fixtures: dict[str, list[str]] = {test: shared for test, _, _, shared in measured["tests"]}
+        names = list(self._fixtures)
         self._lines: dict[str, dict[int, set[str]]] = {
             file: {int(line): {names[test] for test in by} for line, by in lines.items()}
             for file, lines in measured["lines"].items()
         }
+
+    def seconds(self, tests: Iterable[str]) -> float:
+        """Of all of them together, with each shared fixture once."""
+        tests = set(tests)
+        return sum(self._seconds[name] for name in tests.union(*(self._fixtures[test] for test in tests)))
 
     def candidates(self, point: Point) -> list[str] | None:
         """Tests to run, best first; None where tests execute the line, but none of them passes without the mistake."""
@@ -69,7 +82,7 @@ class Suite:
         if near and near <= self.failing:
             return None
         folder = mirrored_folder(self._root, point.path) + "/"
-        far = touching if near else touching | {test for test in self.seconds if test.startswith(folder)}
+        far = touching if near else touching | {test for test in self._fixtures if test.startswith(folder)}
         return self._ranked(near, point, folder) + self._ranked(far - near, point, folder)
 
     def _ranked(self, tests: set[str], point: Point, folder: str) -> list[str]:
@@ -77,7 +90,7 @@ class Suite:
 
         def cost(test: str) -> tuple[float, str]:
             weight = 1 if stem in test else 2 if test.startswith(folder) else 4
-            return weight * max(self.seconds[test], 0.01), test
+            return weight * max(self.seconds([test]), 0.01), test
 
         return sorted(tests - self.failing, key=cost)
 
@@ -94,10 +107,14 @@ class Suite:
 
     def batches(self, tests: Sequence[str], first: int, budget_s: float) -> Iterator[list[str]]:
         """The `first` tests, then the others as far as `budget_s` of measured time goes; each batch sorted by file."""
-        total, kept = 0.0, list[str]()
+        kept: list[str] = []
+        known: set[str] = set()
+        total = 0.0
         for test in tests:
-            if not kept or total + self.seconds[test] <= budget_s:
-                total += self.seconds[test]
+            names = {test, *self._fixtures[test]} - known
+            seconds = sum(self._seconds[name] for name in names)
+            if not kept or total + seconds <= budget_s:
+                total, known = total + seconds, known | names
                 kept.append(test)
         for batch in filter(None, (kept[:first], kept[first:])):
             places = {test.partition("::")[0]: place for place, test in reversed([*enumerate(batch)])}

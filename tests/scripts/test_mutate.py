@@ -129,6 +129,10 @@ def failing() -> list[int]:
 def untested() -> list[int]:
     return []
 """,
+    "src/toy/queue/fixtures.py": """
+def shared() -> list[int]:
+    return [1]
+""",
     "src/toy/queue/loops.py": """
 def total(count: int) -> int:
     added = 0
@@ -148,9 +152,23 @@ def load() -> str:
     "tests/queue/test_limits.py": """
 import pytest
 
+from toy.queue.fixtures import shared
 from toy.queue.limits import admits, failing, unasserted
 from toy.queue.loops import total
 from toy.queue.scripts import load
+
+
+@pytest.fixture(scope="module")
+def both():
+    return shared()
+
+
+def test_first_to_use_it(both):
+    assert both
+
+
+def test_shared(both):
+    assert both == [1]
 
 
 def test_admits():
@@ -185,6 +203,7 @@ STATUSES = {
     "limits.py:10": "survived",
     "limits.py:14": "skipped",  # its only test fails anyway
     "limits.py:18": "survived",  # no test executes it
+    "fixtures.py:3": "noticed",  # in a fixture of both tests
     "loops.py:3": "noticed",
     "loops.py:5": "noticed",
     "loops.py:6": "noticed",
@@ -213,13 +232,13 @@ def mutate(root: Path, *arguments: str, code: int = 0) -> tuple[dict[str, Any], 
 
 def test_whole_run_on_a_small_package(toy: Path) -> None:
     before = {path: path.read_bytes() for path in toy.rglob("*") if path.is_file()}
-    report, log = mutate(toy, "--at-least", "78", code=1)
+    report, log = mutate(toy, "--at-least", "81", code=1)
     assert {
         f"{Path(mutant['path']).name}:{mutant['line']}": mutant["status"] for mutant in report["mutants"]
     } == STATUSES
-    assert report["folders"] == {"queue": {"planted": 9, "noticed": 7, "survived": 2}}
-    assert report["share"] == 77.8
-    assert "4 of 5 tests pass" in log
+    assert report["folders"] == {"queue": {"planted": 10, "noticed": 8, "survived": 2}}
+    assert report["share"] == 80.0
+    assert "6 of 7 tests pass" in log
     (caught,) = (mutant for mutant in report["mutants"] if mutant["path"].endswith(".lua"))
     assert (caught["before"], caught["after"]) == ("return a < b", "return a <= b")
     assert (caught["cause"], caught["by"]) == ("failed", "tests/queue/test_limits.py::test_script")
