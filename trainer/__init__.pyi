@@ -14,7 +14,6 @@ from .checkpoint import CheckpointStore as CheckpointStore
 from .checkpoint import RecentBatches as RecentBatches
 from .checks import check_algorithm as check_algorithm
 from .checks import check_job as check_job
-from .checks import needs_of_advantage as needs_of_advantage
 from .config import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
 from .config import Layout as Layout
 from .config import LoraConfig as LoraConfig
@@ -47,6 +46,7 @@ from .grouping import discounted as discounted
 from .grouping import gae_of as gae_of
 from .job import BadJob as BadJob
 from .job import TrainJob as TrainJob
+from .job import needs_of_advantage as needs_of_advantage
 from .learner import Learner as Learner
 from .logprobs import Head as Head
 from .logprobs import entropies as entropies

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engines import check_engine
-from penstock.trainer.job import BadJob, TrainJob
+from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage
 from penstock.trainer.sinks import SINKS
 from penstock.trainer.stopping import EVALUATION
 
@@ -71,13 +71,6 @@ def check_algorithm(config: TrainerConfig, group_size: int) -> None:
         FILTERS.bind(config.filter, config.filter_options)
     _check_needs(config, needs_of_advantage(config), group_size)
     _check_settings(config)
-
-
-def needs_of_advantage(config: TrainerConfig) -> frozenset[str]:
-    """What the run must have for its estimator, see `registry.needs_of`."""
-    from penstock.trainer.advantages import ADVANTAGES, needs_of
-
-    return needs_of(ADVANTAGES.get(config.advantage))
 
 
 def _check_needs(config: TrainerConfig, needs: frozenset[str], group_size: int) -> None:

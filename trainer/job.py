@@ -60,3 +60,10 @@ class TrainJob:
 
 class BadJob(ValueError):
     """The job cannot be right; the message names the setting and the mend."""
+
+
+def needs_of_advantage(config: TrainerConfig) -> frozenset[str]:
+    """What the run must have for its estimator, see `registry.needs_of`."""
+    from penstock.trainer.advantages import ADVANTAGES, needs_of
+
+    return needs_of(ADVANTAGES.get(config.advantage))

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from penstock.common import Backoff
 from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_cost, share_of, without_greedy
-from penstock.trainer.checks import needs_of_advantage
 from penstock.trainer.data import Feeder
-from penstock.trainer.job import TrainJob
+from penstock.trainer.job import TrainJob, needs_of_advantage
 from penstock.transfer_queue import Batch
 
 POLL = Backoff(0.02, 0.25)

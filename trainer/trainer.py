@@ -17,14 +17,13 @@ from torch import Tensor
 
 from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
-from penstock.trainer.checks import needs_of_advantage
 from penstock.trainer.data import DataStream, Feeder, load_rows
 from penstock.trainer.distributed import Ranks, TorchThread
 from penstock.trainer.engine import Engine, peak_tflops
 from penstock.trainer.engines import ENGINES
 from penstock.trainer.evaluate import Evaluator
 from penstock.trainer.export import save_final_model
-from penstock.trainer.job import BadJob, TrainJob
+from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage
 from penstock.trainer.learner import Learner, raise_together
 from penstock.trainer.metrics import means_by_episode
 from penstock.trainer.publish import Publisher

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.trainer.checks import needs_of_advantage
 from penstock.trainer.config import ParallelConfig, TrainerConfig
-from penstock.trainer.job import BadJob
+from penstock.trainer.job import BadJob, needs_of_advantage
 
 SETUP_HINT = "scripts/setup-megatron makes the environment; trainer.megatron.python may name another one"
 
