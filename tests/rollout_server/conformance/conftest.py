@@ -1,6 +1,7 @@
 """One engine of each kind, started once for all tests of this folder.
 
 A test leaves an engine that serves; which weights it has, the next one says. A new engine is one more in `ENGINES`.
+Tests that end an engine are marked `ends_engine`: they run last, one per engine in the default run.
 """
 
 from __future__ import annotations
@@ -14,18 +15,38 @@ from tests.rollout_server.conformance.subject import ENGINES, Subject, gone
 from tests.rollout_server.conftest import skip_without
 
 
-@pytest_asyncio.fixture(scope="package", loop_scope="package", params=ENGINES)
-async def subject(
-    request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Subject]:
-    await skip_without(request.param)
-    started = await Subject.start(request.param, tiny_model, tmp_path_factory.mktemp("logs"))
-    try:
-        yield started
-    finally:
-        group = started.process_group
-        started.send(signal.SIGSTOP)  # one that hangs can be ended
-        await started.engine.stop()
-        await gone(group)
+@pytest.hookimpl(trylast=True)  # after pytest has grouped the tests by their fixtures
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    last = [item for item in items if item.get_closest_marker("ends_engine")]
+    items[:] = [item for item in items if item not in last] + last
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def subjects() -> AsyncIterator[dict[str, Subject]]:
+    """The engines that are running, by name. Not a parametrised fixture: pytest would restart one between files."""
+    running: dict[str, Subject] = {}
+    yield running
+    for name, started in running.items():
         for report in started.reports:
-            print(f"{request.param}: {report.model_dump_json()}")
+            print(f"{name}: {report.model_dump_json()}")
+        for one in (started, *started.others.values()):
+            group = one.process_group
+            one.send(signal.SIGSTOP)  # one that hangs can be ended
+            await one.engine.stop()
+            await gone(group)
+
+
+@pytest_asyncio.fixture(loop_scope="package", params=ENGINES)
+async def subject(
+    request: pytest.FixtureRequest,
+    subjects: dict[str, Subject],
+    tiny_model: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Subject:
+    name: str = request.param
+    await skip_without(name)
+    if name in subjects and not subjects[name].alive:
+        await subjects.pop(name).engine.stop()
+    if name not in subjects:
+        subjects[name] = await Subject.start(name, tiny_model, tmp_path_factory.mktemp("logs"))
+    return subjects[name]

@@ -20,10 +20,12 @@ from penstock.rollout_server import Chunk, EngineError, EngineInfo, GenerateRequ
 from penstock.rollout_server.engines import HttpEngine, make_engine
 from penstock.weight_sync import LoadReport
 
+VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
+SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
 ENGINES = [
     pytest.param("hf", marks=pytest.mark.torch),
-    pytest.param("vllm", marks=pytest.mark.vllm),
-    pytest.param("sglang", marks=pytest.mark.sglang),
+    VLLM,
+    SGLANG,
 ]
 PROMPT = [(7 * i + 3) % VOCAB for i in range(24)]
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -57,6 +59,8 @@ class Subject:
     versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     """Not used yet."""
     reports: list[LoadReport] = field(default_factory=list)
+    others: dict[str, Subject] = field(default_factory=dict)
+    """Engines in processes of their own, by `rollout.pause`."""
     holds_first: bool = True
     """The weights of the model folder, under whatever version."""
 
@@ -75,6 +79,11 @@ class Subject:
         found = self.engine.server.pid if isinstance(self.engine, HttpEngine) else self.engine.process.pid
         assert found is not None
         return int(found)
+
+    @property
+    def alive(self) -> bool:
+        """The engine's own process has not ended."""
+        return bool(self.engine.server.alive if isinstance(self.engine, HttpEngine) else self.engine.alive)
 
     def send(self, number: signal.Signals) -> None:
         """To every process of the engine."""
@@ -125,11 +134,9 @@ class Subject:
             finally:
                 weights.config = before
             return
-        other = await Subject.start(self.name, self.model, self.logs / mode, pause=mode)
-        try:
-            yield other
-        finally:
-            await other.engine.stop()
+        if mode not in self.others:
+            self.others[mode] = await Subject.start(self.name, self.model, self.logs / mode, pause=mode)
+        yield self.others[mode]
 
     async def asked_in_one(self, request: GenerateRequest) -> tuple[list[int], list[float]]:
         """(ids, logprobs) of a greedy answer that is not streamed; from hf token by token."""

@@ -1,6 +1,6 @@
-"""An engine that hangs, is killed or runs out of memory, while answers are under way. Each test has its own.
+"""An engine that hangs, is killed or runs out of memory, while answers are under way.
 
-That one which hangs can be ended the folder's own engines show: they are ended so.
+That an engine that hangs can be ended, the folder's fixture shows: it ends all of them so.
 """
 
 from __future__ import annotations
@@ -11,59 +11,64 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.rollout_server.conformance.subject import ENGINES, PROMPT, SETTINGS, Subject, broken_off, gone, prompt
+from tests.rollout_server.conformance.subject import (
+    ENGINES,
+    PROMPT,
+    SETTINGS,
+    SGLANG,
+    VLLM,
+    Subject,
+    broken_off,
+    gone,
+    prompt,
+)
 from tests.rollout_server.conftest import Reference, ask, members, skip_without, small_config, whole
 
 from penstock.rollout_server import EngineError
 
-pytestmark = [pytest.mark.crash, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.crash, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 
 
-@pytest.fixture(params=ENGINES)
-async def own(request: pytest.FixtureRequest, tiny_model: str, tmp_path: Path) -> AsyncIterator[Subject]:
-    await skip_without(request.param)
-    started = await Subject.start(request.param, tiny_model, tmp_path)
-    group = started.process_group
-    try:
-        yield started
-    finally:
-        await started.engine.stop()
-        await gone(group)
+def deep(engine: object) -> object:
+    """The engine's parameter, for the deep run only."""
+    return pytest.param(*engine.values, marks=[*engine.marks, pytest.mark.deep])  # type: ignore[attr-defined]
 
 
-async def test_an_engine_that_hangs_goes_on_and_one_that_the_kernel_kills_says_so(
-    own: Subject, reference: Reference
-) -> None:
-    """The kernel takes the process that has most memory, by SIGKILL."""
-    tasks = await own.under_load(3, own.long // 2)
-    own.send(signal.SIGSTOP)
-    assert not await own.engine.healthy()
-    own.send(signal.SIGCONT)
+async def test_an_engine_that_hung_continues(subject: Subject, reference: Reference) -> None:
+    await subject.hold_first(reference)
+    tasks = await subject.under_load(3, subject.long // 2)
+    subject.send(signal.SIGSTOP)
+    assert not await subject.engine.healthy()
+    subject.send(signal.SIGCONT)
     async with asyncio.timeout(60):
-        while not await own.engine.healthy():
+        while not await subject.engine.healthy():
             await asyncio.sleep(0.1)
     for i, answer in enumerate(await asyncio.gather(*tasks)):
-        assert len(answer.token_ids) == own.long // 2
-        own.close(answer.logprobs, reference.logprobs(prompt(i), answer.token_ids))
+        assert len(answer.token_ids) == subject.long // 2
+        subject.close(answer.logprobs, reference.logprobs(prompt(i), answer.token_ids))
 
-    tasks = await own.under_load(3)
-    os.kill(max(members(own.process_group), key=resident_bytes), signal.SIGKILL)
+
+@pytest.mark.ends_engine
+@pytest.mark.parametrize("subject", [ENGINES[0], VLLM, deep(SGLANG)], indirect=True)
+async def test_an_engine_killed_by_the_kernel_says_so(subject: Subject, reference: Reference) -> None:
+    """The kernel takes the process that has most memory, by SIGKILL."""
+    tasks = await subject.under_load(3)
+    os.kill(max(members(subject.process_group), key=resident_bytes), signal.SIGKILL)
     await broken_off(tasks)
-    assert not await own.engine.healthy()
-    assert re.search(r"was killed.*, perhaps by the kernel for want of memory", own.engine.stderr_tail())
+    assert not await subject.engine.healthy()
+    assert re.search(r"was killed.*, perhaps by the kernel for want of memory", subject.engine.stderr_tail())
     with pytest.raises(EngineError) as caught:
-        await whole(own.engine, ask(PROMPT, 4))
+        await whole(subject.engine, ask(PROMPT, 4))
     assert caught.value.retryable
     with pytest.raises(EngineError):
-        await own.load(reference, reference.first)
+        await subject.load(reference, reference.first)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-async def test_killing_the_owner_leaves_no_process_of_the_engine(name: str, tiny_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [ENGINES[0], deep(VLLM), deep(SGLANG)])
+async def test_killing_the_owner_leaves_no_process(name: str, tiny_model: str, tmp_path: Path) -> None:
     await skip_without(name)
     config = small_config(engine=name, **SETTINGS[name]).model_dump_json()
     program = str(Path(__file__).with_name("owner.py"))

@@ -29,7 +29,7 @@ ENGINES = [
     pytest.param("sglang", marks=pytest.mark.sglang),
 ]
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.deep,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600, func_only=True),  # the start has a deadline of its own
 ]

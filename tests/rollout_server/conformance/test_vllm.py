@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from tests.rollout_server.conformance.subject import PROMPT, Subject, broken_off, prompt
+from tests.rollout_server.conformance.subject import PROMPT, VLLM, Subject, broken_off, prompt
 from tests.rollout_server.conftest import Reference, ask, skip_without, whole
 from tests.weight_sync.conftest import altered, other_checksum
 
@@ -21,19 +20,14 @@ from penstock.rollout_server.engines import vllm as vllm_engine
 from penstock.rollout_server.engines.vllm import environment, find_installation
 from penstock.weight_sync import WeightsRefused
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.timeout(900),
+]
+only = pytest.mark.parametrize("subject", [VLLM], indirect=True)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def subject(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    await skip_without("vllm")
-    started = await Subject.start("vllm", tiny_model, tmp_path_factory.mktemp("logs"))
-    try:
-        yield started
-    finally:
-        await started.engine.stop()
-
-
+@only
 async def test_a_request_that_arrives_during_a_swap_waits_and_gets_the_new_version(
     subject: Subject, reference: Reference
 ) -> None:
@@ -44,6 +38,7 @@ async def test_a_request_that_arrives_during_a_swap_waits_and_gets_the_new_versi
     assert answer.version_spans == [(await swap, 0, 6)]
 
 
+@only
 async def test_what_the_worker_itself_refuses_leaves_the_old_weights(
     subject: Subject, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +62,7 @@ async def test_what_the_worker_itself_refuses_leaves_the_old_weights(
     await subject.load(reference, reference.first)
 
 
+@only
 async def test_what_the_worker_holds_is_compared_after_the_swap(subject: Subject, reference: Reference) -> None:
     version = await subject.load(reference, reference.other(2))
     deadline = time.monotonic() + 60
@@ -80,13 +76,13 @@ async def test_what_the_worker_holds_is_compared_after_the_swap(subject: Subject
 WRONG = """
 import torch
 from penstock.rollout_server.engines import end_where_different
-from tests.weight_sync.conftest import altered, other_checksum
 model = torch.nn.Module()
 model.norm = torch.nn.Linear(3, 2)
 end_where_different(model, 7, {"norm.weight": model.norm.weight.detach().clone(), "norm.bias": torch.ones(2)})
 """
 
 
+@pytest.mark.vllm
 async def test_a_worker_that_holds_other_values_ends() -> None:
     await skip_without("vllm")
     installation = await find_installation(RolloutConfig())
@@ -99,6 +95,9 @@ async def test_a_worker_that_holds_other_values_ends() -> None:
     assert done.returncode == -signal.SIGKILL
 
 
+@only
+@pytest.mark.deep
+@pytest.mark.ends_engine
 async def test_half_a_load_ends_the_server_and_its_open_answers(
     subject: Subject, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Adapters of a real peft model on real rollout servers: sidecar, engine, client. Each server is started once."""
+"""Adapters of a real peft model on real rollout servers: a sidecar of its own for each test, the folder's engines."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import asyncio
 import copy
 import itertools
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
-from tests.rollout_server.conformance.subject import ENGINES, PROMPT
+from tests.rollout_server.conformance.subject import PROMPT, Subject
 from tests.rollout_server.conftest import (
     TOKEN,
     Reference,
     RunningServer,
     StubQueue,
     rollout_server,
-    skip_without,
     small_config,
 )
 
@@ -30,6 +29,7 @@ pytest.importorskip("peft")
 from tests.rollout_server.peft_policy import PeftPolicy
 
 from penstock.rollout_server import (
+    EngineInfo,
     GenerateRequest,
     Generation,
     RolloutClient,
@@ -39,13 +39,13 @@ from penstock.rollout_server.engines import make_engine
 from penstock.transfer_queue import Announcement
 from penstock.weight_sync import FileServer, WeightPublisher
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600, func_only=True)]
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(900)]
 TOLERANCE = 2e-4
 """The engine adds B·A to the weights, the peft model to the activations: sums in another order."""
 
 
 @dataclass
-class Subject:
+class Setting:
     """A server under test, what it is sent, and who asks it."""
 
     server: RunningServer
@@ -53,7 +53,8 @@ class Subject:
     publisher: WeightPublisher
     full_bytes: int
     """Of the model folder."""
-    versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    versions: itertools.count[int]
+    long: int
 
     def publish(self, policy: PeftPolicy) -> dict[str, Any]:
         found = self.publisher.write_adapter(next(self.versions), policy.tensors().items(), policy.config())
@@ -81,19 +82,32 @@ class Subject:
         return cause
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
-async def subject(
-    request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Subject]:
-    name: str = request.param
-    await skip_without(name)
-    config = small_config(engine=name, max_model_len=2048, start_timeout_s=300.0)
-    folder = tmp_path_factory.mktemp("adapters")
-    publisher = WeightPublisher(folder / "published", "shm", keep=4, model=Path(tiny_model))
+class Borrowed:
+    """An engine that runs already, as a sidecar starts one. It outlives the sidecar."""
+
+    def __init__(self, subject: Subject, version: int) -> None:
+        self._subject, self._version = subject, version
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._subject.engine, name)
+
+    async def start(self) -> EngineInfo:
+        return self._subject.info.model_copy(update={"version": self._version})
+
+    async def stop(self) -> None:
+        self._subject.holds_first = False
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def setting(subject: Subject, reference: Reference, tmp_path: Path) -> AsyncIterator[Setting]:
+    version = await subject.hold_first(reference)
+    publisher = WeightPublisher(tmp_path / "published", "shm", keep=4, model=Path(subject.model))
     queue = StubQueue()
-    async with rollout_server(queue, folder, config=config, model=tiny_model, new_engine=make_engine) as server:
+    job = {"config": subject.engine.config, "model": subject.model}
+    async with rollout_server(queue, tmp_path, new_engine=lambda *_: Borrowed(subject, version), **job) as server:
         client = RolloutClient(queue, TOKEN, timeout_s=60)
-        yield Subject(server, client, publisher, (Path(tiny_model) / "model.safetensors").stat().st_size)
+        bytes_ = (Path(subject.model) / "model.safetensors").stat().st_size
+        yield Setting(server, client, publisher, bytes_, subject.versions, subject.long)
         await client.close()
 
 
@@ -102,46 +116,46 @@ def policy(tiny_model: str) -> PeftPolicy:
     return PeftPolicy(tiny_model)
 
 
-async def check_answers(subject: Subject, policy: PeftPolicy, version: int) -> list[float]:
+async def check_answers(setting: Setting, policy: PeftPolicy, version: int) -> list[float]:
     """That the server samples from the peft model as it is now; returns the logprobs of its greedy answer."""
-    greedy = await subject.ask()
+    greedy = await setting.ask()
     assert greedy.version_spans == [(version, 0, 16)]
     assert greedy.token_ids == policy.greedy(PROMPT, 16)
-    sampled = await subject.ask(64, temperature=1.0)
+    sampled = await setting.ask(64, temperature=1.0)
     assert sampled.logprobs == pytest.approx(policy.logprobs(PROMPT, sampled.token_ids), abs=TOLERANCE)
     return greedy.logprobs
 
 
 async def test_each_adapter_changes_what_is_sampled_and_replaces_the_one_before(
-    subject: Subject, policy: PeftPolicy
+    setting: Setting, policy: PeftPolicy
 ) -> None:
-    answers = [(await subject.ask()).logprobs]
+    answers = [(await setting.ask()).logprobs]
     for seed in range(3):
         policy.train(3, seed)
-        manifest = subject.publish(policy)
+        manifest = setting.publish(policy)
         assert len(manifest["tensors"]) == 2 * 7 * 2  # lora_A and lora_B of 7 layers of 2 blocks, nothing else
         # r = 8 in layers of 64 to 192: a third of this tiny model; test_adapter has a wide one.
-        assert manifest["bytes"] / subject.full_bytes < 0.35
-        answers.append(await check_answers(subject, policy, await subject.load(manifest)))
+        assert manifest["bytes"] / setting.full_bytes < 0.35
+        answers.append(await check_answers(setting, policy, await setting.load(manifest)))
     for one, other in itertools.combinations(answers, 2):
         assert one != pytest.approx(other, abs=10 * TOLERANCE)
-    assert subject.server.queue.reported[-1].version == manifest["version"]
+    assert setting.server.queue.reported[-1].version == manifest["version"]
 
 
-async def test_requests_in_flight_go_on_over_an_adapter(subject: Subject, policy: PeftPolicy) -> None:
+async def test_requests_in_flight_go_on_over_an_adapter(setting: Setting, policy: PeftPolicy) -> None:
     before = copy.deepcopy(policy)
-    old = await subject.load(subject.publish(policy))
+    old = await setting.load(setting.publish(policy))
     policy.train(2, seed=9)
-    manifest = subject.publish(policy)
-    long = asyncio.create_task(subject.ask(1900, temperature=1.0))
-    await subject.server.until(lambda: subject.server.queue.registered["s0"].in_flight > 0)
-    new = await subject.load(manifest)
+    manifest = setting.publish(policy)
+    long = asyncio.create_task(setting.ask(setting.long, temperature=1.0))
+    await setting.server.until(lambda: setting.server.queue.registered["s0"].in_flight > 0)
+    new = await setting.load(manifest)
     answer = await long
     assert [version for version, _, _ in answer.version_spans] == [old, new]
     swap = answer.version_spans[1][1]
     expected = before.logprobs(PROMPT, answer.token_ids[:swap])
     assert answer.logprobs[:swap] == pytest.approx(expected, abs=TOLERANCE)
-    await check_answers(subject, policy, new)
+    await check_answers(setting, policy, new)
 
 
 def other_rank(manifest: dict[str, Any]) -> str:
@@ -165,30 +179,30 @@ def wrong_checksum(manifest: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("damage", [other_rank, unknown_module, wrong_checksum])
 async def test_a_wrong_adapter_is_refused_by_name_and_the_old_weights_serve(
-    subject: Subject, policy: PeftPolicy, damage: Any
+    setting: Setting, policy: PeftPolicy, damage: Any
 ) -> None:
     policy.train(1, seed=20)
-    good = await subject.load(subject.publish(policy))
-    manifest = subject.publish(policy)
+    good = await setting.load(setting.publish(policy))
+    manifest = setting.publish(policy)
     name = damage(manifest)
-    subject.announce(manifest)
+    setting.announce(manifest)
     async with asyncio.timeout(60):
-        while name not in (cause := await subject.cause()):
+        while name not in (cause := await setting.cause()):
             await asyncio.sleep(0.05)
     assert f"version {good} stays" in cause
-    await check_answers(subject, policy, good)
+    await check_answers(setting, policy, good)
     policy.train(1, seed=21)
-    await check_answers(subject, policy, await subject.load(subject.publish(policy)))
-    assert not await subject.cause()
+    await check_answers(setting, policy, await setting.load(setting.publish(policy)))
+    assert not await setting.cause()
 
 
 async def test_a_full_version_after_an_adapter_is_loaded_as_it_is(
-    subject: Subject, policy: PeftPolicy, reference: Reference
+    setting: Setting, policy: PeftPolicy, reference: Reference
 ) -> None:
-    await subject.load(subject.publish(policy))
-    manifest = subject.publisher.write(next(subject.versions), reference.first.items()).as_dict()
-    version = await subject.load(manifest)
-    greedy = await subject.ask()
+    await setting.load(setting.publish(policy))
+    manifest = setting.publisher.write(next(setting.versions), reference.first.items()).as_dict()
+    version = await setting.load(manifest)
+    greedy = await setting.ask()
     assert greedy.version_spans == [(version, 0, 16)]
     assert greedy.token_ids == reference.greedy(PROMPT, 16)
 
@@ -202,10 +216,10 @@ async def test_over_http_the_adapter_alone_travels_and_nothing_is_left(tiny_mode
     job = {"config": small_config(), "model": tiny_model, "new_engine": make_engine}
     async with rollout_server(queue, tmp_path, **job) as server:
         client = RolloutClient(queue, TOKEN, timeout_s=60)
-        subject = Subject(server, client, publisher, 0)
+        setting = Setting(server, client, publisher, 0, itertools.count(1), 450)
         for seed in range(2):
             policy.train(2, seed)
-            await check_answers(subject, policy, await subject.load(subject.publish(policy)))
+            await check_answers(setting, policy, await setting.load(setting.publish(policy)))
         fetched = [path.name for path in (tmp_path / "weights-of-s0").glob("*-weights-*")]
         assert len(fetched) == 1
         await client.close()

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
-from tests.rollout_server.conformance.subject import PROMPT, Subject, broken_off, prompt
-from tests.rollout_server.conftest import Reference, ask, members, skip_without, whole
+from tests.rollout_server.conformance.subject import PROMPT, SGLANG, Subject, broken_off, prompt
+from tests.rollout_server.conftest import Reference, ask, members, whole
 
 from penstock.rollout_server import EngineError
 
-pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="package"),
+    pytest.mark.timeout(900),
+]
+only = pytest.mark.parametrize("subject", [SGLANG], indirect=True)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def subject(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Subject]:
-    await skip_without("sglang")
-    started = await Subject.start("sglang", tiny_model, tmp_path_factory.mktemp("logs"))
-    try:
-        yield started
-    finally:
-        await started.engine.stop()
-
-
+@only
 async def test_an_abort_inside_the_engine_hands_on_the_partial_answer(subject: Subject, reference: Reference) -> None:
     version = await subject.load(reference, reference.first)
     (task,) = await subject.under_load(1)
@@ -41,6 +34,7 @@ async def test_an_abort_inside_the_engine_hands_on_the_partial_answer(subject: S
     subject.close(answer.logprobs, reference.logprobs(prompt(0), answer.token_ids))
 
 
+@only
 async def test_it_is_healthy_while_paused(subject: Subject) -> None:
     server = subject.engine.server
     await server.call("POST", "/pause_generation", {"mode": "in_place"})
@@ -50,6 +44,7 @@ async def test_it_is_healthy_while_paused(subject: Subject) -> None:
         await server.call("POST", "/continue_generation", {"torch_empty_cache": False})
 
 
+@only
 async def test_every_route_but_health_asks_for_the_key(subject: Subject) -> None:
     server = subject.engine.server
     async with aiohttp.ClientSession(server.http._base_url) as stranger:
@@ -61,6 +56,8 @@ async def test_every_route_but_health_asks_for_the_key(subject: Subject) -> None
     assert not [pid for pid in members(server.pid) if key in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
+@only
+@pytest.mark.ends_engine
 async def test_other_weights_than_the_versions_end_the_server_and_its_open_answers(
     subject: Subject, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
