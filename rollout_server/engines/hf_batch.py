@@ -109,14 +109,14 @@ def forget_prefixes(cache: Any) -> None:
     complete later matches no prompt either. Without it a new answer would mix old KV with new weights.
     """
     for allocator in cache.cache_allocators.values():
-        queue = allocator.queue
-        cache.pool.free_blocks(allocator.index, queue.evict_cached_blocks())
-        queue.hash_to_block.clear()
-        queue.block_to_hash.clear()
+        ledger = allocator.ledger
+        cache.pool.free_blocks(allocator.index, ledger.evict_cached_blocks())
+        ledger.hash_to_block.clear()
+        ledger.block_to_hash.clear()
         for block in {block for table in allocator.block_table.values() for block in table}:
             mark = secrets.randbits(64)
-            queue.hash_to_block[mark] = block
-            queue.block_to_hash[block] = mark
+            ledger.hash_to_block[mark] = block
+            ledger.block_to_hash[block] = mark
 
 
 def recompute_running(processor: Any) -> None:
