@@ -189,6 +189,10 @@ class HFServer:
             report = await asyncio.to_thread(self._load_blocking, Manifest.parse(manifest))
         except WeightsRefused as error:
             self._send({"event": "reply", "call": call, "refused": str(error)})
+        except Exception:
+            # The model may hold half of the version: no token may be sampled from it.
+            logger.exception("the weights were not loaded; the engine ends")
+            os._exit(WEIGHTS_DAMAGED)
         else:
             self._send({"event": "reply", "call": call, "refused": None, "report": report.model_dump()})
 
