@@ -163,8 +163,8 @@ class PrefixTree:
             delta = self.chat.render(new, tools, parent.choice.calls)
         except TemplateError:
             return None
-        delta = list(self.chat.without_repeated_end(before[-1], delta))
-        return _prefix_match(parent, before, tuple(delta), new=new, tools=tools, key=key)
+        fed = tuple(self.chat.without_repeated_end(before[-1], delta))
+        return _prefix_match(parent, before, fed, new=new, tools=tools, key=key)
 
     def _new_segment(self, messages: tuple[Message, ...], tools: Tools, key: str, instructed: bool) -> PrefixMatch:
         try:

@@ -28,7 +28,7 @@ def next_token(context: Sequence[int], version: int) -> tuple[int, float]:
 
 def fake_manifest(version: int, damaged: str = "") -> dict[str, Any]:
     """The announcement of a version without files; `FakeEngine` refuses it where it names a `damaged` tensor."""
-    tensors = (TensorEntry("w", (1,), "float32", f"{version:016x}"),)
+    tensors: tuple[TensorEntry, ...] = (TensorEntry("w", (1,), "float32", f"{version:016x}"),)
     tensors += (TensorEntry(damaged, (1,), "float32", ""),) if damaged else ()
     file = ChainFile(version, None, f"/nowhere/weights-{version:08d}.safetensors", 4, "", state_of(tensors))
     return Manifest("shm", (file,), tensors).as_dict()

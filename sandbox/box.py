@@ -24,14 +24,8 @@ from penstock.sandbox.cgroups import Cgroup
 from penstock.sandbox.protocol import SandboxError
 
 MAX_FRAME_BYTES = 64 << 20
-
-
 OnOutput = Callable[[str, str], None]
-
-
 """(stream, text): a piece of output, as it comes."""
-
-
 _LENGTH = struct.Struct(">I")
 
 
@@ -114,8 +108,6 @@ class Box(ABC):
 
 
 START_DEADLINE_S = 20.0
-
-
 END_DEADLINE_S = 5.0
 EXIT_POLL = Backoff(0.001, 0.05)
 

@@ -7,8 +7,6 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 DEFAULT_IMAGE = "default"
-
-
 """In `warm`: the backend's own default image."""
 
 

@@ -69,11 +69,7 @@ def request_key(*asked: bytes) -> str | None:
 
 
 KEPT_BYTES = 4 << 20
-
-
 """Of the answers of one session; the newest one is kept whatever its size."""
-
-
 T = TypeVar("T")
 
 

@@ -24,28 +24,14 @@ from penstock.sandbox.protocol import Output, RunResult, SandboxBusy, SandboxErr
 from penstock.sandbox.session import GRACE_S
 
 START_TIMEOUT_S = 150.0
-
-
 """A start may wait for a free box; the server's own limit is shorter."""
-
-
 NETWORK_SLACK_S = 15.0
 RUN_SLACK_S = GRACE_S + 10.0
 """The server waits `GRACE_S` for a driver before it ends the box: its report must not be cut off."""
-
-
 TTL_HEADROOM_S = 300.0
-
-
 """An unused session outlives its episode's deadline by this: a lost worker's lease must run out, another be free."""
-
-
 USUAL_DEADLINE_S = 600.0
-
-
 MOST_TTL_S = 86400.0
-
-
 """The server's own limit."""
 
 
@@ -145,32 +131,14 @@ class RemoteSandbox:
 
 
 CONNECT_TIMEOUT_S = 5.0
-
-
 BUSY_TIMEOUT_S = 120.0
-
-
 """How long a refusal for want of room is asked again: nothing was done, so nothing can be done twice."""
-
-
 PATH_MAX_BYTES = 4096
-
-
 """Linux's PATH_MAX, its closing NUL included."""
-
-
 JSON = {"Content-Type": "application/json"}
-
-
 RETRY_AFTER_S = (0.1, 1.0)
-
-
 """Requests with a key are sent again where the server did not answer: it does none of them twice."""
-
-
 KEEP_ALIVE_S = 30.0
-
-
 """Idle connections are ours to close: one that the server closes just when we write to it loses a request."""
 
 

@@ -153,14 +153,8 @@ class OneBoxSession(Generic[B]):
 
 
 GRACE_S = 30.0
-
-
 """How much longer than a run's limit the driver may take; then the box is ended from outside."""
-
-
 FILE_DEADLINE_S = 20.0
-
-
 MAX_FILE_BYTES = 32 << 20
 
 
@@ -253,11 +247,7 @@ def _to_result(answer: dict[str, Any], out_of_memory: bool) -> RunResult:
 
 
 TIMEOUT_S = 60.0
-
-
 _UNPACK = 'mkdir -p -- "$2" && tar -x -f "$1" -C "$2"'
-
-
 _PACK = 'tar -c -f "$1" -C "$2" --exclude="./$1" .'
 
 

@@ -15,8 +15,6 @@ from penstock.tools.base import ToolInfraError, ToolResult
 from penstock.tools.episode_box import BoxTool, EpisodeBox
 
 CONTEXT_LINES = 4
-
-
 MAX_NAMED_LINES = 5
 
 
@@ -97,11 +95,7 @@ def _lines_of(text: str, old: str) -> str:
 
 
 MAX_STEPS = 20
-
-
 MAX_BYTES = 4 << 20
-
-
 """Of one file's history; the oldest steps go first."""
 
 
@@ -151,8 +145,6 @@ def is_unchanged(text: str | None, after: str) -> bool:
 
 
 MAX_FILE_BYTES = 1 << 20
-
-
 NEEDS = {"create": ("text",), "replace": ("old_text", "text"), "insert": ("line", "text")}
 
 

@@ -60,8 +60,6 @@ def _key(arguments: Mapping[str, Any]) -> str:
 
 
 T = TypeVar("T")
-
-
 BACKOFF = Backoff(0.5, 30.0, jitter=(0.5, 1.0))
 """Jitter spreads out the workers that were refused at the same moment."""
 QUEUE_DEADLINE_S = 300.0

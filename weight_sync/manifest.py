@@ -133,7 +133,7 @@ class Manifest:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for the queue and for HTTP; `parse` reads it back."""
-        plain = {
+        plain: dict[str, Any] = {
             "version": self.version,
             "transport": self.transport,
             _place_field(self.transport): self.place,

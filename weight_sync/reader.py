@@ -109,7 +109,7 @@ def _read_full_verified(manifest: Manifest, file: ChainFile) -> Tensors:
             verify_names(manifest, opened.keys())
             return {name: _read_one(opened, manifest.version, entry) for name, entry in manifest.entries.items()}
     except (OSError, SafetensorError) as error:
-        raise WeightsRefused(f"version {manifest['version']}: cannot read {file.place}: {error}") from error
+        raise WeightsRefused(f"version {manifest.version}: cannot read {file.place}: {error}") from error
 
 
 def _read_one(opened: Any, version: int, entry: TensorEntry) -> torch.Tensor:

@@ -50,9 +50,9 @@ def export(
     every_s: Annotated[float, typer.Option(help="Seconds between two polls of the queue.", min=0.1)] = 5.0,
 ) -> None:
     """Serve the queue's numbers to Prometheus, with the run's token as bearer credentials, until interrupted."""
-    from penstock.deploy.telemetry import serve
+    from penstock.deploy.telemetry import serve_queue_metrics
 
-    _run(lambda: serve(RunConnection.from_environment(run=run), host, port, every_s))
+    _run(lambda: serve_queue_metrics(RunConnection.from_environment(run=run), host, port, every_s))
 
 
 @app.command()

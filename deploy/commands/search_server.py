@@ -33,8 +33,7 @@ def search_server(
     The index is built at the first start and kept; a changed corpus is indexed again.
     """
     from penstock.deploy.roles import run_role
-    from penstock.tools.retrieval import BadCorpus, serve
-    from penstock.tools.retrieval.folder import IndexFailed
+    from penstock.tools.retrieval import BadCorpus, IndexFailed, serve
 
     async def role(opened: Index, token: str) -> None:
         await serve(opened, host, port, token, topk)

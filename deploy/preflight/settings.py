@@ -33,14 +33,10 @@ def check_engine(config: RunConfig) -> Check:
 async def _check_stock_server(config: RolloutConfig) -> Check:
     """Asks the environment that the engine would use: is the server in it, and new enough?"""
     from penstock.rollout_server import EngineError
-    from penstock.rollout_server.engines import sglang_server
-    from penstock.rollout_server.engines import vllm as vllm_server
+    from penstock.rollout_server.engines import find_installation
 
     try:
-        if config.engine == "vllm":
-            found: Any = await vllm_server.find_installation(config)
-        else:
-            found = await sglang_server.find_installation(config)
+        found = await find_installation(config)
     except EngineError as error:
         return Check("rollout.engine", False, config.engine, str(error))
     return Check("rollout.engine", True, f"{config.engine} {found.version} in {found.python}")

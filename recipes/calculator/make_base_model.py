@@ -37,8 +37,6 @@ CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TOOL_TOKENS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 PIECES = Regex(r"\d|[-+*/()]|\.(?=\d)|(?:(?!\.\d)[^\d+*/()\-])*[A-Za-z]\(|(?:(?!\.\d)[^\d+*/()\-])+")
 """Digits and signs stand alone, so that copying is token by token; all other text may become long tokens."""
-
-
 Row = tuple[torch.Tensor, torch.Tensor]
 """ids [L] and labels [L], IGNORED where the model does not write."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.server_process import Installation
 from penstock.rollout_server.protocol import Engine
 
 MakeEngine = Callable[[RolloutConfig, str, Path, int], Engine]
@@ -17,6 +18,10 @@ ENGINES = {
     "vllm": "penstock.rollout_server.engines.vllm:VLLMEngine",
     "sglang": "penstock.rollout_server.engines.sglang:SGLangEngine",
 }
+INSTALLED = {
+    "vllm": "penstock.rollout_server.engines.vllm",
+    "sglang": "penstock.rollout_server.engines.sglang_server",
+}
 
 
 def make_engine(config: RolloutConfig, model: str, log_dir: Path, seed: int) -> Engine:
@@ -24,3 +29,10 @@ def make_engine(config: RolloutConfig, model: str, log_dir: Path, seed: int) -> 
     module, _, name = ENGINES[config.engine].partition(":")
     engine_class: MakeEngine = getattr(importlib.import_module(module), name)
     return engine_class(config, model, log_dir, seed)
+
+
+async def find_installation(config: RolloutConfig) -> Installation:
+    """The environment and version of an engine with a server of its own (``vllm``, ``sglang``). Raises `EngineError`."""
+    module = importlib.import_module(INSTALLED[config.engine])
+    found: Installation = await module.find_installation(config)
+    return found

@@ -9,8 +9,6 @@ import contextlib
 
 BACKEND = "penstock"
 """What ``--weight-transfer-config '{"backend": …}'`` names."""
-
-
 REFUSED = "the weights are refused: "
 """vLLM hands on the text of a worker's exception, not its type: with this in it nothing was touched."""
 

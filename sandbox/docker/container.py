@@ -36,35 +36,15 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
 OWN_END_S = 2.0
-
-
 """How long a first process whose stdin closed may take to end; past it the engine is report to kill."""
-
-
 END_DEADLINE_S = 30.0
-
-
 """The engine itself may wait 10 s for the end of a process that it killed."""
-
-
 OOM_DEADLINE_S = 1.0
-
-
 """How long the engine may take to report why a container ended."""
-
-
 _STDERR_BYTES = 2000
-
-
 _GONE, _BEING_REMOVED = 404, 409
-
-
 _OUT, _ERR = 1, 2
-
-
 """Which stream a piece of output belongs to, in the engine's framing."""
 
 
@@ -239,8 +219,6 @@ async def _still_there(container: DockerContainer) -> bool:
 
 
 UNFIT_PYTHON = ("Python 3.9 or newer is needed", "ModuleNotFoundError")
-
-
 """What an image's python3 says where it cannot run the driver: too old, or without half of its library."""
 
 

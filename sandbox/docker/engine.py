@@ -25,29 +25,15 @@ if TYPE_CHECKING:
 
 
 CALL_DEADLINE_S = 20.0
-
-
 """Of one call to the engine; a loaded machine starts a container in a few seconds."""
-
-
 IMAGE_NAME = re.compile(r"\w[\w.-]*(:\d+)?(/\w[\w.-]*)*(:\w[\w.-]*)?(@\w+:[0-9a-f]+)?", re.ASCII)
-
-
 _NO_CONNECTION = 900
-
-
 """aiodocker's own status."""
-
-
 PACKAGE = "the `aiodocker` package is missing: `pip install 'penstock[docker]'`"
-
-
 UNREACHABLE = (
     "no Docker engine answers: install one (`apt-get install docker.io`, or `scripts/setup-docker` on Debian), "
     "start it (`systemctl start docker`), or set DOCKER_HOST to where it listens"
 )
-
-
 NO_PERMISSION = (
     "this user may not speak to the Docker engine: `usermod -aG docker $USER` and log in again, or use rootless Docker"
 )
@@ -184,14 +170,8 @@ def require_runtime(engine: DockerEngine, runtime: str | None) -> None:
 
 
 ROOT = Path("/sys/fs/cgroup")
-
-
 _GROUPS = ("docker/{}", "system.slice/docker-{}.scope")
-
-
 """Where the engine's two cgroup drivers put a container."""
-
-
 _SOCKETS = "memory.kmem.tcp.limit_in_bytes"
 
 

@@ -30,20 +30,10 @@ if TYPE_CHECKING:
 
 
 _LIMITED = 'ulimit -S -t "$1"; ulimit -H -t "$(($1 + 1))"; n=$2; shift 2; '
-
-
 _RUN = _LIMITED + 'exec "$@"'
-
-
 _RUN_FED = _LIMITED + 'head -c "$n" | "$@"'
-
-
 """The engine's client cannot close a program's stdin alone: the count says where it ends."""
-
-
 _OUT = 1
-
-
 _WRITE_BYTES = 1 << 16
 
 
@@ -115,53 +105,21 @@ class Program:
 
 
 KEEPER_COMMAND = ["sh", "-c", "while read -r line; do jobs; done"]
-
-
 """First process of such a box. It ends when its stdin does and cannot be ended from inside; `jobs` reaps orphans."""
-
-
 NO_PYTHON = "this image has no python3 of 3.9 or newer: use one that has (`python:3.12-slim`), or commands alone"
-
-
 NO_SHELL = "a shell that keeps its directory and variables needs a python3 of 3.9 or newer in the image; use `run`"
-
-
 HOUSEKEEPING_S = 20.0
-
-
 MAX_FILE_BYTES = 32 << 20
-
-
 _SIGXCPU = 128 + 24
-
-
 _SIGKILL = 128 + 9
-
-
 _KILL_ALL = ["sh", "-c", "kill -9 -1; set -- /proc/[0-9]*; [ $# -le 2 ]"]
-
-
 """Exits with 0 where only the first process and this one are left; killed ones are listed until they are reaped."""
-
-
 _KILL_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-
-
 _COUNT_OOM = ["sh", "-c", f"cat {' '.join(OOM_COUNTERS)} 2>/dev/null"]
-
-
 _REGULAR = '[ ! -e "$1" ] || [ -f "$1" ] || { echo "not a regular file" >&2; exit 1; }; '
-
-
 _WRITE = ["sh", "-c", _REGULAR + 'cat >"$1"', "sh"]
-
-
 _READ = ["sh", "-c", _REGULAR + 'head -c "$2" <"$1"', "sh"]
-
-
 _SHELL_WORDS = {"no such file": errno.ENOENT, "nonexistent": errno.ENOENT}
-
-
 _ERRORS = (errno.ENOENT, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOSPC, errno.ENAMETOOLONG, errno.ENOTDIR)
 
 

@@ -50,11 +50,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
 PYTHON = "python3"
-
-
 T = TypeVar("T")
 
 
@@ -195,11 +191,7 @@ def _now(work: Coroutine[Any, Any, T]) -> T:
 
 
 PREFIX = "penstock."
-
-
 ABANDONED_AFTER_S = 600.0
-
-
 """Another machine's process cannot be looked at: its container is abandoned when it does not run at this age."""
 
 

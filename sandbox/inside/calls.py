@@ -22,14 +22,8 @@ from penstock.sandbox.inside.interpreter import OUTCOME_BYTES
 from penstock.sandbox.inside.persistent import PersistentChild, PersistentChildren
 
 LONGEST_WAIT_S = 3600.0
-
-
 """poll() counts milliseconds in 31 bits."""
-
-
 Handlers = dict[int, Callable[[], bool]]
-
-
 """Descriptor → what to do when it is ready; False: stop watching it."""
 
 
@@ -132,11 +126,7 @@ def verdict(run: WatchedRun, processes: ChildTable, broken: str | None) -> dict[
 
 
 IPC_RMID = 0
-
-
 TABLE = "/proc/sysvipc/shm"
-
-
 """Of the reader's own namespace. After a line of headings: key, shmid, perms, size, cpid, lpid, nattch, ..."""
 
 

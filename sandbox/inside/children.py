@@ -15,17 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 PR_SET_DUMPABLE = 4
-
-
 OPEN_FILES = 256
-
-
 NICENESS = 5
-
-
 NO_CORE = 1
-
-
 """Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
 
 
@@ -146,14 +138,8 @@ def become_command(argv: list[str], cwd: str | None = None) -> int:
 
 
 KILL_ROUNDS = 500
-
-
 PAUSE_S = 0.002
-
-
 THREADS = 17
-
-
 """In /proc/PID/stat, counted from the state on."""
 
 

@@ -74,17 +74,9 @@ class Control:
 
 
 PR_SET_SECCOMP = 22
-
-
 PR_SET_NO_NEW_PRIVS = 38
-
-
 SECCOMP_MODE_FILTER = 2
-
-
 OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
-
-
 """Of the container's own cgroup, version 2 and 1, as container engines show it inside."""
 
 

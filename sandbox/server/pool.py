@@ -75,17 +75,9 @@ class Slots:
 
 
 logger = logging.getLogger(__name__)
-
-
 PROBE_TIMEOUT_S = 2.0
-
-
 """A warm box that does not run a command in this time is stale."""
-
-
 REFILL_PAUSES = Backoff(0.5, 30.0)
-
-
 """Between two failed refills."""
 
 

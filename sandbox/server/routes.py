@@ -42,8 +42,6 @@ from penstock.sandbox.server.views import (
 from penstock.sandbox.session import MAX_FILE_BYTES, get_folder, put_folder
 
 T = TypeVar("T")
-
-
 Lines = asyncio.Queue[bytes | None]
 
 
@@ -132,8 +130,6 @@ async def caller_of(request: Request) -> Caller:
 
 
 ThisServer = Annotated[ServerState, Depends(state_of)]
-
-
 ThisCaller = Annotated[Caller, Depends(caller_of)]
 
 
@@ -142,8 +138,6 @@ async def entry_of(session_id: str, server: ThisServer, caller: ThisCaller) -> S
 
 
 ThisSession = Annotated[SessionEntry, Depends(entry_of)]
-
-
 Key = Annotated[
     str | None,
     Header(
@@ -153,8 +147,6 @@ Key = Annotated[
         description="A request with a key that was used before returns the first result; it is not carried out again.",
     ),
 ]
-
-
 LabelStart = Annotated[str, Query(max_length=256, description="Only sessions whose label has this prefix.")]
 
 
@@ -217,11 +209,7 @@ def _view(entry: SessionEntry) -> SessionView:
 
 
 work_router = APIRouter(prefix="/sessions/{session_id}")
-
-
 BoxPath = Annotated[str, Query(min_length=1, max_length=4096, description="In the box; relative to its /tmp.")]
-
-
 MaxBytes = Annotated[int, Query(ge=0, le=MAX_FILE_BYTES)]
 
 

@@ -22,17 +22,9 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 MAX_TIMEOUT_S = 3600.0
-
-
 MAX_TEXT_CHARS = 8 << 20
-
-
 MAX_ARGUMENTS = 4096
-
-
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
-
-
 TimeoutS = Annotated[
     float | None,
     Field(None, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False, description="Null: the server's usual limit."),

@@ -104,23 +104,11 @@ async def _read(workspace: Workspace, path: str) -> bytes | None:
 
 
 Name = tuple[str, ...]
-
-
 """A test function, with the classes it is in."""
-
-
 _EQUAL = {"assertEqual", "assertEquals", "assertListEqual", "assertTupleEqual", "assertDictEqual", "assertSetEqual"}
-
-
 _OPPOSITE = {"assertTrue": "assertFalse", "assertFalse": "assertTrue", "assertIsNone": "assertIsNotNone"}
-
-
 _RAISED = ("ValueError", "TypeError", "KeyError", "IndexError")
-
-
 _MAY_FAIL = (b"xfail", b"expectedFailure")
-
-
 _TURNED: dict[type[ast.cmpop], tuple[str, str]] = {
     **{ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"), ast.Is: ("is", "is not")},
     **{ast.Lt: ("<", ">="), ast.LtE: ("<=", ">"), ast.Gt: (">", "<="), ast.GtE: (">=", "<")},
@@ -243,11 +231,7 @@ def _other_exception(statement: ast.With, source: Source, dice: random.Random) -
 
 
 _PLAIN = re.compile(r"""[bB]?(['"])(?!\1)([^'"\\\n]+)\1""")
-
-
 _NUMBER = re.compile(r"\d+(\.\d+)?")
-
-
 _FORMS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
 
 

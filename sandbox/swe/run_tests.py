@@ -20,11 +20,7 @@ from penstock.sandbox.swe.task import PytestCommand, SweTask, SweTaskError, is_p
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
 MAX_RESULTS_BYTES = 16 << 20
-
-
 OUTPUT_CHARS = 4000
-
-
 _LAUNCHER = Path(__file__).parent / "in_box" / "run_pytest.py"
 
 
@@ -109,14 +105,8 @@ async def _run_each(workspace: Workspace, task: SweTask) -> Ran:
 
 
 GENERATED = ("__pycache__", "*.pyc", "*.egg-info", "*.dist-info", ".pytest_cache")
-
-
 """What honest builds make."""
-
-
 WHERE_TESTS_LIE = ("tests", "/test")
-
-
 """A build may add to these folders (compiled modules), and change nothing that was there."""
 
 

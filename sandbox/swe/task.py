@@ -19,8 +19,6 @@ PROTECTED = (
     *("pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml"),
     *("__pycache__", "*.pyc", ".pytest_cache", "tests", "/test", "/pytest.py", "/_pytest"),
 )
-
-
 """What steers a test run. A pattern is held against each part of a path, one that begins with / against the first."""
 
 

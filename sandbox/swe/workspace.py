@@ -22,20 +22,10 @@ from penstock.sandbox.swe import scripts
 from penstock.sandbox.swe.task import SweLimits, SweTask, SweTaskError
 
 GIT_DEADLINE_S = 120
-
-
 MTIME_S = 946_684_800
-
-
 """Of every file of a commit: its archive is the same bytes each time."""
-
-
 _KINDS = {"100644": 0o644, "100755": 0o755, "120000": 0o120777}
-
-
 ArchiveMember = tuple[str, int, int, bytes]
-
-
 """path, mode, time of change, content (of a symlink: its target)"""
 
 
@@ -122,14 +112,8 @@ def _git(repository: Path, arguments: list[str], stdin: str = "") -> bytes:
 
 
 STATE = ".penstock_swe"
-
-
 PART_BYTES = 4 << 20
-
-
 MAX_LISTING_BYTES = 16 << 20
-
-
 _HOME = 'mkdir -p "$1" "$2" && cd -- "$2" && pwd -P && cd - >/dev/null && cd -- "$1" && pwd -P'
 
 

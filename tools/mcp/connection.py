@@ -90,8 +90,6 @@ def _variable(name: str) -> str:
 
 
 CONNECT_DEADLINE_S = 30.0
-
-
 CLOSE_DEADLINE_S = 5.0
 
 

@@ -4,6 +4,7 @@ from .corpus import Passage as Passage
 from .corpus import read_passages as read_passages
 from .dense import DenseIndex as DenseIndex
 from .dense import open_or_build_dense as open_or_build_dense
+from .folder import IndexFailed as IndexFailed
 from .folder import ensure_built as ensure_built
 from .index import RetrievalIndex as RetrievalIndex
 from .index import open_or_build as open_or_build
