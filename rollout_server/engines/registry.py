@@ -32,7 +32,7 @@ def make_engine(config: RolloutConfig, model: str, log_dir: Path, seed: int) -> 
 
 
 async def find_installation(config: RolloutConfig) -> Installation:
-    """The environment and version of an engine with a server of its own (``vllm``, ``sglang``). Raises `EngineError`."""
+    """Environment and version of an engine that has its own server (``vllm``, ``sglang``). Raises `EngineError`."""
     module = importlib.import_module(INSTALLED[config.engine])
     found: Installation = await module.find_installation(config)
     return found
