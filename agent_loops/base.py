@@ -1,8 +1,6 @@
-"""What users write against: an agent loop is one class with one method that must be written.
+"""The base class of agent loops, the services that a worker gives to its episodes, and the registry of loops.
 
-What all episodes of one worker share.
-
-Agent loops by name: ``@register("my_agent")``, or any class by its path.
+A loop is named by ``@register("my_agent")``, or by the path of any class.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from penstock.transfer_queue import Lease, Task, TransferQueue
 T = TypeVar("T")
 PACKAGE = "penstock.agent_loops.loops"
 FUNCTION_LOOP = "penstock.gateway.openai_agent:loop_of"
-"""Makes a loop of an `async def agent(client, task)`. By path: the gateway is built on this folder, not the reverse."""
+"""Makes a loop of an `async def agent(client, task)`. A path, not an import: the gateway imports this folder."""
 LOOPS: Registry[type[AgentLoopBase]] = Registry(
     "agent loop",
     {
@@ -50,7 +48,7 @@ LOOPS: Registry[type[AgentLoopBase]] = Registry(
 
 @dataclass(slots=True)
 class Mismatches:
-    """Token mismatches of a worker; the next trajectory that completes carries the count, so that none is hidden."""
+    """Token mismatches of a worker; the next completed trajectory carries the count, so that none is hidden."""
 
     seen: int = 0
     reported: int = 0
@@ -62,6 +60,8 @@ class Mismatches:
 
 @dataclass(frozen=True, slots=True)
 class WorkerServices:
+    """Shared by all episodes of one worker."""
+
     worker: str
     config: AgentConfig
     queue: TransferQueue
@@ -75,15 +75,15 @@ class WorkerServices:
     reward: RewardFunction | None = None
     mismatches: Mismatches = field(default_factory=Mismatches)
     on_span: OnSpan | None = None
-    """Told each span of each episode when it ends."""
+    """Called with each span of each episode when it ends."""
 
 
 class AgentLoopBase(ABC):
-    """Runs one episode of one task. A new object is made for every episode.
+    """Runs one episode of one task; one object per episode.
 
-    Given to it before `setup`: `llm` (token in, token out), `chat` (messages ↔ ids), `tools`, `sandbox`, `config`.
-    After the death of its worker an episode runs again from the start in another one with model calls and tools
-    answered from the journal, so `run` must be deterministic given those answers: take randomness from `task`.
+    Set before `setup`: `llm` (token in, token out), `chat` (messages ↔ ids), `tools`, `sandbox`, `config`.
+    After its worker dies, another worker runs the episode from the start, with model calls and tools answered from the
+    journal. `run` must therefore be deterministic given those answers: take randomness from `task`.
     """
 
     llm: EpisodeLLM
@@ -94,7 +94,7 @@ class AgentLoopBase(ABC):
 
     @classmethod
     def require(cls) -> None:
-        """Asked once, before the first lease. Raises `LoadError` where what the loop needs is not installed."""
+        """Called once, before the first lease. Raises `LoadError` if a requirement of the loop is not installed."""
 
     def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
         """Before `setup`, for loops that replace what they were given (`OpenAIAgentLoop`). Raises `InfraFailure`."""

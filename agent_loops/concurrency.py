@@ -3,7 +3,7 @@
 every ADAPT_S:  a server refused (429), or all of them are over their load ─► limit × DECREASE, at most every HOLD_S
                 else, where the worker is at its limit                     ─► limit + a 32nd of the most
 
-Episodes that run are never stopped for it: the limit holds back new ones.
+Running episodes are never stopped: the limit holds back new ones.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from penstock.transfer_queue import ServerInfo
 
 ADAPT_S = 1.0
 HOLD_S = 5.0
-"""After a decrease: time for what runs to end, so that one long queue does not count five times."""
+"""Pause after a decrease: running episodes need time to end, else one long queue would count five times."""
 DECREASE = 0.75
 STEPS = 32
 
 
 @runtime_checkable
 class WatchedClient(Protocol):
-    """A rollout client that knows how its servers are; one that does not is never adapted to."""
+    """A rollout client that reports the load of its servers; for others the limit is constant."""
 
     refused: int
-    """Times that a server said its queue is long (429), ever."""
+    """Refusals (429) by servers since the start."""
 
     async def servers(self) -> Sequence[ServerInfo]:
         """Newest heartbeats. Raises `QueueError`."""
@@ -35,15 +35,15 @@ class WatchedClient(Protocol):
 @dataclass(frozen=True, slots=True)
 class Bounds:
     most: int
-    """Episodes: ``agent.concurrency``."""
+    """Maximum of episodes: ``agent.concurrency``."""
     server_requests: int
-    """In flight at one server, above which it counts as loaded; 0: not looked at."""
+    """Requests in flight above which a server counts as loaded; 0: ignored."""
     server_tokens: int
     """The same in tokens, which stand for its KV cache."""
 
 
 class Concurrency:
-    """`limit` is between 1 and `bounds.most`, where it starts. Pure: time and load are told to it."""
+    """`limit` is between 1 and `bounds.most`, its initial value. Pure: time and load are arguments."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.limit = bounds.most
@@ -52,7 +52,7 @@ class Concurrency:
         self._held_until_s = 0.0
 
     def saw(self, servers: Sequence[ServerInfo], refused: int, running: int, now_s: float) -> int:
-        """The new limit after one look at the servers. `refused` counts ever; `running` are this worker's episodes."""
+        """The new limit. `refused`: refusals since the start; `running`: this worker's episodes."""
         pressed = refused > self._refused or self._all_loaded(servers)
         self._refused = refused
         if pressed and now_s >= self._held_until_s:

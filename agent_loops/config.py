@@ -1,7 +1,4 @@
-"""Settings of agent workers and loops.
-
-Settings of rewards.
-"""
+"""Settings of agent workers, loops and rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from penstock.tools.parsers import ParserName
 
 
 class RewardChoice(BaseModel):
-    """A reward with settings of its own."""
+    """A reward and its settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -36,7 +33,7 @@ class CaptureConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     idle_s: float = Field(
-        300.0, gt=0, description="A recorded episode (OpenAI client) without a call for so long goes back to the queue."
+        300.0, gt=0, description="A gateway session without a call for this long is returned to the queue."
     )
 
 
@@ -51,10 +48,12 @@ class AgentConfig(BaseModel):
     server_requests: int | None = Field(
         None,
         ge=0,
-        description="Requests in flight per rollout server above which workers run fewer episodes; 0: any."
-        " Unset: twice `rollout.max_concurrent`.",
+        description="Requests in flight per rollout server above which workers run fewer episodes;"
+        " 0: unlimited. Unset: twice `rollout.max_concurrent`.",
     )
-    server_tokens: int = Field(0, ge=0, description="The same in tokens of prompts and answers (KV cache). 0: any.")
+    server_tokens: int = Field(
+        0, ge=0, description="The same bound in tokens of prompts and answers (KV cache). 0: unlimited."
+    )
     max_turns: int = Field(4, gt=0, description="Model calls per episode.")
     max_new_tokens: int = Field(256, gt=0, description="Tokens sampled per model call.")
     max_response_tokens: int = Field(512, gt=0, description="Response tokens per episode, observations included.")
@@ -62,7 +61,7 @@ class AgentConfig(BaseModel):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Below 1 the policy gradient is biased; see docs.")
     top_k: int = Field(-1, ge=-1, description="Above 0 the policy gradient is biased; see docs.")
     episode_deadline_s: float = Field(120.0, gt=0, description="An episode that takes longer is truncated(deadline).")
-    parser: ParserName = Field("hermes", description="How tool calls are written by the model; see docs/tools.md.")
+    parser: ParserName = Field("hermes", description="Format of the model's tool calls; see docs/tools.md.")
     thinking_history: Literal["keep", "strip"] = Field(
         "keep", description="Old thinking: kept token for token, or a new segment where the chat template drops it."
     )

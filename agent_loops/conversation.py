@@ -1,4 +1,4 @@
-"""One line of talk with the model: a segment, or several where old thinking is dropped.
+"""A conversation with the model: one segment, or several where old thinking is dropped.
 
 keep    start ─► reply ─► go_on ─► reply ─► …                                  one segment
 strip   start ─► reply ─► go_on (thinking in it is dropped) ┄► new segment ─► reply ─► …
@@ -18,7 +18,7 @@ from penstock.transfer_queue import Outcome
 
 
 class Conversation:
-    """What a loop of several turns talks in. `segment` is where the next reply goes; `outputs` are handed back."""
+    """A conversation of several turns. The next reply goes to `segment`; `outputs` are the loop's result."""
 
     def __init__(self, chat: ChatTokens, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Raises `TemplateError`."""
@@ -40,7 +40,7 @@ class Conversation:
         return sum(segment.num_turns for segment in self._segments)
 
     def go_on(self, reply: Reply, messages: Sequence[Message]) -> None:
-        """The model reads `messages` after its `reply`. Raises `TemplateError`."""
+        """Appends `messages` after the model's `reply`. Raises `TemplateError`."""
         after = self._chat.go_on(self.segment, reply, messages)
         if after is not self.segment:
             self._segments.append(after)

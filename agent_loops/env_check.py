@@ -1,13 +1,14 @@
-"""An environment without a model: a scripted policy plays a recipe's tasks in a real agent worker.
+"""Environments and loops without a model.
 
-    policy(scene) ──text──► ScriptedClient ──ids──► worker: loop, tools, sandbox, reward ──► trajectories
+check_env   a scripted policy runs a recipe's tasks in a real agent worker (`penstock rehearse`)
+try_loop    one episode of a loop with given answers, on a tokenizer and a queue in memory
 
-Everything but the model is what a run would use: chat template, parser, tools, boxes, servers, reward. A policy that
-acts rightly must earn the full reward on every task, and one that does nothing none: else the environment is broken.
+    policy(state) ──text──► ScriptedClient ──ids──► worker: loop, tools, sandbox, reward ──► trajectories
 
-Try a loop in a second: the real episode code on a tokenizer and a queue in memory, with a model that you play.
+Everything but the model is what a run would use: chat template, parser, tools, sandboxes, servers, reward. A correct
+policy must earn the full reward on every task, and one that does nothing must earn none.
 
-trajectory = await try_loop("my_agent.py:MyAgent", task, model=FOLDER, says=["first answer", "second answer"])
+    trajectory = await try_loop("my_agent.py:MyAgent", task, model=FOLDER, says=["first answer", "second answer"])
 """
 
 from __future__ import annotations
@@ -36,52 +37,52 @@ SPLIT = "rehearsal"
 LEASE_TTL_S = 60.0
 POLL_S = 0.05
 SLACK_S = 60.0
-"""Beyond an episode's and its reward's own deadlines, before a rehearsal in which nothing ends is given up."""
+"""Added to the episode's and the reward's deadlines before a check without progress is stopped."""
 _RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 Says = Sequence[str] | Callable[[str], str]
-"""The model's answers in order, the last one over and over; or a function of the context's text."""
+"""The model's answers in order, the last one repeated; or a function of the context's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeState:
-    """Where one episode stands when its model is to speak."""
+    """The input of a policy: one episode before a model call."""
 
     task: Task
     observed: Sequence[str]
-    """What was fed after each of the model's answers so far, as the chat template wrote it."""
+    """The text fed after each of the model's answers, as rendered by the chat template."""
     chat: ChatTokens
 
     @property
     def turn(self) -> int:
-        """Answers that the model has given."""
+        """Number of answers so far."""
         return len(self.observed)
 
     @property
     def results(self) -> list[str]:
-        """Texts of tools, oldest first; of a template without ``<tool_response>`` all that was fed."""
+        """Texts of tool results, oldest first; without ``<tool_response>`` in the template, everything fed."""
         return [text for fed in self.observed for text in (_RESULT.findall(fed) or [fed])]
 
     def call(self, name: str, **arguments: object) -> str:
-        """One tool call as the model's own template writes it. Raises `ValueError` where it writes none."""
+        """A tool call as rendered by the model's template. Raises `ValueError` if the template has no tool calls."""
         text = self.chat.template.reply_with_call((), ToolCall(name, arguments))
         if text is None:
-            raise ValueError("this chat template writes no tool calls: let the policy write them itself")
+            raise ValueError("this chat template renders no tool calls: the policy must write them")
         return text.partition(self.chat.decode([self.chat.turn_end_id]))[0]
 
 
 Policy = Callable[[EpisodeState], str]
-"""What the model says next."""
+"""Returns the model's next answer."""
 
 
 class ScriptedClient:
-    """A `GenerateClient` that answers for `policy`. `tasks` by task id."""
+    """A `GenerateClient` that answers with a policy. `tasks` by task id."""
 
     def __init__(self, chat: ChatTokens, tasks: Mapping[str, Task], policy: Policy) -> None:
         self._chat = chat
         self._tasks = tasks
         self._policy = policy
         self._heard: dict[str, tuple[int, list[str]]] = {}
-        """Episode → length of what the model has read and said, what was fed after each of its answers."""
+        """Episode → length of its context with the last answer, texts fed after each answer."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
         return await self._speaker(request).generate(request)
@@ -108,7 +109,7 @@ class ScriptedClient:
 
 @dataclass(frozen=True, slots=True)
 class EnvCheck:
-    """What came of it: each task ended in one of the two."""
+    """The result: each task is in one of the two lists."""
 
     trajectories: Sequence[Trajectory]
     """In the order of the tasks."""
@@ -132,10 +133,11 @@ async def check_env(
     recipe_dir: Path = Path(),
     on_ended: Callable[[int], None] = lambda _: None,
 ) -> EnvCheck:
-    """Play every task once, `config.concurrency` at a time; `model` is a tokenizer's folder or hub name.
+    """Runs every task once with `policy`, `config.concurrency` at a time.
 
-    `on_ended` is told how many have ended. Raises `AgentError` and `SandboxError` as a worker does at its start,
-    `WorkerStopped` where the infrastructure fails again and again, or nothing ends any more.
+    `model` is a tokenizer's folder or hub name; `on_ended` is called with the number of ended episodes.
+    Raises `AgentError` and `SandboxError` as a worker does at its start,
+    `WorkerStopped` if the infrastructure fails repeatedly, or no episode ends.
     """
     staged = [replace(task, split=SPLIT, task_id=f"{SPLIT}/{number:08d}") for number, task in enumerate(tasks)]
     queue = MemoryTransferQueue()
@@ -198,7 +200,7 @@ async def try_loop(
 
     `model` is the folder or hub name of a tokenizer; no weights are loaded. `task.split` is an evaluation's. `sandbox`:
     for tools that need one. Raises `AgentError` and `SandboxError` as a worker does at its start, and `InfraFailure`
-    where the episode fails.
+    if the episode fails.
     """
     made = make_sandbox(sandbox, "trial") if sandbox is not None else None
     try:

@@ -1,12 +1,11 @@
-"""One leased episode from its lease to the queue.
+"""One leased episode: from its lease to its completed trajectory.
 
 lease ─► equip loop ─► setup, run (deadline) ─► teardown ─► tools' rewards ─► release ─► reward ─► complete
               ▲                │                                                            │
               └── restart ◄────┤ journal left                        infra failure ─────────┴──► fail
 
-Cancelled, or the lease lost: teardown, then the tools' states are left to the next owner.
-
-A loop's outputs become a trajectory: checked against what was sampled, rewarded, and told in numbers.
+Cancelled, or lease lost: teardown, then the tools' states are left to the next owner. `FinishedAttempt` checks a loop's
+outputs against what was sampled, adds reward and metrics, and builds the trajectory.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Episode:
-    """Runs one lease. Made, run once, thrown away."""
+    """Runs one lease. Single use."""
 
     def __init__(self, services: WorkerServices, lease: Lease) -> None:
         self._services = services
@@ -46,7 +45,7 @@ class Episode:
         self._trace = Trace()
 
     async def run(self) -> Outcome:
-        """The outcome that the queue was told. Raises `QueueError` (lease lost, queue gone) and `CancelledError`."""
+        """The outcome reported to the queue. Raises `QueueError` (lease lost, queue gone) and `CancelledError`."""
         spans = episode_spans(self._lease, self._services.worker)
         self._trace = begin_trace(self._services.on_span, spans)
         return await (self._run() if spans is None else self._run_told(spans))
@@ -92,7 +91,7 @@ class Episode:
             outcome.kind,
             outcome.component,
             outcome.reason,
-            "will be tried again" if again else "given up",
+            "will be retried" if again else "no retries left",
         )
         return outcome
 
@@ -102,15 +101,15 @@ class Episode:
             try:
                 return await self._attempt()
             except EpisodeRestart as cause:
-                log.warning("episode %s starts afresh: %s", self._lease.episode_id, cause)
+                log.warning("episode %s restarts: %s", self._lease.episode_id, cause)
                 await self._journal.restart(str(cause))
         try:
             return await self._attempt()
         except EpisodeRestart as cause:
-            raise InfraFailure("loop", f"started afresh {MAX_RESTARTS} times, again: {cause}") from cause
+            raise InfraFailure("loop", f"restarted {MAX_RESTARTS} times, again: {cause}") from cause
 
     async def _attempt(self) -> Trajectory:
-        """Loop and tools are closed before the reward is asked: a slow reward holds no box."""
+        """Loop and tools are closed before the reward is computed: a slow reward holds no sandbox."""
         loop = self._loop_class()()
         llm, tools = self._equip(loop)
         leave = False
@@ -135,7 +134,7 @@ class Episode:
         ).trajectory()
 
     async def _is_lost(self) -> bool:
-        """Another worker owns the episode by now, and its tools' sessions with it: they are not this one's to end."""
+        """Whether another worker owns the episode, and with it its tools' sessions: this one must not end them."""
         try:
             return self._lease.episode_id in await self._services.queue.renew([self._lease])
         except QueueError:
@@ -191,7 +190,7 @@ class Episode:
 
 
 def _raise_swallowed(llm: EpisodeLLM, tools: ToolBox) -> None:
-    """A loop may catch our failures to clean up, not to be rewarded in spite of them (invariant 5)."""
+    """A loop may catch our failures to clean up, not to be rewarded despite them (invariant 5)."""
     for failure in (llm.failure, tools.failure):
         if failure is not None:
             raise failure
@@ -199,7 +198,7 @@ def _raise_swallowed(llm: EpisodeLLM, tools: ToolBox) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FinishedAttempt:
-    """An attempt that ran to its end, loop and tools closed."""
+    """A finished attempt, loop and tools closed: checks, rewards and measures its outputs."""
 
     services: WorkerServices
     lease: Lease
@@ -213,7 +212,7 @@ class FinishedAttempt:
     """Name of the loop's class."""
 
     async def trajectory(self) -> Trajectory:
-        """Raises `TokenMismatch` for outputs that were edited, `InfraFailure` where no reward can be had."""
+        """Raises `TokenMismatch` for edited outputs, `InfraFailure` if there is no reward."""
         for output in self.outputs:
             check_output(output, self.llm.seen)
         metrics = {**self._numbers(), **{f"tool_reward/{name}": value for name, value in self.tool_rewards.items()}}
@@ -239,7 +238,7 @@ class FinishedAttempt:
         return score.reward, score.metrics
 
     def _for_reward(self) -> Mapping[str, Any]:
-        """What joins the row's `extra_info`."""
+        """Added to the row's `extra_info`."""
         return {
             "final_text": self.services.chat.decode(last_answer(self.outputs[-1]), special=False),
             "num_turns": sum(output.num_turns for output in self.outputs),

@@ -1,8 +1,8 @@
-"""Everything an agent worker raises, on one screen.
+"""The exceptions of agent workers.
 
 AgentError
 ├── TemplateError     the model's chat template cannot carry this conversation exactly
-├── LoadError         a name or path in the recipe leads nowhere
+├── LoadError         a name or path in the recipe cannot be resolved
 ├── InfraFailure      machinery failed: the episode ends as infra_error(component), never with a reward of 0
 │   └── TokenMismatch     ids, logprobs or versions do not fit together (invariant 1); counted
 ├── EpisodeRestart    internal: the journal cannot be followed, the episode starts afresh
@@ -25,7 +25,7 @@ class LoadError(AgentError):
 
 
 class InfraFailure(AgentError):
-    """A part of ours failed. `component` names it (``rollout``, ``reward``, ``loop`` …)."""
+    """Infrastructure failed. `component` names the part (``rollout``, ``reward``, ``loop`` …)."""
 
     def __init__(self, component: str, reason: str) -> None:
         super().__init__(f"{component}: {reason}")

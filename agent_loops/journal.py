@@ -1,7 +1,7 @@
-"""Durable execution of one episode: what happened is answered from the journal, what happens is written to it.
+"""Durable execution of one episode: past calls are answered from the journal, new ones are appended to it.
 
-A resumed episode runs its loop from the start. Entries are found by kind and by the hash of what was asked (the exact
-context of a model call, the exact calls of a tool turn), each used once.
+A resumed episode runs its loop from the start. Entries are found by kind and by the hash of the request (the exact
+context of a model call, the exact calls of a tool turn); each is used once.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from penstock.transfer_queue import JournalEntry, JournalKind, Lease, TransferQu
 RESTART = "restart"
 """Key in an entry's data: everything before this entry belongs to an abandoned run of the episode."""
 LIFE = "life"
-"""Key in an entry's data: the name of this run of the episode, of which the names of its tool calls are made."""
+"""Key in an entry's data: the name of this run of the episode, the prefix of its tool calls' names."""
 SESSIONS = "sandbox_sessions"
 """Key in a tool turn's data: tool → session that holds its state."""
 REWARDS = "tool_rewards"
-"""Key in an entry's data: what the tools' `calc_reward` said. Their states may be gone from then on."""
+"""Key in an entry's data: the results of the tools' `calc_reward`. Their states may be gone afterwards."""
 NOTES = frozenset({LIFE, REWARDS})
 
 
 @dataclass(slots=True)
 class Replayed:
-    """How far an episode followed its journal."""
+    """Counts of calls answered from the journal."""
 
     sampled: int = 0
     tools: int = 0
@@ -36,7 +36,7 @@ class Replayed:
 
 
 class EpisodeJournal:
-    """Owned by one lease; `take` before doing, `append` after doing and before anything depends on it."""
+    """Owned by one lease; `take` before a call, `append` after it and before its result is used."""
 
     def __init__(self, queue: TransferQueue, lease: Lease) -> None:
         self._queue = queue
@@ -45,20 +45,20 @@ class EpisodeJournal:
         self._left = [entry for entry in entries if not entry.data or not entry.data.keys() <= NOTES]
         self.replayed = Replayed()
         self.sessions: dict[str, str] = _sessions_of(entries)
-        """Tool → session, as this run's earlier owners named them last."""
+        """Tool → session, as recorded last by earlier owners of this run."""
         self.tool_rewards: Mapping[str, float] | None = _last(entries, REWARDS)
-        """What an earlier owner was told by `calc_reward`; None where none was."""
+        """Results of `calc_reward` recorded by an earlier owner; None: none yet."""
         known = _life_of(lease.journal, entries)
         self._life, self._life_is_durable = known or secrets.token_hex(8), known is not None
         self._branches = 0
         self._strayed = False
-        """Something was done anew although entries of its kind were left: they must all be asked for by the end."""
+        """A call ran although entries of its kind were left: all of them must be taken by the end."""
 
     def take(self, kind: JournalKind, context_hash: int) -> JournalEntry | None:
-        """The entry that answers this request, or None where it is to be done now.
+        """The entry that answers this request; None: it must be executed now.
 
-        Raises `EpisodeRestart` where entries of the kind are left but none fits: the loop asked for something else
-        than it did before, so it is not deterministic and nothing of the old run may be mixed with the new one.
+        Raises `EpisodeRestart` if entries of the kind are left but none matches: the loop is not deterministic, and
+        the old run must not be mixed with the new one.
         """
         same_kind = [entry for entry in self._left if entry.kind is kind]
         for entry in same_kind:
@@ -69,12 +69,12 @@ class EpisodeJournal:
         if same_kind and self._branches:
             self._strayed = True
         elif same_kind:
-            raise EpisodeRestart(f"the replay asked for another {kind.value} entry than its journal holds")
+            raise EpisodeRestart(f"the replay requested a {kind.value} entry that its journal does not hold")
         return None
 
     @contextmanager
     def branching(self) -> Iterator[None]:
-        """While several parts run side by side, one may ask before another has taken its entries."""
+        """While branches run concurrently, one may ask before another has taken its entries."""
         self._branches += 1
         try:
             yield
@@ -82,41 +82,41 @@ class EpisodeJournal:
             self._branches -= 1
 
     def check_followed(self) -> None:
-        """At the loop's end. Raises `EpisodeRestart` where branches left entries behind: the replay strayed."""
+        """Called at the loop's end. Raises `EpisodeRestart` if branches left entries: the replay diverged."""
         if self._strayed and self._left:
-            raise EpisodeRestart(f"the replay asked otherwise than before and left {len(self._left)} journal entries")
+            raise EpisodeRestart(f"the replay diverged and left {len(self._left)} journal entries")
 
     def hand_over(self, keys: Collection[str]) -> tuple[JournalEntry, ...]:
-        """Entries whose data has one of `keys`, for a reader of their own; `take` sees them no more."""
+        """Removes and returns the entries whose data has one of `keys`; another reader replays them."""
         theirs = [entry for entry in self._left if not entry.data.keys().isdisjoint(keys)]
         self._left = [entry for entry in self._left if entry.data.keys().isdisjoint(keys)]
         self.replayed.sampled += sum(entry.kind is JournalKind.SAMPLED for entry in theirs)
         return tuple(theirs)
 
     async def append(self, entry: JournalEntry) -> None:
-        """Write it down. Raises `LeaseLost`, `QueueUnavailable`."""
+        """Appends durably. Raises `LeaseLost`, `QueueUnavailable`."""
         await self._queue.journal(self._lease, entry)
 
     async def append_naming(self, entry: JournalEntry) -> None:
-        """The same, and the entry tells this run's name where none did yet."""
+        """As `append`, adding the run's name if no entry has recorded it yet."""
         if not self._life_is_durable:
             entry = replace(entry, data={**entry.data, LIFE: self._life})
         await self.append(entry)
         self._life_is_durable = True
 
     async def life(self) -> str:
-        """Name of this run of the episode, the same for each owner and for no other run anywhere; durable."""
+        """The unique name of this run of the episode, the same for each owner; durable."""
         if not self._life_is_durable:
             await self.append_naming(JournalEntry(kind=JournalKind.TOOLS))
         return self._life
 
     async def keep_rewards(self, rewards: Mapping[str, float]) -> None:
-        """Durable before the states that earned them are given back."""
+        """Records tool rewards; called before the tools' states are released."""
         self.tool_rewards = rewards
         await self.append(JournalEntry(kind=JournalKind.TOOLS, data={REWARDS: dict(rewards)}))
 
     async def restart(self, cause: str) -> None:
-        """Abandon what was replayed; durable, so that a later owner does not follow the old path again."""
+        """Abandons the run; durable, so that a later owner does not replay it."""
         self._left, self.sessions, self.tool_rewards = [], {}, None
         self.replayed.restarts += 1
         self._life, self._life_is_durable = secrets.token_hex(8), False
@@ -130,7 +130,7 @@ class EpisodeJournal:
 
 
 def since_last_restart(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
-    """What belongs to the present run of the episode."""
+    """Entries of the current run of the episode."""
     marks = [index for index, entry in enumerate(entries) if RESTART in entry.data]
     return list(entries[marks[-1] + 1 :] if marks else entries)
 

@@ -1,10 +1,8 @@
-"""The `llm` of a loop: token in, token out, journaled before the loop sees it.
+"""The `llm` of a loop: token in, token out, journaled before the loop sees the answer.
 
-The one thing an agent worker needs of rollout servers, and a deterministic fake of it.
-
-How a run samples where nobody asks for something else.
-
-An engine's answer at the edge: checked, cut where a stop string ended it, and as the journal keeps it.
+GenerateClient   the protocol of rollout clients; `FakeClient` is its deterministic fake
+EpisodeLLM       model calls of one episode
+Generation       checked here (`check_generation`), cut at a stop string, and encoded for the journal
 """
 
 from __future__ import annotations
@@ -39,34 +37,34 @@ from penstock.rollout_server import (
 from penstock.transfer_queue import JournalEntry, JournalKind, Lease
 
 Watch = Callable[[Chunk], int | None]
-"""Sees an answer's chunks as they arrive. A number ends the answer behind so many tokens of this chunk, as ``stop``."""
+"""Called with each chunk of an answer. A returned number ends the answer after that many tokens of it, as ``stop``."""
 LOGPROB_EPSILON = 1e-4
 """A log-softmax in low precision may end this far above 0."""
 
 
 class GenerateClient(Protocol):
-    """Called by `EpisodeLLM` for every model call and by the worker before it leases."""
+    """An agent worker's connection to rollout servers: `EpisodeLLM` samples, the worker asks for versions."""
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        """The whole answer to one context. Raises where no server gave one within the client's deadline."""
+        """The answer to one context. Raises if no server answered within the client's deadline."""
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         """The same answer as it grows; `version_spans` count from the start of each chunk.
 
         The last chunk, and no other, carries `finish_reason`, ``stop`` or ``length``. Raises as `generate` does.
-        Closing the generator early gives the answer up.
+        Closing the generator early aborts the request.
         """
         yield Chunk()
 
     async def best_version(self) -> int | None:
-        """Newest policy version among servers that accept work; None where there is none."""
+        """Newest policy version among accepting servers; None: there is none."""
 
 
 class FakeClient:
     """Answers each context with ``reply(context)``, at once or after `latency_s`; every token has logprob -0.5.
 
-    Replies longer than ``max_new_tokens`` are cut with finish reason ``length``. A stream brings one token per chunk.
-    `requests` keeps what was asked; `reply` may be exchanged.
+    Replies longer than ``max_new_tokens`` are cut with finish reason ``length``. A stream has one token per chunk.
+    `requests` records the requests; `reply` may be replaced.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class FakeClient:
 
 
 def usual_sampling(config: AgentConfig, stop_token_ids: Sequence[int], lease: Lease) -> Sampling:
-    """The recipe's values with those of the task over them. Raises `InfraFailure` where the task's are wrong.
+    """The recipe's sampling, overridden by the task's. Raises `InfraFailure` if the task's is invalid.
 
     A task's ``greedy_member`` names the one episode of its group that is sampled greedily.
     """
@@ -146,7 +144,7 @@ class CallCounts:
 
 @dataclass(slots=True)
 class SeenContexts:
-    """What the engine was fed and gave, to hold a loop's outputs against (invariant 1)."""
+    """What the engine was fed and returned: a loop's outputs are checked against it (invariant 1)."""
 
     before: set[tuple[int, int]] = field(default_factory=set)
     """(length, xxh3-64) of each context that was fed."""
@@ -155,7 +153,7 @@ class SeenContexts:
 
 
 class EpisodeLLM:
-    """Made for one lease of an episode. `segments` are those it appended to, in order of their first call."""
+    """Model calls of one lease. `segments` lists those it appended to, in order of their first call."""
 
     def __init__(
         self,
@@ -169,7 +167,7 @@ class EpisodeLLM:
         self.segments: list[SegmentBuilder] = []
         self.seen = SeenContexts()
         self.failure: AgentError | None = None
-        """The failure that ends the episode, also where the loop swallowed it."""
+        """The failure that ends the episode, even if the loop caught it."""
         self._client = client
         self._lease = lease
         self._journal = journal
@@ -177,10 +175,10 @@ class EpisodeLLM:
         self._decode = decode
 
     async def generate(self, segment: SegmentBuilder, **overrides: Any) -> Reply:
-        """Sample on the segment's exact context and append the answer to it.
+        """Samples on the segment's exact context and appends the answer to it.
 
-        `overrides` are fields of `Sampling`. Raises `InfraFailure` where no server answered, `TokenMismatch` where ids,
-        logprobs and versions of the answer do not fit together; the episode then ends without a reward.
+        `overrides` are fields of `Sampling`. Raises `InfraFailure` if no server answered, `TokenMismatch` if ids,
+        logprobs and versions of the answer are inconsistent; the episode then ends without a reward.
         """
         if segment.done:
             raise AgentError("generate() on a segment that is done; ask `segment.done` before each call")
@@ -212,9 +210,9 @@ class EpisodeLLM:
         *,
         images: Sequence[ImageRef] = (),
     ) -> Generation:
-        """Sample on exactly these ids, `tokens_left` tokens at most: checked, but neither journaled nor appended yet.
+        """Samples at most `tokens_left` tokens on exactly these ids; checks, but neither journals nor appends.
 
-        Raises as `generate` does. Cancelling it gives the answer up in the engine.
+        Raises as `generate` does. Cancelling it aborts the request in the engine.
         """
         request = self._request(context, tokens_left, overrides, images)
         started = time.monotonic()
@@ -251,7 +249,7 @@ class EpisodeLLM:
     def _request(
         self, context: list[int], tokens_left: int, overrides: Mapping[str, Any], images: Sequence[ImageRef]
     ) -> GenerateRequest:
-        """Not validated: checking, and copying, a context of our own ids is what most of a request would cost."""
+        """Not validated: checking and copying the context would be most of a request's cost."""
         sampling = self.sampling
         if overrides or tokens_left < sampling.max_new_tokens:
             wanted = {**sampling.model_dump(), **overrides}
@@ -275,7 +273,7 @@ class EpisodeLLM:
         self.remember(asked, (segment.context_len, segment.context_hash), generation)
 
     def remember(self, asked: tuple[int, int], after: tuple[int, int], generation: Generation) -> None:
-        """Count an answer, and keep (length, hash) of what the engine was fed and of that with its answer."""
+        """Counts an answer and records (length, hash) of its context, before and after the answer."""
         self.seen.before.add(asked)
         self.seen.after.add(after)
         self.counts.calls += 1
@@ -319,7 +317,7 @@ def first_tokens(chunk: Chunk, count: int) -> Chunk:
 
 
 def to_entry(generation: Generation, asked: tuple[int, int], note: Mapping[str, Any]) -> JournalEntry:
-    """What the journal keeps of an answer; `note` joins its data."""
+    """The journal entry of an answer; `note` is added to its data."""
     return JournalEntry(
         kind=JournalKind.SAMPLED,
         context_len=asked[0],
@@ -337,7 +335,7 @@ def to_entry(generation: Generation, asked: tuple[int, int], note: Mapping[str, 
 
 
 def from_entry(entry: JournalEntry) -> Generation:
-    """The answer that `to_entry` wrote down."""
+    """The inverse of `to_entry`."""
     assert entry.ids is not None
     assert entry.logprobs is not None
     assert entry.version_spans is not None

@@ -1,7 +1,7 @@
-"""Finds what a recipe names: ``package.module:Name``, ``package.module.Name`` or ``folder/file.py:Name``.
+"""Resolves names in a recipe: ``package.module:Name``, ``package.module.Name`` or ``folder/file.py:Name``.
 
-Imports from beside a user's file: each file gets the neighbours of its own folder, also where two folders have a
-module of one name. Python knows one module by a name: without this the second folder silently gets the first one's.
+Import isolation: each user file imports modules from its own folder, even if two folders have a module of the same
+name. Python keeps one module per name; without isolation the second folder would silently get the first one's module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _set_aside: dict[Path, dict[str, ModuleType]] = {}
 
 
 def load_object(spec: str, recipe_dir: Path) -> Any:
-    """The object that `spec` names; files are looked for beside the recipe, then in the current directory.
+    """The object that `spec` names; files are searched beside the recipe, then in the current directory.
 
     Raises `LoadError` naming the part that was not found, with the nearest name that exists.
     """
@@ -41,7 +41,7 @@ def load_object(spec: str, recipe_dir: Path) -> Any:
 
 
 def _load_file(path: str, recipe_dir: Path) -> ModuleType:
-    """Loaded once per process; its folder joins the import path, so that it can import its neighbours."""
+    """Loads a file once per process; its folder joins the import path, so that it can import modules beside it."""
     candidates = [(folder / path).resolve() for folder in (recipe_dir, Path.cwd())]
     found = next((file for file in candidates if file.is_file()), None)
     if found is None:
@@ -78,7 +78,7 @@ def _import(module_name: str, recipe_dir: Path) -> ModuleType:
 
 
 def allow_imports_from(folder: Path) -> None:
-    """Puts a folder at the end of the import path, once: a user's file must not shadow an installed package."""
+    """Appends a folder to the import path, once: at the end, so that no installed package is shadowed."""
     _folders.add(folder.resolve())
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
@@ -86,9 +86,9 @@ def allow_imports_from(folder: Path) -> None:
 
 @contextmanager
 def isolated_imports(folder: Path) -> Iterator[None]:
-    """While a file of `folder` is executed: imports find its neighbours before those of other users' folders.
+    """While a file of `folder` is executed, imports find modules of its folder before those of other users' folders.
 
-    What a function of it imports later is found Python's usual way, where the folder that came first has the name.
+    Imports inside functions that run later use Python's usual order: the first folder that has the name.
     """
     path, others = list(sys.path), _modules_hidden_by(folder)
     for name in others:

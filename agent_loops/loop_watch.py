@@ -1,7 +1,7 @@
-"""Finds the code that stops the event loop, and with it every episode of the worker.
+"""Finds code that blocks the event loop, and with it every episode of the worker.
 
 beat (in the loop)    writes the time every BEAT_S
-watch (a thread)      sees that the last beat is old ──► the loop's stack now ──► innermost frame that is a user's
+watch (a thread)      the last beat is old ──► the loop's current stack ──► innermost frame of user code
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FrameType
 
 BEAT_S = 0.05
 LIMIT_S = 0.25
-"""A loop that stands still for longer is reported."""
+"""A longer delay is reported."""
 LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class LoopWatch:
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self.blocked: dict[str, int] = {}
-        """``file:line in function`` → how often the loop stood still there. Each is logged once."""
+        """``file:line in function`` → how often the loop was blocked there. Each is logged once."""
         self._limit_s = limit_s
         self._longest_s = 0.0
         self._beat_at = 0.0
@@ -72,8 +72,8 @@ class LoopWatch:
         place = place_of(frame)
         if place not in self.blocked:
             log.warning(
-                "the event loop has stood still for %.2f s, and every episode of this worker with it: %s; "
-                "await it, or call it by asyncio.to_thread",
+                "the event loop, and with it every episode of this worker, has been blocked for %.2f s: %s; "
+                "await the call, or run it with asyncio.to_thread",
                 lag_s,
                 place,
             )
@@ -81,7 +81,7 @@ class LoopWatch:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """``file:line in function`` of the innermost frame that is a user's, else of the innermost one."""
+    """``file:line in function`` of the innermost frame of user code, else of the innermost frame."""
     found = frame
     while found is not None and not _is_users(found):
         found = found.f_back

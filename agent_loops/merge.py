@@ -1,4 +1,4 @@
-"""What a loop handed back becomes a trajectory, after a check that it is what the engine was fed and gave."""
+"""Checks a loop's outputs against what the engine was fed and returned, and builds the trajectory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def as_outputs(returned: Any) -> list[AgentLoopOutput]:
 def check_output(output: AgentLoopOutput, seen: SeenContexts) -> None:
     """Invariant 1 on the finished segment: each turn's context was fed as it stands here, and its answer follows it.
 
-    By construction this holds for `SegmentBuilder`; it refuses outputs that were edited by hand.
+    Holds by construction for `SegmentBuilder`; refuses outputs that were edited by hand.
     Raises `TokenMismatch`.
     """
     _check_lengths(output)

@@ -44,7 +44,7 @@ class WorkerMetrics(Metrics):
 
 @dataclass(slots=True)
 class WorkerStats:
-    """Ever: `outcomes`, `failures_in_a_row`. Since the last report: `waits_s`, latencies."""
+    """Since the start: `outcomes`, `failures_in_a_row`. Since the last report: `waits_s`, latencies."""
 
     metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
     """The same for Prometheus."""
@@ -52,7 +52,7 @@ class WorkerStats:
     failures_in_a_row: int = 0
     last_failure: Outcome = COMPLETED
     waits_s: dict[str, float] = field(default_factory=dict)
-    """cause → seconds of idle capacity: a worker that is half idle for 2 s waited 1 s."""
+    """cause → seconds of idle capacity: a worker half idle for 2 s waited 1 s."""
     _latency_s: float = 0.0
     _ended: int = 0
 

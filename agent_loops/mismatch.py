@@ -1,7 +1,7 @@
-"""How much of an episode is one token sequence, and why what is not was not merged.
+"""How much of an episode is one token sequence, and why the rest was not merged.
 
-A segment whose prompt begins with the messages of an earlier one's was meant to go on from it. Where it does not hold
-the earlier ids, the history was
+A segment whose prompt begins with the messages of an earlier one was meant to continue it. If it does not hold the
+earlier ids, the history was
 
     retokenised   the same text, other ids
     retemplated   the same words, other white space, punctuation or order: a call that went through JSON, a lost newline
@@ -27,12 +27,12 @@ WORD = re.compile(r"\w+")
 
 
 def continuity(outputs: Sequence[AgentLoopOutput], decode: Decode, opening_tokens: int = 0) -> dict[str, float]:
-    """Metrics of an episode: how much was merged, what was not, and what that costs.
+    """Metrics of an episode: the share that was merged, and the cost of the rest.
 
-    ``merged_turns``: share of the turns after the first that went on in a segment that was there;
-    ``mismatch/KIND``: counts. Of prompts that go on from an earlier segment and do not hold its ids:
-    ``repeated_tokens``, which the trainer computes once more; ``refilled_tokens``, those of them behind the first
-    difference, which the engine's prefix cache cannot give back. `opening_tokens`: a prompt's last ids, which open
+    ``merged_turns``: share of the turns after the first that continued an existing segment;
+    ``mismatch/KIND``: counts. Of prompts that continue an earlier segment and do not hold its ids:
+    ``repeated_tokens``, which the trainer computes once more; ``refilled_tokens``, those of them after the first
+    difference, which miss the engine's prefix cache. `opening_tokens`: a prompt's last ids, which open
     the reply, and which a template may write differently in histories.
     """
     turns = sum(output.num_turns for output in outputs)
@@ -48,7 +48,7 @@ def continuity(outputs: Sequence[AgentLoopOutput], decode: Decode, opening_token
 
 
 def classify(before: Sequence[int], prompt: Sequence[int], decode: Decode) -> Mismatch | None:
-    """How `prompt` differs from the ids `before` it; None where it goes on from them or is a part of them."""
+    """How `prompt` differs from the ids `before` it; None: it continues them or is a part of them."""
     shared = min(len(before), len(prompt))
     if list(before[:shared]) == list(prompt[:shared]):
         return None
@@ -61,7 +61,7 @@ def classify(before: Sequence[int], prompt: Sequence[int], decode: Decode) -> Mi
 
 @dataclass(frozen=True, slots=True)
 class _Break:
-    """A segment that was meant to go on from an earlier one."""
+    """A segment that was meant to continue an earlier one."""
 
     kind: Mismatch
     prompt_tokens: int
@@ -91,7 +91,7 @@ class _Begun:
         self._all.append((whole[: len(whole) - self._opening_bytes], len(whole), output))
 
     def origin_of(self, output: AgentLoopOutput) -> AgentLoopOutput | None:
-        """The newest one whose messages `output` begins with, and has more."""
+        """The newest segment whose messages are a proper prefix of those of `output`."""
         prompt = output.prompt_ids.astype("<i4").tobytes()
         begun = (one for start, size, one in reversed(self._all) if len(prompt) > size and prompt.startswith(start))
         return next(begun, None)

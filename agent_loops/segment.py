@@ -106,7 +106,7 @@ class MessageDelta(Sequence[int]):
 
 @dataclass(slots=True)
 class Budget:
-    """What one episode may use; all its segments draw on the same one."""
+    """The limits of one episode, shared by all its segments."""
 
     max_turns: int
     """Model calls."""
@@ -141,12 +141,12 @@ class ReplyEnds:
     """What a delta begins with."""
 
     def repeats(self, last: int, first: int) -> bool:
-        """The delta's first id says again what the model's last sampled one said already."""
+        """Whether the delta's first id repeats the end that the model sampled last."""
         return (first == last and last in self.stops) or {first, last} <= self.closers
 
 
 class SegmentBuilder:
-    """The `segment` of a loop. Ids only ever go on at its end, so each context starts with the one before it."""
+    """The `segment` of a loop. Ids are only appended, so each context starts with the one before it."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class SegmentBuilder:
     # what a loop asks ----------------------------------------------------------------------------------------------
     @property
     def done(self) -> bool:
-        """No further model call fits: turns or tokens are used up, or the model was cut by length."""
+        """No further model call fits: turns or tokens are used up, or the last answer was cut by length."""
         return self._out_of_room or self.budget.turns_left == 0 or self.budget.tokens_left == 0
 
     @property
@@ -229,9 +229,9 @@ class SegmentBuilder:
         self._out_of_room = finish_reason == "length" or self._spoiled
 
     def observe(self, delta: MessageDelta | Sequence[int]) -> bool:
-        """Append ids that the model reads but did not write (mask 0).
+        """Appends ids that the model reads but did not write (mask 0).
 
-        A closing token that the model already sampled is not repeated. Where no room would be left to answer, nothing
+        A closing token that the model already sampled is not repeated. If no room would be left for an answer, nothing
         is appended, the segment is done and False is returned.
         """
         if not isinstance(delta, MessageDelta):
@@ -244,19 +244,19 @@ class SegmentBuilder:
         return True
 
     def make_room(self, count: int) -> bool:
-        """Draw on the budget for what a segment that takes this one's place begins with. False: as `observe`."""
+        """Draws on the budget for the new prompt ids of the segment that replaces this one. False: as `observe`."""
         if self.done or not self._has_room(count):
             return False
         self.budget.response_tokens += count
         return True
 
     def append_fed(self, ids: Sequence[int]) -> None:
-        """Append ids with mask 0 that the model has read already, whatever room is left."""
+        """Appends ids with mask 0 that the model has read already, regardless of the budget."""
         self._row.append_fed(ids)
         self.budget.response_tokens += len(ids)
 
     def remember(self, new: Sequence[Mapping[str, Any]]) -> None:
-        """What the context holds since the last time, in messages."""
+        """Records the messages that the context gained since the last call."""
         self.said.extend(new)
         self.said_up_to = self.context_len
 
@@ -273,7 +273,7 @@ class SegmentBuilder:
         metrics: Mapping[str, float] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> AgentLoopOutput:
-        """The segment as arrays. `outcome` None is read off its end: cut by length, out of turns, or completed."""
+        """The segment as arrays. `outcome` None is derived from its end: cut by length, out of turns, or completed."""
         return AgentLoopOutput(
             tokens=self._row.segment(),
             reward=reward,
@@ -286,7 +286,7 @@ class SegmentBuilder:
 
     # helpers -------------------------------------------------------------------------------------------------------
     def _has_room(self, count: int) -> bool:
-        """For `count` ids and an answer to them; else the segment is done."""
+        """Whether `count` ids and an answer fit; otherwise the segment is done."""
         if count < self.budget.tokens_left:
             return True
         self._out_of_room = True
@@ -318,7 +318,7 @@ def last_answer(output: AgentLoopOutput) -> list[int]:
 
 
 class TokenRow:
-    """Every append costs what is appended, however long the row is: the hash is carried on, not made again."""
+    """The ids of one segment with mask, logprobs and versions; appending costs time linear in the new ids alone."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.ids = array("i", prompt_ids)
@@ -381,7 +381,10 @@ def little_endian(ids: array[int] | Ids) -> bytes:
 
 
 class SharedInts:
-    """Grows to the largest id that was asked for, so to the vocabulary in use."""
+    """Token ids as Python ints, one object per id and process; grows to the vocabulary in use.
+
+    A worker holds the context of each waiting episode as a list: 8 bytes per token with shared ints, else 40.
+    """
 
     def __init__(self) -> None:
         self._ints: NDArray[Any] = np.arange(0, dtype=object)

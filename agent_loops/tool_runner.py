@@ -1,22 +1,17 @@
-"""The `tools` of a loop: calls in parallel, each with a deadline; state per episode, always given back.
+"""The `tools` of a loop: calls in parallel, each with a deadline; state per episode, always released.
 
 call ──malformed, unknown, invalid──► error text for the model
-     └─► state (tool_states.py) ──► execute (tools/guard.py) ──► cut to the limits ──► journal ──► the loop
+     └─► ToolStates.using ──► execute (tools/guard.py) ──► cut to the limits ──► journal ──► the loop
 
-What the tools of one episode hold: made at the first use, found again by the next worker, always given back.
+Life of a tool's state:
 
-first use ──► attach to the session that the journal names ──lost──► create ──► the earlier calls once more, or afresh
-episode's end ──► release; the sessions that an earlier worker left and nobody asked for again, too
-worker's end, lease lost ──► leave: the next worker goes on in the same sessions
+first use                 attach to the session in the journal ──lost──► create ──► replay earlier calls, or restart
+end of the episode        release, including sessions that an earlier worker left and nobody used again
+drain, lease lost         leave: the next owner attaches to the same sessions
 
-A tool call by a name of its own: the same in every worker that runs the episode, so that none does it twice.
-
-A worker that dies while a call is out leaves no entry of it in the journal. The next one asks the same again, under
-the same name, and a sandbox server that did it already tells what came of it (`sandbox/idempotency.py`).
-
-Numbers and texts of one episode's tool calls.
-
-Whatever escapes a tool is the tool's failure, never the model's.
+Each call has a name that is the same in every worker that runs the episode. A worker that dies during a call leaves no
+journal entry; the next one repeats the call under that name, and a sandbox server that already executed it returns the
+first result (`sandbox/idempotency.py`). An exception that escapes a tool is the tool's failure, never the model's.
 """
 
 from __future__ import annotations
@@ -62,16 +57,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NamedCall:
-    """One call of one turn of one run of an episode."""
+    """A tool call with its idempotency key."""
 
     call: ToolCall
     name: str
 
 
 class CallNames:
-    """Gives names to the calls of one run of an episode, turn after turn, replayed turns included.
+    """Names the calls of one run of an episode, turn after turn, replayed turns included.
 
-    Made of what is asked and how often it was, not of the order: branches of an episode may ask in another order.
+    A name depends on the calls and how often they occurred, not on their order: branches may run in another order.
     """
 
     def __init__(self) -> None:
@@ -84,7 +79,7 @@ class CallNames:
 
 
 def hash_of(calls: Sequence[ToolCall]) -> int:
-    """What a turn asks, as the journal knows it."""
+    """The journal's hash of a turn's calls."""
     plain = [[call.name, call.arguments, call.error] for call in calls]
     return xxhash.xxh3_64_intdigest(json.dumps(plain, sort_keys=True, default=repr).encode())
 
@@ -114,7 +109,7 @@ class ToolCounts:
 
 
 class ToolBox:
-    """Made for one attempt at an episode. `release` must be awaited at its end, whatever the end is."""
+    """The tools of one attempt at an episode. `release` must be awaited when the attempt ends, however it ends."""
 
     def __init__(  # noqa: PLR0917 - made in one place
         self,
@@ -127,7 +122,7 @@ class ToolBox:
     ) -> None:
         self.counts = ToolCounts()
         self.failure: AgentError | None = None
-        """The failure that ends the episode, also where the loop swallowed it."""
+        """The failure that ends the episode, even if the loop caught it."""
         self._tools = tools
         self._configs = configs
         self._journal = journal
@@ -143,7 +138,7 @@ class ToolBox:
     async def call_all(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Results in the order of `calls`; different tools run in parallel, calls of one stateful tool in turn.
 
-        What the model did wrong comes back as an error text. Raises `InfraFailure` where a tool itself failed.
+        The model's mistakes are returned as error texts. Raises `InfraFailure` if a tool itself failed.
         """
         asked = hash_of(calls)
         try:
@@ -158,7 +153,7 @@ class ToolBox:
         return results
 
     async def rewards(self) -> Mapping[str, float]:
-        """`calc_reward` of each tool that was used, where it has one; durable. Raises `InfraFailure`."""
+        """`calc_reward` of each tool that was used and has one; durable. Raises `InfraFailure`."""
         if self._journal.tool_rewards is None:
             rewards = {}
             for name, state in (await self._states.with_rewards()).items():
@@ -171,7 +166,7 @@ class ToolBox:
         return self._journal.tool_rewards or {}
 
     async def release(self, *, leave: bool = False) -> None:
-        """Give back every state; never raises. `leave`: another worker goes on, sessions that can stay open for it."""
+        """Releases every state; never raises. `leave`: keep sessions open for the next owner where possible."""
         await self._states.give_back(leave=leave)
 
     # a turn --------------------------------------------------------------------------------------------------------
@@ -190,7 +185,7 @@ class ToolBox:
             try:
                 return await self._execute(named, state)
             except SandboxLost as error:
-                log.warning("tool %s goes on in a fresh session: %s", name, error)
+                log.warning("tool %s continues in a fresh session: %s", name, error)
         await self._states.lose(name, state)
         async with self._states.using(name) as state:
             try:
@@ -234,7 +229,7 @@ Execute = Callable[[NamedCall, Any], Awaitable[object]]
 
 @dataclass(slots=True)
 class HeldState:
-    """What one tool holds for this episode."""
+    """A tool's state in this episode."""
 
     lock: asyncio.Lock
     """Calls on one state run in the order in which the model wrote them."""
@@ -244,7 +239,7 @@ class HeldState:
 
 @dataclass(slots=True)
 class ToolStates:
-    """Made for one attempt at an episode; `give_back` must be awaited at its end."""
+    """States of one attempt at an episode; `give_back` must be awaited at its end."""
 
     tools: Mapping[str, BaseTool]
     task: Task
@@ -259,9 +254,9 @@ class ToolStates:
 
     @contextlib.asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[Any]:
-        """The tool's state, to oneself; of a tool without state None, and not to oneself.
+        """Locks and yields the tool's state; for a stateless tool yields None, unlocked.
 
-        Raises `InfraFailure`, and `EpisodeRestart` where the state is lost and may not be made again.
+        Raises `InfraFailure`, and `EpisodeRestart` if the state is lost and may not be recreated.
         """
         held = self._hold(name)
         async with held.lock:
@@ -272,7 +267,7 @@ class ToolStates:
         yield None
 
     async def lose(self, name: str, state: Any) -> None:
-        """The session of `state` is gone: the next use of the tool makes a fresh one, where none is made yet."""
+        """Drops `state`, whose session is gone; the next use of the tool creates a fresh one."""
         if name not in self.held or self.held[name].state is not state:
             return
         for one in self._partners(name):
@@ -316,7 +311,7 @@ class ToolStates:
         return self.held[name]
 
     async def _make_ready(self, name: str, held: HeldState) -> None:
-        """A fresh state; on a resumed episode the old session, or a fresh one brought to where the old one was."""
+        """Creates the state; on a resumed episode attaches to the old session, or replays past calls on a fresh one."""
         if held.ready:
             return
         shared = any(self.held[one].ready for one in self._partners(name) if one in self.held)
@@ -332,7 +327,7 @@ class ToolStates:
             return await within(name, self.tools[name].create_timeout_s, self.tools[name].create(self.task))
 
     def _partners(self, name: str) -> list[str]:
-        """The tools that work on the same state: those of its turn group, itself among them."""
+        """The tools that share its state: its turn group, including itself."""
         group = self.tools[name].turn_group
         return [one for one, tool in self.tools.items() if one == name or (group and tool.turn_group == group)]
 
@@ -351,7 +346,7 @@ class ToolStates:
         past = [named for named in self.past if named.call.name in partners]
         replayable = all(self.tools[named.call.name].replayable for named in past)
         if past and (self.on_lost == "restart" or not replayable):
-            raise EpisodeRestart(f"the state of tool {name} went with its worker")
+            raise EpisodeRestart(f"the state of tool {name} was lost with its worker")
         for named in past:
             await self.execute(named, state)
 
@@ -365,7 +360,7 @@ class ToolStates:
             log.exception("tool %s could not be released in episode of %s", name, self.task.task_id)
 
     async def _end_unclaimed(self, known: set[str]) -> None:
-        """Sessions that an earlier worker left and in which nothing was left to do."""
+        """Ends sessions that an earlier worker left and that this attempt did not use."""
         unclaimed = {session: name for name, session in self.journal.sessions.items() if session not in known}
         for session, name in unclaimed.items():
             if name in self.tools:
@@ -380,9 +375,9 @@ class ToolStates:
                 if state is not None:
                     await tool.release(state)
         except SandboxLost:
-            return  # it has ended already
+            return  # already ended
         except Exception:
-            log.exception("session %s of tool %s is left to its time", session, name)
+            log.exception("session %s of tool %s could not be ended; it expires by itself", session, name)
 
 
 async def as_infra(name: str, work: Awaitable[T]) -> T:

@@ -48,23 +48,23 @@ from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, Queu
 BACKOFF = Backoff(0.05, 0.2, factor=1.5, jitter=(0.75, 1.25))
 """Pauses while the queue admits nothing."""
 GATHER_S = 0.005
-"""After an episode ends, others are given this long to end too, so that one round trip leases several."""
+"""Wait after an episode ends: others may end too, so that one round trip leases several."""
 REPORT_S = 5.0
 NO_SERVER_DEADLINE_S = 900.0
 DRAIN_DEADLINE_S = 10.0
 CHUNK = 256
-"""Leases of one call: neither the queue nor this worker's loop stands still for thousands at once."""
+"""Leases per call: thousands at once would block the queue and this worker's event loop."""
 YOUNG = 50_000
-"""New objects before the youngest are looked at; Python's own 700 is less than one episode's turn."""
+"""New objects before a collection of the youngest; Python's default 700 is less than one episode's turn."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """Everything one agent worker is told. The queue and the client stay their opener's to close."""
+    """The arguments of one agent worker. The caller closes the queue and the client."""
 
     name: str
-    """Unique in the run; named in leases and logs."""
+    """Unique in the run; used in leases and logs."""
     config: AgentConfig
     queue: TransferQueue
     client: GenerateClient
@@ -73,28 +73,28 @@ class WorkerJob:
     tools: list[ToolConfig] = field(default_factory=list)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     seed: int = 0
-    """Of back-off jitter; sampling is seeded at the servers."""
+    """Seed of the back-off jitter; sampling is seeded by the servers."""
     recipe_dir: Path = Path()
-    """Where files named in the recipe are looked for first."""
+    """Searched first for files named in the recipe."""
     lease_ttl_s: float = 15.0
     sandbox_token: str | None = None
     """Bearer token of a remote sandbox server."""
     max_failures_in_a_row: int = 20
     server_slots: int = 0
-    """Requests that a rollout server decodes together; 0: not known."""
+    """Requests that a rollout server decodes together; 0: unknown."""
     metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
-    """What the worker counts; served by its opener."""
+    """The worker's metrics; served by the caller."""
 
     @property
     def bounds(self) -> Bounds:
-        """Half of what a server may hold before it counts as loaded is decoded at once; the other half waits there."""
+        """By default a server counts as loaded at twice the requests it decodes at once: as many wait there."""
         given = self.config.server_requests
         requests = 2 * self.server_slots if given is None else given
         return Bounds(self.config.concurrency, requests, self.config.server_tokens)
 
 
 def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
-    """Template, tools, loop, reward. Raises `AgentError` naming what the recipe has wrong."""
+    """Loads template, tools, loop and reward. Raises `AgentError` naming the mistake in the recipe."""
     allow_imports_from(job.recipe_dir.resolve())
     tools = make_tools(job.tools, sandbox, partial(load_object, recipe_dir=job.recipe_dir))
     chat = chat_of(job.model, job.config)
@@ -122,7 +122,7 @@ def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
 
 
 async def run_worker(job: WorkerJob) -> None:
-    """Run episodes until cancelled.
+    """Runs episodes until cancelled.
 
     Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `QueueError`.
     """
@@ -142,7 +142,7 @@ async def run_worker(job: WorkerJob) -> None:
 
 
 def _sandbox_of(job: WorkerJob) -> Sandbox | None:
-    """Tools must have one; rewards of verl's names may do without, and say so where a program is to be run."""
+    """Required by tools; rewards by verl's names may work without, and fail when they must run a program."""
     if not job.tools and not may_need_sandbox(job.config):
         return None
     try:
@@ -156,7 +156,11 @@ def _sandbox_of(job: WorkerJob) -> Sandbox | None:
 
 @contextlib.contextmanager
 def frozen_start() -> Iterator[None]:
-    """What was there before (modules, tokenizer, template) is never looked at again; inside, collections are rarer."""
+    """Freezes existing objects (modules, tokenizer, template) and makes garbage collections rarer inside the block.
+
+    An episode is some hundreds of objects that its end frees by reference count; collections find rare cycles only.
+    With Python's defaults they scan all live objects of ten thousand episodes again and again, and block the loop.
+    """
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -169,7 +173,7 @@ def frozen_start() -> Iterator[None]:
 
 
 class Worker:
-    """The process's one loop. `run` is called once."""
+    """Admits, renews and reports. `run` is called once."""
 
     def __init__(self, job: WorkerJob, services: WorkerServices) -> None:
         self.stats = WorkerStats(job.metrics)
@@ -201,7 +205,7 @@ class Worker:
 
     # admission -----------------------------------------------------------------------------------------------------
     async def _admit(self) -> None:
-        """One look at the queue, or one wait for room."""
+        """Leases once, or waits for capacity."""
         free = self.concurrency.limit - len(self.episodes)
         if free <= 0:
             self._room.clear()
@@ -232,14 +236,14 @@ class Worker:
             await self.episodes.renew()
 
     async def _adapt(self) -> None:
-        """With a client that does not tell how its servers are, the limit stays."""
+        """Without a `WatchedClient` the limit is constant."""
         client = self._job.client
         while isinstance(client, WatchedClient):
             await asyncio.sleep(ADAPT_S)
             try:
                 servers = await client.servers()
             except QueueError as error:
-                log.warning("the servers' load is not known: %s", error)
+                log.warning("the servers' load is unknown: %s", error)
                 continue
             before = self.concurrency.limit
             limit = self.concurrency.saw(servers, client.refused, len(self.episodes), time.monotonic())
@@ -280,7 +284,7 @@ def _raise_from(tasks: list[asyncio.Task[None]]) -> None:
 
 
 class RunningEpisodes:
-    """`ended` is called after each end, whatever it was."""
+    """A task per lease, renewed while it runs, returned at a drain. `ended` is called after each episode."""
 
     def __init__(self, services: WorkerServices, stats: WorkerStats, ended: Callable[[], None]) -> None:
         self.running: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
@@ -292,7 +296,7 @@ class RunningEpisodes:
         return len(self.running)
 
     def start(self, lease: Lease) -> None:
-        """Run it. A run of the same episode under an older lease is stopped: whatever it brought would be refused."""
+        """Starts an episode. A run of it under an older lease is cancelled: its result would be refused."""
         if lease.episode_id in self.running:
             self._cancel_lost(self.running[lease.episode_id][0])
         task = asyncio.create_task(self._run(lease), name=lease.episode_id)
@@ -300,14 +304,14 @@ class RunningEpisodes:
         task.add_done_callback(lambda _: self._forget(lease))
 
     async def renew(self) -> None:
-        """One round over all leases; runs whose lease was lost are stopped. Raises `QueueError`."""
+        """Renews all leases; cancels runs whose lease was lost. Raises `QueueError`."""
         held = {episode_id: lease for episode_id, (lease, _) in self.running.items()}
         for leases in _chunks(list(held.values())):
             for episode_id in await self._services.queue.renew(leases):
                 self._cancel_lost(held[episode_id])
 
     async def drain(self) -> None:
-        """Every episode gives its tools back first, then its lease goes back with its journal."""
+        """Cancels every episode; each releases its tools, then its lease is returned with its journal."""
         running = list(self.running.values())
         if not running:
             return
@@ -318,7 +322,7 @@ class RunningEpisodes:
         ended = [lease for lease, task in running if task.done() and task.cancelled()]
         for leases in _chunks(ended):
             if time.monotonic() > deadline:
-                log.warning("no time was left to hand every lease back; the others run out by themselves")
+                log.warning("drain deadline reached; the remaining leases expire by themselves")
                 break
             await asyncio.gather(*(self._hand_back(lease) for lease in leases))
         log.info("drained: %d of %d episodes stopped", len(ended), len(running))
@@ -329,7 +333,7 @@ class RunningEpisodes:
         try:
             outcome = await Episode(self._services, lease).run()
         except LeaseLost:
-            log.warning("episode %s went to another worker", lease.episode_id)
+            log.warning("episode %s was leased to another worker", lease.episode_id)
             return
         except QueueError as error:
             outcome = Outcome(OutcomeKind.INFRA_ERROR, str(error), "queue")
@@ -339,30 +343,30 @@ class RunningEpisodes:
         self._stats.add_episode(outcome, time.monotonic() - started)
 
     def _forget(self, lease: Lease) -> None:
-        """A callback of the task, not its last line: a task cancelled before its first step runs no line at all."""
+        """A callback of the task: a task cancelled before its first step runs no code at all."""
         held = self.running.get(lease.episode_id)
         if held is not None and held[0].fence == lease.fence:
             del self.running[lease.episode_id]
         self._ended()
 
     def _cancel_lost(self, lease: Lease) -> None:
-        """Only the run that held the lost lease: the episode may have ended, or been leased anew, meanwhile."""
+        """Cancels only the run of the lost lease: the episode may have ended, or been leased again, meanwhile."""
         current = self.running.get(lease.episode_id)
         if current is not None and current[0].fence == lease.fence:
-            log.warning("lease of %s was lost; stopping it", lease.episode_id)
+            log.warning("lease of %s was lost; cancelling its episode", lease.episode_id)
             _cancel_once(current[1])
 
     async def _hand_back(self, lease: Lease) -> None:
-        """A lease that is lost by now is refused, and that is right."""
+        """Lost leases are refused by the queue, which is correct."""
         try:
             async with asyncio.timeout(DRAIN_DEADLINE_S / 2):
                 await self._services.queue.release(lease)
         except (QueueError, TimeoutError) as error:
-            log.warning("lease of %s was not handed back (%s); it runs out by itself", lease.episode_id, error)
+            log.warning("lease of %s was not returned (%s); it expires by itself", lease.episode_id, error)
 
 
 def _cancel_once(task: asyncio.Task[None]) -> None:
-    """A second cancellation would break off the teardown that the first one began."""
+    """A second cancellation would interrupt the teardown that the first one began."""
     if not task.cancelling():
         task.cancel()
 

@@ -1,4 +1,4 @@
-"""Messages become ids once; later turns are spliced onto verbatim ids (invariant 1)."""
+"""`ChatTokens`: messages are tokenized once; later turns are spliced onto verbatim ids (invariant 1)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ChatTokens:
         self._tools: dict[str, Mapping[str, Any]] = {}
         """Schemas that this episode's prompts showed, by name; they have the types of arguments written as text."""
         self._read: tuple[Reply | None, ParsedTurn] = (None, ParsedTurn(""))
-        """The reply that was parsed last."""
+        """The last parsed reply."""
         self._images: dict[str, ImageRef] = {}
         """Of this episode, by content."""
 
@@ -70,22 +70,22 @@ class ChatTokens:
         return self.ends.stops
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text that is no message: of a tool's result before it is rendered."""
+        """Number of tokens of plain text, such as a tool result before it is rendered."""
         return len(self.encode(text))
 
     # what a loop calls ---------------------------------------------------------------------------------------------
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> SegmentBuilder:
-        """The first turn, by the chat template, up to where the model is to answer. Raises `TemplateError`."""
+        """A new segment: the prompt by the chat template, up to the model's answer. Raises `TemplateError`."""
         self._tools.update({tool["function"]["name"]: tool for tool in tools if "function" in tool})
         messages = take(messages, self._images)
         return self._begin(self.rendering.prompt(key_of(messages, tools)), messages, tools)
 
     def go_on(self, segment: SegmentBuilder, reply: Reply, messages: Sequence[Message]) -> SegmentBuilder:
-        """The segment in which the model reads `messages` after its `reply`; for loops with several turns.
+        """The segment in which the model reads `messages` after its `reply`; for loops of several turns.
 
-        The same one with the delta observed, or, under ``thinking_history: strip`` where the template drops the
-        thinking that it holds, a new one that begins with the history as the template writes it: hand back the outputs
-        of all (`Conversation` does). Where no room is left to answer it is the same one, done. Raises `TemplateError`.
+        Usually the same segment with the delta observed. Under ``thinking_history: strip``, if the template drops
+        thinking that it holds, a new segment that begins with the history as rendered: return the outputs of all
+        (`Conversation` does). Without room for an answer it is the same segment, done. Raises `TemplateError`.
         """
         calls, messages = self.tool_calls(reply), take(messages, self._images)
         if self.thinking_history == "keep":
@@ -109,11 +109,11 @@ class ChatTokens:
         return thinks(self.decode(context))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
-        """Ids of a conversation up to where the model is to answer. Raises `TemplateError`."""
+        """Ids of a conversation up to the model's answer. Raises `TemplateError`."""
         return tuple(self.rendering.prompt(key_of(messages, tools)))
 
     def tool_calls(self, reply: Reply) -> list[ToolCall]:
-        """Calls in a reply, malformed ones included (they carry their error). None from a reply cut by length."""
+        """Calls in a reply, including malformed ones with their error. Empty for a reply cut by length."""
         return list(self._parsed(reply).calls)
 
     def render_tools(self, results: Sequence[ToolResult], calls: Sequence[ToolCall] | None = None) -> MessageDelta:
@@ -145,7 +145,7 @@ class ChatTokens:
         return MessageDelta(self.rendering.delta(messages, tools, calls), self._images_of(messages))
 
     def without_repeated_end(self, last: int, delta: Sequence[int]) -> Sequence[int]:
-        """`delta` as it follows the id `last`: an end that the model sampled stays where it is and is not repeated."""
+        """`delta` after the id `last`: an end token that the model sampled is not repeated."""
         return delta[1:] if delta and (delta[0] == last or self.ends.repeats(last, delta[0])) else delta
 
     # helpers -------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class ChatTokens:
         return [self._images[part["image"].removeprefix(NAMED)] for part in parts_of(messages)]
 
     def _parsed(self, reply: Reply) -> ParsedTurn:
-        """Of a reply cut by length, a text without calls."""
+        """A reply cut by length is text without calls."""
         if self._read[0] is not reply:
             cut = reply.finish_reason == "length"
             parsed = ParsedTurn(reply.text) if cut else self.parser.parse(reply.text, tuple(self._tools.values()))
@@ -171,7 +171,7 @@ class ChatTokens:
         return self._read[1]
 
     def _drops_thought(self, segment: SegmentBuilder, messages: Sequence[Message]) -> bool:
-        """The segment holds thinking that the template drops before `messages`; each id is looked at once."""
+        """Whether the segment holds thinking that the template drops before `messages`; each id is searched once."""
         if not self.old_thinking.is_dropped_before(messages):
             return False
         return thinks(self.decode(segment.take_unsearched()))

@@ -1,6 +1,6 @@
-"""Which ids end a reply, read off what the template writes after one.
+"""Special tokens: which ids end a reply, derived from what the template writes after one, and the defusing of others.
 
-The tokens of a tokenizer that are written as one word, such as ``<|im_end|>``.
+Defusing: a special token spelled out in a message (``<|im_end|>``) is written so that it encodes to ordinary tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class AddedTokens:
         return [number for number, word in self._marked.items() if word in text]
 
     def shown_in(self, turn: str) -> list[str]:
-        """Words not marked special that nevertheless make up a turn, such as DeepSeek's ``<｜User｜>``."""
+        """Words not marked special that are part of a turn's frame, such as DeepSeek's ``<｜User｜>``."""
         return [word for word in self._plain if word.strip() and word in turn]
 
 
@@ -67,7 +67,7 @@ def _defused_text(text: str, words: re.Pattern[str]) -> str:
 def find_reply_ends(
     continuation: Continuation, encode: Callable[[str], list[int]], words: AddedTokens, further: Sequence[int] = ()
 ) -> ReplyEnds:
-    """`further` ids end a reply as well. Raises `TemplateError` where the end of a reply cannot be found in ids."""
+    """`further` ids end a reply too. Raises `TemplateError` if the end of a reply cannot be found in ids."""
     special = words.special_ids
     closings = continuation.closings()
     closed = _first_ids([encode(text) for text in closings], special)
@@ -88,7 +88,7 @@ def find_reply_ends(
 
 
 def _deltas(continuation: Continuation) -> list[str]:
-    """After a reply, before each kind of message that the template takes there."""
+    """Deltas after a reply, for each kind of message that the template accepts there."""
     deltas, refusal = [], TemplateError("nothing was tried")
     for messages in FOLLOWERS:
         try:

@@ -23,19 +23,19 @@ THINKS: Message = {"role": "assistant", "content": f"<think>\n{PROBE}\n</think>\
 
 
 def thinks(text: str) -> bool:
-    """There is a thought in `text`, an empty one aside."""
+    """Whether `text` contains a non-empty thought."""
     return THOUGHT.search(text) is not None
 
 
 def written_again(template: ChatTemplate, parsed: ParsedTurn, text: str, special: re.Pattern[str]) -> Message:
-    """A sampled reply as a template takes it; one with a malformed call as the text that it was."""
+    """A sampled reply as a message for the template; with a malformed call, as its text."""
     if parsed.calls and template.call_form is not None and not any(call.error for call in parsed.calls):
         return template.call_message(parsed.calls, special.sub("", parsed.content))
     return {"role": "assistant", "content": special.sub("", text)}
 
 
 class OldThinking:
-    """What one template does with the thinking of earlier replies; asked once per kind of new message."""
+    """How a template treats the thinking of earlier replies; determined once per kind of new message."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template

@@ -1,12 +1,10 @@
-"""Proves at start that splicing says what the chat template says, on synthetic conversations.
+"""Template verification: checks at start that splicing writes what the chat template writes.
 
-For each conversation: template(history + new messages) must end in the delta that would be spliced. Where it also
-begins with what was fed before the reply, and the reply in between still holds everything that was said, the history is
-kept. A template that rewrites history (Qwen3 drops old thinking when a user speaks again) is reported, and so are
-messages that it refuses by itself (a system prompt, several results at once). Where tool results cannot be spliced, a
-model with tools is refused; where a user's next message cannot (Mistral moves the system prompt there), that is.
-
-The synthetic conversations on which a chat template is proven.
+On synthetic conversations, template(history + new messages) must end in the delta that would be spliced. If it also
+begins with what was fed before the reply, and the reply in between is complete, the history is kept. Reported are
+templates that rewrite history (Qwen3 drops old thinking after a user message) and messages that a template refuses
+itself (a system prompt, several results at once). If tool results cannot be spliced, a model with tools is refused; if
+a user's next message cannot (Mistral moves the system prompt there), `ChatTokens.render` refuses that role.
 """
 
 from __future__ import annotations
@@ -39,18 +37,18 @@ THINKING = f"<think>\n{THOUGHT}\n</think>\n\n{PLAIN}"
 
 @dataclass(frozen=True, slots=True)
 class TemplateVerification:
-    """What was checked for one model and its tools."""
+    """The result of `verify_template` for one model and its tools."""
 
     conversations: int
     rewritten: tuple[str, ...]
-    """One line per kind of history that the template would write differently from what was sampled."""
+    """One line per kind of history that the template renders differently from what was sampled."""
     refused: tuple[str, ...] = ()
     """One line per kind of conversation that the template itself refuses, with its reason."""
     unsupported: Mapping[str, str] = field(default_factory=dict)
-    """Role of a message → why no reply can be continued by one: `ChatTokens.render` refuses it with this."""
+    """Role of a message → why it cannot follow a reply: `ChatTokens.render` raises this reason."""
 
     def summary(self, thinking_history: str) -> str:
-        """For the log: what the template does otherwise, and what becomes of it."""
+        """One line for the log."""
         parts = [
             f"history it rewrites (thinking_history: {thinking_history}): {', '.join(self.rewritten) or 'none'}",
             f"what it refuses: {'; '.join(self.refused) or 'nothing'}",

@@ -1,8 +1,6 @@
-"""Answer, call tools, read what they say, until the model calls none: the core of several loops.
+"""ReAct: answer, call tools, read their results, until the model calls none. `react` is the core of several loops.
 
-Budgets: turns and tokens are the episode's, seconds are `ReactSettings.max_seconds`. What ends the loop is its outcome.
-
-The ReAct loop: answer, call tools, read what they say, until the model calls none.
+Budgets: turns and tokens are the episode's, seconds are `ReactSettings.max_seconds`. The outcome says what ended it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a reward is: an answer in, a number out. A failure of the machinery is raised, never a number.
+"""The interface of rewards: an answer in, a number out. Infrastructure failures are raised, never scored.
 
-A reward written as verl writes them: ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
+`FunctionReward` wraps verl's ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is scored; the first four are verl's `compute_score` arguments."""
+    """The answer to score; the first four fields are verl's `compute_score` arguments."""
 
     data_source: str
     solution: str
@@ -47,14 +47,14 @@ class BaseReward(ABC):
 
     @abstractmethod
     async def score(self, answer: Answer) -> Value:
-        """Raises `InfraFailure`, or anything else, where the machinery failed; cancelled at its deadline."""
+        """Raises `InfraFailure`, or any other exception, on infrastructure failure; cancelled at its deadline."""
 
     async def close(self) -> None:
-        """Give back processes and connections; awaited once, when its worker ends."""
+        """Releases processes and connections; awaited once, when the worker ends."""
 
 
 class FunctionReward(BaseReward):
-    """A plain function is called in a thread; one that cannot be (it sets signal handlers) in the event loop."""
+    """Calls a plain function in a thread; one that cannot run there (signal handlers) in the event loop."""
 
     def __init__(self, compute_score: Callable[..., Any], name: str = "compute_score") -> None:
         """Raises `LoadError` where the function does not take verl's four arguments."""

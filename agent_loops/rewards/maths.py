@@ -1,10 +1,8 @@
-"""Mathematical answers, compared by the library math-verify: ``0.5``, ``1/2`` and ``\frac{1}{2}`` are one answer.
+r"""Mathematical answers, compared by the library math-verify: ``0.5``, ``1/2`` and ``\frac{1}{2}`` are one answer.
 
-The library works in processes of its own. Its own time limits are signals, which fail outside a main thread; here the
-operating system ends a process that takes too much CPU time or memory. What was to be compared has caused that, not the
-machine: the answer is wrong, and counted. A process that is late or ends for another reason is a failure.
-
-Programs of ours that answer a JSON line with a JSON line: for work that may hang, or needs a main thread.
+The library runs in separate processes. Its own time limits are signals, which fail outside a main thread; here the
+operating system ends a process that uses too much CPU time or memory. The answer caused that, not the machine: it is
+wrong, and counted. A process that is late or ends for another reason is a failure.
 
 ask ──► an idle process, or a new one ──line──► answer in time ──► idle again
                                                 no answer, cancelled, process gone ──► killed
@@ -90,7 +88,7 @@ class ProcessEnded(Exception):
 
 
 class LineProcesses:
-    """Owner of at most `count` processes of ``python -m module``, started at need. `close` ends them."""
+    """At most `count` processes of ``python -m module``, started on demand; JSON line in, JSON line out."""
 
     def __init__(self, module: str, arguments: tuple[str, ...], count: int) -> None:
         self._command = (sys.executable, "-m", module, *arguments)
@@ -116,7 +114,7 @@ class LineProcesses:
             await _end(self._idle.pop())
 
     def _take_idle(self) -> asyncio.subprocess.Process | None:
-        """One that lives: what ended an idle one was not the next question."""
+        """A live idle process; dead ones are dropped: the next question did not end them."""
         while self._idle:
             if (process := self._idle.pop()).returncode is None:
                 return process

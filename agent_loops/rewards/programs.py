@@ -1,15 +1,15 @@
-"""Programs, run on test cases in a fresh box of the run's sandbox.
+"""Programs, run on test cases in a fresh sandbox session.
 
-Not in the episode's own box: what the policy left there could pass the tests for it. A tool whose result depends on the
-episode's files gives its reward itself (`calc_reward`).
+Not in the episode's own session: files that the policy left there could pass the tests. A tool whose result depends on
+the episode's files gives its reward itself (`calc_reward`).
 
-Test cases of programs, in the shapes of verl and PRIME.
+Test cases have the shapes of verl and PRIME, also as JSON text:
 
     {"inputs": [...], "outputs": [...]}                        the program reads stdin and prints
     {"inputs": [...], "outputs": [...], "fn_name": "solve"}    a function, or a method of ``Solution``, is called
     {"assert_case": ["assert add(1, 2) == 3", ...]}            statements that must not raise; also a plain list of them
 
-Eurus' and PRIME's datasets hold it as JSON text. An input of a call is one JSON value per line, or a list.
+An input of a call is one JSON value per line, or a list.
 """
 
 from __future__ import annotations

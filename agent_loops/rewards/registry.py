@@ -1,8 +1,6 @@
-"""The run's reward: what `agent.reward` names, within its deadline, with every failure told apart from a low score.
+"""The run's reward: rewards by name, by verl's `data_source` names, and the one that `agent.reward` names.
 
-Rewards by name, and which one verl's `data_source` names stand for.
-
-One reward per `data_source`: what a mixed dataset needs.
+`RewardFunction` applies the deadline and turns every exception into a failure: an error is never a low score.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ DATA_SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the reward said."""
+    """The result of a reward."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -67,7 +65,7 @@ class Score:
 
 
 class RewardFunction:
-    """Asks a reward, or a function in verl's ``compute_score`` shape, sync or async, plain number or dict."""
+    """Calls a `BaseReward`, or a function in verl's ``compute_score`` shape: sync or async, number or dict."""
 
     def __init__(
         self,
@@ -104,7 +102,7 @@ class RewardFunction:
 
 
 def load_reward(config: AgentConfig, recipe_dir: Path, sandbox: Sandbox | None = None) -> RewardFunction | None:
-    """What `agent.reward` names; None where loops or tools give the rewards. Raises `LoadError`."""
+    """The reward that `agent.reward` names; None: loops or tools give the rewards. Raises `LoadError`."""
     name, given = config.reward, config.rewards
     if given.sources and name != BY_SOURCE:
         raise LoadError(f"agent.rewards.sources is used by agent.reward: {BY_SOURCE}; it is {name!r}")
@@ -121,9 +119,9 @@ def load_reward(config: AgentConfig, recipe_dir: Path, sandbox: Sandbox | None =
 
 
 def check_reward(config: AgentConfig, data_sources: Iterable[str]) -> None:
-    """Before a run: can what `agent.reward` names be made, and has every data source one? Raises `LoadError`.
+    """Checks before a run that the reward can be created, and that every data source has one. Raises `LoadError`.
 
-    Asked where there may be no sandbox: that one can be made is another question.
+    Works without a sandbox: whether one can be created is a separate check.
     """
     if config.reward != BY_SOURCE:
         load_reward(config, Path(), _NoSandbox())
@@ -132,13 +130,13 @@ def check_reward(config: AgentConfig, data_sources: Iterable[str]) -> None:
 
 
 class _NoSandbox:
-    """Stands for the worker's, which nobody asks for a box here."""
+    """In place of the worker's sandbox while a recipe is checked."""
 
     async def start(self, label: str, *, image: str | None = None) -> Session:
-        raise SandboxError("there are no boxes where a recipe is checked")
+        raise SandboxError("no sandbox is available while a recipe is checked")
 
     async def attach(self, session_id: str) -> Session:
-        raise SandboxError("there are no boxes where a recipe is checked")
+        raise SandboxError("no sandbox is available while a recipe is checked")
 
     async def close(self) -> None:
         """Nothing was opened."""
@@ -210,7 +208,7 @@ def _find(name: str, recipe_dir: Path) -> Any:
 
 
 class BySource(BaseReward):
-    """The recipe's own choices are made at once: a mistake is seen before the first episode. verl's when used."""
+    """The recipe's rewards are created at once, so that mistakes show before the first episode; verl's on first use."""
 
     def __init__(self, own: Mapping[str, str | RewardChoice], recipe_dir: Path, sandbox: Sandbox | None = None) -> None:
         """Raises `LoadError`."""
