@@ -26,7 +26,7 @@ from trainer_support import make_trajectory
 from two_ranks_bad import write_threads
 
 from penstock.trainer import CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch, share_of
-from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.engines.fsdp import FSDPEngine, mesh_of
 from penstock.transfer_queue import Batch, DataCursor
 
 GROUPS, MEMBERS = 4, 3
@@ -58,7 +58,7 @@ def run(everyone: Ranks, folder: Path, model: str, case: Mapping[str, Any]) -> N
         first = found.step
     lines = [train_step(learner, engine, ranks, first + step) for step in range(case["steps"])]
     leave(folder, store, engine, ranks, first + case["steps"], lines)
-    ranks.mesh.close()
+    ranks.own(mesh_of).close()
 
 
 def leave(

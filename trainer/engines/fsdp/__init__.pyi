@@ -11,6 +11,7 @@ from .models import Policy as Policy
 from .models import load_policy as load_policy
 from .models import model_inputs as model_inputs
 from .sharded import Mesh as Mesh
+from .sharded import mesh_of as mesh_of
 from .tensor_parallel import CannotSplitModel as CannotSplitModel
 from .tensor_parallel import plan_of as plan_of
 from .tensor_parallel import split_over as split_over

@@ -38,7 +38,7 @@ class ShardedModule:
 
     def __init__(self, module: nn.Module, config: TrainerConfig, ranks: Ranks) -> None:
         self.module = _shard(module, config, ranks)
-        self._mesh = ranks.own(Mesh)
+        self._mesh = ranks.own(mesh_of)
         self._ranks = ranks
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class TrainableModule(ShardedModule):
 
 def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     """In place, in this order: split over the tensor group, compiled, computed again in the backward, sharded."""
-    mesh = ranks.own(Mesh)
+    mesh = ranks.own(mesh_of)
     if not config.offload:
         module.to(ranks.device)
     if mesh.tensor is not None:
@@ -171,15 +171,14 @@ def _blocks(module: Any) -> list[nn.Module]:
 
 
 class Mesh:
-    """Creating one is a collective. Use `ranks.own(Mesh)`: all models of a process lie over the same groups."""
+    """Creating one is a collective. Use `ranks.own(mesh_of)`: all models of a process lie over the same groups."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        layout = ranks.layout
+    def __init__(self, layout: Layout, device_type: str, timeout: timedelta) -> None:
         self._tensor_size = layout.tensor
         self.size = dist.get_world_size() // layout.tensor
         """Ranks over which gradients are averaged."""
-        self._whole = self._device_mesh(ranks.device.type)
-        self.context = _context(layout, ranks.timeout) if layout.context > 1 else None
+        self._whole = self._device_mesh(device_type)
+        self.context = _context(layout, timeout) if layout.context > 1 else None
 
     def _device_mesh(self, device_type: str) -> DeviceMesh:
         if self._tensor_size == 1:
@@ -198,6 +197,10 @@ class Mesh:
     @property
     def tensor(self) -> DeviceMesh | None:
         return None if self._tensor_size == 1 else self._whole["tensor"]
+
+
+def mesh_of(ranks: Ranks) -> Mesh:
+    return Mesh(ranks.layout, ranks.device.type, ranks.timeout)
 
 
 def _context(layout: Layout, timeout: timedelta) -> ContextGroup:
