@@ -61,7 +61,7 @@ def test_ranks_and_servers_have_gpus_of_their_own():
     assert (found["trainer"], found["rollout-0"], found["rollout-eval"]) == ("01", "23", "67")
 
 
-def test_too_few_are_shared_from_the_first_on_and_no_server_has_one_twice():
+def test_gpus_too_few_are_shared_from_the_first():
     assert shares(("0",), "rollout.servers=2") == {"rollout-0": "0", "rollout-1": "0", "agent-0": None, "trainer": "0"}
     found = shares(("0", "1", "2"), "trainer.ranks=2", "rollout.servers=2")
     assert (found["rollout-0"], found["rollout-1"]) == ("2", "0")

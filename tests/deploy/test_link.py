@@ -31,9 +31,7 @@ PASSWORDS = {"trainer": "trainers-own", "agent": "agents-own", "rollout": "rollo
 LINK = RunConnection("redis://127.0.0.1:1", "mine", "owners-own", "token", role_passwords=PASSWORDS)
 
 
-def test_a_recipes_living_run_is_found_by_its_folder_or_its_shell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_connection_of_run_by_its_folder_or_its_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_RUN", raising=False)
     config = CONFIG.model_copy(update={"runs_dir": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"run mine is not running on this machine; source its connect\.env"):

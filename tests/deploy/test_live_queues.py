@@ -55,7 +55,7 @@ def test_the_run_of_this_shell_needs_no_folder(tmp_path: Path) -> None:
     assert FolderQueues(tmp_path, own=LINK).names() == ["mine"]
 
 
-def test_the_page_beside_a_run_has_an_agents_rights_and_no_other_secret(tmp_path: Path) -> None:
+def test_page_role_has_only_an_agents_rights(tmp_path: Path) -> None:
     config = RunConfig.model_validate({"model": "m", "data": {"train": "t"}, "runs_dir": str(tmp_path), "name": "mine"})
     run = RunDir.of(config)
     assert page_roles(config, run, LINK) == []

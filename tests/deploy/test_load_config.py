@@ -20,7 +20,7 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
-def test_overrides_are_yaml_values_and_names_of_staleness_are_numbers(recipe: Path) -> None:
+def test_load_config_override_values(recipe: Path) -> None:
     config = load_config(recipe, ["trainer.lr=3e-4", "max_staleness=one_step_off", "data.shuffle=false", "name=mine"])
     assert config.trainer.lr == 3e-4
     assert config.max_staleness == 1
@@ -63,7 +63,7 @@ def test_all_problems_are_told_at_once(recipe: Path) -> None:
     assert "2 problem(s)" in str(caught.value)
 
 
-def test_paths_are_resolved_against_the_recipe_and_names_are_kept(tmp_path: Path) -> None:
+def test_load_config_resolves_paths_and_keeps_names(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "reward.py").write_text("")
     (tmp_path / "r.yaml").write_text(
@@ -122,7 +122,7 @@ def convert(euros: float) -> str:
 """
 
 
-def test_a_file_of_tools_is_found_beside_the_recipe_from_anywhere(recipe: Path, monkeypatch) -> None:
+def test_load_config_finds_tools_beside_the_recipe(recipe: Path, monkeypatch) -> None:
     from penstock.deploy.preflight import opened_tools
 
     (recipe.parent / "money.py").write_text(TOOL)

@@ -41,7 +41,7 @@ async def test_a_killed_role_comes_back(tmp_path: Path) -> None:
     await task
 
 
-async def test_a_role_that_keeps_failing_ends_the_run_with_its_last_words(tmp_path: Path) -> None:
+async def test_process_that_keeps_failing_reports_its_log(tmp_path: Path) -> None:
     process = role(tmp_path, "raise SystemExit('the disk is full')", max_restarts=1)
     with pytest.raises(RoleFailed, match=r"1 restarts used up[\s\S]*the disk is full"):
         await process.run()

@@ -5,7 +5,7 @@ import pytest
 from penstock.deploy import ConfigError, RunDir, RunLock
 
 
-def test_two_runs_with_one_name_are_refused_while_the_first_lives(tmp_path: Path) -> None:
+def test_run_lock_refuses_a_second_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "mine")
     with (
         RunLock(run, resume=False),

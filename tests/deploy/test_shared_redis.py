@@ -74,7 +74,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., TransferQueue]]:
         queue.process.wait(60)
 
 
-def test_a_scheduler_that_stops_everything_leaves_the_queue_to_the_head(start, tmp_path: Path) -> None:
+def test_redis_server_outlives_the_head_on_sigterm(start, tmp_path: Path) -> None:
     """TERM to redis-server and to what keeps it, as Slurm does it: the head still writes, and says when it is done."""
     connect_env = tmp_path / "connect.env"
     connect_env.touch()
@@ -117,7 +117,7 @@ def test_it_listens_where_it_is_told_and_on_loopback(start) -> None:
             assert (probe.connect_ex((host, queue.port)) == 0) == there
 
 
-def test_a_name_that_means_loopback_here_is_another_address_elsewhere(start) -> None:
+def test_redis_server_of_a_loopback_name_listens_everywhere(start) -> None:
     """Debian's /etc/hosts: a machine's own name is 127.0.1.1 to itself, and its address to others."""
     if not socket.gethostbyname(socket.gethostname()).startswith("127."):
         pytest.skip("this machine's name is no loopback address")

@@ -14,7 +14,7 @@ def step(number: int, *episodes: str) -> dict:
     return {"step": number, "episodes": list(episodes)}
 
 
-def test_accounts_balance_when_every_completed_episode_is_trained_held_or_counted() -> None:
+def test_summary_accounts_balance() -> None:
     accounts = _accounts([step(0, "a", "b"), step(1, "c")], status(completed=6, dropped=1), held={"c", "d", "e"})
     assert accounts["lost"] == 0
     assert accounts["trained_twice"] == 0
@@ -27,14 +27,14 @@ def test_a_missing_episode_is_lost_and_a_repeated_one_is_seen() -> None:
     assert accounts["trained_twice"] == 1
 
 
-def test_a_replayed_step_counts_once_and_a_half_written_line_is_passed_over(tmp_path: Path) -> None:
+def test_summary_replayed_step_counts_once(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     lines = [json.dumps(step(0, "a")), json.dumps(step(1, "b")), json.dumps(step(1, "b"))]
     file.write_text("\n".join(lines) + '\n{"step": 2, "epis')
     assert last_by(read_jsonl(file), "step") == [step(0, "a"), step(1, "b")]
 
 
-def test_the_logprob_difference_is_weighted_by_the_tokens_it_was_measured_on() -> None:
+def test_summary_weights_logprob_difference_by_tokens() -> None:
     common = {"tokens_sampled": 10, "staleness_max": 1, "staleness_mean": 0.5, "episodes": 4}
     rows = [
         {**common, "logprob_abs_diff_tokens": 30, "logprob_abs_diff_mean": 0.1, "logprob_abs_diff_max": 0.2},

@@ -11,7 +11,7 @@ def config_of(runs_dir: Path, *words: str):
     return load_config(RECIPE, [f"runs_dir={runs_dir}", "name=twins", *words])
 
 
-def test_runs_of_one_name_in_two_folders_keep_their_weights_apart(tmp_path, monkeypatch):
+def test_weights_dir_differs_by_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("penstock.deploy.run_dir.SHARED_MEMORY", tmp_path / "shm")
     first, second = config_of(tmp_path / "a"), config_of(tmp_path / "b")
     for config in (first, second):
@@ -26,7 +26,7 @@ def test_a_relative_runs_dir_is_the_same_place(tmp_path, monkeypatch):
     assert local_weights_dir(config_of(Path("runs"))) == local_weights_dir(config_of(tmp_path / "runs"))
 
 
-def test_on_a_shared_disk_versions_lie_in_the_run_and_what_is_fetched_does_not(tmp_path):
+def test_weights_dir_on_a_shared_disk(tmp_path):
     config = config_of(tmp_path, "rollout.weight_transport=disk")
     assert weights_dir(config) == tmp_path / "twins" / "weights"
     assert local_weights_dir(config).parent == Path("/dev/shm")

@@ -72,7 +72,7 @@ def test_servers_the_queue_and_shared_memory() -> None:
     assert in_flight_bytes(config) == 3 * 8 * 8 * 120 * 9
 
 
-def test_a_mixture_counts_the_experts_of_a_token_and_an_unknown_config_nothing(tmp_path: Path) -> None:
+def test_memory_counts_the_experts_of_a_token(tmp_path: Path) -> None:
     weights = read_weights(write_huge_model(tmp_path / "model", 4 * GIGA))
     assert weights is not None
     assert weights.parameters == 4 * GIGA // 4096 * 4096

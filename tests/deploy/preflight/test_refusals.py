@@ -57,7 +57,7 @@ def test_truncated_sampling_has_to_be_asked_for(override: str) -> None:
     assert failures(override, "rollout.truncated_sampling=true") == {}
 
 
-def test_a_step_that_could_never_be_filled_or_held_is_refused_with_the_sums(tmp_path: Path) -> None:
+def test_refusal_of_a_step_that_cannot_be_filled_or_held(tmp_path: Path) -> None:
     few = failures("transfer_queue.max_groups=3", "groups_per_step=4")["transfer_queue"].fix
     assert "max_groups = 3 < groups_per_step = 4" in few
     small = failures("transfer_queue.max_bytes=1000", "groups_per_step=4", "group_size=2")["transfer_queue"].fix
@@ -134,7 +134,7 @@ def test_shared_memory_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_environment_without_the_stock_server_is_found_before_the_run(engine: str, tmp_path: Path) -> None:
+def test_refusal_of_an_environment_without_the_engine(engine: str, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("""#!/bin/sh\necho '{"versions": {}, "plugin": false, "gpu": false}'\n""")
     python.chmod(0o755)
@@ -153,7 +153,7 @@ def test_rows_without_a_reward_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("source", "needed"), [("codecontests", True), ("openai/gsm8k", False)])
-def test_rows_whose_programs_are_run_need_boxes_without_tools_too(
+def test_refusal_of_code_rewards_without_boxes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, needed: bool
 ) -> None:
     row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "1"}, "data_source": source}

@@ -18,7 +18,7 @@ def test_what_overlaps_goes_to_another_lane() -> None:
     assert [names(lane) for lane in found] == [["a", "c"], ["b", "d"]]
 
 
-def test_children_stay_under_their_parent_and_parallel_ones_get_a_lane() -> None:
+def test_trace_children_nest_and_parallel_ones_get_a_lane() -> None:
     tools = [TraceSlice("tool x", 1, 3), TraceSlice("tool y", 1, 2), TraceSlice("tool z", 2, 4)]
     ((episode,), (first, second)) = lanes([TraceSlice("episode", 0, 5, children=tools)])
     assert names(episode.children) == ["tool x"]

@@ -43,7 +43,7 @@ def test_every_service_is_watched_and_started_again(name: str) -> None:
     assert service["init"] is True
 
 
-def test_only_the_sandbox_has_another_filter_and_it_names_what_it_needs() -> None:
+def test_compose_sandbox_filter_names_what_it_needs() -> None:
     plain = ["no-new-privileges:true"]
     others = {name: service["security_opt"] for name, service in SERVICES.items() if name != "sandbox"}
     assert all(options == plain for options in others.values()), others
@@ -56,7 +56,7 @@ def test_only_the_sandbox_has_another_filter_and_it_names_what_it_needs() -> Non
     assert {"mem_limit", "cpus", "pids_limit"} <= set(SERVICES["sandbox"])
 
 
-def test_the_sandboxs_filter_allows_no_more_than_boxes_are_built_with() -> None:
+def test_compose_sandbox_filter_allows_only_what_boxes_use() -> None:
     profile = json.loads((FILES / "sandbox-seccomp.json").read_text())
     assert profile["defaultAction"] == "SCMP_ACT_ERRNO"
     rules = [rule for rule in profile["syscalls"] if rule["action"] == "SCMP_ACT_ALLOW"]

@@ -56,7 +56,7 @@ def test_secrets_are_for_the_containers_user_alone(tmp_path: Path) -> None:
         assert (stack / folder).stat().st_uid == uid
 
 
-def test_each_service_gets_its_own_login_and_the_rest_of_the_folder_none(tmp_path: Path) -> None:
+def test_stack_each_service_gets_only_its_own_login(tmp_path: Path) -> None:
     stack = made(tmp_path / "stack", "name=mine")
     users = {name: login(stack, name).get("PENSTOCK_REDIS_USER") for name in LOGINS}
     assert users == {

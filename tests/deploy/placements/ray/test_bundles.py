@@ -29,7 +29,7 @@ def test_a_recipe_says_more_or_less() -> None:
     assert bundle_of("trainer", config, gpus=True) == {"CPU": 1}
 
 
-def test_several_machines_need_ways_to_each_other_and_all_that_lack_are_named() -> None:
+def test_check_machines_names_every_missing_override() -> None:
     config = recipe(sandbox={"backend": "remote", "url": "http://localhost:8700"})
     check_machines(config, 1)
     with pytest.raises(ConfigError) as refused:

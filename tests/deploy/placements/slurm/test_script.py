@@ -70,7 +70,7 @@ def test_what_was_asked_of_slurm_is_in_the_head(script_of, tmp_path: Path) -> No
     assert "module load cuda" in lines
 
 
-def test_every_role_is_a_step_on_its_node_with_its_own_secrets_and_log(script_of, tmp_path: Path) -> None:
+def test_script_each_role_is_a_step_with_own_secrets_and_log(script_of, tmp_path: Path) -> None:
     desk = Desk(tmp_path / "desk", "n1 n2 n3")
     job = desk.start(script_of("rollout.servers=3", nodes=3))
     names = {"queue", "head", "rollout-0", "rollout-1", "rollout-2", "agent-0", "agent-1"}
@@ -144,7 +144,7 @@ def test_a_head_that_failed_by_itself_is_final(script_of, tmp_path: Path) -> Non
     ("state", "restarts", "requeued"),
     [("RUNNING", "0", True), ("RUNNING", "5", False), ("CANCELLED", "0", False), ("COMPLETING", "0", False)],
 )
-def test_before_its_time_limit_the_job_saves_and_goes_back_into_the_queue(
+def test_script_saves_and_requeues_before_the_time_limit(
     script_of, tmp_path: Path, state: str, restarts: str, requeued: bool
 ) -> None:
     """Cancelled and requeued by others, Slurm has told every process already: nothing may bring the job back."""

@@ -66,7 +66,7 @@ def test_an_earlier_run_is_gone_on_with_on_purpose_only(tmp_path: Path, sbatch: 
     assert penstock(*words, "--resume").exit_code == 0
 
 
-def test_without_slurm_the_script_is_there_and_the_message_says_so(tmp_path: Path, monkeypatch) -> None:
+def test_submit_without_slurm_writes_the_script(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = penstock(str(RECIPE), "name=sums", f"runs_dir={tmp_path}")
     assert result.exit_code == 2
