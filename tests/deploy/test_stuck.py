@@ -46,7 +46,7 @@ CASES = {
         "12 episodes",
     ),
     "nobody": (snapshot(), "agent-0, agent-1", "room for 8, and nobody leases"),
-    "full": (snapshot(groups(admitted=8)), "trainer", "all that admission allows"),
+    "full": (snapshot(groups(admitted=8)), "trainer", "which is the limit"),
     "no tasks": (snapshot(replace(IDLE, groups={"ready": 3, "submitted": 9})), "trainer", "submits none"),
     "loading": (snapshot(replace(IDLE, groups={})), "trainer", "submitted no task yet"),
     "evaluation": (snapshot(EVALUATION, (replace(UP, version=10),)), "agent-0, agent-1", "3 episodes are held"),

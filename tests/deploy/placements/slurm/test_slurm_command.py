@@ -77,7 +77,7 @@ def test_submit_without_slurm_writes_the_script(tmp_path: Path, monkeypatch) -> 
 def test_joining_needs_a_run(tmp_path: Path) -> None:
     result = penstock("join", str(tmp_path), "--array", "0-3")
     assert result.exit_code == 2
-    assert "no run has begun there" in result.stderr
+    assert "no run has started there" in result.stderr
 
 
 def test_help_teaches() -> None:
