@@ -265,7 +265,7 @@ def check_logprobs(scene: Scene, reference: Reference) -> int:
     return checked
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(max(8, KILLS // 4), marks=pytest.mark.deep)])
+@pytest.mark.parametrize("kills", [2, pytest.param(max(8, KILLS // 4), marks=pytest.mark.deep)])
 async def test_kills_of_servers_lose_nothing(redis: RedisServer, tmp_path: Path, kills: int) -> None:
     """The quick variant: the fake engine's tokens are a function of context and version."""
 

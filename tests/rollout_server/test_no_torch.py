@@ -85,6 +85,7 @@ def test_who_imports_transformers_later_sees_torch() -> None:
     assert said["one class"], "where transformers is there already, it is used as it is"
 
 
+@pytest.mark.deep
 def test_torch_that_is_there_already_stays_and_a_tokenizer_brings_no_more_of_it() -> None:
     said, _ = said_by(TORCH_BEFORE)
     assert said["rows"] == json.loads((MODEL / "config.json").read_text())["vocab_size"]

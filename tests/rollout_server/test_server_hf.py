@@ -59,6 +59,7 @@ async def ask_all(client: RolloutClient, count: int) -> list[Generation]:
     return answers
 
 
+@pytest.mark.deep
 async def test_updates_under_load_interrupt_nobody(
     server: RunningServer, client: RolloutClient, reference: Reference
 ) -> None:
