@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from typing import BinaryIO
 import torch
 import xxhash
 
+from penstock.common import atomic_path
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused
 
 HEADROOM_BYTES = 16 << 20
@@ -95,20 +95,13 @@ def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str],
     header = _header(sections, metadata)
     size = len(header) + sum(section.nbytes for section in sections)
     _check_space(path.parent, size)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with atomic_path(path, durable=durable) as temporary, temporary.open("wb") as file:
             digest = _write_all(file, header, sections)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.rename(path)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise _no_space(path.parent, size) from error  # others took the room meanwhile
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise _no_space(path.parent, size) from error  # another process took the room meanwhile
     return Written(path, size, digest)
 
 

@@ -33,6 +33,7 @@ from urllib.parse import urlsplit
 
 from safetensors import SafetensorError, safe_open
 
+from penstock.common import Backoff, bearer_headers
 from penstock.weight_sync.broadcast import receive_broadcast
 from penstock.weight_sync.delta import read_delta
 from penstock.weight_sync.file_format import DELTA, PIECE_BYTES, PartialFile, checksum
@@ -43,7 +44,9 @@ SILENCE_S = 15.0
 ATTEMPTS = 5
 """Connections in a row that bring nothing before it is given up."""
 PAUSE_S = 0.1
-"""After the first of them; doubled with each. Also between two questions whether it is our turn."""
+"""Between two requests while another server fetches the file."""
+RECONNECT = Backoff(PAUSE_S)
+"""After connections that brought nothing."""
 PEERS_KNOWN = 8
 logger = logging.getLogger(__name__)
 DEADLINE_S = 300.0
@@ -130,7 +133,7 @@ class FileFetch:
             return
         try:
             with self._connected(file.place) as connection:
-                headers = {"Authorization": f"Bearer {self._token}", SERVES: serves}
+                headers = {**bearer_headers(self._token), SERVES: serves}
                 connection.request("PUT", urlsplit(file.place).path, headers=headers)
                 connection.getresponse().read()
         except (OSError, http.client.HTTPException) as error:
@@ -185,7 +188,7 @@ class FileFetch:
     def _ask(
         self, connection: http.client.HTTPConnection, path: str, part: PartialFile, headers: Mapping[str, str]
     ) -> http.client.HTTPResponse:
-        common = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={part.length}-"}
+        common = {**bearer_headers(self._token), "Range": f"bytes={part.length}-"}
         connection.request("GET", path, headers={**common, **headers})
         return connection.getresponse()
 
@@ -207,7 +210,7 @@ class FileFetch:
         if fruitless >= ATTEMPTS:
             raise WeightsUnreachable(f"{_cause(job, error)}; given up after {ATTEMPTS} attempts") from error
         logger.warning("%s; going on", _cause(job, error))
-        self._pause(job, PAUSE_S * 2**fruitless, error)
+        self._pause(job, RECONNECT.pause_s(fruitless + 1), error)
 
     def _pause(self, job: _FetchJob, pause_s: float, error: Exception) -> None:
         if time.monotonic() + pause_s > job.give_up_at:

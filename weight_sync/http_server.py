@@ -15,9 +15,7 @@ The sidecar's loop hands tokens on; gigabytes for others must not stand in their
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
-import socket
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -25,6 +23,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from penstock.common import bearer_token, same_token, url_host
 from penstock.weight_sync.broadcast import BroadcastClosed, Broadcaster
 from penstock.weight_sync.file_format import PIECE_BYTES
 from penstock.weight_sync.manifest import FILE_NAME, LOCAL_NAME
@@ -76,7 +75,7 @@ class FileServer:
         await self._runner.setup()
         await web.TCPSite(self._runner, self._host, self._port).start()
         port = self._runner.addresses[0][1]
-        self.url = f"http://{_url_host(self._host)}:{port}"
+        self.url = f"http://{url_host(self._host)}:{port}"
 
     async def stop(self) -> None:
         if self._broadcaster is not None:
@@ -88,8 +87,7 @@ class FileServer:
     @web.middleware
     async def _authorised(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """401 before anything is looked up: without the token nobody learns which files there are."""
-        given = request.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+        if not same_token(bearer_token(request.headers.get("Authorization", "")), self._token):
             raise web.HTTPUnauthorized(text="the run's token is needed: Authorization: Bearer TOKEN")
         return await handler(request)
 
@@ -160,12 +158,6 @@ def _peer(request: web.Request) -> str:
     """The URL that the asking server serves under; empty where it does not, or where it is none."""
     given = request.headers.get(SERVES, "")
     return given if PEER.fullmatch(given) else ""
-
-
-def _url_host(host: str) -> str:
-    """An address that means "all interfaces" is reached by this machine's name."""
-    host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # noqa: S104 (not a binding)
-    return f"[{host}]" if ":" in host else host
 
 
 class PeerServer:

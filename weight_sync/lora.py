@@ -323,7 +323,7 @@ class Merger:
 
     def _forget(self) -> None:
         self._adapter = self._merged = None
-        for path in self.directory.glob("merged-*"):
+        for path in (*self.directory.glob("merged-*"), *self.directory.glob(".merged-*.tmp")):
             path.unlink(missing_ok=True)
 
 

@@ -13,7 +13,6 @@ from .registry import find_installation as find_installation
 from .registry import make_engine as make_engine
 from .server_process import Child as Child
 from .server_process import Installation as Installation
-from .server_process import describe_exit as describe_exit
 from .server_process import flag_words as flag_words
 from .sglang import PAUSES as PAUSES
 from .sglang import SGLangEngine as SGLangEngine

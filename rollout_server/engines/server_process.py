@@ -10,12 +10,10 @@ It has a private folder that goes with it, and runs under `guard`: it ends with 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -28,8 +26,9 @@ from typing import Any, ClassVar
 
 import aiohttp
 
+from penstock.common import describe_exit, guard_command, kill_group
+from penstock.common.guard import GRACE_S
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines import guard
 from penstock.rollout_server.engines.http_stream import AnswerStream, refusal
 from penstock.rollout_server.protocol import EngineError
 
@@ -117,16 +116,6 @@ class Child:
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
-
-
-def describe_exit(returncode: int) -> str:
-    """In words. Above 128 it is a shell's way to say which signal ended the process; so does `guard`."""
-    number = -returncode if returncode < 0 else returncode - 128
-    if number == signal.SIGKILL:
-        return f"was killed (signal 9), {_FOR_WANT}"
-    if number in signal.valid_signals():
-        return f"was ended by {signal.Signals(number).name}"
-    return f"ended with exit status {returncode}"
 
 
 def _end_in_log(log: str) -> str:
@@ -271,8 +260,7 @@ class ChildServer(Child, ABC):
         self.folder = Path(tempfile.mkdtemp(prefix=f"penstock-{self.product.key}-"))
         try:
             self.http, command, environment = self.prepare(installation)
-            guarded = [sys.executable, "-I", guard.__file__, *command]
-            await self.spawn(guarded, environment, stdin=asyncio.subprocess.PIPE)
+            await self.spawn(guard_command(command), environment, stdin=asyncio.subprocess.PIPE)
             await self._until_ready()
         except BaseException:
             await self.stop()
@@ -333,8 +321,7 @@ class ChildServer(Child, ABC):
         assert process.stdin is not None
         process.stdin.close()  # the guard sees the end of its input
         try:
-            await asyncio.wait_for(process.wait(), 2 * guard.GRACE_S + 2)
+            await asyncio.wait_for(process.wait(), 2 * GRACE_S + 2)
         except TimeoutError:  # the guard does not run either: stopped, or the machine is that busy
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process.pid)
             await process.wait()

@@ -46,7 +46,7 @@ KEEP_ALIVE_S = 60
 VLLM = Product(
     title="vLLM",
     key="vllm",
-    floor=(0, 32),  # older ones lack the per-token weight versions, or the weight-transfer interface of `vllm_weights`
+    floor=(0, 32),  # older ones lack the per-token weight versions, or the weight-transfer interface of `vllm_worker`
     own_flags=frozenset(
         {"model", "uds", "host", "port", "api-key", "weight-transfer-config", "tokens-only", "api-server-count"}
     ),
@@ -174,7 +174,7 @@ class VLLMStream(AnswerStream):
 
 
 class VLLMWeights(HttpWeights[Manifest]):
-    """By our weight-transfer engine in vLLM's workers (`vllm_weights`), which is told of manifests."""
+    """By our weight-transfer engine in vLLM's workers (`vllm_worker`), which is told of manifests."""
 
     version_path = "/weight_info"
     _world_size = 1
@@ -236,7 +236,7 @@ class VLLMWeights(HttpWeights[Manifest]):
 
 
 def _said(report: Path) -> list[str]:
-    """See `vllm_weights.FileUpdateInfo.report`."""
+    """See `vllm_worker.FileUpdateInfo.report`."""
     return [file.read_text() for file in report.glob("[0-9]*")]
 
 

@@ -36,6 +36,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from penstock.common import write_atomically
 from penstock.rollout_server.engines.verify_loaded import compare_held
 from penstock.rollout_server.engines.vllm_plugin import REFUSED
 from penstock.weight_sync import Manifest, WeightReader, WeightsRefused
@@ -147,9 +148,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 def _say(folder: Path, text: str) -> None:
     """Whole or not at all: the sidecar may look at any moment. It removes the folder when it has given up."""
     with contextlib.suppress(FileNotFoundError):
-        partial = folder / f".{os.getpid()}"
-        partial.write_text(text)
-        partial.rename(folder / str(os.getpid()))
+        write_atomically(folder / str(os.getpid()), text)
 
 
 def end_where_different(model: torch.nn.Module, version: int, tensors: Tensors) -> None:

@@ -65,7 +65,9 @@ async def test_ready_servers_have_it_from_the_round_and_nothing_else(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.deep)], ids=["killed", "stopped"]
+)
 async def test_a_member_lost_in_the_middle_costs_the_round_and_no_more(
     trainer: Route, servers: list[ServerProcess], how: signal.Signals, tmp_path: Path
 ) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.rollout_server.engines import Child, describe_exit
+from penstock.common import describe_exit
+from penstock.rollout_server.engines import Child
 
 
 async def ended(folder: Path, script: str) -> Child:
