@@ -116,8 +116,9 @@ class Campaign:
             while self._judge() or self._verify():
                 pass
         finally:
-            for pid in self._runs:
+            for pid, run in self._runs.items():
                 reap(pid, kill=True)
+                run.trial.close()
 
     def _wanted(self) -> Iterator[Point]:
         planted = 0
@@ -199,7 +200,7 @@ class Campaign:
         Verdicts of a test that fails, crashes or hangs are forgotten. Tests behind a crash wait for the next run.
         """
         noticed = {verdict["by"] for verdict in self.verdicts() if verdict["status"] == "noticed"}
-        tests = sorted(noticed - self._state.sound - {""})
+        tests = sorted(noticed - self._state.sound - {""}, key=lambda test: (self._suite.seconds([test]), test))
         if not tests:
             return False
         print(f"mutate: {len(tests)} tests that noticed something run without a mistake", file=sys.stderr)

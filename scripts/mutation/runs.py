@@ -114,7 +114,7 @@ def outcome_of(notes: Path, code: int | None) -> Outcome:
     started, ended, failed = ([entry[key] for entry in entries if key in entry] for key in ("start", "end", "failed"))
     running = [test for test in started if test not in ended]
     finished = code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
-    cause = "hung" if code is None else "crashed" if not finished else "failed" if failed else ""
+    cause = "hung" if code is None else "crashed" if not finished else "failed" if failed or code == 1 else ""
     return Outcome(cause, [*failed, *running, ""][0], [test for test in ended if test not in failed])
 
 
