@@ -53,7 +53,7 @@ def plant(gaps: Gaps) -> None:
     _around_blocking(CheckpointStore, "seal", "seal", gaps)
     _around_blocking(parts, "save_final_model", "final_model", gaps)
     # `complete` is written and the folder has not its name yet; the step's episodes are recorded and its metrics not.
-    _before("penstock.trainer.checkpoint", "sync_tree", "in_seal", gaps)
+    _before("penstock.trainer.checkpoint", "fsync_tree", "in_seal", gaps)
     _before(recorder.__name__, "readable_trajectory", "in_record", gaps)
 
 
