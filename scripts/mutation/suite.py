@@ -76,7 +76,7 @@ class Suite:
         touching = self._executing(point.path, self._lines.get(point.path, {}))
         near = touching  # what the import executes, each test of the file may notice
         if point.path.endswith(".lua"):
-            near = self._executing_names_of(point.path)
+            near = self._executing_names_of(point)
         elif point.in_function:
             near = self._executing(point.path, range(point.lines[0], max(point.lines[1], point.line) + 1))
         if near and near <= self.failing:
@@ -98,8 +98,8 @@ class Suite:
         executed = self._lines.get(path, {})
         return set().union(*(executed.get(line, ()) for line in lines))
 
-    def _executing_names_of(self, script: str) -> set[str]:
-        names, tests = script_names(self._root, script), set[str]()
+    def _executing_names_of(self, point: Point) -> set[str]:
+        names, tests = script_names(self._root, point.path, point.line), set[str]()
         for path in self._lines:
             lines = (self._root / path).read_text().split("\n")
             tests |= self._executing(path, (number for number, line in enumerate(lines, 1) if names.search(line)))

@@ -8,10 +8,11 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SUFFIXES = (".py", ".lua")
+SECTION, NEEDS = re.compile(r"-- (?:script|part): ([\w-]+)"), "-- needs:"
 
 
 def product_files(root: Path, globs: Iterable[str]) -> list[str]:
@@ -35,21 +36,31 @@ def mirrored_folder(root: Path, path: str) -> str:
     return str(next((folder for folder in folders if (root / folder).is_dir()), "tests"))
 
 
-def script_names(root: Path, path: str) -> re.Pattern[str]:
-    """Matches the quoted name of a Lua script, or of one beside or above it whose first line names it as a part."""
+def script_names(root: Path, path: str, line: int) -> re.Pattern[str]:
+    """Matches the quoted names of the Lua scripts that hold a line, or need the part that holds it.
+
+    A file is one script or part, named like the file, or several, each below its line `-- script: NAME` or
+    `-- part: NAME`. A script names its parts in a line `-- needs: PART, PART`.
+    """
     folder = root / Path(path).parent
-    own = {name for name, _ in _scripts_of(root / path)}
-    files = [*folder.glob("*.lua"), *folder.parent.glob("*.lua")]
-    scripts = (script for file in files for script in _scripts_of(file))
-    users = {name for name, first in scripts if any(re.search(rf"\b{part}\b", first) for part in own)}
-    return re.compile("|".join(rf"[\"']{name}[\"']" for name in sorted(own | users)))
+    sections = [
+        (script, *section)
+        for script in {*folder.glob("*.lua"), *folder.parent.glob("*.lua")}
+        for section in _sections(script)
+    ]
+    (own,) = (name for script, lines, name, _ in sections if script == root / path and line in lines)
+    names = {own, *(name for _, _, name, needs in sections if own in needs)}
+    return re.compile("|".join(rf"[\"']{re.escape(name)}[\"']" for name in sorted(names)))
 
 
-def _scripts_of(file: Path) -> list[tuple[str, str]]:
-    """(name, first line) of sections ``-- script: NAME`` and ``-- part: NAME``; else the file is one script."""
-    _, *pieces = re.split(r"^-- (?:script|part): (\w+)\n", file.read_text(), flags=re.M)
-    sections = list(zip(pieces[::2], pieces[1::2], strict=True)) or [(file.stem, file.read_text())]
-    return [(name, body.split("\n", 1)[0]) for name, body in sections]
+def _sections(script: Path) -> Iterator[tuple[range, str, set[str]]]:
+    """Lines, name and needed parts of each script or part of a file."""
+    lines = script.read_text().split("\n")
+    heads = [(number, found[1]) for number, line in enumerate(lines, 1) if (found := SECTION.match(line))]
+    starts = [(1, heads[0][1]), *heads[1:]] if heads else [(1, script.stem)]
+    for (first, name), (last, _) in zip(starts, [*starts[1:], (len(lines) + 1, "")], strict=True):
+        needs = (line.removeprefix(NEEDS) for line in lines[first - 1 : last - 1] if line.startswith(NEEDS))
+        yield range(first, last), name, {part.strip() for line in needs for part in line.split(",")}
 
 
 def tracked_files(root: Path) -> list[str]:

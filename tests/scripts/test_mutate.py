@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from mutation.campaign import State, draw
 from mutation.points import points_of
 from mutation.runs import outcome_of
-from mutation.tree import mirrored_folder, product_files
+from mutation.tree import mirrored_folder, product_files, script_names
 
 PYTHON = [  # one line of a function's body, or of several; the operator; the line with the mistake
     ("if a < b: return", "compare", "if a <= b: return"),
@@ -300,3 +300,29 @@ def test_tests_mirror_the_tree(toy: Path) -> None:
     assert mirrored_folder(toy, "src/toy/queue/lua/admit.lua") == "tests/queue"
     assert mirrored_folder(toy, "queue/limits.py") == "tests/queue"
     assert mirrored_folder(toy, "src/toy/other/a.py") == "tests"
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "names"),
+    [
+        ("lua/alone.lua", 2, {"alone"}),
+        ("lua/parts/old.lua", 1, {"old", "alone"}),
+        ("lua/several.lua", 1, {"first"}),
+        ("lua/several.lua", 5, {"second"}),
+        ("lua/shared.lua", 2, {"queue", "alone", "second"}),
+        ("lua/shared.lua", 4, {"unused"}),
+    ],
+)
+def test_scripts_that_hold_a_lua_line(tmp_path: Path, path: str, line: int, names: set[str]) -> None:
+    files = {
+        "lua/alone.lua": "-- needs: old, queue\nreturn 1\n",
+        "lua/parts/old.lua": "local x = 1\n",
+        "lua/several.lua": "-- Of steps.\n-- script: first\nreturn 1\n-- script: second\nreturn 2\n-- needs: queue\n",
+        "lua/shared.lua": "-- part: queue\nlocal a = 1\n-- part: unused\nlocal b = 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    pattern = script_names(tmp_path, path, line)
+    everything = {"alone", "old", "first", "second", "queue", "unused", "several"}
+    assert {name for name in everything if pattern.search(f'run("{name}", x)')} == names
