@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.deep, pytest.mark.torch]
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("PENSTOCK_PARITY", ROOT / ".venv-parity"))
 

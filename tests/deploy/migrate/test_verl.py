@@ -60,6 +60,7 @@ def test_every_saved_name_of_verls_is_known() -> None:
     assert [key for key in sorted(table.known) if table.find(key) is None] == []
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", sorted(REAL))
 def test_verls_own_defaults_are_known_and_lose_nothing(kind: str) -> None:
     if not REAL[kind].is_file():
@@ -71,6 +72,7 @@ def test_verls_own_defaults_are_known_and_lose_nothing(kind: str) -> None:
     migrated.check()
 
 
+@pytest.mark.deep
 def test_the_tables_defaults_are_verls() -> None:
     if not REAL["main_ppo"].is_file():
         pytest.skip(f"verl is not in {PARITY}: scripts/setup-parity fetches it")

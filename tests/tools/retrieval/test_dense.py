@@ -15,7 +15,7 @@ from penstock.tools.retrieval import DenseIndex, Passage, open_or_build_dense
 from penstock.tools.retrieval.folder import IndexFailed
 
 DENSE = Path(__file__).parents[3] / ".venv-dense"
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("libraries")]
+pytestmark = [pytest.mark.deep, pytest.mark.torch, pytest.mark.usefixtures("libraries")]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "paris", "berlin", "rome", "is", "the", "capital", "of"]
 WORDS += ["france", "germany", "italy", "query", "passage", ":", "é"]
 ROWS = [

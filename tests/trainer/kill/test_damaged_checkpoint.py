@@ -11,6 +11,7 @@ import pytest
 from kill_stage import STEPS, KilledRun, Nursery
 
 pytestmark = [
+    pytest.mark.deep,
     pytest.mark.redis,
     pytest.mark.torch,
     pytest.mark.crash,

@@ -17,6 +17,7 @@ from kill_stage import KilledRun, Nursery, Tally, drawn
 from planted import END, GAPS, RESUME
 
 pytestmark = [
+    pytest.mark.deep,
     pytest.mark.redis,
     pytest.mark.torch,
     pytest.mark.crash,

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from tests.deploy.placements.compose.stacks import RunningStack, docker, why_not
 
-pytestmark = [pytest.mark.docker, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.deep, pytest.mark.docker, pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(1800)]
 SHORT = (
     *("name=composed", "trainer.checkpoint_every=4", "group_size=4", "groups_per_step=4"),
     *("data.eval_limit=16", "agent.concurrency=16", "transfer_queue.lease_ttl_s=5"),

@@ -9,7 +9,7 @@ from tests.deploy.placements.compose.stacks import BASE, why_not
 
 from penstock.deploy.placements.compose import FILES, IMAGE_USER
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.deep, pytest.mark.docker]
 PLAIN = (
     *("run", "--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp", "--user", f"{IMAGE_USER}:{IMAGE_USER}"),
     *("--cap-drop", "ALL", "--security-opt", "no-new-privileges:true", "--security-opt", "apparmor=unconfined"),

@@ -12,7 +12,7 @@ from tests.deploy.placements.compose.stacks import RECIPE
 
 from penstock.deploy.placements.compose import Stack, make_stack
 
-pytestmark = pytest.mark.docker
+pytestmark = [pytest.mark.deep, pytest.mark.docker]
 ALWAYS = {"redis", "sandbox", "head", "rollout", "agent", "page"}
 
 

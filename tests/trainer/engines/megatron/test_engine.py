@@ -22,6 +22,7 @@ from penstock.trainer import train
 from penstock.trainer.engines.megatron import SETUP_HINT
 
 pytestmark = [
+    pytest.mark.deep,
     pytest.mark.megatron,
     pytest.mark.skipif(not INSTALLED, reason=f"no megatron-core and mbridge in {PYTHON}: {SETUP_HINT}"),
     pytest.mark.skipif(
