@@ -1,21 +1,17 @@
-"""The trainer's side of the ``collective`` transport: a version's file, broadcast to the servers that are ready.
+"""The ``collective`` transport: one version's file, broadcast by the trainer to the servers that are ready.
 
     offer(v) ─ window ─┬─ group of those that asked ─ buckets … ─┬─ over
-    server a  join ────┤ seat, receive ……………………………………………… done │
-    server b  join ────┤ seat, receive ……… killed: the round ends; its members have the rest over HTTP
+    server a  join ────┤ member, receive ………………………………………… done │
+    server b  join ────┤ member, receive …… killed: the broadcast ends; its members fetch the rest over HTTP
     server c           └─ join: "too late": all of it over HTTP
 
-Nobody waits for a round: the trainer's step goes on, the window is short, and who is not there in time, or loses its
-peers in the middle, takes the same file by another way. At most one round is on.
+Nobody waits for a broadcast: the trainer's step continues and the window is short. A server that is late, or loses its
+peers in the middle, keeps what it received and fetches the rest over HTTP. At most one broadcast is under way.
 
-A process group for one round of one version: gloo, between the trainer (rank 0) and some servers.
+Each has a gloo process group of its own, with the trainer as rank 0. It touches nothing global, so a broken one does not
+affect the groups that its processes have otherwise. Bytes go from rank 0 to all, a bucket at a time, in file order.
 
-It stands beside whatever groups its processes have and touches nothing global, so that a broken round takes nothing
-with it. Bytes go from rank 0 to all, a bucket at a time, in the order of the file.
-
-A server's side of a round: a seat, then the file's bytes as they come, into its `PartialFile`.
-
-Whatever goes wrong, the bytes that came count, and the rest is fetched over HTTP. All of it blocks.
+Concurrency: `Broadcaster` belongs to the trainer's event loop and broadcasts in a thread; `receive_broadcast` blocks.
 """
 
 from __future__ import annotations

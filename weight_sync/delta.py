@@ -1,18 +1,18 @@
-"""Which values of a tensor changed, bit by bit, in as few bytes as a simple code allows.
+"""Deltas: the values of a tensor that changed, bit by bit, in few bytes; and the file that holds them.
 
-Values are compared as words of their size, so that -0.0 and NaNs are exact. Where they are, in ascending order:
+Values are compared as words of their size, so that -0.0 and NaNs are exact. Positions are ascending, coded as:
 
-    gaps8|16|32   per value the number of unchanged ones before it; the width's largest number L means "L, and go on"
+    gaps8|16|32   per value the number of unchanged ones before it; the width's largest number L: add L and read on
     bitmap        one bit per value of the tensor
-    whole         no index: all values come
+    whole         no index: all values follow
 
-A delta as a file: safetensors with two arrays of bytes, and a table in ``__metadata__`` that says whose they are.
+The file is safetensors with two byte arrays and a table in ``__metadata__``:
 
     {"penstock": "delta/1", "base_state": HEX, "changes": "[[name, encoding, index_bytes, value_bytes, xxh3], …]"}
-    index    U8   every change's index, one behind the other
-    values   U8   every change's new values, likewise
+    index    U8   the index of every change, concatenated
+    values   U8   the new values of every change, concatenated
 
-The checksum of a change covers its index and its values: damage is found, and named, before anything is applied.
+The checksum of a change covers its index and values: damage is found, and named, before anything is applied.
 """
 
 from __future__ import annotations

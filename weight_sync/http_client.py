@@ -1,21 +1,15 @@
-"""A published file on its way to this machine: what has come of it, and whether it is what was announced.
+"""A server's side of ``http`` and ``collective``: fetches a version's files into a folder of its own. All of it blocks.
 
-One published file over HTTP, from whoever has it: other servers before the trainer.
+    manifest with URLs ──► each file of its chain that is missing here ──► manifest with paths, as under ``shm``
+                           its own file: from the broadcast, if one is offered; the rest from peers or the trainer
 
-    trainer ── 206 ──► its bytes                          nobody else has the file yet
-            ── 303 ──► a peer's bytes                     it has fetched and verified it
-            ── 503 ──► ask again soon                     who has it is busy, or it is just being fetched by the first
+    trainer ── 206 ──► its bytes                  no other server has the file yet
+            ── 303 ──► a peer's bytes             a server that has fetched and verified it
+            ── 503 ──► ask again soon             its holders are busy, or the first server is still fetching it
     trainer away ────► peers that it named earlier
 
-A connection that breaks goes on from the bytes that are there, at whoever is next. All of it blocks.
-
-A server's side of the ``http`` and ``collective`` transports: a version's files, fetched into a folder of its own.
-
-    manifest with URLs ──► each file of its chain that is not here yet ──► manifest with paths, as under ``shm``
-                           its own file: from the round, where one is offered; the rest from peers or the trainer
-
-A file arrives in a ``.part`` named after its checksum. Cut off, it goes on from the bytes that are there, also after
-this process was killed; whole and with the right checksum, it is renamed. All of it blocks: call it from a thread.
+A file arrives in a ``.part`` named after its checksum. After a cut, also after this process was killed, the fetch
+continues from the bytes that are there, at the next source. A complete file with the right checksum is renamed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Published files over HTTP, read-only: ranges, the run's token, nothing else. The trainer's, or a server's for others.
+"""Published files over HTTP, read-only: ranges and the run's token. Run by the trainer, and by each server for its peers.
 
     GET  /weights-00000007.delta.safetensors   Range: bytes=1048576-     206, or 200 without a range
          … from a server that serves others, too                         303 to a peer, 503 while it must wait
     PUT  /weights-00000007.delta.safetensors                             204: that server has it now
-    POST /rounds/NAME                                                    200 with a seat, 409 without (`rounds`)
+    POST /rounds/NAME                                                    200 with a member, 409 without (`broadcast`)
 
-Several servers are served at once. A file that is deleted while it is sent is sent to its end.
+Serves several servers at once. A file deleted while it is being sent is sent to its end.
 
-What a server has fetched, for other servers: the trainer's file server, in a thread with a loop of its own.
-
-The sidecar's loop hands tokens on; gigabytes for others must not stand in their way.
+On a rollout server it runs in a thread with its own event loop (`PeerServer`): gigabytes for peers must not delay the
+tokens that the sidecar's loop passes on.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""A LoRA adapter as a version of the weights: what its tensors mean, in peft's own names.
+"""LoRA adapters as versions of the weights, in peft's names, and their merge into a full version on a server.
 
     W' = W + s·B·A      A [r, in], B [out, r], W [out, in]; s = alpha / r, or alpha / √r with ``use_rslora``
 
-W is the tensor of version 0, the model folder. Every adapter is of that base, never of the adapter before. What
-changes anything else than such a W (DoRA, biases, embeddings, whole modules) is refused by name.
+W is a tensor of version 0, the model folder that trainer and servers start from (`ModelFolder`). Every adapter applies to
+that base, never to the adapter before. Anything else than such a W (DoRA, biases, embeddings, whole modules) is refused
+by name.
 
-The weights of version 0: the safetensors files of the model folder that trainer and servers start from.
+    merge   read and verify the adapter ─ compare the base's state ─ check that its tensors fit ─ then tensor by tensor:
+            read from the folder, verify, add s·B·A in float32, round to the engine's dtype, checksum, write
 
-A server's side of adapters: adapter + model folder ──► a full version on this machine, for its engine.
-
-    read and verify the adapter ── is the base the trainer's? ── do its tensors fit? ── one tensor after the other:
-    read from the folder, verify, add s·B·A in float32, round to the engine's dtype, take its checksum, write
-
-Engines load the result as any full version, whatever they are and however many ranks share it. It is of this machine
-alone: another one may round the last bit of a sum differently, so its checksums are taken here, not announced.
+Engines load the result like any full version, with any number of ranks. Its checksums are taken on this machine and not
+announced: another machine may round the last bit of a sum differently.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The trainer's side: versions as files in one folder, whole (*full*) or as changes of the version before (*delta*).
 
-write(7)   compare with what was written last ──► delta file, or full where that is due, needed or not larger
-           remember it ──► delete what no late joiner can need ──► manifest
+write(7)   compare with the last written version ──► delta file, or full if due, required or not larger
+           remember it ──► delete what no late joiner needs ──► manifest
 """
 
 from __future__ import annotations

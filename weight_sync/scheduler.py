@@ -1,12 +1,12 @@
-"""Who fetches a published file from whom, so that about one copy of it leaves the trainer. Pure bookkeeping.
+"""Decides which server fetches a published file from which, so that about one copy leaves the trainer. No I/O.
 
     s0 asks ── trainer          the first copy
-    s1 asks ── wait             nobody has it yet
+    s1 asks ── wait             no server has it yet
     s0 has it
     s1, s2 ask ── s0            `FAN_OUT` at once from each holder
     s3 asks ── wait … s1 has it ── s1
 
-A turn that is not ended by its server (killed, stopped) ends by itself.
+A turn that its server does not end (killed, stopped) expires.
 """
 
 from __future__ import annotations

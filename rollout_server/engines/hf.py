@@ -1,13 +1,13 @@
-"""The connection to an hf engine's process, as its owner holds it: JSON lines both ways (`hf_server` lists them).
+"""The `hf` engine: transformers' continuous batching in a child process, no GPU needed.
+
+HFEngine.generate ── queue per request ◄── Link ◄── socket pair ◄── hf_server process
+
+`Link` is the connection: JSON lines both ways (`hf_server` lists them).
 
     call    one message, one reply of the same number
     stream  a queue per request, filled by `tokens` messages
 
-When the process ends, so does the connection, and everybody who waits learns the cause.
-
-The `hf` engine: transformers' continuous batching in a child process, no GPU needed.
-
-HFEngine.generate ── queue per request ◄── Link ◄── socket pair ◄── hf_server process
+The connection ends with the process, and every waiting call gets the cause.
 """
 
 from __future__ import annotations

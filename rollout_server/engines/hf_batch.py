@@ -1,14 +1,4 @@
-"""Attention for continuous batching on a CPU.
-
-transformers feeds all requests of a batch as one sequence, under a block-diagonal mask: with n requests of context L
-that computes n²·L scores where n·L are needed, and at 64 requests it is nine tenths of a step. Here each request
-attends to its own slice of the keys instead, and no mask is read: 2.5 times the tokens per second at 64 requests.
-
-The KV cache of transformers' continuous batching: what is reused of it, and what a swap of weights does to it.
-
-All but `Reused` is to be called only while decoding is paused.
-
-transformers' continuous batching as an engine needs it: requests in, recorded tokens out, weights swapped inside.
+"""transformers' continuous batching as an engine needs it: requests in, recorded tokens out, weights swapped inside.
 
     event loop      add, cancel ──► manager's queues;  collect ◄── Record
     decoding thread schedule → forward → Sampler.draw → Record
@@ -16,6 +6,13 @@ transformers' continuous batching as an engine needs it: requests in, recorded t
 
 Batches are never pipelined (`use_async_batching=False`): when a pause is granted no step is under way, so every token
 was sampled either wholly before or wholly after the swap.
+
+Attention on a CPU: transformers computes all requests of a batch as one sequence under a block-diagonal mask. With n
+requests of context L that is n²·L scores where n·L are needed, nine tenths of a step at 64 requests.
+`attend_by_request` lets each request attend to its own slice of the keys and reads no mask: 2.5 times the tokens per
+second at 64 requests.
+
+The functions on the KV cache, all but `Reused`, may be called only while decoding is paused.
 """
 
 from __future__ import annotations

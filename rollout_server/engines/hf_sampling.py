@@ -1,9 +1,7 @@
-"""Requests that an hf engine is answering, and what of their answers was handed on.
-
-Drawing tokens for a batch of requests, each with its own settings, and writing down what was drawn.
+"""Sampling for a batch of requests, each with its own settings, and the record of what was sampled.
 
 The record is made in the forward pass itself, so a token's logprob and policy version are those of the weights that
-sampled it, whatever happens to the request later (invariant 1).
+sampled it, whatever happens to the request later (invariant 1). `LiveRequests` passes the records on as chunks.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""New weights into a transformers model, in place, tensor by tensor, checked before and after.
+"""The hf engine's process: a model, its decoding thread, and one connection to the sidecar that owns it.
 
-The hf engine's process: a model, its decoding thread, and one connection to the sidecar that owns it.
-
-The connection is an inherited socket pair: nobody else can reach the engine, and its end is the owner's death, so a
-killed sidecar leaves no engine behind. Both ways one JSON object per line:
+The connection is an inherited socket pair: no other process can reach the engine, and its end is the owner's death, so
+a killed sidecar leaves no engine behind. One JSON object per line, both ways:
 
     in   {"op": "generate", "id", "token_ids", "sampling", "images"} · {"op": "abort", "id"}
          {"op": "load", "call", "manifest"} · {"op": "ping", "call"}
     out  {"event": "ready", "info"} · {"event": "tokens", "answers": [[id, chunk], …], "errors": [[id, message], …]}
          {"event": "reply", "call", "report" | "refused"} · {"event": "reply", "call", "steps", "in_flight", …}
 
-Tokens of all requests leave together every `TICK_S`, those of a finished request at once: a line per token and request
-would cost more than sampling them.
+Tokens of all requests are sent together every `TICK_S`, those of a finished request at once: a line per token and
+request would cost more than sampling them.
+
+New weights are copied into the model in place, tensor by tensor, and checked before and after.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
-"""A stock server as an engine: a child process, spoken to over its own HTTP API alone.
+"""An inference server with an HTTP API (vLLM, SGLang) as an engine: a child process, used over that API alone.
 
-    generate       a swap under way? wait ──► one stream, handed on as it comes
+    generate       wait while weights are swapped ──► one stream, passed on as it arrives
     load_weights   `HttpWeights.swap`, while requests are in flight
 
-What all such servers share; `vllm` and `sglang` say what differs.
-
-The weights of a stock server, swapped while its requests are in flight.
-
-    decoding ─────────┬─ its last step ─┐ stands                         ┌── decoding
-    fetch: read, check│ pause is asked  │ load · label · settle · verify │ resume
+    decoding ─────────┬─ its last step ─┐ paused                         ┌── decoding
+    fetch: read, check│ request a pause │ load · label · settle · verify │ resume
     └─ fetch_s ───────┘                 │ └ load_s ┘                     │
                                         └─ pause_s ──────────────────────┘
 
-New requests wait at `admission` meanwhile. Each carries `cache_salt`, so that the prefix cache never hands keys and
-values of older weights to a request that began under newer ones; nothing has to be flushed. Whatever leaves the server
-in a state that nobody knows ends it: half a version never samples.
+New requests wait at `admission` meanwhile. Each carries `cache_salt`, so that the prefix cache never gives keys and
+values of older weights to a request that began under newer ones; nothing has to be flushed. Any failure that leaves the
+server in an unknown state ends it: half a version never samples.
+
+`vllm` and `sglang` add what differs.
 """
 
 from __future__ import annotations

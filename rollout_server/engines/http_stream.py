@@ -1,12 +1,12 @@
-"""One streamed answer of a stock server, as it arrives: ids, logprobs, and which version sampled each.
+"""One streamed answer of an HTTP engine: ids, logprobs, and the version that sampled each token.
 
     server-sent events ──► reader task: append, with the version that sampled them
                                 │ wakes
-    consumer  ◄── Chunk ── chunks(): the first tokens at once, then whatever arrived within `COALESCE_S`
+    consumer  ◄── Chunk ── chunks(): the first tokens at once, then what arrived within `COALESCE_S`
 
-Servers report version spans only with the last event. Tokens that are certain on receipt are handed on before it; those
-that are not wait for it (empty chunks say meanwhile that the server samples). It proves the labels of each answer: a
-difference is an error, never a guess.
+Servers report version spans only with the last event. Tokens whose version is certain on receipt are passed on before
+it; others wait for it (empty chunks show meanwhile that the server samples). The report verifies the labels of each
+answer: a difference is an error, never a guess.
 """
 
 from __future__ import annotations

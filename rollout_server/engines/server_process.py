@@ -1,10 +1,6 @@
-"""A child process of ours: the log that it writes, and how it ended.
+"""An inference server as a child process: its Python environment and flags, its log and exit, its private folder.
 
-Which Python environment holds a stock server, and the flags that it is started with.
-
-A stock inference server as a child process, spoken to over its own HTTP API. vLLM and SGLang are both one.
-
-It has a private folder that goes with it, and runs under `guard`: it ends with this process, however this one ends.
+It runs under `penstock.common.guard`, in a process group of its own: it ends with this process, however that ends.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""One request to SGLang's `/generate`: its events, taken apart.
+"""The SGLang engine: its token stream, its weight swap with checksums, its routes. `sglang_server` starts the process.
 
-Each event carries the tokens since the last one, and the version that SGLang's front end had when it took them in. Its
-scheduler sends tokens and the replies to control calls through two sockets, of which the second may overtake the first:
-tokens of the old version can get the new one's label, never the other way round. So tokens are certain while the label
-is the version that the request was sent under. From the first newer one on they wait for the spans of the last event,
-which the scheduler itself counts.
+Each event has the tokens since the last one and the version that SGLang's front end had when it received them. The
+scheduler sends tokens and the replies to control calls through two sockets, and the second may overtake the first:
+tokens of the old version can get the new one's label, never the reverse. So tokens are certain while the label is the
+version that the request was sent under; from the first newer one on they wait for the spans of the last event, which the
+scheduler itself counts.
 
-A version's file as SGLang wants it, and what SGLang must hold after loading it.
-
-SGLang loads a folder of safetensors files, and tells the checksum of every parameter that it holds. On CPUs that is the
-start of the SHA-256 of its bytes, so each of them can be computed from the file, fused ones from their parts. Whether a
-server's checksums are of that kind is found out at its start, on the weights that it came up with.
-
-The stock SGLang server as an engine: its routes, bodies and reservations.
+SGLang loads a folder of safetensors files and reports the checksum of every parameter that it holds. On CPUs that is the
+start of the SHA-256 of its bytes, so it can be computed from the file, for fused parameters from their parts. Whether a
+server's checksums are of that kind is determined at its start, on its first weights.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""The model folder as SGLang is shown it: the same files, without the ids at which answers end by themselves.
+"""The stock SGLang server as a child process: which Python runs it, with which flags, environment and model folder.
 
-Only the caller's `stop_token_ids` end an answer. SGLang's `ignore_eos` would ignore those too, so what it reads must
-not name an end-of-sequence id: neither config.json nor generation_config.json, whose sampling defaults would apply.
+The server listens on loopback and requires a key on every route but its health. Only this process knows the key: a file
+in a private folder passes it on, not the command line. SGLang writes it to its log, so that is private too.
 
-The stock SGLang server as a child process: which Python runs it, with which flags and environment.
-
-The server listens on loopback and asks for a key on every route but its health. Only this process knows the key: it is
-handed over in a file of a private folder, not on the command line. SGLang writes it to its log, so that is private too.
+Only the caller's `stop_token_ids` end an answer. SGLang's `ignore_eos` would ignore those too, so the model folder that
+it reads (`show_model`) names no end-of-sequence id: neither in config.json nor in generation_config.json, whose sampling
+defaults would apply.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""The stock vLLM server as a child process: which Python runs it, with which flags and environment.
+"""The vLLM engine: the stock server as a child process, its token stream, its weight swap, its routes.
 
-The server listens on a unix socket in a private folder. vLLM asks for its API key on some routes only, the control
-routes are open to whoever connects; on a socket that is nobody but this user, and no port can be taken.
+The server listens on a unix socket in a private folder. vLLM checks its API key on some routes only, and the control
+routes accept any client; on this socket only this user can connect, and no port can be taken.
 
-One request to vLLM's token endpoint: its events, taken apart.
-
-Tokens are labelled with the version that the engine has when they are received. That is exact because versions change
-only while the engine is paused and idle, and only after every token sampled before the pause was received
-(`HttpWeights._settle`); vLLM's own spans come with the last event.
-
-The stock vLLM server as an engine: its routes, bodies and reservations.
+Tokens are labelled with the engine's version when they are received. That is exact because versions change only while the
+engine is paused and idle, and only after every token sampled before the pause was received (`HttpWeights._settle`);
+vLLM's own spans arrive with the last event.
 """
 
 from __future__ import annotations
