@@ -8,8 +8,8 @@
 Nobody waits for a broadcast: the trainer's step continues and the window is short. A server that is late, or loses its
 peers in the middle, keeps what it received and fetches the rest over HTTP. At most one broadcast is under way.
 
-Each has a gloo process group of its own, with the trainer as rank 0. It touches nothing global, so a broken one does not
-affect the groups that its processes have otherwise. Bytes go from rank 0 to all, a bucket at a time, in file order.
+Each has a gloo process group of its own, with the trainer as rank 0. It touches nothing global, so a broken one does
+not affect the groups that its processes have otherwise. Bytes go from rank 0 to all, a bucket at a time, in file order.
 
 Concurrency: `Broadcaster` belongs to the trainer's event loop and broadcasts in a thread; `receive_broadcast` blocks.
 """

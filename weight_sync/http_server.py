@@ -1,4 +1,4 @@
-"""Published files over HTTP, read-only: ranges and the run's token. Run by the trainer, and by each server for its peers.
+"""Published files over HTTP, read-only: ranges and the run's token. The trainer runs it, and servers for their peers.
 
     GET  /weights-00000007.delta.safetensors   Range: bytes=1048576-     206, or 200 without a range
          … from a server that serves others, too                         303 to a peer, 503 while it must wait

@@ -2,9 +2,9 @@
 
     W' = W + s·B·A      A [r, in], B [out, r], W [out, in]; s = alpha / r, or alpha / √r with ``use_rslora``
 
-W is a tensor of version 0, the model folder that trainer and servers start from (`ModelFolder`). Every adapter applies to
-that base, never to the adapter before. Anything else than such a W (DoRA, biases, embeddings, whole modules) is refused
-by name.
+W is a tensor of version 0, the model folder that trainer and servers start from (`ModelFolder`). Every adapter applies
+to that base, never to the adapter before. Anything else than such a W (DoRA, biases, embeddings, whole modules) is
+refused by name.
 
     merge   read and verify the adapter ─ compare the base's state ─ check that its tensors fit ─ then tensor by tensor:
             read from the folder, verify, add s·B·A in float32, round to the engine's dtype, checksum, write

@@ -1,7 +1,7 @@
 """A server's side: a version's tensors in host memory, every byte checked.
 
 full    read the file, check every tensor
-delta   from the state that is held: apply the files after it; from any other state: the newest full file and all after it
+delta   from the state that is held: apply the files after it; from any other: the newest full file and those after it
 """
 
 from __future__ import annotations

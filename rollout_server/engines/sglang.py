@@ -3,12 +3,12 @@
 Each event has the tokens since the last one and the version that SGLang's front end had when it received them. The
 scheduler sends tokens and the replies to control calls through two sockets, and the second may overtake the first:
 tokens of the old version can get the new one's label, never the reverse. So tokens are certain while the label is the
-version that the request was sent under; from the first newer one on they wait for the spans of the last event, which the
-scheduler itself counts.
+version that the request was sent under; from the first newer one on they wait for the spans of the last event, which
+the scheduler itself counts.
 
-SGLang loads a folder of safetensors files and reports the checksum of every parameter that it holds. On CPUs that is the
-start of the SHA-256 of its bytes, so it can be computed from the file, for fused parameters from their parts. Whether a
-server's checksums are of that kind is determined at its start, on its first weights.
+SGLang loads a folder of safetensors files and reports the checksum of every parameter that it holds. On CPUs that is
+the start of the SHA-256 of its bytes, so it can be computed from the file, for fused parameters from their parts.
+Whether a server's checksums are of that kind is determined at its start, on its first weights.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ The server listens on loopback and requires a key on every route but its health.
 in a private folder passes it on, not the command line. SGLang writes it to its log, so that is private too.
 
 Only the caller's `stop_token_ids` end an answer. SGLang's `ignore_eos` would ignore those too, so the model folder that
-it reads (`show_model`) names no end-of-sequence id: neither in config.json nor in generation_config.json, whose sampling
-defaults would apply.
+it reads (`show_model`) names no end-of-sequence id: neither in config.json nor in generation_config.json, whose
+sampling defaults would apply.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The server listens on a unix socket in a private folder. vLLM checks its API key on some routes only, and the control
 routes accept any client; on this socket only this user can connect, and no port can be taken.
 
-Tokens are labelled with the engine's version when they are received. That is exact because versions change only while the
-engine is paused and idle, and only after every token sampled before the pause was received (`HttpWeights._settle`);
+Tokens are labelled with the engine's version when they are received. That is exact because versions change only while
+the engine is paused and idle, and only after every token sampled before the pause was received (`HttpWeights._settle`);
 vLLM's own spans arrive with the last event.
 """
 
