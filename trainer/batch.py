@@ -2,7 +2,7 @@
 
 queue.Batch (all groups, ids only) ──share──► queue.read ──► `StepBatch` (episodes, rows) ──pack──► engine
 
-The greedy member of each group, for ReMax: the baseline of the others, and not trained on itself.
+For ReMax, the greedy member of each group is the baseline of the others and is not trained on.
 """
 
 from __future__ import annotations

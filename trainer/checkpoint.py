@@ -6,12 +6,9 @@
 A folder without ``complete``, or with a file that differs from it, is not a checkpoint. The folder is readable by its
 owner only: DCP's metadata is a pickle.
 
-Files that survive a power cut, and that say so: checksums, and the order in which things reach the disk.
-
-The groups of the latest steps, as a checkpoint remembers them.
-
-A queue that loses its last seconds with its machine may forget steps that a checkpoint holds, committed ones too. From
-what the checkpoint remembers the queue is told again which groups those steps were, and none is trained twice.
+A checkpoint also holds the groups of the latest steps. A queue that loses its last seconds with its machine may forget
+steps that a checkpoint holds, committed ones too; the checkpoint tells it the groups of those steps again, and none is
+trained twice.
 """
 
 from __future__ import annotations
@@ -23,16 +20,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
 from penstock.common import fsync_path, fsync_tree
 from penstock.transfer_queue import DataCursor
-
-if TYPE_CHECKING:
-    pass
-
 
 COMPLETE = "complete"
 logger = logging.getLogger(__name__)

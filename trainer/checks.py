@@ -1,7 +1,4 @@
-"""Whether the parts of a run fit together, checked before anything is loaded.
-
-Do the parts of a run's algorithm fit together? Asked before anything is loaded.
-"""
+"""Checks that the parts of a run and of its algorithm fit together, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,21 +1,14 @@
-"""Settings of the trainer.
+"""Settings of the trainer, the layout of its ranks and its learning-rate schedule.
 
-Where a rank stands when one copy of the model spans several ranks.
+The place of a rank where one copy of the model spans several ranks:
 
     rank = ((stage · R + replica) · C + context) · T + tensor         megatron-core's order, "tp-cp-dp-pp"
 
 A replica is one whole copy of the model on T · C · P ranks, all of which hold the same episodes; R replicas share out a
-batch.
-
-The learning rate of a step: linear warm-up, then constant or linear decay to a floor.
+batch. The learning rate warms up linearly, then stays constant or decays linearly to a floor.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,6 +1,7 @@
-"""Dataset rows with verl's columns → tasks. Every row is checked when the file is opened, by number (from 1).
+"""Dataset rows with verl's columns → tasks → the queue.
 
-Keeps the queue filled a little beyond what admission can take, so that rollout never waits for data.
+Every row is checked when the file is opened; errors name its number (from 1). The feeder keeps the queue filled a
+little beyond what admission can take, so that rollout never waits for data.
 """
 
 from __future__ import annotations

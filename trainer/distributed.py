@@ -1,9 +1,8 @@
-"""The trainer's processes as one group: who am I, and the few collectives that the loop needs.
+"""The trainer's processes as one group: the place of a rank, its collectives and its torch thread.
 
 Every method is a collective: all ranks call it, in the same order, from the thread that does the torch work.
-Data travels as numbers and JSON, never pickled.
-
-One thread for all torch work of a rank: the event loop stays free, and collectives keep one order.
+Data travels as numbers and JSON, never pickled. One thread does all
+torch work of a rank, so the event loop stays free and collectives keep one order.
 """
 
 from __future__ import annotations

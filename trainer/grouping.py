@@ -1,6 +1,6 @@
 """Sums, means and deviations by group, without a loop over groups. Groups may have any number of members.
 
-Sums along the time of each episode, and the groups of turns that answered the same state.
+Also sums along the time of each episode, and groups of turns that answered the same state.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The numbers of a step: one flat mapping, the line of ``metrics.jsonl``.
 
-Sums over tokens and episodes that do not depend on how they were split over packs or in which order they came.
+Sums over tokens and episodes do not depend on their split over packs or on their order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a run leaves for people and programs: steps, evaluations, why it ended; numbers and texts to its sinks.
+"""Records of a run for people and programs: steps, evaluations, the reason of its end; numbers and texts for its sinks.
 
-A trajectory for people: the text of each run of fed and of sampled tokens, with versions and logprobs.
-
-Which token of a run made which characters of its text, for people who look at single tokens.
+A recorded trajectory has the text of each run of fed and of sampled tokens with versions and logprobs, and the
+characters that each token made.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 save(step) ──► the save before is done? ──► copy (torch thread) ──► task: shards ─► seal ─► version is out? ─► commit
 
-Trained trajectories leave the store's memory: they wait for their commit in the batch log on the trainer's disk.
+Trained trajectories wait for their commit in the batch log on the trainer's disk, not in the store's memory:
 
     begin(s) ──► the spill before is done? ──► task: version s + 1 is out? ─► queue.spill(s, this rank's share)
 

@@ -3,8 +3,6 @@
     recorder ──every step and evaluation──► see ──► why() ──► the loop, on all ranks together, before the next step
 
 The verdict hangs on the lines of ``metrics.jsonl`` alone: a restarted trainer comes to the same one.
-
-When to stop a run that does not train any more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The parts of one trainer process, built in the order in which a restart needs them, closed in the opposite one.
 
-What rank 0 alone has: the data's feeder, the recorder with its sinks, the evaluator.
+Rank 0 alone has the data's feeder, the recorder with its sinks, and the evaluator.
 """
 
 from __future__ import annotations
