@@ -32,7 +32,7 @@ RUN_BY = {
     "docs/tutorials/openai_agent.md": "tests/docs/test_tutorials.py",
 }
 """Pages whose programs have a test of their own, which runs all of them in order."""
-NEEDS = {"import torch": "torch", "engines.registry": "torch", "make_sandbox(": "bwrap", "RedisServer(": "redis"}
+NEEDS = {"import torch": "torch", "make_engine(": "torch", "make_sandbox(": "bwrap", "RedisServer(": "redis"}
 """What a program says → the marker of what it needs."""
 PROGRAMS = {"bwrap": "bwrap", "redis": "redis-server"}
 ALL = [fence for page in PAGES for fence in fences(page)]

@@ -8,7 +8,10 @@ from functools import cache
 import pytest
 from tests.docs.pages import ROOT, text_of
 
-FOLDERS = ("agent_loops", "deploy", "rollout_server", "sandbox", "tools", "trainer", "transfer_queue")
+FOLDERS = (
+    *("agent_loops", "common", "deploy", "gateway", "rollout_server", "sandbox", "tools", "trainer"),
+    *("transfer_queue", "weight_sync"),
+)
 
 
 @cache
