@@ -26,11 +26,14 @@ def next_token(context: Sequence[int], version: int) -> tuple[int, float]:
     return digest % VOCAB, -float(digest % 97 + 1) / 16
 
 
-def fake_manifest(version: int, damaged: str = "") -> dict[str, Any]:
-    """The announcement of a version without files; `FakeEngine` refuses it where it names a `damaged` tensor."""
-    tensors: tuple[TensorEntry, ...] = (TensorEntry("w", (1,), "float32", f"{version:016x}"),)
+def fake_manifest(version: int, damaged: str = "", weights: str = "", folder: str = "/nowhere") -> dict[str, Any]:
+    """The announcement of a version without files; `FakeEngine` refuses it where it names a `damaged` tensor.
+
+    `weights`: the checksum of its tensor, by default one of the version's own.
+    """
+    tensors: tuple[TensorEntry, ...] = (TensorEntry("w", (1,), "float32", weights or f"{version:016x}"),)
     tensors += (TensorEntry(damaged, (1,), "float32", ""),) if damaged else ()
-    file = ChainFile(version, None, f"/nowhere/weights-{version:08d}.safetensors", 4, "", state_of(tensors))
+    file = ChainFile(version, None, f"{folder}/weights-{version:08d}.safetensors", 4, "", state_of(tensors))
     return Manifest("shm", (file,), tensors).as_dict()
 
 

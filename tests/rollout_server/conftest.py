@@ -192,8 +192,8 @@ class StubQueue:
         if self.down:
             raise QueueUnavailable("the stub is down")
 
-    def announce(self, version: int, damaged: str = "") -> None:
-        self.announced = Announcement(version, fake_manifest(version, damaged))
+    def announce(self, version: int, **manifest: str) -> None:
+        self.announced = Announcement(version, fake_manifest(version, **manifest))
 
     async def latest_version(self) -> Announcement | None:
         self._check()

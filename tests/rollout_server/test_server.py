@@ -151,9 +151,9 @@ async def test_new_versions_are_pulled_under_a_request_and_reported(server: Runn
 async def test_a_queue_that_went_back_is_followed(server: RunningServer) -> None:
     """It lost its last second: version 2 is not announced any more, then a second time with other weights."""
     for version, weights in ((1, "a"), (2, "b"), (1, "a"), (2, "c")):
-        server.queue.announce(version, tensors=[{"name": "w", "xxh3": weights}])
+        server.queue.announce(version, weights=weights)
         await server.until(lambda n=len(server.engine.loaded): len(server.engine.loaded) > n)
-    server.queue.announce(2, path="elsewhere", tensors=[{"name": "w", "xxh3": "c"}])
+    server.queue.announce(2, weights="c", folder="/elsewhere")
     await asyncio.sleep(0.4)  # the same weights in another file are no reason to load
     assert server.engine.loaded == [1, 2, 1, 2]
 

@@ -78,6 +78,6 @@ def a_loop_misspelt(place: Place) -> Sequence[str]:
     return ["agent.loop=tool_agnt"]
 
 
-@planted(check_loop, "agent.loop", r"no agent loop 'someone'")
+@planted(check_loop, "agent.loop", r"unknown agent loop 'someone'")
 def a_row_that_names_a_loop_nobody_has(place: Place) -> Sequence[str]:
     return [place.rows(GOOD_ROW, {**GOOD_ROW, "agent_name": "someone"})]

@@ -126,7 +126,7 @@ async def refuses(engine: HFEngine) -> None:
 
 def test_a_model_that_takes_no_images_refuses_them_by_name() -> None:
     info = EngineInfo(name="vllm", engine_version="1", version=0, vocab_size=512, max_model_len=64)
-    with pytest.raises(BadRequest, match="images: the vllm engine with this model takes none"):
+    with pytest.raises(BadRequest, match="images: the vllm engine takes none"):
         fit_request(ask([1, 2, 3], RED), info)
 
 

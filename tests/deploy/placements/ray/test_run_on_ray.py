@@ -170,7 +170,7 @@ def assert_released(cluster: RayCluster) -> None:
         "import ray, time; from ray._private import state; ray.init(address='auto', log_to_driver=False)\n"
         "def busy():\n"
         "    free, all = ray.available_resources().get('CPU', 0), ray.cluster_resources().get('CPU', 0)\n"
-        "    alive = [a for a in state.actors().values() if a['ProcessState'] != 'DEAD']\n"
+        "    alive = [a for a in state.actors().values() if a['State'] != 'DEAD']\n"
         "    return free != all or alive\n"
         "deadline = time.monotonic() + 30\n"
         "while busy() and time.monotonic() < deadline: time.sleep(0.2)\n"
