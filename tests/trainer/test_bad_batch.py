@@ -54,7 +54,7 @@ def broken() -> Iterator[Callable[..., str]]:
         return "broken"
 
     yield register
-    LOSSES._functions.pop("broken", None)
+    LOSSES._entries.pop("broken", None)
 
 
 class Run:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.trainer import CheckpointStore, LoraConfig, Ranks, TrainerConfig, train
 from penstock.trainer.engines.fsdp import Adapter, FSDPEngine
-from penstock.weight_sync import Merger, read_verified
+from penstock.weight_sync import Manifest, Merger, read_verified
 
 pytestmark = pytest.mark.torch
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
@@ -118,7 +118,7 @@ async def test_a_run_publishes_adapters_alone_that_merge_to_its_weights(tmp_path
         assert manifest["adapter"]["config"]["r"] == 4
     final = load_file(job.run_dir / "final_model" / "model.safetensors")
     merger = Merger(Path(tiny_model), tmp_path / "merged", "float32")
-    whole = read_verified(merger.merge(published[4]))
+    whole = read_verified(merger.merge(Manifest.parse(published[4])))
     for name, tensor in final.items():
         torch.testing.assert_close(whole[name], tensor, atol=1e-6, rtol=0, msg=name)
     adapter = load_file(job.run_dir / "final_adapter" / "adapter_model.safetensors")

@@ -11,9 +11,9 @@ import pytest
 
 from penstock.rollout_server import EngineError, RolloutConfig
 from penstock.rollout_server.engines import vllm
-from penstock.weight_sync import WeightsRefused
+from penstock.weight_sync import ChainFile, Manifest, WeightsRefused, state_of
 
-MANIFEST = {"version": 3, "path": "/dev/null", "tensors": []}
+MANIFEST = Manifest("shm", (ChainFile(3, None, "/dev/null", 0, "", state_of(())),), ())
 
 
 class Server:
