@@ -168,7 +168,7 @@ async def test_versions_are_changes_of_the_one_before_and_a_new_trainer_begins_w
     assert read_verified(Manifest.parse(job.queue.announced[-1].manifest)), "who joins late finds the whole chain"
     await train(job)
     check_accounts(job)
-    bases = [announced.manifest.base_version for announced in job.queue.announced]
+    bases = [announced.manifest["base_version"] for announced in job.queue.announced]
     assert bases[:3] == [None, 1, 2]
     assert bases[before] is None
     assert job.queue.renewed == []
