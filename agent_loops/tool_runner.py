@@ -295,7 +295,7 @@ class ToolStates:
     async def give_back(self, *, leave: bool) -> None:
         """Never raises: what cannot be given back is logged and left to its TTL.
 
-        `leave`: the episode goes on in another worker; sessions that outlive this process stay open for it.
+        `leave`: the episode continues in another worker; sessions that outlive this process stay open for it.
         """
         known, ready = self.sessions(), {name: held.state for name, held in self.held.items() if held.ready}
         self.held = {}

@@ -162,7 +162,7 @@ class EpisodeSpans:
 
     def _begin_turn(self) -> None:
         before = _TURN.get()
-        # What another task began goes on there: a tool of it may be what started this branch.
+        # What another task began continues there: a tool of it may be what started this branch.
         if before is not None and before.branch is asyncio.current_task():
             before.end()
         turn = _Turn(start_span("turn", self.root.context, {**self._facts, "turn": len(self._turns)}))

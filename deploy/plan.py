@@ -109,7 +109,7 @@ def _role(
 
 
 ADDED = {"rollout": rollout_role, "agent": agent_role}
-"""Kinds of which there may be more and fewer while a run goes on, and how one is made."""
+"""Kinds of which there may be more and fewer during a run, and how one is made."""
 __all__ = ["ADDED", "Kind", "Role", "agent_role", "page_roles", "roles_of", "rollout_role"]
 logger = logging.getLogger("penstock.run")
 DRIVER = Path("/dev/nvidiactl")

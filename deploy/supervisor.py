@@ -66,7 +66,7 @@ class Placement(Protocol):
     def place(self, role: Role, run: RunDir) -> SupervisedRole: ...
 
     def helpers(self, supervisor: Supervisor) -> Sequence[Coroutine[Any, Any, None]]:
-        """What else goes on while the run does; cancelled at its end. An error of theirs ends the run."""
+        """Work beside the run; cancelled at its end. An error of theirs ends the run."""
         ...
 
 

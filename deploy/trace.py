@@ -55,7 +55,7 @@ class TraceProcess:
 
 def lanes(slices: Iterable[TraceSlice]) -> list[list[TraceSlice]]:
     """Each lane in order and without overlap; so are the children of each slice. Nothing is lost: a child that
-    overlaps its neighbour goes to a lane of its own."""
+    overlaps its neighbour goes to its own lane."""
     found: list[list[TraceSlice]] = []
     waiting = [(one.start_s, number, one) for number, one in enumerate(slices)]
     heapq.heapify(waiting)

@@ -130,7 +130,7 @@ class GatewaySession:
         return int(request.sampling.get("max_new_tokens", self.llm.sampling.max_new_tokens))
 
     def _fed(self, match: PrefixMatch) -> int:
-        """New ids that a segment goes on with; the prompt of a new segment costs nothing, as in agent loops."""
+        """New ids that a segment continues with; the prompt of a new segment costs nothing, as in agent loops."""
         return len(match.delta) if match.parent is not None and match.parent.is_last else 0
 
     # sampling ------------------------------------------------------------------------------------------------------

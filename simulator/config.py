@@ -95,8 +95,8 @@ class Trainer(Section):
 
 class Weights(Section):
     sync_s: float = Field(0, ge=0, description="From the end of a step until servers have its version.")
-    pause_s: float = Field(0, ge=0, description="Of each server at a swap; what it was decoding goes on after it.")
-    trainer_waits: bool = Field(False, description="The trainer goes on only when the servers have the version.")
+    pause_s: float = Field(0, ge=0, description="Of each server at a swap; what it was decoding continues after it.")
+    trainer_waits: bool = Field(False, description="The trainer continues only when the servers have the version.")
 
 
 class Simulation(Section):

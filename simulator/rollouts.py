@@ -52,7 +52,7 @@ class Rollouts:
         self._lease()
 
     def swap(self, version: int) -> None:
-        """All servers load the version, each pausing for the swap; requests in flight go on under it."""
+        """All servers load the version, each pausing for the swap; requests in flight continue under it."""
         for server in self.servers:
             server.swap(version)
             if self._config.weights.pause_s:

@@ -51,7 +51,7 @@ class Row:
     mask: NDArray[np.bool_]
     """[N] trained on; False where the token is over the staleness bound or has no finite logprob."""
     same_version: NDArray[np.bool_]
-    """[N] its whole call was sampled at the trainer's version. After a swap in mode ``keep`` a call goes on with the
+    """[N] its whole call was sampled at the trainer's version. After a swap in mode ``keep`` a call continues with the
     keys and values of the weights before: no forward pass of any one version repeats its logprobs."""
     turn: NDArray[np.int64]
     """[N] index among the segment's turns"""

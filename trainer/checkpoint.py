@@ -37,7 +37,7 @@ class CheckpointInfo:
 
     path: Path
     step: int
-    """Optimizer steps in it: training goes on with this one."""
+    """Optimizer steps in it: training continues with this one."""
     data_cursor: DataCursor
     """Place in the data stream after the last submitted task."""
     ranks: int

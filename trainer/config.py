@@ -242,7 +242,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one copy of the model is split. By default it is not: every rank is a replica of its own."""
+    """How one copy of the model is split. By default it is not: every rank is its own replica."""
 
     tensor: int = 1
     """T: ranks that share each matrix."""

@@ -55,7 +55,7 @@ class Ranks:
         """After which a collective that not all ranks have come to ends with an error."""
         self.device = device
         self.background = background
-        """A group of its own for checkpoint writing: its collectives must not mix with those of the steps."""
+        """Its own group for checkpoint writing: its collectives must not mix with those of the steps."""
         place = layout.place(self.rank, self.world)
         self.is_replica_leader = place.is_replica_leader
         """First of its copy of the model: does once what concerns the copy's rows."""

@@ -1,7 +1,7 @@
 """Token-budget micro-batches without padding: whole rows end to end, never one row in two packs.
 
 Rows that begin with the same prompt, as those of a group do, may share it: the prompt is computed once, and what each
-row goes on with sees it and itself. Gradients of all of them meet in it. Equal to rows apart but for rounding.
+row continues with sees it and itself. Gradients of all of them meet in it. Equal to rows apart but for rounding.
 
     rows apart     p p p a a · p p p b b b          shared     p p p · a a · b b b
                                                     run           0     1     2
@@ -29,7 +29,7 @@ SHARING_PAYS_FROM = 0.1
 class Pack:
     """One forward and backward. L = tokens, R = runs of tokens that see each other, N = sampled tokens of all rows.
 
-    A run is a row, or where rows share their prompt: that prompt, or what one of the rows goes on with.
+    A run is a row, or where rows share their prompt: that prompt, or what one of the rows continues with.
     """
 
     ids: Tensor
@@ -61,7 +61,7 @@ class Pack:
     reference: Tensor | None = None
     """[N] logprobs of the reference policy, where there is one"""
     parents: Tensor | None = None
-    """[R] int32, the run that a run goes on from, −1 for none. None: no row shares anything."""
+    """[R] int32, the run that a run continues from, −1 for none. None: no row shares anything."""
 
     def to(self, device: torch.device) -> Pack:
         present = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}

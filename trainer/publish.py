@@ -1,4 +1,4 @@
-"""New weights on their way to rollout servers, while the trainer goes on.
+"""New weights on their way to rollout servers, while the trainer continues.
 
     announce(v) ──► the version before is out? ──► copy weights (torch thread) ──► task: write ─► queue.publish_version
 

@@ -83,7 +83,7 @@ class Recorder:
         self._stopping.see(version, named)
 
     def ended(self, version: int, why: str) -> None:
-        """``ended.json``: the run is over, and why. Gone where it goes on after all."""
+        """``ended.json``: the run is over, and why. Gone where it continues after all."""
         logger.info("the run is over at version %d: %s", version, why)
         self._ended.write_text(json.dumps({"version": version, "why": why}) + "\n")
 

@@ -53,7 +53,7 @@ class Saver:
         return self._store.damaged
 
     async def restore(self) -> int:
-        """Load the newest whole checkpoint; returns the step to go on with, 0 for a fresh run.
+        """Load the newest whole checkpoint; returns the step to continue with, 0 for a fresh run.
 
         A queue that is behind the checkpoint is brought forward to it. Raises `RuntimeError` where the queue has
         committed steps and no checkpoint is left at all, or is further behind than the checkpoint remembers.

@@ -54,7 +54,7 @@ class Stopping:
             raise BadJob(f"trainer.stop.metric is {name!r}, and metrics.jsonl has no such name{fix}")
 
     def why(self) -> str | None:
-        """One line for people; None where the run is to go on."""
+        """One line for people; None where the run is to continue."""
         with self._lock:
             values = sorted(self._values.items())
         config, window = self._config, self._config.window

@@ -434,7 +434,7 @@ class MemoryTransferQueue:
         task_id, _ = split_episode(episode_id)
         group = self._state.groups.get(task_id)
         if group is None or group.state not in ("dead", "done"):
-            raise QueueError(f"{episode_id}: its group went on without it; there is nothing to queue again")
+            raise QueueError(f"{episode_id}: its group continued without it; there is nothing to queue again")
         for index in range(len(group.members)):
             self._state.drop_letter(group.episode(index))
         self._state.revive(group)

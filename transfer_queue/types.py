@@ -367,7 +367,7 @@ class Status:
     """queued, leased; and ever: completed (acknowledged), failed (given up), retried, expired (leases lost), trained
     (in published steps), committed, masked (trained although over-age, with their old tokens masked), spilled; and
     finished ones that will not be trained, by reason: dropped (over-age), filtered (rewards all equal), unrewarded (its
-    group went on without it), group_failed (its group died). completed = committed + held + these four."""
+    group continued without it), group_failed (its group died). completed = committed + held + these four."""
     bytes: int
     """Bytes of the run in the store: tasks, journals, payloads and bookkeeping; within 10 % of Redis's figure."""
     waits_s: Mapping[str, float]

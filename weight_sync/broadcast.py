@@ -149,7 +149,7 @@ class Broadcaster:
         return [Member(port, name, rank, size, self._bucket_bytes, self._silence_s) for rank in range(size)]
 
     def _broadcast(self, file: BinaryIO, listener: socket.socket, seat: Member) -> int:
-        """Servers that have all bytes. What goes wrong costs this round: its members go on over HTTP."""
+        """Servers that have all bytes. What goes wrong costs this round: its members continue over HTTP."""
         try:
             store = open_store(listener, seat)
             with contextlib.closing(BroadcastGroup(store, seat, _reachable(self._host))) as group:
@@ -285,7 +285,7 @@ def receive_broadcast(url: str, token: str, link: ChainFile, part: PartialFile, 
 
 
 def _join(url: str, token: str) -> _Joined | None:
-    """None where the round goes on without this server."""
+    """None where the round continues without this server."""
     target = urlsplit(url)
     kind = http.client.HTTPSConnection if target.scheme == "https" else http.client.HTTPConnection
     connection = kind(target.hostname or "", target.port, timeout=JOIN_S)

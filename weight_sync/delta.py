@@ -48,7 +48,7 @@ class BadDelta(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What became of one tensor of N values."""
+    """The outcome of one tensor of N values."""
 
     encoding: Encoding
     index: NDArray[np.generic]

@@ -1,4 +1,4 @@
-"""A server's side of ``http`` and ``collective``: fetches a version's files into a folder of its own. All of it blocks.
+"""A server's side of ``http`` and ``collective``: fetches a version's files into its own folder. All of it blocks.
 
     manifest with URLs ──► each file of its chain that is missing here ──► manifest with paths, as under ``shm``
                            its own file: from the broadcast, if one is offered; the rest from peers or the trainer

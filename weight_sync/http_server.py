@@ -29,7 +29,7 @@ from penstock.weight_sync.manifest import FILE_NAME, LOCAL_NAME
 from penstock.weight_sync.scheduler import AVOID, SERVES, TRAINER, TransferScheduler
 
 STOP_S = 2.0
-"""What is being sent gets this long; a server that was cut goes on elsewhere, or later."""
+"""What is being sent gets this long; a server that was cut continues elsewhere, or later."""
 SHARE_FROM_BYTES = 1 << 20
 """Smaller files go to whoever asks: waiting for a turn would take longer than they do."""
 PEER = re.compile(r"https?://[^/\s,]{1,255}")

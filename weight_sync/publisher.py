@@ -62,7 +62,7 @@ class WeightPublisher:
         self._chain: list[ChainFile] = []
         """The files of the version written last."""
         self._last: Tensors = {}
-        """Its tensors: our own copies, because the caller may go on changing those that it gave."""
+        """Its tensors: our own copies, because the caller may still change those that it gave."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for leftover in self.directory.glob("*.tmp"):
             leftover.unlink(missing_ok=True)

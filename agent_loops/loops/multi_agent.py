@@ -1,4 +1,4 @@
-"""A planner that hands questions to helpers: each helper is a segment of its own, and they work side by side.
+"""A planner that hands questions to helpers: each helper is its own segment, and they work side by side.
 
 planner ──delegate(question) × n──► helper 1 … n (own prompt, own tools' calls) ──answers──► planner ──► answer
 
@@ -39,7 +39,7 @@ DELEGATE = {
 
 @dataclass(frozen=True, slots=True)
 class HelperResult:
-    """What became of one call; no `outputs` where no helper was asked."""
+    """The outcome of one call; no `outputs` where no helper was asked."""
 
     result: ToolResult
     outputs: Sequence[AgentLoopOutput] = ()

@@ -1,4 +1,4 @@
-"""Step-independent turns (verl-agent's way): each turn is a prompt of its own, made from the task and a memory.
+"""Step-independent turns (verl-agent's way): each turn is its own prompt, made from the task and a memory.
 
 turn t:  task + memory(history up to t-1) ──► one segment: prompt, one answer ──► tools ──► history
 

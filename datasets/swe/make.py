@@ -70,7 +70,7 @@ async def _of_packages(
 
 
 def _told(counts: Counter[str]) -> str:
-    """What became of the mutants."""
+    """The outcome of the mutants."""
     return ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in ("tried", *sorted(set(counts) - {"tried"})))
 
 

@@ -101,7 +101,7 @@ async def _config(link: RunConnection, wait_s: float) -> RunConfig:
 
 
 def _python(trainer: TrainerConfig) -> str:
-    """megatron-core has an environment of its own, with Penstock in it. Raises `BadJob`."""
+    """megatron-core has its own environment, with Penstock in it. Raises `BadJob`."""
     if trainer.engine != "megatron":
         return sys.executable
     from penstock.trainer.engines.megatron import find_python

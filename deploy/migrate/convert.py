@@ -41,7 +41,7 @@ class KeyAccount:
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """A recipe, and what became of each key."""
+    """A recipe, and the outcome of each key."""
 
     recipe: Mapping[str, Any]
     account: KeyAccount

@@ -15,7 +15,7 @@ PARSERS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "llama3_json": "lla
 MAX_TURNS = 8
 """Where verl sets no bound; here an episode always has one."""
 CHECKPOINT_EVERY = 10
-"""Where verl saves none: a run could not go on after a crash."""
+"""Where verl saves none: a run could not continue after a crash."""
 NAME_CHARS = 64
 
 

@@ -20,7 +20,7 @@ class Check:
     skipped: bool = False
     """It could not be asked here, or does not matter; `found` says why."""
     warns: bool = False
-    """The run can go on with it, and would do better without."""
+    """The run can continue with it, and would do better without."""
 
     @property
     def verdict(self) -> str:

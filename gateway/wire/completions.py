@@ -59,7 +59,7 @@ def parse_completion(body: Any) -> CompletionRequest:
 def _one_prompt(prompt: Any) -> str | tuple[int, ...]:
     several = isinstance(prompt, list) and not isinstance(prompt[0], int)
     if several and len(prompt) > 1:
-        raise InvalidRequest("prompt", "one prompt per request: each is an answer of its own", "unsupported_parameter")
+        raise InvalidRequest("prompt", "one prompt per request: each is its own answer", "unsupported_parameter")
     one = prompt[0] if several else prompt
     return one if isinstance(one, str) else tuple(one)
 
@@ -136,5 +136,5 @@ def _logprobs(tokens: Sequence[SampledToken], offset: int) -> dict[str, Any]:
 
 
 def _characters(tokens: Sequence[SampledToken]) -> int:
-    """Characters that have begun in these tokens; a byte that only goes on with one does not count."""
+    """Characters that have begun in these tokens; a byte that only continues with one does not count."""
     return sum(byte & 0xC0 != 0x80 for one in tokens for byte in one.raw)

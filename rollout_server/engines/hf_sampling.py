@@ -109,7 +109,7 @@ class Sampler:
         if record.sampling.temperature == 0.0:
             noise.fill_(1.0)
         elif record.sampling.seed is not None:
-            # By position, not by order of calls: an answer that goes on elsewhere draws the same noise there.
+            # By position, not by order of calls: an answer that continues elsewhere draws the same noise there.
             position = record.context_len + len(record.samples)
             seed = xxhash.xxh3_64_intdigest(f"{record.sampling.seed}:{position}".encode()) >> 1
             noise.exponential_(generator=torch.Generator().manual_seed(seed))

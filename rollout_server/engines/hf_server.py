@@ -197,7 +197,7 @@ class HFServer:
             self._send({"event": "reply", "call": call, "refused": None, "report": report.model_dump()})
 
     def _load_blocking(self, manifest: Manifest) -> LoadReport:
-        """fetch and verify (decoding goes on) → pause → copy, verify what the model holds, version → resume."""
+        """fetch and verify (decoding continues) → pause → copy, verify what the model holds, version → resume."""
         started = time.perf_counter()
         copies = plan_copies(self.model, manifest, self._weights.read(manifest))
         fetch_s = time.perf_counter() - started

@@ -200,7 +200,7 @@ class HttpWeights(ABC, Generic[Fetched]):
 
     @abstractmethod
     def _fetch(self, manifest: Manifest) -> AbstractAsyncContextManager[Fetched]:
-        """Verify every byte, name and shape while decoding goes on. Raises `WeightsRefused`."""
+        """Verify every byte, name and shape while decoding continues. Raises `WeightsRefused`."""
 
     @abstractmethod
     async def _pause(self) -> None:
@@ -216,7 +216,7 @@ class HttpWeights(ABC, Generic[Fetched]):
 
     @abstractmethod
     async def _resume(self) -> None:
-        """Decoding goes on."""
+        """Decoding continues."""
 
     @property
     def cache_salt(self) -> str:
@@ -245,7 +245,7 @@ class HttpWeights(ABC, Generic[Fetched]):
         return LoadReport(version=self.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight)
 
     async def _swap_or_end(self, version: int, fetched: Fetched) -> tuple[float, float, int]:
-        """(seconds without a token, of loading, requests that go on). Any failure but a refusal ends the server."""
+        """(seconds without a token, of loading, requests that continue). Any failure but a refusal ends the server."""
         try:
             with self.admission.closed():
                 async with asyncio.timeout(self.config.start_timeout_s):
@@ -262,9 +262,9 @@ class HttpWeights(ABC, Generic[Fetched]):
     async def _pause_and_load(self, version: int, fetched: Fetched) -> tuple[float, float, int]:
         asked = time.monotonic()
         await self._pause()
-        # The step that was under way when we asked went on sampling: the pause begins with its tokens.
+        # The step that was under way when we asked continued sampling: the pause begins with its tokens.
         stands_since = max([asked, *(stream.received_at for stream in self.streams)])
-        # Aborted answers do not go on, though the last events of some are still on their way.
+        # Aborted answers do not continue, though the last events of some are still on their way.
         in_flight = 0 if self.config.pause == "abort" else sum(not stream.ended for stream in self.streams)
         begin = time.monotonic()
         try:

@@ -1,6 +1,6 @@
 """An inference server as a child process: its Python environment and flags, its log and exit, its private folder.
 
-It runs under `penstock.common.guard`, in a process group of its own: it ends with this process, however that ends.
+It runs under `penstock.common.guard`, in its own process group: it ends with this process, however that ends.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Child:
         stdin: int = asyncio.subprocess.DEVNULL,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Start `command` in a session of its own: Ctrl-C reaches the owner, who lets it finish what is in flight."""
+        """Start `command` in its own session: Ctrl-C reaches the owner, who lets it finish what is in flight."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
@@ -181,7 +181,7 @@ class Product:
         return found
 
     def check_version(self, python: str, version: str | None) -> str:
-        """`version`, if there is one and it is new enough. Raises `EngineError` with the mend."""
+        """`version`, if there is one and it is new enough. Raises `EngineError` with the fix."""
         if version is None:
             raise EngineError(f"{python} has no {self.title}; {self.mend}", retryable=False)
         if _numbers(version) < self.floor:
@@ -200,7 +200,7 @@ class Product:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Of a server in a Python environment of its own: without what leads to this one's packages."""
+    """Of a server in its own Python environment: without what leads to this one's packages."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
@@ -244,7 +244,7 @@ class ChildServer(Child, ABC):
 
     @abstractmethod
     async def find_installation(self) -> Installation:
-        """Raises `EngineError` with the mend where there is none that can be used."""
+        """Raises `EngineError` with the fix where there is none that can be used."""
 
     @abstractmethod
     def prepare(self, installation: Installation) -> tuple[aiohttp.ClientSession, list[str], dict[str, str]]:

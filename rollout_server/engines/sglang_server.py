@@ -146,7 +146,7 @@ class SGLangServer(ChildServer):
 
 
 async def find_installation(config: RolloutConfig) -> Installation:
-    """The environment to use, old and unprepared ones refused. Raises `EngineError` with the mend."""
+    """The environment to use, old and unprepared ones refused. Raises `EngineError` with the fix."""
     python = SGLANG.find_python(config.sglang_python)
     found = await SGLANG.ask(python)
     version = SGLANG.check_version(python, found["versions"].get("sglang"))

@@ -100,7 +100,7 @@ class VLLMServer(ChildServer):
 
 
 async def find_installation(config: RolloutConfig) -> Installation:
-    """The environment to use, old and unprepared ones refused. Raises `EngineError` with the mend."""
+    """The environment to use, old and unprepared ones refused. Raises `EngineError` with the fix."""
     python = VLLM.find_python(config.vllm_python)
     found = await VLLM.ask(python)
     name = next(iter(found["versions"]), "")

@@ -3,7 +3,7 @@
 One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeights`:
 
     /start_weight_update                             nothing is touched
-    /update_weights {manifest…, "phase": "fetch"}    a thread reads and verifies; the call returns, decoding goes on
+    /update_weights {manifest…, "phase": "fetch"}    a thread reads and verifies; the call returns, decoding continues
                                                      how it ended is a file in the folder `report`
     /pause
     /update_weights {manifest…, "phase": "load"}     takes the thread's result: loads it, or raises WeightsRefused
@@ -61,7 +61,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     phase: Literal["fetch", "load"]
     report: str = ""
     """Folder in which each worker says, by a file of its process number, how its reading ended: why it refuses, or
-    nothing. vLLM's routes have no answer that could say it while decoding goes on."""
+    nothing. vLLM's routes have no answer that could say it while decoding continues."""
 
 
 class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -152,7 +152,7 @@ def _say(folder: Path, text: str) -> None:
 
 
 def end_where_different(model: torch.nn.Module, version: int, tensors: Tensors) -> None:
-    """In the reader's thread, while decoding goes on: a worker that holds other values than were published ends.
+    """In the reader's thread, while decoding continues: a worker that holds other values than were published ends.
 
     Its death is what vLLM and the sidecar notice by themselves, and its last words are in the engine's log.
     """

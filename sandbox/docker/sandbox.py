@@ -124,7 +124,7 @@ class DockerSandbox(LimitedSandbox):
     async def _container(
         self, image: DockerImage, command: list[str], slot: SessionSlot, kept: bool = False
     ) -> Container:
-        """`kept`: the first process gets a uid of its own: it cannot hide from programs that share its uid."""
+        """`kept`: the first process gets its own uid: it cannot hide from programs that share its uid."""
         labels = labels_of(self._owner, slot.label, slot.session_id)
         spec = container_spec(self.config, self._engine, image, command, slot=slot.slot, labels=labels)
         user = spec["User"]

@@ -40,7 +40,7 @@ def callers_of(config: SandboxConfig, token: str, environment: Mapping[str, str]
             raise SandboxError(f"sandbox.server.callers.{name}: {one.token_env} is not set in the environment")
         callers.append(Caller(name, given, one.max_boxes, one.max_calls))
     if len({caller.token for caller in callers}) < len(callers) or RUN in config.server.callers:
-        raise SandboxError("sandbox.server.callers: each needs a token of its own, and a name that is not 'run'")
+        raise SandboxError("sandbox.server.callers: each needs its own token, and a name that is not 'run'")
     return tuple(callers)
 
 

@@ -120,7 +120,7 @@ class McpTools(ToolGroup):
 
 
 def _list_tools(server: McpServer) -> list[Any]:
-    """Over a connection of its own, on a thread: tools are made in plain code, while a loop may be running."""
+    """Over its own connection, on a thread: tools are made in plain code, while a loop may be running."""
     server.target()  # its complaints are settings' mistakes, not the connection's
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(lambda: asyncio.run(_ask(server)))

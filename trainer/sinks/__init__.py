@@ -1,9 +1,9 @@
 """Where a run's numbers go besides ``metrics.jsonl``, by name. `trainer.sinks` chooses.
 
     recorder ──► jsonl (what the run itself reads; always there)
-             └─► `AsyncSink` ──queue──► a thread of its own ──► tensorboard | wandb | yours
+             └─► `AsyncSink` ──queue──► its own thread ──► tensorboard | wandb | yours
 
-A sink is a function (SinkJob) → `MetricSink` in a file of its own here, registered with `SINKS.register(name)`, or
+A sink is a function (SinkJob) → `MetricSink` in its own file here, registered with `SINKS.register(name)`, or
 anywhere as ``my_package.my_module:function``. Importing one loads none of its libraries.
 """
 

@@ -1,4 +1,4 @@
-"""A sink in a thread of its own: a slow disk or a network that hangs never holds a step up, a failure never ends it.
+"""A sink in its own thread: a slow disk or a network that hangs never holds a step up, a failure never ends it.
 
 step, evaluation, … ──► queue (at most `MOST_WAITING`) ──► thread: make the sink, then call by call
 """
@@ -79,6 +79,6 @@ class AsyncSink:
             self._broken.set()
             self._made.set()
             logger.warning(
-                "trainer.sinks: %s failed and is left out from here on, the run goes on without it: %s: %s",
+                "trainer.sinks: %s failed and is left out from here on, the run continues without it: %s: %s",
                 *(self._name, type(error).__name__, error),
             )

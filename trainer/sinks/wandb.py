@@ -1,7 +1,7 @@
 """Weights & Biases: the numbers of each version, and texts only where `trainer.wandb.samples` asks for them.
 
 The key and everything about the server come from W&B's own variables (`WANDB_API_KEY`, `WANDB_MODE=offline`,
-`WANDB_ENTITY`, `WANDB_BASE_URL`). A run that is resumed goes on under the same id, kept in ``wandb_id``.
+`WANDB_ENTITY`, `WANDB_BASE_URL`). A run that is resumed continues under the same id, kept in ``wandb_id``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WandbRun:
         self._samples = samples
         self._library = library
         self._texts: dict[str, Any] = {}
-        """Sent with the step's numbers: a call of its own would be a row of its own."""
+        """Sent with the step's numbers: its own call would be its own row."""
 
     def rewind(self, step: int) -> None:
         """What was sent stays sent; replayed versions are sent again, and the newest value of a version counts."""

@@ -72,7 +72,7 @@ def _reservation(devices: Sequence[str]) -> dict[str, Any]:
 
 
 def _another(service: dict[str, Any]) -> dict[str, Any]:
-    """A copy of its own: YAML aliases between services would say that they are one."""
+    """Its own copy: YAML aliases between services would say that they are one."""
     another = copy.deepcopy(service)
     another["networks"] = {name: {"aliases": ["rollout"]} for name in service["networks"]}
     return another

@@ -64,7 +64,7 @@ async def create() -> Any:
 
 
 async def serve(registry: Any, supervisor: Supervisor) -> None:
-    """Until cancelled, or until the registry is gone for good: the run goes on without."""
+    """Until cancelled, or until the registry is gone for good: the run continues without."""
     from ray.exceptions import RayError
 
     while True:
@@ -86,7 +86,7 @@ def describe(supervisor: Supervisor) -> dict[str, Any]:
 
 
 def find_registry(run: str) -> Any:
-    """From a driver of its own in the run's namespace. Raises `ConfigError`."""
+    """From its own driver in the run's namespace. Raises `ConfigError`."""
     import ray
 
     try:

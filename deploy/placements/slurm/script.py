@@ -122,7 +122,7 @@ def join_script(
         )
     if servers and config.rollout.weight_transport == "shm":
         raise ConfigError(
-            f"run {config.name} has rollout.weight_transport=shm, which reaches no other machine: go on with it under "
+            f"run {config.name} has rollout.weight_transport=shm, which reaches no other machine: continue with it under "
             "rollout.weight_transport=http (`penstock slurm` chooses that by itself)"
         )
     directives = [
@@ -172,7 +172,7 @@ def _outside_queue(config: RunConfig) -> str | None:
 
 
 def _directives(config: RunConfig, job: SlurmJob, nodes: int) -> list[str]:
-    """Singleton: a second job of this run waits until the first is over, and goes on with it."""
+    """Singleton: a second job of this run waits until the first is over, and continues with it."""
     return [
         f"job-name=penstock-{config.name}",
         f"nodes={nodes}",

@@ -5,7 +5,7 @@
 Attention alone looks beyond a rank's tokens. Before it an all-to-all turns "all heads of my tokens" into "all tokens of
 my heads", so that the attention over whole rows runs unchanged, and after it another turns that back (Jacobs et al.
 2023, "DeepSpeed Ulysses", arXiv:2309.14509). What a rank says of its sampled tokens is joined: every rank of the group
-goes on with all N values and the same loss, and its backward takes its own tokens' gradients.
+continues with all N values and the same loss, and its backward takes its own tokens' gradients.
 """
 
 from __future__ import annotations

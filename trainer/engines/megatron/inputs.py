@@ -2,7 +2,7 @@
 
 Two layouts:
 
-    rectangle   every row on a line of its own, filled up on the right to the longest, and that to a multiple of
+    rectangle   every row on its own line, filled up on the right to the longest, and that to a multiple of
                 `align`                                                                      any layers
     packed      rows end to end, each filled up to a multiple of `align`; with C context ranks each row is cut into
                 2C equal pieces, of which rank c has pieces c and 2C − 1 − c, so that under causal attention all ranks

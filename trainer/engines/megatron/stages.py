@@ -161,7 +161,7 @@ def outputs_of(
     weight = gpt.shared_embedding_or_output_weight() if tied else gpt.output_layer.weight
     chosen = hidden[inputs.column, inputs.line].to(weight.dtype)
     targets = pack.targets[inputs.own]
-    if not len(targets):  # of this context rank; the graph goes on, the other ranks' backward waits for this one's
+    if not len(targets):  # of this context rank; the graph continues, the other ranks' backward waits for this one's
         nothing = _whole(chosen.float().sum(-1), inputs.own, count)
         return Outputs(nothing, nothing if with_entropy else None)
     head = _head(weight, temperature)

@@ -143,6 +143,6 @@ class State:
 
 def _read_about(path: Path) -> dict[str, Any]:
     if not (path / ABOUT).is_file():
-        raise ValueError(f"{path} was not written by trainer.engine megatron: go on with the engine that wrote it")
+        raise ValueError(f"{path} was not written by trainer.engine megatron: continue with the engine that wrote it")
     about: dict[str, Any] = json.loads((path / ABOUT).read_text())
     return about
