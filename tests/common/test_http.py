@@ -17,7 +17,7 @@ from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry, Gauge
 from pydantic import BaseModel
 
-from penstock.common.http import (
+from penstock.common import (
     HttpError,
     HttpServer,
     LimitBody,
@@ -29,11 +29,12 @@ from penstock.common.http import (
     complete_openapi,
     error_response,
     listen,
+    metrics_app,
+    metrics_token,
     opens,
     same_token,
     url_host,
 )
-from penstock.common.prometheus import metrics_app, metrics_token
 
 TOKEN = "t0ken-ü"
 
@@ -283,7 +284,7 @@ async def test_failed_start_raises_and_frees_the_port() -> None:
 SERVE = """
 import asyncio, contextlib
 from starlette.applications import Starlette
-from penstock.common.http import listen, serve
+from penstock.common import listen, serve
 @contextlib.asynccontextmanager
 async def living(_):
     yield
