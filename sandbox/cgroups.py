@@ -162,7 +162,7 @@ def _end(leftover: Cgroup, deadline_s: float = 5.0) -> None:
     deadline = time.monotonic() + deadline_s
     while not leftover.remove() and time.monotonic() < deadline:
         leftover.kill()
-        time.sleep(0.01)
+        time.sleep(0.01)  # its processes need a moment to end; at a backend's start, when no session waits
 
 
 def _subdirectories(parent: Path) -> Iterator[Path]:

@@ -165,7 +165,7 @@ def _check_plain(value: Any, where: str) -> Any:
 class DataStream:
     """An endless order over `count` rows, epoch after epoch, the same after a restart.
 
-    Where the dataset changed between restarts, the epoch continues at its index in the order of the new rows, and a place
+    Where the dataset changed between restarts, the epoch continues at its index in the order of the new rows; an index
     that the epoch no longer has is the start of the next one.
     """
 

@@ -3,8 +3,8 @@
     start(v) ──► task: submit split eval/v ─► poll until all are done ─► mean reward ─► eval.jsonl, metrics.jsonl
 
 Neither training nor rollout waits for it. One at a time: one that falls due while another runs is left out. A server
-for evaluations (`rollout.evaluation_server`) keeps its version until it is over. Other servers continue to newer versions
-meanwhile, also within an episode; which ones sampled is said.
+for evaluations (`rollout.evaluation_server`) keeps its version until it is over. Other servers may load newer versions meanwhile,
+also within an episode; the versions that sampled are reported.
 """
 
 from __future__ import annotations

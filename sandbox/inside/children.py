@@ -212,7 +212,7 @@ class ChildTable:
             except ProcessLookupError:
                 break
             self.reap()
-            time.sleep(PAUSE_S)
+            time.sleep(PAUSE_S)  # the kernel needs a moment to end them; the driver has one thread and no event loop
         self.reap()
 
     def kill_all_but(self, spared: Sequence[ForkedChild]) -> bool:

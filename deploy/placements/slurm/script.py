@@ -122,7 +122,7 @@ def join_script(
         )
     if servers and config.rollout.weight_transport == "shm":
         raise ConfigError(
-            f"run {config.name} has rollout.weight_transport=shm, which reaches no other machine: continue with it under "
+            f"run {config.name} has rollout.weight_transport=shm, which reaches no other machine: continue it with "
             "rollout.weight_transport=http (`penstock slurm` chooses that by itself)"
         )
     directives = [

@@ -1,0 +1,112 @@
+"""Reading by field, and payloads spilled to files. One suite for all stores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from queue_samples import LIMITS, at, finish_all, tasks, train, trajectory
+
+from penstock.transfer_queue import (
+    Announcement,
+    BadPayload,
+    Batch,
+    QueueError,
+    StepError,
+)
+
+BIG = 130_000
+
+
+async def complete_one(queue, tokens: int):
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    sent = trajectory(lease, tokens=tokens)
+    rng = np.random.default_rng(tokens)
+    noisy = replace(sent.segments[0], response_logprobs=-rng.random(tokens + 1, dtype=np.float32))
+    sent = replace(sent, segments=[noisy])
+    await queue.complete(lease, sent)
+    return sent
+
+
+@pytest.mark.parametrize("tokens", [3, 3000, BIG])
+async def test_fields_come_without_the_others(make_queue, tokens: int) -> None:
+    queue = await make_queue(LIMITS)
+    sent = await complete_one(queue, tokens)
+    (values,) = await queue.get([sent.episode_id], ["response_mask", "response_logprobs", "reward"])
+    assert (values.episode_id, dict(values.plain)) == (sent.episode_id, {"reward": 1.0})
+    (segment,) = values.segments
+    assert sorted(segment) == ["response_logprobs", "response_mask"]
+    np.testing.assert_array_equal(segment["response_mask"], sent.segments[0].response_mask)
+    np.testing.assert_array_equal(segment["response_logprobs"], sent.segments[0].response_logprobs)
+
+
+@pytest.mark.parametrize("tokens", [3, 3000, BIG])
+async def test_slices_are_those_of_the_whole(make_queue, tokens: int) -> None:
+    queue = await make_queue(LIMITS)
+    sent = await complete_one(queue, tokens)
+    whole = sent.segments[0]
+    for start, stop in ((0, 1), (1, 3), (tokens - 1, None), (tokens // 2, tokens // 2 + 100), (tokens + 9, None)):
+        (values,) = await queue.get([sent.episode_id], ["response_ids", "prompt_ids"], start, stop)
+        np.testing.assert_array_equal(values.segments[0]["response_ids"], whole.response_ids[start:stop])
+        np.testing.assert_array_equal(values.segments[0]["prompt_ids"], whole.prompt_ids)
+
+
+async def test_big_payloads_come_back_as_they_were_sent(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    sent = await complete_one(queue, BIG)
+    (found,) = await queue.read([sent.episode_id])
+    np.testing.assert_array_equal(found.segments[0].response_ids, sent.segments[0].response_ids)
+    np.testing.assert_array_equal(found.segments[0].response_logprobs, sent.segments[0].response_logprobs)
+    assert found.metrics == {"tool_calls": 1}
+
+
+async def test_unknown_fields_are_named(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    sent = await complete_one(queue, 3)
+    with pytest.raises(QueueError, match=r"response_maks.*response_mask"):
+        await queue.get([sent.episode_id], ["response_maks"])
+    with pytest.raises(BadPayload, match="no payload"):
+        await queue.get(["train/0000#1"], ["response_mask"])
+    assert await queue.get([], ["response_mask"]) == []
+
+
+async def test_spilled_payloads_leave_the_store_and_are_still_read(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(8), cursor=at(8))
+    for lease in await queue.lease_episodes("worker", 4, 0):
+        await queue.complete(lease, trajectory(lease, tokens=5000))
+    batch = await queue.lease_batch(0)
+    assert isinstance(batch, Batch)
+    episodes = [name for group in batch.groups for name in group]
+    with pytest.raises(StepError, match="version 1 is not published"):
+        await queue.spill(0, episodes)
+    await queue.publish_version(Announcement(1, {}))
+    before = await queue.read(episodes)
+    held = (await queue.status()).bytes
+    assert await queue.spill(0, episodes[:1]) == 1  # each rank spills its share
+    assert await queue.spill(0, episodes) == 3
+    assert await queue.spill(0, episodes) == 0
+    status = await queue.status()
+    assert (status.episodes["spilled"], status.groups["trained"]) == (4, 2)
+    assert held - status.bytes > 4 * 5000 * 9
+    assert await queue.held() == set(episodes)
+    after = await queue.read([episodes[2], episodes[0]])
+    assert repr(after) == repr([before[2], before[0]])
+    (values,) = await queue.get([episodes[1]], ["response_ids"], 10, 12)
+    assert values.segments[0]["response_ids"].tolist() == [10, 11]
+    assert await queue.rewind(0) == 1
+    assert await queue.lease_batch(0) == batch
+    await queue.commit(1)
+    with pytest.raises(BadPayload, match="committed"):
+        await queue.read(episodes)
+
+
+async def test_only_the_step_s_own_episodes_are_spilled(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(8), cursor=at(8))
+    finished = await finish_all(queue)
+    await train(queue, 0)
+    assert await queue.spill(0, [finished[-1], "train/9999#0"]) == 0
+    assert len(await queue.read([finished[-1]])) == 1

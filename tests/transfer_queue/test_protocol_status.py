@@ -1,0 +1,120 @@
+"""Servers, splits and numbers in a `TransferQueue`. One suite for all stores."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from queue_samples import INFRA, LIMITS, at, finish_all, task, tasks, train, trajectory, turn
+
+from penstock.transfer_queue import (
+    QueueError,
+    ServerInfo,
+    WeightUpdate,
+)
+
+
+async def test_servers_live_as_long_as_they_beat(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    one, two = ServerInfo("one", "http://a", 1, 3, True, 900), ServerInfo("two", "http://b", 0, 0, False)
+    await queue.heartbeat(two)
+    await queue.heartbeat(one)
+    assert await queue.servers() == [one, two]
+    await queue.deregister("two")
+    assert await queue.servers() == [one]
+    async with asyncio.timeout(60):
+        while await queue.servers():
+            await asyncio.sleep(0.1)
+
+
+async def test_updates_are_kept_in_order(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    reported = [WeightUpdate("one", version, 0.02, 0.1, 0.01, version) for version in (1, 2, 2)]
+    for update in reported:
+        await queue.report_update(update)
+    assert await queue.updates() == reported
+
+
+async def test_only_the_newest_updates_are_kept(make_queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = 20
+    for module in ("memory", "redis.queue"):
+        monkeypatch.setattr(f"penstock.transfer_queue.{module}.KEPT_UPDATES", kept)
+    queue = await make_queue(LIMITS)
+    for version in range(kept + 3):
+        await queue.report_update(WeightUpdate("one", version, 0.02, 0.1, 0.01, 0))
+    assert [update.version for update in await queue.updates()] == list(range(3, kept + 3))
+
+
+async def test_a_split_collects_results_and_goes_away(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_attempts=1))
+    await queue.submit([task(number, "eval/1") for number in range(3)])
+    leases = await queue.lease_episodes("worker", 3, 0)
+    await queue.complete(leases[0], trajectory(leases[0], reward=0.5))
+    done, out = await queue.results("eval/1")
+    assert ([t.episode_id for t in done], out) == (["eval/1/0000#0"], 2)
+    assert await queue.fail(leases[1], INFRA) is False
+    await queue.release(leases[2])
+    assert (await queue.results("eval/1"))[1] == 1
+    status = await queue.status()
+    assert status.other_splits == {"eval/1": {"queued": 1, "leased": 0, "done": 2}}
+    assert status.episodes["completed"] == 0
+    await queue.drop_split("eval/1")
+    status = await queue.status()
+    assert (status.other_splits, status.bytes, await queue.dead_letters()) == ({}, 0, [])
+    assert await queue.results("eval/1") == ([], 0)
+    with pytest.raises(QueueError):
+        await queue.drop_split("train")
+
+
+async def test_a_dead_evaluation_episode_can_be_requeued(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_attempts=1))
+    await queue.submit([task(0, "eval/1")])
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    await queue.fail(lease, INFRA)
+    await queue.requeue(lease.episode_id)
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    await queue.complete(lease, trajectory(lease))
+    done, out = await queue.results("eval/1")
+    assert (len(done), out) == (1, 0)
+
+
+async def test_waits_add_up(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.add_wait("trainer", "batch: slow", 0.5)
+    await queue.add_wait("trainer", "batch: slow", 0.25)
+    await queue.add_wait("agent", "admission", 1.0)
+    assert (await queue.status()).waits_s == {"trainer:batch: slow": 0.75, "agent:admission": 1.0}
+
+
+async def test_bytes_follow_tasks_journals_and_payloads(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+
+    async def held() -> tuple[int, int]:
+        status = await queue.status()
+        return status.bytes, status.unconsumed_bytes
+
+    assert await held() == (0, 0)
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    queued, waiting = await held()
+    assert (queued > 500, waiting) == (True, 0)
+    await queue.journal(lease, turn(1))
+    journaled, waiting = await held()
+    assert journaled - queued == waiting > 100
+    await queue.complete(lease, trajectory(lease, tokens=5000))
+    finished, waiting = await held()
+    assert finished - queued == waiting
+    assert 5000 * 21 < waiting < 1.2 * 5000 * 21  # 9 bytes a token, and here 12 of spans
+
+
+async def test_held_names_finished_episodes_until_committed(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(LIMITS.groups_per_step), cursor=at(LIMITS.groups_per_step))
+    assert await queue.held() == set()
+    finished = await finish_all(queue)
+    assert await queue.held() == set(finished)
+    await train(queue, 0)
+    assert await queue.held() == set(finished)
+    await queue.commit(1)
+    assert await queue.held() == set()
