@@ -68,7 +68,7 @@ def _wait(child: subprocess.Popen[bytes], segments: Segments) -> int:
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    # Others of the group are not our children, so nothing reports their end: they are looked at. No event loop runs here.
+    # Others of the group are not our children, so nothing reports their end: look. No event loop runs here.
     os.killpg(0, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline and (child.poll() is None or _others()):

@@ -3,7 +3,7 @@
     start(v) ──► task: submit split eval/v ─► poll until all are done ─► mean reward ─► eval.jsonl, metrics.jsonl
 
 Neither training nor rollout waits for it. One at a time: one that falls due while another runs is left out. A server
-for evaluations (`rollout.evaluation_server`) keeps its version until it is over. Other servers may load newer versions meanwhile,
+for evaluations (`rollout.evaluation_server`) keeps its version until it is over. Others may load newer ones meanwhile,
 also within an episode; the versions that sampled are reported.
 """
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from tests.rollout_server.scripted import Script
 
 from penstock.rollout_server import Chunk, DeadlineExceeded, EngineError, GenerateRequest, RequestQueue, RolloutMetrics
 
@@ -16,23 +17,9 @@ def chunk(token: int, finish_reason: Any = None) -> Chunk:
     return Chunk(token_ids=[token], logprobs=[-1.0], version_spans=[(0, 0, 1)], finish_reason=finish_reason)
 
 
-class ScriptedEngine:
-    """Yields chunks, sleeps for numbers, raises errors; knows whether it was closed."""
-
-    def __init__(self, *items: Chunk | Exception | float) -> None:
-        self.items, self.closed = items, False
-
-    async def generate(self, _request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        try:
-            for item in self.items:
-                if isinstance(item, Exception):
-                    raise item
-                if isinstance(item, Chunk):
-                    yield item
-                else:
-                    await asyncio.sleep(item)
-        finally:
-            self.closed = True
+class ScriptedEngine(Script):
+    def generate(self, _request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        return self.play()
 
 
 def make_queue(slots: int = 4, **settings: Any) -> RequestQueue:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.rollout_server.conftest import HEADERS, TOKEN, RunningServer, StubQueue, rollout_server
+from tests.rollout_server.scripted import Script
 
 from penstock.rollout_server import BadRequest, Chunk, DeadlineExceeded, EngineError, GenerateResponse, routes
 
@@ -21,24 +22,12 @@ ONE = Chunk(token_ids=[1], logprobs=[-0.5], version_spans=[(0, 0, 1)])
 LAST = Chunk(token_ids=[2], logprobs=[-0.25], version_spans=[(0, 0, 1)], finish_reason="stop")
 
 
-class Exchange:
+class Exchange(Script):
     """One HTTP exchange as ASGI sees it."""
 
     def __init__(self, *items: Chunk | Exception | float) -> None:
-        self.items, self.sent = items, []
-        self.closed, self.gone = False, asyncio.Event()
-
-    async def chunks(self) -> AsyncGenerator[Chunk]:
-        try:
-            for item in self.items:
-                if isinstance(item, Exception):
-                    raise item
-                if isinstance(item, Chunk):
-                    yield item
-                else:
-                    await asyncio.sleep(item)
-        finally:
-            self.closed = True
+        super().__init__(*items)
+        self.sent, self.gone = [], asyncio.Event()
 
     async def receive(self) -> dict[str, Any]:
         await self.gone.wait()
@@ -49,7 +38,7 @@ class Exchange:
 
     async def run(self) -> tuple[int, list[bytes]]:
         """(status, non-empty bodies)."""
-        await GenerateResponse(self.chunks())({"type": "http"}, self.receive, self.send)
+        await GenerateResponse(self.play())({"type": "http"}, self.receive, self.send)
         assert self.closed
         assert self.gone.is_set() or not self.sent[-1].get("more_body", False)
         status = self.sent[0]["status"] if self.sent else 0
