@@ -232,9 +232,9 @@ class FinishedAttempt:
                 raise InfraFailure("reward", "no reward: set agent.reward, or give one in segment.output(reward=…)")
             return sum(self.tool_rewards.values()), {}
         solution = self.services.chat.decode(self.outputs[-1].response_ids.tolist(), special=False)
-        with span("reward") as told:
+        with span("reward") as reward_span:
             score = await self.services.reward.score(self.lease.task, solution, self._for_reward())
-            told.note(reward=score.reward)
+            reward_span.note(reward=score.reward)
         return score.reward, score.metrics
 
     def _for_reward(self) -> Mapping[str, Any]:

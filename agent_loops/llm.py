@@ -217,10 +217,10 @@ class EpisodeLLM:
         request = self._request(context, tokens_left, overrides, images)
         started = time.monotonic()
         try:
-            with span("model") as told:
+            with span("model") as model_span:
                 generation = await (self._watched(request, watch) if watch else self._client.generate(request))
-                if isinstance(told, OpenSpan):
-                    self._tell(told, context, generation)
+                if isinstance(model_span, OpenSpan):
+                    self._annotate(model_span, context, generation)
         except InfraFailure:
             raise
         except Exception as error:
@@ -229,12 +229,12 @@ class EpisodeLLM:
         check_generation(generation, self._lease.min_version)
         return generation
 
-    def _tell(self, told: OpenSpan, context: Sequence[int], generation: Generation) -> None:
+    def _annotate(self, model_span: OpenSpan, context: Sequence[int], generation: Generation) -> None:
         versions = versions_of({version for version, _, _ in generation.version_spans})
         facts = {"finish_reason": generation.finish_reason, "resumed": generation.resumed, **versions}
-        told.note(input_tokens=len(context), output_tokens=len(generation.token_ids), **facts)
-        if told.with_text:
-            told.text(prompt=self._decode(context), answer=self._decode(generation.token_ids))
+        model_span.note(input_tokens=len(context), output_tokens=len(generation.token_ids), **facts)
+        if model_span.with_text:
+            model_span.text(prompt=self._decode(context), answer=self._decode(generation.token_ids))
 
     async def _watched(self, request: GenerateRequest, watch: Watch) -> Generation:
         answer = AnswerBuilder(request)

@@ -6,7 +6,7 @@ call ──malformed, unknown, invalid──► error text for the model
 Life of a tool's state:
 
 first use                 attach to the session in the journal ──lost──► create ──► replay earlier calls, or restart
-end of the episode        release, including sessions that an earlier worker left and nobody used again
+end of the episode        release, including sessions that an earlier worker opened and this one never used
 drain, lease lost         leave: the next owner attaches to the same sessions
 
 Each call has a name that is the same in every worker that runs the episode. A worker that dies during a call leaves no
@@ -204,11 +204,11 @@ class ToolBox:
     async def _execute(self, named: NamedCall, state: Any) -> ToolResult:
         call = named.call
         tool, config = self._tools[call.name], self._configs[call.name]
-        with span("tool", call.name) as told, as_call(named.name):
+        with span("tool", call.name) as tool_span, as_call(named.name):
             result = await as_infra(call.name, guard_of(tool, config).call(tool, state, call.arguments))
-            told.note(is_error=result.is_error)
-            if told.with_text:
-                told.text(arguments=json.dumps(call.arguments, default=str), result=result.text)
+            tool_span.note(is_error=result.is_error)
+            if tool_span.with_text:
+                tool_span.text(arguments=json.dumps(call.arguments, default=str), result=result.text)
         return _cut(result, config, self._count_tokens)
 
 

@@ -60,12 +60,12 @@ class Trace:
     def plain(self) -> dict[str, Any]:
         """For `extra`: ``trace``, ``began_unix_s`` by this machine's clock, ``trace_dropped`` where some did not fit,
         ``traceparent`` where OpenTelemetry is on."""
-        told: dict[str, Any] = {"trace": [list(span) for span in self.spans], "began_unix_s": self.began_unix_s}
+        recorded: dict[str, Any] = {"trace": [list(span) for span in self.spans], "began_unix_s": self.began_unix_s}
         if self.dropped:
-            told["trace_dropped"] = self.dropped
+            recorded["trace_dropped"] = self.dropped
         if self.exported is not None:
-            told["traceparent"] = self.exported.root.traceparent
-        return told
+            recorded["traceparent"] = self.exported.root.traceparent
+        return recorded
 
 
 def begin_trace(on_span: OnSpan | None = None, exported: EpisodeSpans | None = None) -> Trace:
@@ -87,8 +87,8 @@ def span(kind: str, name: str = "") -> Iterator[OpenSpan | NoSpan]:
         if exported is None:
             yield NO_SPAN
         else:
-            with exported.span(kind, name) as told:
-                yield told
+            with exported.span(kind, name) as recorded:
+                yield recorded
     finally:
         trace.add(kind, name, start)
 
@@ -98,8 +98,8 @@ def exported_span(kind: str, name: str) -> Iterator[OpenSpan | NoSpan]:
     """For OpenTelemetry alone: a part of what `span` times already."""
     trace = _CURRENT.get()
     exported = trace.exported if trace is not None else None
-    with nullcontext(NO_SPAN) if exported is None else exported.span(kind, name) as told:
-        yield told
+    with nullcontext(NO_SPAN) if exported is None else exported.span(kind, name) as recorded:
+        yield recorded
 
 
 class _Turn:

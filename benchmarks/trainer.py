@@ -130,15 +130,16 @@ class Side:
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     async def load(self, work: Work) -> None:
-        await self.child.ask({"do": "load", "work": work.told()}, STEP_TIMEOUT_S)
+        await self.child.ask({"do": "load", "work": work.dump()}, STEP_TIMEOUT_S)
 
     async def step(self, *, memory: bool = False) -> dict[str, Any]:
         return await self.child.ask({"do": "step", "memory": memory}, STEP_TIMEOUT_S)
 
 
 async def _sides(extent: Extent, model: str, stack: AsyncExitStack, setup: dict[str, Any]) -> list[Side]:
-    told = {"model": model, "dtype": extent.dtype}
-    settings = json.dumps({**told, "micro_rows": extent.micro_rows, "micro_tokens": extent.micro_tokens})
+    settings = json.dumps(
+        {"model": model, "dtype": extent.dtype, "micro_rows": extent.micro_rows, "micro_tokens": extent.micro_tokens}
+    )
     env = {"OMP_NUM_THREADS": str(extent.threads), "MKL_NUM_THREADS": str(extent.threads)}
     names = ["packed", "padded", "padded_by_length"]
     if version := trl_version(extent.trl):

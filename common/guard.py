@@ -42,7 +42,7 @@ def main(command: list[str]) -> int:
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_before_exec)  # noqa: PLW1509 one thread
     segments = Segments()
     status = _wait(child, segments)
-    if status < 0:  # before the grace period: whoever looks for the cause reads the log at once
+    if status < 0:  # before the grace period: the cause belongs in the log at once
         print(f"guard: the command ended with exit code {status}", file=sys.stderr, flush=True)
     segments.look()
     _end_group(child)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """Numbers that JSON lacks become None, arrays lists, dataclasses mappings; what nobody knows, its text."""
+    """Numbers that JSON lacks become None, arrays lists, dataclasses mappings; any other type its text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

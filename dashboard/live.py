@@ -72,7 +72,7 @@ WAIT = "agent:admission"
 
 
 def rollout_idle(files: RunFiles, rows: Sequence[Mapping[str, Any]], status: Mapping[str, Any] | None) -> float | None:
-    """Share of the agent workers' time for which admission refused episodes; None where nobody counted."""
+    """Share of the agent workers' time for which admission refused episodes; None where it was not counted."""
     if status is None:
         status, elapsed_s = _summary(files)
     else:  # waits are counted up to now, rows up to the last step
@@ -116,7 +116,7 @@ class NotAlive(Exception):
 class _Beat:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     at: float = 0.0
-    told: dict[str, Any] = field(default_factory=dict)
+    shown: dict[str, Any] = field(default_factory=dict)
     updates_at: float = 0.0
     updates: dict[str, Any] = field(default_factory=dict)
 
@@ -132,17 +132,17 @@ class Pulse:
         """Raises `NotAlive`, `QueueError`."""
         queue = await self._queues.queue(run)
         if queue is None:
-            raise NotAlive(f"run {run!r} is not going on, or its queue cannot be reached from here")
+            raise NotAlive(f"run {run!r} is not running, or its queue cannot be reached from here")
         return queue
 
     async def of(self, run: str) -> dict[str, Any]:
         """``alive`` and, where it is, the status, servers and weight updates; where it is not, the ``cause``."""
         beat = self._beats.setdefault(run, _Beat())
         async with beat.lock:
-            if time.monotonic() - beat.at > FRESH_S or not beat.told:
-                beat.told = await self._ask(run, beat)
+            if time.monotonic() - beat.at > FRESH_S or not beat.shown:
+                beat.shown = await self._ask(run, beat)
                 beat.at = time.monotonic()
-            return beat.told
+            return beat.shown
 
     async def _ask(self, run: str, beat: _Beat) -> dict[str, Any]:
         try:

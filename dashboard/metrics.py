@@ -83,7 +83,7 @@ def columns(rows: Sequence[Row], names: Sequence[str], points: int) -> dict[str,
 
 
 def staleness(rows: Sequence[Row], points: int) -> dict[str, Any]:
-    """``steps``, ``ages`` and ``shares`` [bucket][age]: the share of trained tokens that were so many versions old."""
+    """``steps``, ``ages`` and ``shares`` [bucket][age]: the share of trained tokens of each age in versions."""
     buckets = _buckets([row for row in rows if row.get(HISTOGRAM)], points)
     totals = [sum((Counter({int(age): n for age, n in row[HISTOGRAM].items()}) for row in bucket), Counter())
               for bucket in buckets]  # fmt: skip

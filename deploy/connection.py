@@ -127,7 +127,7 @@ class RunConnection:
         return await self.connect(config.transfer_queue, batch_log), config
 
     async def _config_of_run(self, deadline: float) -> str:
-        told = False
+        logged = False
         while True:
             try:
                 queue = await self.connect()
@@ -138,9 +138,9 @@ class RunConnection:
             except (NoSuchRun, QueueUnavailable) as error:
                 if time.monotonic() >= deadline:
                     raise
-                if not told:
+                if not logged:
                     logger.info("waiting for run %s: %s", self.run, error)
-                    told = True
+                    logged = True
             await asyncio.sleep(JOIN_AGAIN_S)
 
 
@@ -246,6 +246,6 @@ async def serve(server: RedisServer, linger_while: Path | None, linger_s: float)
 async def _until_gone(path: Path, timeout_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
-            # A shared disk tells nobody of its changes.
+            # A shared disk sends no change events.
             while await asyncio.to_thread(path.exists):  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_S)

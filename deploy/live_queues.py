@@ -41,7 +41,7 @@ class FolderQueues:
     async def queue(self, run: str) -> TransferQueue | None:
         """See `LiveQueues`."""
         link = await asyncio.to_thread(self._link, run)
-        async with self._one_at_a_time[run]:  # a queue that is away holds up nobody who looks at another
+        async with self._one_at_a_time[run]:  # an unreachable queue delays no request for another run
             opened = self._open.get(run)
             if opened is not None and opened.link != link:
                 del self._open[run]

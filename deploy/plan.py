@@ -115,7 +115,7 @@ logger = logging.getLogger("penstock.run")
 DRIVER = Path("/dev/nvidiactl")
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 ASK_S = 60.0
-"""A driver that nobody has used since the machine started takes its time."""
+"""A driver that was not used since the machine started is slow."""
 SPLIT_OVER = (
     ("tensor_parallel_size", "tp_size", "tp"),
     ("pipeline_parallel_size", "pp_size", "pp"),

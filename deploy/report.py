@@ -229,8 +229,8 @@ def _training(status: Row, config: Row) -> str:
     if groups.get("shipped"):
         return f"trainer: trains {groups['shipped']} of {needed} groups per step"
     oldest_s = status["ages_s"].get("admitted")
-    told = f"; the oldest of {groups.get('admitted', 0)} in flight is {oldest_s:.0f} s old" if oldest_s else ""
-    return f"trainer: waits for groups, {groups.get('ready', 0)} of {needed} are ready{told}"
+    age = f"; the oldest of {groups.get('admitted', 0)} in flight is {oldest_s:.0f} s old" if oldest_s else ""
+    return f"trainer: waits for groups, {groups.get('ready', 0)} of {needed} are ready{age}"
 
 
 def _rolling_out(status: Row, servers: Sequence[Row], config: Row) -> str:

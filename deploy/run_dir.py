@@ -161,6 +161,6 @@ def local_weights_dir(config: RunConfig) -> Path:
 
 
 def remove_weights(config: RunConfig) -> None:
-    """Both folders, of this machine; nobody of the run reads them any more."""
+    """Both folders, of this machine; no role of the run reads them any more."""
     for directory in {weights_dir(config), local_weights_dir(config)}:
         shutil.rmtree(directory, ignore_errors=True)

@@ -5,7 +5,7 @@ trainer; the first that matches names the component. Components before it in the
 it have no work.
 
     not running · stopped by a signal · queue unreachable · trainer has a batch · no server · servers too old ·
-    requests in flight · episodes held without a request · nobody leases · nothing to lease
+    requests in flight · episodes held without a request · no worker leases · nothing to lease
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _local(snapshot: Snapshot) -> StallCause | None:
             return StallCause(role.name, "its process is stopped (SIGSTOP or a debugger); `kill -CONT` continues it")
     away = [role for role in snapshot.roles if not role.running]
     if away:
-        told = ", ".join(f"{role.name} after {role.restarts} restarts" for role in away)
-        return StallCause(", ".join(role.name for role in away), f"not running ({told})")
+        listed = ", ".join(f"{role.name} after {role.restarts} restarts" for role in away)
+        return StallCause(", ".join(role.name for role in away), f"not running ({listed})")
     return None
 
 
@@ -137,7 +137,7 @@ def _episodes_without_a_request(snapshot: Snapshot, status: Status) -> StallCaus
     )
 
 
-def _nobody_leases(snapshot: Snapshot, status: Status) -> StallCause | None:
+def _no_worker_leases(snapshot: Snapshot, status: Status) -> StallCause | None:
     queued = status.groups.get("queued", 0)
     if not queued:
         return None
@@ -146,7 +146,9 @@ def _nobody_leases(snapshot: Snapshot, status: Status) -> StallCause | None:
     if room <= 0:
         return StallCause("trainer", f"{in_system} groups are admitted, which is the limit")
     names = _named(snapshot.roles, "agent") or "agent workers"
-    return StallCause(names, f"{queued} groups are queued, admission has room for {room}, and nobody leases an episode")
+    return StallCause(
+        names, f"{queued} groups are queued, admission has room for {room}, and no worker leases an episode"
+    )
 
 
 def _nothing_to_lease(_scene: Snapshot, status: Status) -> StallCause | None:
@@ -163,7 +165,7 @@ RULES: Sequence[Rule] = (
     _servers_too_old,
     _requests_in_flight,
     _episodes_without_a_request,
-    _nobody_leases,
+    _no_worker_leases,
     _nothing_to_lease,
 )
 

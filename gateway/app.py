@@ -22,7 +22,7 @@ from penstock.transfer_queue import TransferQueue
 
 @dataclass(frozen=True)
 class GatewayJob:
-    """Settings of the recording. Whoever opened the queue closes it."""
+    """Settings of the recording. The caller closes the queue."""
 
     config: AgentConfig
     queue: TransferQueue

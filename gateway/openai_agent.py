@@ -69,8 +69,8 @@ class OpenAIAgentLoop(AgentLoopBase):
     def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
         """The session counts calls, ids and budget; the rest of the episode reads them there."""
         super().equip(services, lease, journal)
-        told = journal.hand_over((ANSWER, NOTED))
-        self.recorded = GatewaySession(_context_of(services), replace(lease, journal=told), "", alone=True)
+        entries = journal.hand_over((ANSWER, NOTED))
+        self.recorded = GatewaySession(_context_of(services), replace(lease, journal=entries), "", alone=True)
         self.llm, self.chat = self.recorded.llm, self.recorded.history.chat
         self.llm.segments = self.recorded.history.segments
 

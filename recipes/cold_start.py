@@ -138,14 +138,14 @@ def segment_of(chat: ChatTokens, messages: Sequence[dict[str, Any]], schemas: Se
         segment.append_sampled(ids, [0.0] * len(ids), [(0, 0, len(ids))], "stop")
         if following < len(messages):
             segment.observe(chat.render(messages[number + 1 : following], schemas))
-    told = segment.output()
+    output = segment.output()
     return Segment(
-        told.prompt_ids,
-        told.response_ids,
-        told.response_mask,
-        told.response_logprobs,
-        told.version_spans,
-        told.turn_starts,
+        output.prompt_ids,
+        output.response_ids,
+        output.response_mask,
+        output.response_logprobs,
+        output.version_spans,
+        output.turn_starts,
     )
 
 

@@ -1,6 +1,6 @@
 """The process of one rollout server: HTTP first, so that it can report why it is not ready, then the engine.
 
-Stop order: registry entry, requests in flight, engine, HTTP. Nobody is routed here any more before anything ends.
+Stop order: registry entry, requests in flight, engine, HTTP. No new request is routed here before anything ends.
 """
 
 from __future__ import annotations

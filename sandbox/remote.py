@@ -110,7 +110,7 @@ class RemoteSandbox:
     def __init__(self, config: SandboxConfig, url: str, token: str, ttl_s: float = 900.0) -> None:
         """`ttl_s`: the server ends a session after this time without use."""
         self.config = config
-        self.containment = f"remote: as the server at {url} says"
+        self.containment = f"remote: as the server at {url} reports"
         self.client = RemoteClient(url, token, config.max_boxes + 16)
         self._ttl_s = ttl_s
 

@@ -18,7 +18,7 @@ class LogNormal(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    median: float = Field(ge=0, description="Half of the draws are below. Tokens or seconds, as the key says.")
+    median: float = Field(ge=0, description="Half of the draws are below. Tokens or seconds, by the key's name.")
     sigma: float = Field(
         1.0, ge=0, description="Spread of the logarithm; 0: all the same. Measured lengths: 0.7 to 1.3."
     )
@@ -77,7 +77,7 @@ class Rollout(Section):
     in_flight: int = Field(0, ge=0, description="Most episodes of all agent workers together; 0: any.")
     groups_in_flight: int = Field(0, ge=0, description="Most groups that run at once; 0: any.")
     start_s: float = Field(0, ge=0, description="Work before an episode's first call, such as starting its box.")
-    starts_at_once: int = Field(1, ge=1, description="So many are started together.")
+    starts_at_once: int = Field(1, ge=1, description="How many are started together.")
     whole_batches: bool = Field(False, description="A step's groups begin only when all earlier groups have ended.")
 
 
@@ -115,7 +115,7 @@ class Simulation(Section):
     rollout: Rollout
     trainer: Trainer
     weights: Weights = Weights()
-    cores: float = Field(0, ge=0, description="All roles share so many CPU cores; 0: each has its own machine.")
+    cores: float = Field(0, ge=0, description="All roles share this many CPU cores; 0: each has its own machine.")
     background: float = Field(0, ge=0, description="Processes of others that want those cores all the time.")
     steps: int = Field(12, ge=2, description="Steps to simulate.")
     warmup: int = Field(3, ge=0, description="Steps that are not counted: the pipeline fills.")

@@ -40,7 +40,7 @@ class Clock:
 
 
 Speed = Callable[[int], float]
-"""Work per second of one job while so many run."""
+"""Work per second of one job, by the number that run."""
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ class SynchronousRow(Section):
     gpus: int = Field(description="All of them, for both roles in turn.")
     phases: Phases = Field(description="As the table states them.")
     offload: bool = Field(description="Weights and optimizer rest in CPU memory while others use the GPU.")
-    total_minutes: dict[int, float] = Field(default_factory=dict, description="Total time after so many steps.")
+    total_minutes: dict[int, float] = Field(default_factory=dict, description="Total time by number of steps.")
 
     @property
     def steady_window(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Arguments of a call against the tool's schema; what is wrong is told to the model, by the argument's name."""
+"""Arguments of a call against the tool's schema; the model gets the error, with the argument's name."""
 
 from __future__ import annotations
 

@@ -110,10 +110,8 @@ class StopConfig(BaseModel):
     metric: str = Field("eval/reward", description="Name in metrics.jsonl that decides.")
     better: Literal["higher", "lower"] = Field("higher", description="Which way the metric gets better.")
     target: float | None = Field(None, description="The run is over when the metric is here; None: no target.")
-    patience: int = Field(
-        0, ge=0, description="The run is over when so many values in a row were no better than one before; 0: never."
-    )
-    window: int = Field(1, gt=0, description="The mean of so many values is what counts: one step may be luck.")
+    patience: int = Field(0, ge=0, description="Consecutive values without improvement that end the run; 0: never.")
+    window: int = Field(1, gt=0, description="Values are means over this many steps.")
 
     @property
     def enabled(self) -> bool:

@@ -52,7 +52,7 @@ class Engine(Protocol):
 
     @property
     def flops(self) -> Flops | None:
-        """Of its model; None where nobody counts them."""
+        """Of its model; None where they are not counted."""
 
     @property
     def has_critic(self) -> bool: ...
@@ -158,7 +158,7 @@ class Flops:
 
 
 def peak_tflops(given: float | None, device: torch.device, dtype: str) -> float | None:
-    """Of one rank's device; None where nobody knows."""
+    """Of one rank's device; None where unknown."""
     if given is not None or device.type != "cuda" or dtype != "bfloat16":
         return given
     name = torch.cuda.get_device_name(device)

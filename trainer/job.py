@@ -41,7 +41,7 @@ class TrainJob:
     token: str = field(default="", repr=False)
     """The run's token, asked of everyone who fetches weights over the network."""
     weights_full_every: int = 1
-    """Of so many published versions one is full, the others are changes of the one before."""
+    """Every this many versions one is full; the others are deltas to the one before."""
     publish_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What the rollout engine computes in: more bytes would be rounded away there."""
     temperature: float = 1.0
@@ -55,11 +55,11 @@ class TrainJob:
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The run's resolved recipe as plain data, for sinks that show it."""
     watchers: Sequence[MetricSink] = ()
-    """Told everything that sinks are told; they never raise and are quick. Rank 0 alone tells them."""
+    """Called as sinks are, on rank 0 alone; they never raise and return quickly."""
 
 
 class BadJob(ValueError):
-    """The job cannot be right; the message names the setting and the mend."""
+    """The job cannot be right; the message names the setting and the fix."""
 
 
 def needs_of_advantage(config: TrainerConfig) -> frozenset[str]:

@@ -174,7 +174,7 @@ class Publisher:
         return (await self._queue.status()).version if self._ranks.is_rank0 else None
 
     async def _is_gone(self) -> bool | None:
-        """Whether nobody could load the current version; version 0 is the model itself and is never announced."""
+        """Whether no server could load the current version; version 0 is the model itself and is never announced."""
         if self._files is None:
             return None
         current = await self._queue.latest_version()

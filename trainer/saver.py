@@ -139,7 +139,7 @@ class Saver:
                 f"the queue has committed {committed} steps, and {self._store.folder} holds no whole checkpoint: what "
                 "they learned is gone. Bring the checkpoints back, or start a run with a new name"
             )
-        # Their trajectories are deleted: training them again is impossible, and stopping would help nobody.
+        # Their trajectories are deleted: training them again is impossible, and stopping would gain nothing.
         logger.error(
             "the updates of steps %d to %d are lost with the damaged checkpoint; going on at step %d with the weights "
             "after step %d",

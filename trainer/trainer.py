@@ -236,6 +236,6 @@ def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorde
 
 def _sinks(job: TrainJob) -> list[MetricSink]:
     """Those that the recipe names; the recorder has ``jsonl`` by itself."""
-    told = SinkJob(job.run_dir, job.settings)
+    sink_job = SinkJob(job.run_dir, job.settings)
     names = [name for name in dict.fromkeys(job.config.sinks) if name != "jsonl"]
-    return [AsyncSink(name, SINKS.get(name), told) for name in names]
+    return [AsyncSink(name, SINKS.get(name), sink_job) for name in names]

@@ -5,7 +5,7 @@
     server b  join ────┤ member, receive …… killed: the broadcast ends; its members fetch the rest over HTTP
     server c           └─ join: "too late": all of it over HTTP
 
-Nobody waits for a broadcast: the trainer's step continues and the window is short. A server that is late, or loses its
+Nothing waits for a broadcast: the trainer's step continues and the window is short. A server that is late, or loses its
 peers in the middle, keeps what it received and fetches the rest over HTTP. At most one broadcast is under way.
 
 Each has a gloo process group of its own, with the trainer as rank 0. It touches nothing global, so a broken one does
@@ -200,7 +200,7 @@ def open_store(listener: socket.socket, seat: Member) -> dist.TCPStore:
 
 
 def find_store(host: str, seat: Member) -> dist.TCPStore:
-    """A server's. Raises `RuntimeError` where nobody answers."""
+    """A server's. Raises `RuntimeError` where no peer answers."""
     return dist.TCPStore(host, seat.port, None, False, seat.silence, wait_for_workers=False)
 
 

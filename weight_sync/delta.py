@@ -144,7 +144,7 @@ def _largest(code: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """One change, as it was read: bytes that nobody has checked yet."""
+    """One change, as it was read: bytes not yet verified."""
 
     name: str
     encoding: Encoding

@@ -90,7 +90,7 @@ class Section:
 def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str], *, durable: bool) -> Written:
     """All of `sections` under `path`, at once. Raises `NoSpace`; whatever it raises, there is no such file then.
 
-    `sections` is emptied on the way: a tensor that nobody else holds is freed once it is written.
+    `sections` is emptied on the way: a tensor with no other owner is freed once it is written.
     """
     header = _header(sections, metadata)
     size = len(header) + sum(section.nbytes for section in sections)
@@ -106,7 +106,7 @@ def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str],
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
-    """A whole version into an open file that nobody else reads yet; nothing is said of its checksums."""
+    """A whole version into an open file that has no reader yet; returns no checksums."""
     sections = [Section.of_tensor(name, tensor) for name, tensor in tensors.items()]
     _write_all(file, _header(sections, {}), sections)
 

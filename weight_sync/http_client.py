@@ -244,7 +244,7 @@ class Downloader:
     """Owns `directory`. One thread at a time calls `localise`; `close` may come from another.
 
     `serves` is the URL under which other servers find `directory` (see `peer_server`); without it, the trainer alone
-    is asked, and nobody is told.
+    is asked, and the trainer is not informed.
     """
 
     def __init__(self, directory: Path, token: str, *, deadline_s: float = DEADLINE_S, serves: str = "") -> None:
@@ -263,7 +263,7 @@ class Downloader:
     def localise(self, manifest: Manifest) -> Manifest:
         """Fetch the files; returns the manifest with their paths here. Manifests of other transports are unchanged.
 
-        Raises `WeightsUnreachable` (nobody answers, or they refuse; later they may not) and `WeightsRefused` (what the
+        Raises `WeightsUnreachable` (no peer answers, or all refuse; a retry may succeed) and `WeightsRefused` (what the
         trainer sends is not what was announced), naming the tensor.
         """
         if manifest.transport not in SERVED:

@@ -31,7 +31,7 @@ from penstock.weight_sync.scheduler import AVOID, SERVES, TRAINER, TransferSched
 STOP_S = 2.0
 """What is being sent gets this long; a server that was cut continues elsewhere, or later."""
 SHARE_FROM_BYTES = 1 << 20
-"""Smaller files go to whoever asks: waiting for a turn would take longer than they do."""
+"""Smaller files are served at once: waiting for a turn would take longer than they do."""
 PEER = re.compile(r"https?://[^/\s,]{1,255}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 START_S = 10.0
@@ -85,7 +85,7 @@ class FileServer:
 
     @web.middleware
     async def _authorised(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """401 before anything is looked up: without the token nobody learns which files there are."""
+        """401 before anything is looked up: without the token a client cannot learn which files there are."""
         if not same_token(bearer_token(request.headers.get("Authorization", "")), self._token):
             raise web.HTTPUnauthorized(text="the run's token is needed: Authorization: Bearer TOKEN")
         return await handler(request)

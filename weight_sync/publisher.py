@@ -35,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 class WeightPublisher:
     """Writes versions into a folder that it owns. One thread at a time calls it.
 
-    `full_every`: of so many versions one is full (1: all are); with more, a copy of the newest version stays in memory.
+    `full_every`: every this many versions one is full (1: all are); with more, a copy of the newest version stays in memory.
     The files of the newest `keep` versions stay, each with all of its chain. `base_url` is where servers find
     the folder's files (`file_server`). `model`, the folder of version 0, is needed for adapters only.
     """
@@ -70,7 +70,7 @@ class WeightPublisher:
     def write(self, version: int, tensors: NamedTensors) -> Manifest:
         """Write `version` and return its manifest. Raises `NoSpace`; the versions before are as they were then.
 
-        Where all versions are full and nobody else holds `tensors`, each is freed once it is in the file: model and
+        Where all versions are full and nothing else holds `tensors`, each is freed once it is in the file: model and
         file together never take the memory of two.
         """
         named = _on_host(tensors)

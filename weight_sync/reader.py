@@ -33,7 +33,7 @@ class WeightReader:
         """Of all files so far."""
 
     def read(self, manifest: Manifest) -> Tensors:
-        """The version's tensors. The next `read` may change them in place; nobody else may.
+        """The version's tensors. The next `read` may change them in place; no other code may.
 
         Raises `WeightsRefused` naming the tensor (or the file) that is missing, truncated or different.
         """

@@ -27,7 +27,7 @@ HISTORY = 20
 STRAGGLER_S = 60.0
 """Behind for so long without any load that succeeded …"""
 STRAGGLER_VERSIONS = 2
-"""… and by so many versions."""
+"""… and by this many versions."""
 FAILED_LOADS = 3
 """Announcements refused one after the other."""
 LoadOutcome = Literal["loaded", "refused", "unreachable"]

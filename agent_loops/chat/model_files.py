@@ -27,14 +27,14 @@ def load_processor(model: str, tokenizer: Any) -> Any | None:
 
     `AutoProcessor` would load the part for videos too, which wants torchvision. Raises `TemplateError`.
     """
-    told = {**_json_of(model, "preprocessor_config.json"), **_json_of(model, "processor_config.json")}
-    if "image_processor" not in told and "image_processor_type" not in told:
+    declared = {**_json_of(model, "preprocessor_config.json"), **_json_of(model, "processor_config.json")}
+    if "image_processor" not in declared and "image_processor_type" not in declared:
         return None
     import transformers
 
-    kind = getattr(transformers, str(told.get("processor_class")), None)
+    kind = getattr(transformers, str(declared.get("processor_class")), None)
     if kind is None:
-        raise TemplateError(f"transformers has no processor {told.get('processor_class')!r}, which {model!r} names")
+        raise TemplateError(f"transformers has no processor {declared.get('processor_class')!r}, which {model!r} names")
     parts = {"tokenizer": tokenizer, "image_processor": transformers.AutoImageProcessor.from_pretrained(model)}
     try:
         return images_only(kind, parts)
@@ -59,8 +59,8 @@ def generation_stops(model: str) -> tuple[int, ...]:
     `TemplateError` where the file cannot be read.
     """
     try:
-        told = _json_of(model, "generation_config.json").get("eos_token_id")
-        ids = told if isinstance(told, list) else [] if told is None else [told]
+        declared = _json_of(model, "generation_config.json").get("eos_token_id")
+        ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
         return tuple(int(number) for number in ids)
     except (ValueError, TypeError) as error:
         raise TemplateError(f"eos_token_id in generation_config.json of {model!r} cannot be read: {error}") from error
@@ -73,9 +73,9 @@ def _json_of(model: str, name: str) -> dict[str, Any]:
 
     file = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
     try:
-        told = json.loads(Path(file).read_text()) if file else {}
+        declared = json.loads(Path(file).read_text()) if file else {}
     except ValueError as error:
         raise TemplateError(f"{name} of {model!r} is no JSON: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(declared, dict):
         raise TemplateError(f"{name} of {model!r} is no JSON object")
-    return told
+    return declared

@@ -31,8 +31,8 @@ class Rendering:
         words = AddedTokens(tokenizer)
         self.continuation = Continuation(self.template, any_of(words.special))
         self._turn_words = any_of([*words.special, *words.shown_in(self.continuation.turn())])
-        told = [tokenizer.eos_token_id, *stop_ids]
-        stops = [number for number in told if number is not None and number < len(tokenizer)]
+        candidates = [tokenizer.eos_token_id, *stop_ids]
+        stops = [number for number in candidates if number is not None and number < len(tokenizer)]
         self.ends = find_reply_ends(self.continuation, self.encode, words, stops)
         self.places = None if processor is None else ImagePlaces(processor)
         """None: the model takes no images."""

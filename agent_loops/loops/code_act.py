@@ -56,7 +56,7 @@ class CodeActLoop(AgentLoopBase):
         return talk.outputs(outcome, rewards.of(talk.num_turns))
 
     async def _turns(self, talk: Conversation, rewards: TurnRewards) -> Outcome | None:
-        """None: as the last segment's end says."""
+        """None: set by how the last segment ended."""
         while not talk.done:
             reply = await self.llm.generate(talk.segment)
             blocks = code_blocks(self.chat.decode(reply.ids, special=False), self.settings.languages)

@@ -32,7 +32,7 @@ class ReactSettings(BaseModel):
     max_seconds: float | None = Field(None, gt=0, description="After so long the segment ends as truncated(deadline).")
     max_calls_per_turn: int = Field(32, gt=0, description="Further calls of one answer are answered with an error.")
     max_malformed_turns: int | None = Field(
-        None, gt=0, description="So many turns in a row without one readable call end as policy_error."
+        None, gt=0, description="Consecutive turns without a readable call that end the episode as policy_error."
     )
 
 
@@ -48,7 +48,7 @@ class TurnRewards:
         self.values.append(sum(result.reward or 0.0 for result in results))
 
     def of(self, turns: int) -> list[float]:
-        """For so many turns; those without tools earned 0."""
+        """One value per turn; turns without tools earned 0."""
         return [*self.values, *([0.0] * (turns - len(self.values)))] if self.given else []
 
 
@@ -81,7 +81,7 @@ async def react(loop: AgentLoopBase, talk: Conversation, settings: ReactSettings
 @dataclass(frozen=True, slots=True)
 class _Ending:
     outcome: Outcome | None = None
-    """None: as the last segment's end says."""
+    """None: set by how the last segment ended."""
     answer: str | None = None
 
 
@@ -113,7 +113,7 @@ def final_answer(results: Sequence[ToolResult]) -> str | None:
 
 
 def _few(calls: Sequence[ToolCall], most: int) -> list[ToolCall]:
-    """Calls beyond `most` are told so, not run: each answer gets a result, in order."""
+    """Calls beyond `most` are refused, not run: each gets a result, in order."""
     refused = f"at most {most} calls in one turn are run; this one was not"
     return [*calls[:most], *(replace(call, error=refused) for call in calls[most:])]
 

@@ -52,7 +52,7 @@ class StepwiseLoop(AgentLoopBase):
         self.settings = read_settings(StepwiseSettings, self)
 
     def memory(self, history: Sequence[Step]) -> str:
-        """What the next turn is told of the turns before it; must be a function of `history` alone."""
+        """The memory of earlier turns that the next prompt holds; must be a function of `history` alone."""
         newest = history[len(history) - min(len(history), self.settings.remembered_turns) :]
         first = len(history) - len(newest) + 1
         return "\n".join(self._told(number, step) for number, step in enumerate(newest, start=first))

@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _limit_cpu(cpu_s: int) -> None:
-    """The kernel sends SIGXCPU when so many seconds more are used, also in the middle of one long multiplication."""
+    """The kernel sends SIGXCPU when this many more seconds are used, also in the middle of one long multiplication."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + cpu_s, hard))

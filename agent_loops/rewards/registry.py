@@ -168,7 +168,7 @@ def _is_number(value: Any) -> bool:
 
 
 def choice_for(data_source: str, own: Mapping[str, str | RewardChoice]) -> RewardChoice:
-    """The recipe's choice, exact names before patterns, then verl's. Raises `LoadError` where nobody knows the name."""
+    """The recipe's choice, exact names before patterns, then verl's. Raises `LoadError` for an unknown name."""
     for table in (own, DATA_SOURCES):
         name = data_source if data_source in table else _matching(data_source, table)
         if name is not None:

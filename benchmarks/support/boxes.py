@@ -107,7 +107,7 @@ async def run_in(session: Session, command: list[str]) -> None:
 
 @contextlib.asynccontextmanager
 async def open_side(backend: str, config: SandboxConfig) -> AsyncIterator[Side]:
-    """Raises `SandboxError` where this backend cannot work here, with the mend."""
+    """Raises `SandboxError` where this backend cannot work here, with the fix."""
     async with contextlib.AsyncExitStack() as stack:
         settings = {"backend": backend}
         if backend == "remote":

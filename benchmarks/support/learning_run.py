@@ -49,8 +49,8 @@ class Common:
 
     def digest(self) -> str:
         """Names the folder: runs of other settings are other runs, and neither replaces the other."""
-        told = {**asdict(self), "timeout_s": None, "recipe": RECIPE.read_text()}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:10]
+        settings = {**asdict(self), "timeout_s": None, "recipe": RECIPE.read_text()}
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
 
 
 @dataclass(frozen=True)

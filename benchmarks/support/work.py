@@ -29,10 +29,10 @@ class Work:
     seed: int = 0
 
     @classmethod
-    def read(cls, told: dict[str, Any]) -> Work:
-        return cls(**{**told, "lengths": tuple(told["lengths"])})
+    def read(cls, values: dict[str, Any]) -> Work:
+        return cls(**{**values, "lengths": tuple(values["lengths"])})
 
-    def told(self) -> dict[str, Any]:
+    def dump(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 

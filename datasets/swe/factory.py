@@ -89,7 +89,7 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
 def problem_statement(package: str, killed: Sequence[str], output: str) -> str:
     """Names and messages of the last few tests that fail: pytest's summary, whose end `output` holds.
 
-    Nothing of the file, the function or the change is told.
+    The file, the function and the change are not named.
     """
     said = {test: message for test, message in _FAILED.findall(output)}
     named = list(killed)[-MAX_NAMED:]
@@ -119,7 +119,7 @@ class FactorySettings:
     """Tasks wanted of this package."""
     seed: int = 0
     per_function: int = 3
-    """At most so many of one function: else the longest one has most of the tasks."""
+    """At most this many of one function: else the longest one has most of the tasks."""
     max_share: float = 0.5
     """A mutant that breaks a larger share of the tests is no riddle."""
     concurrency: int = 2

@@ -74,7 +74,7 @@ class Package:
     name: str
     version: str
     licence: str
-    """As its metadata has it; empty where nobody says."""
+    """As its metadata has it; empty where it says none."""
     files: dict[str, bytes]
     """path → content"""
 
@@ -140,7 +140,7 @@ def _distribution_of(name: str) -> importlib.metadata.Distribution | None:
 
 
 def _licences(about: importlib.metadata.Distribution) -> dict[str, bytes]:
-    """Kept beside the code: whoever passes the tasks on passes these on."""
+    """Kept beside the code, so that copies of the tasks have it too."""
     files = [file for file in about.files or () if _LICENCE.match(file.name) and "dist-info" in str(file)]
     return {file.name: Path(str(file.locate())).read_bytes() for file in files}
 

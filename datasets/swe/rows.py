@@ -129,7 +129,7 @@ def dataset_row(fields: Fields, split: str, index: int) -> Row:
     """`fields` checked as the task that they will be. Raises `SweTaskError` naming the field."""
     task = SweTask.from_row(fields)
     if not task.problem_statement.strip():
-        raise SweTaskError(f"task {task.instance_id}: problem_statement is empty: nobody could tell what to repair")
+        raise SweTaskError(f"task {task.instance_id}: problem_statement is empty: it must say what to repair")
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": INSTRUCTION + task.problem_statement}],

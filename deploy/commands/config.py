@@ -47,7 +47,7 @@ def from_verl(
     except (BadSource, ConfigError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None
-    _tell(made, everything)
+    _print_summary(made, everything)
     if out is None:
         typer.echo(made.yaml(), nl=False)
     else:
@@ -55,7 +55,7 @@ def from_verl(
     raise typer.Exit(1 if strict and made.account.left else 0)
 
 
-def _tell(made: Migrated, everything: bool) -> None:
+def _print_summary(made: Migrated, everything: bool) -> None:
     for key, ours in made.account.taken.items():
         typer.echo(f"{key} → {ours}", err=True)
     if everything:
@@ -66,5 +66,5 @@ def _tell(made: Migrated, everything: bool) -> None:
     for note in made.notes:
         typer.secho(f"note: {note}", fg="yellow", err=True)
     sizes = len(made.account.taken), len(made.account.left), len(made.account.moot)
-    told = "{} settings taken over, {} without counterpart, {} with nothing to set".format(*sizes)
-    typer.echo(told + ("" if everything else " (--all names them)"), err=True)
+    summary = "{} settings taken over, {} without counterpart, {} with nothing to set".format(*sizes)
+    typer.echo(summary + ("" if everything else " (--all names them)"), err=True)

@@ -87,8 +87,8 @@ def _as_json(checks: Iterable[Check]) -> bool:
 
 
 def _plain(check: Check) -> dict[str, object]:
-    told = {"name": check.name, "ok": check.ok, "verdict": check.verdict.lower(), "found": check.found}
-    return {**told, "fix": check.fix if check.verdict in ("FAIL", "warn") else ""}
+    shown = {"name": check.name, "ok": check.ok, "verdict": check.verdict.lower(), "found": check.found}
+    return {**shown, "fix": check.fix if check.verdict in ("FAIL", "warn") else ""}
 
 
 def _as_lines(checks: Iterable[Check]) -> bool:
@@ -99,6 +99,6 @@ def _as_lines(checks: Iterable[Check]) -> bool:
         console.print(f"{check.name}: {check.found}", markup=False, soft_wrap=True)
         if check.verdict in ("FAIL", "warn"):
             console.print(f"      fix: {check.fix}", markup=False, soft_wrap=True)
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-    console.print(told, markup=False)
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    console.print(summary, markup=False)
     return not counts["FAIL"]

@@ -99,7 +99,7 @@ def run(
         _refuse_earlier(folder, resume=resume)
         folder.logs.mkdir(parents=True, exist_ok=True)
         write_secrets(folder.slurm, config)
-        _tell(submit(text, folder.slurm / "run.sbatch"), folder, folder.slurm / "run.sbatch")
+        _print_submitted(submit(text, folder.slurm / "run.sbatch"), folder, folder.slurm / "run.sbatch")
 
     guarded(work)
 
@@ -148,7 +148,7 @@ def join(
             print(text, end="")
             return
         folder.slurm.mkdir(mode=0o700, exist_ok=True)
-        _tell(submit(text, folder.slurm / "join.sbatch"), folder, folder.slurm / "join.sbatch")
+        _print_submitted(submit(text, folder.slurm / "join.sbatch"), folder, folder.slurm / "join.sbatch")
 
     guarded(work)
 
@@ -158,6 +158,6 @@ def _refuse_earlier(folder: RunDir, *, resume: bool) -> None:
         raise ConfigError(f"name: {folder.root} holds an earlier run; --resume continues it, name=… starts another")
 
 
-def _tell(job: str, folder: RunDir, script: Path) -> None:
+def _print_submitted(job: str, folder: RunDir, script: Path) -> None:
     typer.echo(f"job {job}: {script}")
     typer.echo(f"  logs: {folder.logs}/*.log    look: squeue --jobs {job}    end: scancel {job}", err=True)

@@ -142,9 +142,9 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         yield f"waits     {_pairs(state['waits_s'], ' s')}"
         yield f"workers   {_pairs(state['workers'], ' episodes')}"
     if state["roles"]:
-        told = (f"{name} {role['state']}" + (f", {n} restarts" if (n := role["restarts"]) else "")
+        listed = (f"{name} {role['state']}" + (f", {n} restarts" if (n := role["restarts"]) else "")
                 for name, role in state["roles"].items())  # fmt: skip
-        yield f"roles     {'; '.join(told)}"
+        yield f"roles     {'; '.join(listed)}"
     yield f"advice    {state['advice']}"
 
 

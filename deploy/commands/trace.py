@@ -43,8 +43,8 @@ def trace(
     temporary = out.with_name(out.name + ".tmp")
     temporary.write_text(text)
     os.replace(temporary, out)
-    told = ", ".join(f"{process.name} ({len(process.slices)})" for process in processes)
-    typer.echo(f"{out}: {len(text) / 1e6:.1f} MB; {told}", err=True)
+    listed = ", ".join(f"{process.name} ({len(process.slices)})" for process in processes)
+    typer.echo(f"{out}: {len(text) / 1e6:.1f} MB; {listed}", err=True)
 
 
 def steps_of(text: str) -> StepRange:

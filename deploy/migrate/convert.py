@@ -50,9 +50,9 @@ class Migrated:
 
     def yaml(self) -> str:
         """The recipe, with what a person must look at as comments in front."""
-        told = [f"# {one}" for one in self.notes]
+        remarks = [f"# {one}" for one in self.notes]
         lost = [f"# no counterpart: {one.key}={_short(one.value)}  {one.why}" for one in self.account.left]
-        return "\n".join([*told, *lost, yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)])
+        return "\n".join([*remarks, *lost, yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)])
 
     def check(self) -> RunConfig:
         """Raises `ConfigError` where the recipe is none. A tool file that is not on this machine is not asked."""

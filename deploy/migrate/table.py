@@ -27,7 +27,7 @@ class Name(BaseModel):
     theirs: str = Field(description="The setting's name there, or a pattern.")
     kind: Literal["copy", "computed", "always", "none"] = Field(alias="is", description="How it is carried over.")
     ours: str = Field("", description="The setting here; of several keys the first.")
-    default: Any = Field(ABSENT, description="Its value there where nobody gives one.")
+    default: Any = Field(ABSENT, description="Its value there where none is given.")
     values: dict[str, Any] = Field(default_factory=dict, description="Their values → ours; none: the same.")
     fine: list[Any] = Field(default_factory=list, description="Of `none`: values at which nothing is lost.")
     note: str = Field("", description="How it differs, or what to do instead.")
@@ -62,7 +62,7 @@ class Table(BaseModel):
         return key in self.known or any(name.theirs == key for name in self.names)
 
     def default(self, key: str) -> Any:
-        """What the framework takes where nobody gives `key`; None where it has no value then."""
+        """The framework's default for `key`; None where it has none."""
         found = self.find(key)
         return None if found is None or found.default == ABSENT else found.default
 

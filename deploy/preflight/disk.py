@@ -38,11 +38,11 @@ def check_room(config: RunConfig) -> Check | None:
     }
     folder = existing_folder(config)
     needed, free = sum(parts.values()), shutil.disk_usage(folder).free
-    told = ", ".join(name for name, size in parts.items() if size)
+    listed = ", ".join(name for name, size in parts.items() if size)
     return Check(
         "disk room",
         free > needed,
-        f"{human(needed)} needed ({told}), {human(free)} free in {folder}",
+        f"{human(needed)} needed ({listed}), {human(free)} free in {folder}",
         "free some, set runs_dir to a larger disk, or lower trainer.keep_checkpoints or trainer.checkpoint_every",
     )
 

@@ -53,14 +53,14 @@ class ModelShape:
     """Parameters of LoRA's matrices per rank of theirs: Σ (rows + columns) of the layers' matrices."""
 
 
-def shape_of(told: Mapping[str, Any], weights: WeightFiles) -> ModelShape | None:
+def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | None:
     """From ``config.json`` and the headers of the weights; None for a model whose config names its sizes otherwise."""
     try:
-        hidden, heads = int(told["hidden_size"]), int(told["num_attention_heads"])
-        head = int(told.get("head_dim") or hidden // heads)
-        experts = int(told.get("num_experts_per_tok") or 1)
-        mlp = int(told.get("moe_intermediate_size") or told["intermediate_size"]) * experts
-        layers, key_value = int(told["num_hidden_layers"]), int(told.get("num_key_value_heads") or heads) * head
+        hidden, heads = int(declared["hidden_size"]), int(declared["num_attention_heads"])
+        head = int(declared.get("head_dim") or hidden // heads)
+        experts = int(declared.get("num_experts_per_tok") or 1)
+        mlp = int(declared.get("moe_intermediate_size") or declared["intermediate_size"]) * experts
+        layers, key_value = int(declared["num_hidden_layers"]), int(declared.get("num_key_value_heads") or heads) * head
     except (KeyError, TypeError, ValueError):
         return None
     matrices = (shape for name, shape in weights.shapes.items() if len(shape) == 2 and ".layers." in f".{name}")
@@ -180,8 +180,8 @@ def needs_critic(config: RunConfig) -> bool:
 
 def _on_host(parts: dict[str, float]) -> Check:
     total, have, free = sum(parts.values()), memory_bytes(), available_bytes()
-    told = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size >= 1 << 20)
-    found = f"about {human(total)} of {human(have)} ({told})"
+    listed = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size >= 1 << 20)
+    found = f"about {human(total)} of {human(have)} ({listed})"
     fix = FIXES[max(parts, key=parts.__getitem__)]
     if total > have:
         return Check("memory", False, found, fix)

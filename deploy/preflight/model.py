@@ -136,15 +136,15 @@ def _check_weights(folder: Path) -> Check:
         return Check("model", False, f"{folder}: {error}", error.fix)
     if weights is None and not any(folder.glob("*.bin")):
         return Check("model", False, f"{folder} has no weights: no *.safetensors", SAVE)
-    told = f"{weights.parameters / 1e6:.1f} M parameters" if weights else "weights as .bin files"
-    return Check("model", True, f"{folder}: {told}")
+    size = f"{weights.parameters / 1e6:.1f} M parameters" if weights else "weights as .bin files"
+    return Check("model", True, f"{folder}: {size}")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """``config.json``, of a model with several parts that of its text. Raises `BadModelFiles`."""
     try:
-        told = json.loads((folder / "config.json").read_text())
-        found: dict[str, Any] = told.get("text_config", told)
+        declared = json.loads((folder / "config.json").read_text())
+        found: dict[str, Any] = declared.get("text_config", declared)
     except (OSError, ValueError, AttributeError) as error:
         raise BadModelFiles(f"config.json cannot be read: {error}") from error
     return found
@@ -189,11 +189,11 @@ def check_context(config: RunConfig) -> Check | None:
     if not folder.is_dir():
         return None
     try:
-        told = read_config(folder)
+        declared = read_config(folder)
     except BadModelFiles:
         return None  # `check_model` says so
-    most, wanted = told.get("max_position_embeddings"), config.rollout.max_model_len
-    if not isinstance(most, int) or wanted <= most or _is_stretched(told):
+    most, wanted = declared.get("max_position_embeddings"), config.rollout.max_model_len
+    if not isinstance(most, int) or wanted <= most or _is_stretched(declared):
         return Check("context length", True, f"{wanted} of {most} positions")
     found = f"rollout.max_model_len is {wanted}, the model has {most} positions (max_position_embeddings)"
     fix = f"set rollout.max_model_len to {most} or less, or take a model with a longer context"
@@ -202,8 +202,8 @@ def check_context(config: RunConfig) -> Check | None:
     return Check("context length", False, found, fix)
 
 
-def _is_stretched(told: dict[str, Any]) -> bool:
+def _is_stretched(declared: dict[str, Any]) -> bool:
     """YaRN and its like: the engine works the length out."""
-    settings = told.get("rope_scaling") or told.get("rope_parameters") or {}
+    settings = declared.get("rope_scaling") or declared.get("rope_parameters") or {}
     kind = settings.get("rope_type", settings.get("type", "default")) if isinstance(settings, dict) else "default"
     return kind != "default"

@@ -76,7 +76,7 @@ def _bind(host: str, port: int) -> None:
 
 
 def check_advertised(config: RunConfig) -> Iterator[Check]:
-    """What other machines are told of this one, and whether they could make anything of it."""
+    """The address that this machine announces, and whether other machines can reach it."""
     rollout = config.rollout
     if rollout.host in EVERYWHERE and rollout.servers:
         yield _own_name()
@@ -147,8 +147,8 @@ async def examine_redis(url: str, username: str | None, password: str | None, ma
     try:
         infos = await connection.infos()
         version = infos[0].get("redis_version")
-        told = Check("redis", True, f"{redact(url)}: Redis {version}, noeviction, {len(infos)} node(s)")
-        return [told, _append_only(infos), _memory(infos, max_bytes), await _clock(connection)]
+        reached = Check("redis", True, f"{redact(url)}: Redis {version}, noeviction, {len(infos)} node(s)")
+        return [reached, _append_only(infos), _memory(infos, max_bytes), await _clock(connection)]
     except QueueError as error:
         return [Check("redis", False, str(error), _fix(error))]
     finally:
@@ -256,12 +256,12 @@ async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
 async def _ask_all(queue: TransferQueue, http: httpx.AsyncClient, link: RunConnection) -> list[Check]:
     status, servers, newest = await queue.status(), await queue.servers(), await queue.latest_version()
     workers = ", ".join(f"{name} ({held})" for name, held in sorted(status.workers.items())) or "none holds an episode"
-    told = Check("queue", True, f"run {link.run}, version {status.version}; workers: {workers}")
+    reached = Check("queue", True, f"run {link.run}, version {status.version}; workers: {workers}")
     if not servers:
         none = warning("servers", "none is in the registry", "start one: penstock rollout, or rollout.servers=1")
-        return [told, none, *await _weights(http, newest)]
+        return [reached, none, *await _weights(http, newest)]
     answers = await asyncio.gather(*(_server(http, server, link) for server in servers))
-    return [told, *(check for checks in answers for check in checks), *await _weights(http, newest)]
+    return [reached, *(check for checks in answers for check in checks), *await _weights(http, newest)]
 
 
 async def _server(http: httpx.AsyncClient, server: ServerInfo, link: RunConnection) -> list[Check]:
@@ -300,10 +300,10 @@ async def _pulled(http: httpx.AsyncClient, server: ServerInfo) -> Check:
         answer = await http.post(f"{server.url}/weights", json={"action": "pull"}, timeout=PULL_S)
     except httpx.HTTPError as error:
         return Check(name, False, f"{type(error).__name__} {error}".strip(), fix)
-    told = _body(answer)
-    behind = int(told.get("behind_versions") or 0)
-    cause = told.get("cause") or (f"{behind} versions behind" if behind > 1 else "")
-    return Check(name, not cause, str(cause or f"holds version {told.get('version')}"), fix)
+    health = _body(answer)
+    behind = int(health.get("behind_versions") or 0)
+    cause = health.get("cause") or (f"{behind} versions behind" if behind > 1 else "")
+    return Check(name, not cause, str(cause or f"holds version {health.get('version')}"), fix)
 
 
 async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list[Check]:
@@ -328,7 +328,7 @@ async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list
 def _unreached(server: ServerInfo, link: RunConnection) -> str:
     host = urlsplit(server.url).hostname
     if host in LOOPBACK and urlsplit(link.url).hostname not in (*LOOPBACK, None):
-        return "it is told as a loopback address: set rollout.host=0.0.0.0 (or `penstock rollout --host`) where it runs"
+        return "it announced a loopback address: set rollout.host=0.0.0.0 (or `penstock rollout --host`) where it runs"
     return "let this machine resolve its name and reach its port, or start it with --host ADDRESS and a fixed --port"
 
 

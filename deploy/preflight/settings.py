@@ -53,15 +53,15 @@ def check_versions(_config: RunConfig) -> Check:
     """Every package that Penstock's core names, against the range that it is tested with."""
     from packaging.requirements import Requirement
 
-    told = ", ".join([f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in TOLD)])
+    listed = ", ".join([f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in TOLD)])
     try:
         own, needed = metadata.version("penstock"), metadata.requires("penstock") or []
     except metadata.PackageNotFoundError:
-        return skipped("versions", f"{told}; penstock runs from its folder and is not installed: no ranges to compare")
+        return skipped("versions", f"{listed}; penstock runs from a folder, not installed: no ranges to compare")
     core = [one for one in map(Requirement, needed) if one.marker is None or one.marker.evaluate({"extra": ""})]
     wrong = [f"{one.name} {_version(one.name)} (wanted {one.specifier})" for one in core if not _fits(one)]
     fix = "pip install " + " ".join(f"'{one.name}{one.specifier}'" for one in core if not _fits(one))
-    return Check("versions", not wrong, ", ".join(wrong) or f"penstock {own}, {told}", fix)
+    return Check("versions", not wrong, ", ".join(wrong) or f"penstock {own}, {listed}", fix)
 
 
 def _fits(needed: Any) -> bool:
@@ -159,7 +159,7 @@ def check_training_job(config: RunConfig) -> Check | None:
 
     job = TrainJob(
         config.trainer,
-        MemoryTransferQueue(),  # nobody asks it
+        MemoryTransferQueue(),  # never used by these checks
         limits_of(config),
         config.model,
         run_dir=Path(),

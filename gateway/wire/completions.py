@@ -93,9 +93,9 @@ class CompletionStream:
 
     def finish(self, choice: Choice) -> bytes:
         """The rest of a choice, and why it ended."""
-        shown, told = self._shown[choice.index], len(self._tokens[choice.index])
+        shown, sent = self._shown[choice.index], len(self._tokens[choice.index])
         self._done.append(choice)
-        return self._chunk(choice.index, TextDelta(choice.content[shown:], choice.tokens[told:]), choice.finish_reason)
+        return self._chunk(choice.index, TextDelta(choice.content[shown:], choice.tokens[sent:]), choice.finish_reason)
 
     def end(self) -> bytes:
         """Usage where asked for, and the end of the stream."""

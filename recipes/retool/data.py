@@ -96,8 +96,8 @@ def gsm8k_rows(path: Path, split: str) -> Iterator[Row]:
         raise NoDataset(f"{path}: no such file")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            told = json.loads(line)
-            question, solution = told["question"], told["answer"]
+            entry = json.loads(line)
+            question, solution = entry["question"], entry["answer"]
             truth = solution.rpartition("####")[2].strip().replace(",", "")
             float(truth)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -109,10 +109,10 @@ def dapo(options: argparse.Namespace) -> dict[Path, int]:
     """The published file repeats each of its 17,398 problems a hundred times: each is taken once."""
     source = dataset_file(*DAPO, options.input)
     rows: dict[str, Row] = {}
-    for number, told in enumerate(parquet_rows(source), start=1):
-        problem = dapo_problem(str(field(told, "prompt", source, number)[0]["content"]))
+    for number, entry in enumerate(parquet_rows(source), start=1):
+        problem = dapo_problem(str(field(entry, "prompt", source, number)[0]["content"]))
         if problem not in rows:
-            truth = field(told, "reward_model", source, number)["ground_truth"]
+            truth = field(entry, "reward_model", source, number)["ground_truth"]
             rows[problem] = row(problem, str(truth), "math_dapo", "train", len(rows))
     path = options.out / "train.parquet"
     return {path: save(path, list(rows.values()))}
@@ -129,13 +129,13 @@ def aime(options: argparse.Namespace) -> dict[Path, int]:
     source = dataset_file(repository, name, options.input)
     rows = [
         row(
-            str(field(told, problem, source, number)),
-            str(int(field(told, answer, source, number))),  # "025" is 25
+            str(field(entry, problem, source, number)),
+            str(int(field(entry, answer, source, number))),  # "025" is 25
             f"aime{options.year}",
             "test",
             number - 1,
         )
-        for number, told in enumerate(parquet_rows(source), start=1)
+        for number, entry in enumerate(parquet_rows(source), start=1)
     ]
     path = options.out / f"aime{options.year}.parquet"
     return {path: save(path, rows)}
@@ -145,8 +145,8 @@ def demonstrations(options: argparse.Namespace) -> dict[Path, int]:
     """JSON lines with `messages`, calls as tool calls of `python`: what `cold_start.py --demonstrations` reads."""
     source = dataset_file(*DEMONSTRATIONS, options.input)
     lines = []
-    for number, told in enumerate(parquet_rows(source), start=1):
-        messages = conversation(field(told, "messages", source, number))
+    for number, entry in enumerate(parquet_rows(source), start=1):
+        messages = conversation(field(entry, "messages", source, number))
         lines.append(json.dumps({"messages": messages}, ensure_ascii=False))
     path = options.out / "demonstrations.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,10 +36,10 @@ def parrot(scene: EpisodeState) -> str:
 
 def _code(scene: EpisodeState) -> str:
     """The row's expression; GSM8K's annotations step by step; where they do not come to the reference, that itself."""
-    told = scene.task.extra_info
-    if told.get("expression"):
-        return f"print(round({told['expression']},4))"
-    steps = _steps(str(told.get("answer", "")))
+    extra_info = scene.task.extra_info
+    if extra_info.get("expression"):
+        return f"print(round({extra_info['expression']},4))"
+    steps = _steps(str(extra_info.get("answer", "")))
     lines = [f"print(round({text}, 6))" for text, _ in steps]
     if not steps or abs(steps[-1][1] - float(scene.task.ground_truth)) > TOLERANCE:
         lines.append(f"print({str(scene.task.ground_truth)!r})")

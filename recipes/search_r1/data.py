@@ -62,10 +62,10 @@ def held_out(row: Row) -> bool:
     return bool(row["extra_info"]["index"] % 5 == 4)
 
 
-def small_row(told: Mapping[str, Any], index: int) -> Row:
+def small_row(entry: Mapping[str, Any], index: int) -> Row:
     """`articles`: titles of the passages that hold the answer, in the order in which one finds them."""
     split = "eval" if index % 5 == 4 else "train"
-    return row(told["question"], told["answers"], "searchR1_small", split, index, articles=told["articles"])
+    return row(entry["question"], entry["answers"], "searchR1_small", split, index, articles=entry["articles"])
 
 
 def nq_hotpotqa(out: Path, folder: Path | None) -> dict[Path, str]:
@@ -80,10 +80,10 @@ def nq_hotpotqa(out: Path, folder: Path | None) -> dict[Path, str]:
 
 
 def search_r1_rows(source: Path, split: str) -> Iterator[Row]:
-    for number, told in enumerate(parquet_rows(source), start=1):
-        answers = field(told, "reward_model", source, number)["ground_truth"]["target"]
-        name = f"searchR1_{field(told, 'data_source', source, number)}"
-        yield row(str(field(told, "question", source, number)), list(answers), name, split, number - 1)
+    for number, entry in enumerate(parquet_rows(source), start=1):
+        answers = field(entry, "reward_model", source, number)["ground_truth"]["target"]
+        name = f"searchR1_{field(entry, 'data_source', source, number)}"
+        yield row(str(field(entry, "question", source, number)), list(answers), name, split, number - 1)
 
 
 def wiki18(out: Path, archive: Path | None) -> dict[Path, str]:

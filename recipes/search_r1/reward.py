@@ -26,14 +26,14 @@ def compute_score(
     """`score` is the metric that was chosen. Raises `ValueError` for another metric, or a row without a reference."""
     if metric not in ("em", "f1"):
         raise ValueError(f"metric is em or f1, not {metric!r}")
-    told = extra_info or {}
-    turn = str(told.get("final_text", solution_str))
+    info = extra_info or {}
+    turn = str(info.get("final_text", solution_str))
     found = {
-        "em": exact_match(data_source, turn, ground_truth, told),
-        "f1": f1(data_source, turn, ground_truth, told),
+        "em": exact_match(data_source, turn, ground_truth, info),
+        "f1": f1(data_source, turn, ground_truth, info),
     }
     return {
         "score": found[metric],
         **found,
-        "answered": float("</answer>" in turn or told.get("final_answer") is not None),
+        "answered": float("</answer>" in turn or info.get("final_answer") is not None),
     }

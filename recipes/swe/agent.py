@@ -13,7 +13,7 @@ from penstock.tools.parsers import ToolCall
 
 SYSTEM = (
     "You repair software. `shell` runs bash commands in the repository, `editor` views and changes files, `submit` "
-    "hands your changes in. Reproduce the bug first, change as little as mends it, and run the tests again before you "
+    "hands your changes in. Reproduce the bug first, change as little as fixes it, and run the tests again before you "
     "submit."
 )
 REMINDER = "Call one of your tools; `submit` when the repository is repaired."

@@ -60,7 +60,7 @@ class Link:
         return await self._ready
 
     def send(self, op: str, **fields: Any) -> None:
-        """Raises `EngineError` where nobody would read it."""
+        """Raises `EngineError` where it would have no effect."""
         if self._writer is None or not self.is_open:
             raise EngineError(self._cause())
         self._writer.write(json.dumps({"op": op, **fields}, separators=(",", ":")).encode() + b"\n")
@@ -141,7 +141,7 @@ class Link:
         for waiting in futures:
             if not waiting.done():
                 waiting.set_exception(cause)
-                waiting.exception()  # nobody may be waiting: that is no news for the log
+                waiting.exception()  # retrieved, so that asyncio logs nothing
 
 
 class HFEngine:

@@ -250,7 +250,7 @@ def main() -> None:
     except BaseException:
         logger.exception("the hf engine ends")
         status = 1
-    # The decoding thread may be in the middle of a step that nobody waits for.
+    # The decoding thread may be in the middle of a step whose requests were aborted.
     sys.stderr.flush()
     os._exit(status)
 

@@ -54,7 +54,7 @@ class AnswerStream(ABC):
         self._certain = 0
         """Positions below have a version that nothing can change any more."""
         self._emitted = 0
-        self._told = False
+        self._handed_out = False
         """The consumer heard of the first tokens."""
         self._cuts: list[tuple[int, int]] = []  # (first position, version), ascending
         self._error: EngineError | None = None
@@ -136,9 +136,9 @@ class AnswerStream(ABC):
         if not self.ended:
             self._news.clear()
 
-    def _tell(self) -> None:
-        """Wake the consumer: for the first tokens and for the end at once, else once per `COALESCE_S`."""
-        if self.ended or not self._told:
+    def _wake(self) -> None:
+        """Wakes the consumer: for the first tokens and for the end at once, else once per `COALESCE_S`."""
+        if self.ended or not self._handed_out:
             self._news.set()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(COALESCE_S, self._time_is_up)
@@ -151,7 +151,7 @@ class AnswerStream(ABC):
         """Everything certain that was not yet handed on; None where nothing was received."""
         if not self._token_ids and self.finish_reason is None:
             return None
-        start, end, self._emitted, self._told = self._emitted, self._certain, self._certain, True
+        start, end, self._emitted, self._handed_out = self._emitted, self._certain, self._certain, True
         token_ids, self._token_ids = self._token_ids[: end - start], self._token_ids[end - start :]
         logprobs, self._logprobs = self._logprobs[: end - start], self._logprobs[end - start :]
         return Chunk(
@@ -183,7 +183,7 @@ class AnswerStream(ABC):
             for line in lines:
                 if line.startswith(b"data: {"):
                     self._take_apart(json.loads(line[6:]))
-            self._tell()
+            self._wake()
         if not self.ended:
             raise EngineError(f"{self.engine} ended the answer without a finish reason")
 

@@ -39,7 +39,7 @@ PROBE_S = 60.0
 
 
 class Child:
-    """One process at a time, started by `spawn`. Whoever owns this ends it."""
+    """One process at a time, started by `spawn`. The owner ends it."""
 
     def __init__(self, name: str, log_path: Path) -> None:
         self.name = name
@@ -148,16 +148,14 @@ class Product:
     """Flags that the adapter depends on."""
 
     @property
-    def mend(self) -> str:
+    def fix(self) -> str:
         return f"scripts/setup-{self.key} makes the environment; rollout.{self.key}_python may name another one"
 
     def find_python(self, configured: str | None) -> str:
         """`configured`, else .venv-KEY in this folder or one above it, else this interpreter."""
         if configured is not None:
             if not os.access(configured, os.X_OK):
-                raise EngineError(
-                    f"rollout.{self.key}_python: {configured} cannot be run; {self.mend}", retryable=False
-                )
+                raise EngineError(f"rollout.{self.key}_python: {configured} cannot be run; {self.fix}", retryable=False)
             return configured
         here = Path.cwd()
         candidates = [folder / f".venv-{self.key}/bin/python" for folder in (here, *here.parents)]
@@ -176,17 +174,17 @@ class Product:
             raise EngineError(f"{python} did not answer within {PROBE_S:g} s") from error
         if process.returncode:
             reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
-            raise EngineError(f"{python} cannot be asked for {self.title}: {reason}; {self.mend}", retryable=False)
+            raise EngineError(f"{python} cannot be asked for {self.title}: {reason}; {self.fix}", retryable=False)
         found: dict[str, Any] = json.loads(output)
         return found
 
     def check_version(self, python: str, version: str | None) -> str:
         """`version`, if there is one and it is new enough. Raises `EngineError` with the fix."""
         if version is None:
-            raise EngineError(f"{python} has no {self.title}; {self.mend}", retryable=False)
+            raise EngineError(f"{python} has no {self.title}; {self.fix}", retryable=False)
         if _numbers(version) < self.floor:
             floor = ".".join(map(str, self.floor))
-            raise EngineError(f"{self.title} {version} in {python} is older than {floor}; {self.mend}", retryable=False)
+            raise EngineError(f"{self.title} {version} in {python} is older than {floor}; {self.fix}", retryable=False)
         return version
 
     def merge_flags(self, ours: dict[str, Any], users: dict[str, Any]) -> dict[str, Any]:

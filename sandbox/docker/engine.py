@@ -1,4 +1,4 @@
-"""The Docker engine as the boxes see it: what it can do here, its images, and every failure with its mend.
+"""The Docker engine as the boxes see it: what it can do here, its images, and every failure with its fix.
 
 A container's memory cgroup as its host has it, where engine and worker share a machine.
 

@@ -4,7 +4,7 @@
       └───► none: a slot (free, of a warm box of another image, or after a wait with a deadline) ─► started
 
 Tasks: `_refill_for_ever` waits for `_wanted` (a box was taken, a slot was freed) and starts what is missing, one at a
-time, in slots that nobody waits for.
+time, in slots with no caller waiting.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def _server(server: Server) -> Iterator[str]:
 def _operation(method: str, path: str, operation: Schema, shapes: Schema, shown: set[str]) -> Iterator[str]:
     """`shown`: names of shapes whose fields stand above already; those of this operation are added."""
     yield f"### {method} {path}\n"
-    if told := operation.get("description", ""):
-        yield f"{told}\n"
+    if description := operation.get("description", ""):
+        yield f"{description}\n"
     body = _content(operation.get("requestBody", {}))
     rows = [_parameter(one) for one in operation.get("parameters", ())]
     rows += [describe(f"body: {name}", field, needed) for name, field, needed in _fields(body, shapes)]
@@ -78,8 +78,9 @@ def _answers(operation: Schema) -> Iterator[str]:
             yield f"- **{status}** the request is wrong"
             continue
         text = type_text(_content(answer))
-        told = answer.get("description", "")
-        said = [part for part in (f"`{text}`" if text else "", told if told != "Successful Response" else "") if part]
+        description = answer.get("description", "")
+        meaning = "" if description == "Successful Response" else description
+        said = [part for part in (f"`{text}`" if text else "", meaning) if part]
         yield f"- **{status}** {': '.join(said) or 'done'}"
     yield ""
 

@@ -85,14 +85,14 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
     for item, after in zip(node.body, [*node.body[1:], None], strict=True):
         if not isinstance(item, ast.AnnAssign) or ast.unparse(item.target).startswith("_"):
             continue
-        told = after.value if isinstance(after, ast.Expr) else None
-        text = told.value if isinstance(told, ast.Constant) and isinstance(told.value, str) else ""
+        docstring = after.value if isinstance(after, ast.Expr) else None
+        text = docstring.value if isinstance(docstring, ast.Constant) and isinstance(docstring.value, str) else ""
         yield f"| {code(f'{ast.unparse(item.target)}: {ast.unparse(item.annotation)}')} | {cell(text)} |"
 
 
 def _is_public(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    told = ast.get_docstring(method) is not None
-    return not _is_overload(method) and (told if method.name == "__init__" else not method.name.startswith("_"))
+    docstring = ast.get_docstring(method) is not None
+    return not _is_overload(method) and (docstring if method.name == "__init__" else not method.name.startswith("_"))
 
 
 def _function(node: Documented) -> Iterator[str]:

@@ -56,5 +56,5 @@ def _number(value: float) -> str:
 def describe(name: str, field: Schema, needed: bool) -> str:
     """One row: name, type, default, description."""
     default = "*needed*" if needed else (code(json.dumps(field["default"])) if "default" in field else "")
-    told = cell(str(field.get("description", "")))
-    return f"| {code(name)} | {code(type_text(field) or 'any')} | {default} | {told} |"
+    description = cell(str(field.get("description", "")))
+    return f"| {code(name)} | {code(type_text(field) or 'any')} | {default} | {description} |"

@@ -35,7 +35,7 @@ def test_lengths_are_log_normal_and_the_same_every_time() -> None:
 
 def test_work_travels_and_its_advantages_are_grpos() -> None:
     work = Work(lengths=(3, 5, 2, 4), prompt=2, vocab=10, group_size=2)
-    assert Work.read(work.told()) == work
+    assert Work.read(work.dump()) == work
     assert work.tokens == 14 + 4 * 2
     assert [work.reward(episode) for episode in range(4)] == [0.0, 1.0, 1.0, 0.0]
     # Rewards 0 and 1: mean 0.5, deviation (n − 1) √0.5

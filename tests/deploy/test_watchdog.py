@@ -45,7 +45,7 @@ async def test_watchdog_repeats_its_warning_until_progress() -> None:
     for _ in range(2):
         await watchdog.look(0, NOTHING, [SERVER])
     assert [line.partition(";")[2].splitlines()[0] for line in said] == [
-        " stuck is agent workers: 9 groups are queued, admission has room for 24, and nobody leases an episode"
+        " stuck is agent workers: 9 groups are queued, admission has room for 24, and no worker leases an episode"
     ] * 2
     await watchdog.look(0, replace(NOTHING, episodes={"completed": 1}), [SERVER])
     assert len(said) == 2

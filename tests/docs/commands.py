@@ -43,7 +43,7 @@ def check(words: Sequence[str], folder: Path) -> None:
     elif name in CHECKS:
         CHECKS[name](rest, folder)
     elif name not in FOREIGN:
-        raise Wrong(f"{name}: no program that pages use; mend it, add it to FOREIGN in {__file__}, or mark the block")
+        raise Wrong(f"{name}: no program that pages use; fix it, add it to FOREIGN in {__file__}, or mark the block")
 
 
 def check_penstock(words: list[str], folder: Path) -> None:

@@ -22,17 +22,17 @@ Record = Mapping[str, Any]
 
 class MetricSink(Protocol):
     """Called by rank 0's recorder, one call at a time. What it raises stops the run for ``jsonl`` alone: any other sink
-    is told once and left out from then on.
+    is logged once and left out from then on.
     """
 
     def rewind(self, step: int) -> None:
-        """First of all calls, and once: the run begins at `step`. What was told of it and later is trained again."""
+        """First of all calls, and once: the run begins at `step`. Values of this and later steps come again."""
 
     def step(self, version: int, metrics: Mapping[str, Any]) -> None:
         """The numbers of the step that made `version`; mappings and texts among them."""
 
     def evaluation(self, version: int, values: Mapping[str, float]) -> None:
-        """``eval/…`` of `version`; comes late, when further steps have been told."""
+        """``eval/…`` of `version`; may come late, after further steps."""
 
     def trajectories(self, step: int, records: Sequence[Record]) -> None:
         """Some episodes of a step, to read; before the numbers of that step."""
@@ -43,7 +43,7 @@ class MetricSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SinkJob:
-    """What a sink is told when it is made."""
+    """What a sink is made with."""
 
     run_dir: Path
     settings: Mapping[str, Any] = field(default_factory=dict)

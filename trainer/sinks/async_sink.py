@@ -15,7 +15,7 @@ from penstock.trainer.sinks import MakeSink, MetricSink, Record, SinkJob
 
 logger = logging.getLogger(__name__)
 MOST_WAITING = 1024
-"""Calls; what comes while so many wait is dropped, and that is told once."""
+"""Calls that may wait; later ones are dropped, which is logged once."""
 START_S = 15.0
 """How long the start of a run waits for a sink: while its library is imported, nothing else should be."""
 CLOSE_S = 20.0
@@ -51,7 +51,7 @@ class AsyncSink:
         self._put(lambda sink: sink.trajectories(step, records))
 
     def close(self) -> None:
-        """What waits is still told, within `CLOSE_S`."""
+        """Waiting calls are still made, within `CLOSE_S`."""
         self._put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():

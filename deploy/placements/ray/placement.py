@@ -217,8 +217,8 @@ class RayPlacement:
     def place(self, role: Role, run: RunDir) -> RayMember:
         """Reserves at once; the member's `run` waits until there is room."""
         config = self._opened()
-        told = {name: os.environ[name] for name in config.ray.env if name in os.environ}
-        role = dataclasses.replace(role, env={**told, **role.env})
+        inherited = {name: os.environ[name] for name in config.ray.env if name in os.environ}
+        role = dataclasses.replace(role, env={**inherited, **role.env})
         fs_probe = self._fs_probe if role.kind == "trainer" else None
         order = RoleOrder(role, run.logs, Path.cwd(), role.max_restarts, fs_probe)
         member = RayMember(role.spec(run.logs), order, bundle_of(role.kind, config, gpus=self._gpus))

@@ -151,13 +151,13 @@ def join_script(
 
 
 def head_overrides(config: RunConfig) -> list[str]:
-    """What the head is told beside the recipe: its servers and workers are elsewhere, and reach it over the network."""
+    """The head's overrides of the recipe: its servers and workers are elsewhere, and reach it over the network."""
     rollout = config.rollout
-    told = [f"runs_dir={Path(config.runs_dir).resolve()}", "rollout.servers=0", "agent.workers=0"]
-    told += ["rollout.evaluation_server=false"] if rollout.evaluation_server else []
-    told += ["rollout.host=0.0.0.0"] if rollout.host in LOOPBACK else []
-    told += ["rollout.weights_host=0.0.0.0"] if rollout.weights_host in LOOPBACK else []
-    return [*told, *(["rollout.weight_transport=http"] if rollout.weight_transport == "shm" else [])]
+    settings = [f"runs_dir={Path(config.runs_dir).resolve()}", "rollout.servers=0", "agent.workers=0"]
+    settings += ["rollout.evaluation_server=false"] if rollout.evaluation_server else []
+    settings += ["rollout.host=0.0.0.0"] if rollout.host in LOOPBACK else []
+    settings += ["rollout.weights_host=0.0.0.0"] if rollout.weights_host in LOOPBACK else []
+    return [*settings, *(["rollout.weight_transport=http"] if rollout.weight_transport == "shm" else [])]
 
 
 def _outside_queue(config: RunConfig) -> str | None:

@@ -162,7 +162,7 @@ def _let_go() -> None:
 
 
 def flops_of(config: Any, vocab: int) -> Flops | None:
-    """`config`: megatron's `TransformerConfig`. None for latent attention, whose matrices nobody counts here."""
+    """`config`: megatron's `TransformerConfig`. None for latent attention, whose matrices are not counted here."""
     if config.multi_latent_attention:
         return None
     queries = config.num_attention_heads * config.kv_channels

@@ -142,7 +142,7 @@ def hidden_states(model: Any, arguments: dict[str, Any]) -> Tensor:
     try:
         return model(**arguments)
     finally:
-        # Whoever reduces gradients of tied embeddings asks for it.
+        # The reduction of tied embeddings' gradients asks for it.
         gpt.post_process = last
 
 
