@@ -35,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 class WeightPublisher:
     """Writes versions into a folder that it owns. One thread at a time calls it.
 
-    `full_every`: every this many versions one is full (1: all are); with more, a copy of the newest version stays in memory.
+    `full_every`: every this many versions one is full (1: all are); above 1 a copy of the newest stays in memory.
     The files of the newest `keep` versions stay, each with all of its chain. `base_url` is where servers find
     the folder's files (`file_server`). `model`, the folder of version 0, is needed for adapters only.
     """
