@@ -31,7 +31,7 @@ from penstock.rollout_server import Chunk, GenerateRequest, Generation
 from penstock.sandbox import Sandbox, SandboxConfig, make_sandbox
 from penstock.tools import ToolConfig
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue import DataCursor, DeadLetter, Limits, MemoryTransferQueue, Task, Trajectory
+from penstock.transfer_queue import DataCursor, DeadLetter, Limits, MemoryTransferQueue, RunContext, Task, Trajectory
 
 SPLIT = "rehearsal"
 LEASE_TTL_S = 60.0
@@ -148,15 +148,11 @@ async def check_env(
     player = ScriptedClient(chat_of(model, config), {task.task_id: task for task in staged}, policy)
     job = WorkerJob(
         name="rehearsal",
+        run=RunContext(queue, model, sandbox_token or "", recipe_dir=recipe_dir, lease_ttl_s=LEASE_TTL_S),
         config=config,
-        queue=queue,
         client=player,
-        model=model,
         tools=list(tools),
         sandbox=sandbox or SandboxConfig(),
-        sandbox_token=sandbox_token,
-        recipe_dir=recipe_dir,
-        lease_ttl_s=LEASE_TTL_S,
     )
     patience_s = config.episode_deadline_s + config.rewards.timeout_s + SLACK_S
     await _play(job, queue, len(staged), patience_s, on_ended)
@@ -223,7 +219,8 @@ async def _try(  # noqa: PLR0917 - called in one place
     queue = MemoryTransferQueue()
     await queue.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=0, max_attempts=1), "trial: true")
     client = FakeClient(lambda context: [])
-    job = WorkerJob("trial", AgentConfig(loop=loop, **agent), queue, client, model, tools, recipe_dir=recipe_dir)
+    run = RunContext(queue, model, recipe_dir=recipe_dir)
+    job = WorkerJob("trial", run, AgentConfig(loop=loop, **agent), client, tools)
     services = build_services(job, sandbox)
     client.reply = _player(services.chat, says)
     await queue.submit([task], cursor=DataCursor(0, 1))

@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from pathlib import Path
 
 from penstock.agent_loops.base import WorkerServices, find_loop
 from penstock.agent_loops.chat.chat import chat_of
@@ -43,7 +42,7 @@ from penstock.agent_loops.tracing import traced
 from penstock.common import Backoff, cancel_and_wait
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
 from penstock.tools import ToolConfig, close_tools, configs_of, make_tools
-from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, TransferQueue
+from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, RunContext
 
 BACKOFF = Backoff(0.05, 0.2, factor=1.5, jitter=(0.75, 1.25))
 """Pauses while the queue admits nothing."""
@@ -61,24 +60,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerJob:
-    """The arguments of one agent worker. The caller closes the queue and the client."""
+    """The arguments of one agent worker. The caller closes the client."""
 
     name: str
     """Unique in the run; used in leases and logs."""
+    run: RunContext
     config: AgentConfig
-    queue: TransferQueue
     client: GenerateClient
-    model: str
-    """Folder or hub name of the tokenizer."""
     tools: list[ToolConfig] = field(default_factory=list)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    seed: int = 0
-    """Seed of the back-off jitter; sampling is seeded by the servers."""
-    recipe_dir: Path = Path()
-    """Searched first for files named in the recipe."""
-    lease_ttl_s: float = 15.0
-    sandbox_token: str | None = None
-    """Bearer token of a remote sandbox server."""
     max_failures_in_a_row: int = 20
     server_slots: int = 0
     """Requests that a rollout server decodes together; 0: unknown."""
@@ -95,21 +85,22 @@ class WorkerJob:
 
 def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
     """Loads template, tools, loop and reward. Raises `AgentError` naming the mistake in the recipe."""
-    allow_imports_from(job.recipe_dir.resolve())
-    tools = make_tools(job.tools, sandbox, partial(load_object, recipe_dir=job.recipe_dir))
-    chat = chat_of(job.model, job.config)
+    run = job.run
+    allow_imports_from(run.recipe_dir.resolve())
+    tools = make_tools(job.tools, sandbox, partial(load_object, recipe_dir=run.recipe_dir))
+    chat = chat_of(run.model, job.config)
     verified = verify_template(chat, [tool.schema for tool in tools.values()])
     log.info(
         "chat template verified on %d conversations; %s",
         verified.conversations,
         verified.summary(job.config.thinking_history),
     )
-    find = lru_cache(partial(find_loop, recipe_dir=job.recipe_dir))
+    find = lru_cache(partial(find_loop, recipe_dir=run.recipe_dir))
     find(job.config.loop)
     return WorkerServices(
         worker=job.name,
         config=job.config,
-        queue=job.queue,
+        queue=run.queue,
         client=job.client,
         chat=chat,
         tools=tools,
@@ -117,7 +108,7 @@ def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
         find_loop=find,
         sandbox=sandbox,
         on_lost=job.sandbox.on_lost,
-        reward=load_reward(job.config, job.recipe_dir, sandbox),
+        reward=load_reward(job.config, run.recipe_dir, sandbox),
     )
 
 
@@ -146,7 +137,7 @@ def _sandbox_of(job: WorkerJob) -> Sandbox | None:
     if not job.tools and not may_need_sandbox(job.config):
         return None
     try:
-        return traced(make_sandbox(job.sandbox, job.name, job.sandbox_token, job.config.episode_deadline_s))
+        return traced(make_sandbox(job.sandbox, job.name, job.run.token, job.config.episode_deadline_s))
     except SandboxError as error:
         if job.tools:
             raise
@@ -183,7 +174,7 @@ class Worker:
         self._room = asyncio.Event()
         self.episodes = RunningEpisodes(self._services, self.stats, self._room.set)
         self._watch = LoopWatch()
-        self._pauses = BACKOFF.pauses(random.Random(f"{job.seed}/{job.name}"))
+        self._pauses = BACKOFF.pauses(random.Random(f"{job.run.seed}/{job.name}"))
         self._server_seen = time.monotonic()
         job.metrics.follow(lambda: len(self.episodes), lambda: self.concurrency.limit)
 
@@ -215,7 +206,7 @@ class Worker:
         version = await self._job.client.best_version()
         leases: list[Lease] = []
         if version is not None:
-            leases = await self._job.queue.lease_episodes(self._job.name, min(free, CHUNK), version)
+            leases = await self._job.run.queue.lease_episodes(self._job.name, min(free, CHUNK), version)
         for lease in leases:
             self.episodes.start(lease)
         self._server_seen = time.monotonic() if version is not None else self._server_seen
@@ -232,7 +223,7 @@ class Worker:
     # keepers -------------------------------------------------------------------------------------------------------
     async def _renew(self) -> None:
         while True:
-            await asyncio.sleep(self._job.lease_ttl_s / 3)
+            await asyncio.sleep(self._job.run.lease_ttl_s / 3)
             await self.episodes.renew()
 
     async def _adapt(self) -> None:
@@ -261,7 +252,7 @@ class Worker:
     async def _flush(self) -> None:
         for cause, seconds in self.stats.take_waits().items():
             try:
-                await self._job.queue.add_wait("agent", cause, seconds)
+                await self._job.run.queue.add_wait("agent", cause, seconds)
             except QueueError as error:
                 log.warning("waits not recorded: %s", error)
 

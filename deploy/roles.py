@@ -21,6 +21,7 @@ from penstock.deploy.run_dir import RunDir, local_weights_dir, weights_dir
 from penstock.deploy.stacks import answer_with_stacks
 from penstock.deploy.telemetry import MetricsTarget, metrics_served, with_spans
 from penstock.sandbox import SandboxConfig
+from penstock.transfer_queue import RunContext, TransferQueue
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -94,6 +95,19 @@ async def _until_stopped(main: Coroutine[Any, Any, None]) -> None:
         beating.cancel()
 
 
+def context_of(link: RunConnection, queue: TransferQueue, config: RunConfig) -> RunContext:
+    """What a role of the run gets. Files named in the recipe are searched in the working directory."""
+    return RunContext(
+        queue=queue,
+        model=config.model,
+        token=link.token,
+        name=config.name,
+        seed=config.seed,
+        recipe_dir=Path.cwd(),
+        lease_ttl_s=config.transfer_queue.lease_ttl_s,
+    )
+
+
 async def rollout(
     link: RunConnection, name: str, host: str | None, port: int | None, *, evaluates: bool = False, wait_s: float = 0.0
 ) -> None:
@@ -102,32 +116,22 @@ async def rollout(
 
     queue, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' reward functions by dotted path
-    recorded = GatewayJob(
-        config=config.agent,
-        queue=queue,
-        model=config.model,
-        token=link.token,
-        lease_ttl_s=config.transfer_queue.lease_ttl_s,
-        request_timeout_s=config.rollout.request_timeout_s,
-        recipe_dir=Path.cwd(),
-    )
+    run = context_of(link, queue, config)
+    recorded = GatewayJob(run, config.agent, request_timeout_s=config.rollout.request_timeout_s)
     job = ServerJob(
         name=name,
+        run=run,
         config=config.rollout,
-        queue=queue,
-        model=config.model,
-        token=link.token,
         log_dir=RunDir.of(config).logs,
         host=host or config.rollout.host,
         port=config.rollout.port if port is None else port,
-        seed=config.seed,
         fetch_dir=local_weights_dir(config) / f"fetched-by-{name}",
         evaluates=evaluates,
         metrics_token=metrics_token(link.token),
         mount=mount(recorded),
     )
     with _fatal(EngineError, OSError):  # the sidecar has restarted its engine as often as it may
-        await _closing(queue, with_spans("rollout", config.name, name, serve(job)))
+        await _closing(queue, with_spans("rollout", run.name, name, serve(job)))
 
 
 async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
@@ -140,22 +144,18 @@ async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
     sys.path.insert(0, os.getcwd())  # users' loops and tools by dotted path
     hedge_after_s = config.rollout.hedge_after_s
     client = RolloutClient(queue, link.token, config.rollout.request_timeout_s, hedge_after_s=hedge_after_s)
+    run = context_of(link, queue, config)
     job = WorkerJob(
         name=name,
+        run=run,
         config=config.agent,
-        queue=queue,
         client=client,
-        model=config.model,
         tools=config.tools,
         sandbox=config.sandbox,
-        seed=config.seed,
-        recipe_dir=Path.cwd(),
-        lease_ttl_s=config.transfer_queue.lease_ttl_s,
-        sandbox_token=link.token,
         server_slots=config.rollout.max_concurrent,
     )
-    spans = with_spans("agent", config.name, name, run_worker(job))
-    work = _watched(config, link, MetricsTarget("", config.name, "agent", name), job.metrics.registry, spans)
+    spans = with_spans("agent", run.name, name, run_worker(job))
+    work = _watched(config, link, MetricsTarget("", run.name, "agent", name), job.metrics.registry, spans)
     with _fatal(AgentError, SandboxError, ToolConfigError):
         await _closing(client, _closing(queue, work))
 
@@ -177,14 +177,12 @@ async def train_rank(link: RunConnection) -> None:
 
     # Also where nothing is spilled (any more): an earlier life of the run may have spilled what is to be replayed.
     queue, config = await link.join(with_batch_log=True)
-    run, metrics = RunDir.of(config), TrainerMetrics()
+    run, run_dir, metrics = context_of(link, queue, config), RunDir.of(config), TrainerMetrics()
     job = TrainJob(
+        run=run,
         config=config.trainer,
-        queue=queue,
         limits=limits_of(config),
-        model=config.model,
-        run_dir=run.root,
-        seed=config.seed,
+        run_dir=run_dir.root,
         train_data=config.data.train,
         eval_data=config.data.eval,
         eval_limit=config.data.eval_limit,
@@ -194,7 +192,6 @@ async def train_rank(link: RunConnection) -> None:
         weights_full_every=config.rollout.weights_full_every,
         weights_host=config.rollout.weights_host,
         weights_port=config.rollout.weights_port,
-        token=link.token,
         temperature=config.agent.temperature,
         publish_dtype=config.rollout.dtype,
         spill=config.transfer_queue.spill,
@@ -204,10 +201,10 @@ async def train_rank(link: RunConnection) -> None:
     )
     work = train(job)
     if os.environ.get("RANK", "0") == "0":
-        work = _watched(config, link, MetricsTarget("", config.name, "trainer", "trainer"), metrics.registry, work)
+        work = _watched(config, link, MetricsTarget("", run.name, "trainer", "trainer"), metrics.registry, work)
     final = (BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered)
     with _fatal(*final):
-        async with sole_trainer(run):
+        async with sole_trainer(run_dir):
             await _closing(queue, work)
 
 

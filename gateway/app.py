@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from fastapi import APIRouter
 
@@ -17,23 +16,17 @@ from penstock.gateway.errors import NotRecordable
 from penstock.gateway.routes import make_router
 from penstock.gateway.sessions import SessionManager, opens
 from penstock.rollout_server import RolloutClient, Sidecar
-from penstock.transfer_queue import TransferQueue
+from penstock.transfer_queue import RunContext
 
 
 @dataclass(frozen=True)
 class GatewayJob:
-    """Settings of the recording. The caller closes the queue."""
+    """Settings of the recording."""
 
+    run: RunContext
+    """`model` is also the model's name for clients."""
     config: AgentConfig
-    queue: TransferQueue
-    model: str
-    """Folder or hub name of the tokenizer, and the model's name for clients."""
-    token: str
-    """The run's token."""
-    lease_ttl_s: float
     request_timeout_s: float
-    recipe_dir: Path = Path()
-    """Files named in the recipe are searched here first."""
 
 
 class Gateway:
@@ -41,11 +34,11 @@ class Gateway:
 
     def __init__(self, job: GatewayJob, sidecar: Sidecar, url: str) -> None:
         self._job, self._sidecar = job, sidecar
-        self._client = RolloutClient(job.queue, job.token, job.request_timeout_s, home=url)
+        self._client = RolloutClient(job.run.queue, job.run.token, job.request_timeout_s, home=url)
         self._manager: SessionManager | None = None
         self._reward: RewardFunction | None = None
         self._loading = asyncio.Lock()
-        self._router = make_router(self.manager, url, job.token, lambda: sidecar.version)
+        self._router = make_router(self.manager, url, job.run.token, lambda: sidecar.version)
 
     @property
     def router(self) -> APIRouter:
@@ -53,13 +46,13 @@ class Gateway:
 
     def allows(self, path: str, token: str) -> bool:
         """An episode's key opens its own paths."""
-        return opens(self._job.token, path, token)
+        return opens(self._job.run.token, path, token)
 
     async def manager(self) -> SessionManager:
         """The session manager, made on first use. Raises `NotRecordable` where tokenizer or reward cannot be used."""
         async with self._loading:
             if self._manager is None:
-                self._manager = SessionManager(await self._context(), self._job.lease_ttl_s)
+                self._manager = SessionManager(await self._context(), self._job.run.lease_ttl_s)
                 self._manager.start()
         return self._manager
 
@@ -79,22 +72,22 @@ class Gateway:
         return GatewayContext(
             worker=sidecar.name,
             config=self._job.config,
-            queue=self._job.queue,
+            queue=self._job.run.queue,
             client=self._client,
             chat=chat,
             detokenizer=detokenizer(chat, self._job.config.parser),
-            model=self._job.model,
+            model=self._job.run.model,
             context_limit=lambda: sidecar.info.max_model_len if sidecar.info else None,
             draining=lambda: sidecar.draining,
             reward=self._reward,
         )
 
     def _load(self) -> tuple[ChatTokens, RewardFunction | None]:
-        job = self._job
-        allow_imports_from(job.recipe_dir.resolve())
-        chat = chat_of(job.model, job.config)
+        run, config = self._job.run, self._job.config
+        allow_imports_from(run.recipe_dir.resolve())
+        chat = chat_of(run.model, config)
         verify_template(chat)
-        return chat, load_reward(job.config, job.recipe_dir)
+        return chat, load_reward(config, run.recipe_dir)
 
 
 def mount(job: GatewayJob) -> partial[Gateway]:

@@ -21,9 +21,9 @@ from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import find_model
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
 from penstock.rollout_server.protocol import EngineError
-from penstock.rollout_server.registration import ServerQueue
 from penstock.rollout_server.routes import Mounted, make_app
 from penstock.rollout_server.sidecar import Sidecar
+from penstock.transfer_queue import RunContext
 from penstock.weight_sync import Fetcher, MergingFetcher, WeightsRefused
 
 logger = logging.getLogger(__name__)
@@ -40,18 +40,14 @@ class ServerJob:
 
     name: str
     """Its id in the registry; a restarted server has the same one."""
+    run: RunContext
+    """Every route requires its token."""
     config: RolloutConfig
-    queue: ServerQueue
-    model: str
-    """Model folder or hub name: the weights of version 0."""
-    token: str
-    """The run's token, which every route requires."""
     log_dir: Path
     """The engine's log is in `NAME-engine` there, kept over restarts and bounded."""
     host: str = "127.0.0.1"
     port: int = 0
     """0 takes a free one."""
-    seed: int = 0
     fetch_dir: Path | None = None
     """Folder of this server alone, for weights fetched over HTTP and merged adapters; None: in `log_dir`."""
     evaluates: bool = False
@@ -71,18 +67,19 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
         EngineError: the engine could not be kept alive.
         OSError: the port is taken, or the address is not this machine's.
     """
+    run = job.run
     with _listen(job) as listener:
         url = url_of(listener, job.host)
         fetcher = _fetcher(job)
         sidecar = Sidecar(
-            job.name, url, partial(new_engine, job.config, job.model, _log_dir(job), job.seed), job.queue,
+            job.name, url, partial(new_engine, job.config, run.model, _log_dir(job), run.seed), run.queue,
             slots=job.config.max_concurrent, fetch=fetcher,
             truncated_sampling=job.config.truncated_sampling, stall_s=job.config.request_timeout_s,
             evaluates=job.evaluates,
         )  # fmt: skip
         mounted = job.mount(sidecar, url) if job.mount else None
         drain = asyncio.Event()
-        app = make_app(sidecar, job.model, job.token, drain.set, mounted, metrics_token=job.metrics_token)
+        app = make_app(sidecar, run.model, run.token, drain.set, mounted, metrics_token=job.metrics_token)
         http = HttpServer(app, listener, lifespan="off", stop_s=HTTP_STOP_S, deadline_s=HTTP_STOP_S)
         try:
             await http.start()
@@ -127,9 +124,9 @@ def _listen(job: ServerJob) -> socket.socket:
 def _fetcher(job: ServerJob) -> MergingFetcher:
     folder, config = job.fetch_dir or job.log_dir / f"weights-of-{job.name}", job.config
     return MergingFetcher(
-        Fetcher(folder, job.token, job.host),
+        Fetcher(folder, job.run.token, job.host),
         folder / "merged",
-        partial(_model_folder, job.model),
+        partial(_model_folder, job.run.model),
         config.dtype,
         config.threads,
     )

@@ -9,19 +9,17 @@ from typing import Any, Literal
 
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.sinks import MetricSink
-from penstock.transfer_queue import Limits, TransferQueue
+from penstock.transfer_queue import Limits, RunContext
 
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
     """One run of the trainer. Every rank is given the same job."""
 
+    run: RunContext
+    """Its queue holds a run created with `limits`."""
     config: TrainerConfig
-    queue: TransferQueue
-    """Connected, and its run created with `limits`."""
     limits: Limits
-    model: str
-    """Model folder or hub name; its weights are policy version 0."""
     run_dir: Path
     """Checkpoints, metrics, trajectories and the final model go here."""
     weights_dir: Path
@@ -32,14 +30,11 @@ class TrainJob:
     eval_limit: int = 0
     """Evaluate on the first rows only; 0 takes all."""
     shuffle: bool = True
-    seed: int = 0
     transport: Literal["shm", "disk", "http", "collective"] = "shm"
     weights_host: str = "127.0.0.1"
     """Under ``http`` and ``collective``: the address on which rank 0 serves the published files."""
     weights_port: int = 0
     """0 takes a free one."""
-    token: str = field(default="", repr=False)
-    """The run's token, asked of everyone who fetches weights over the network."""
     weights_full_every: int = 1
     """Every this many versions one is full; the others are deltas to the one before."""
     publish_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -49,7 +44,7 @@ class TrainJob:
     eval_timeout_s: float = 600.0
     """How long the end of the run waits for the last evaluation."""
     spill: bool = False
-    """Trained trajectories wait for their commit in the queue's batch log; `queue` then has one."""
+    """Trained trajectories wait for their commit in the queue's batch log, which `run.queue` then has."""
     stop_timeout_s: float = 60.0
     """After a cancellation: time for the step under way, the last checkpoint and its commit."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)

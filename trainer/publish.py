@@ -36,7 +36,7 @@ class Publisher:
     def __init__(
         self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread, timeline: Timeline | None = None
     ) -> None:
-        self._queue = job.queue
+        self._queue = job.run.queue
         self._timeline = timeline or Timeline()
         self._dtype = getattr(torch, job.publish_dtype)
         self._engine = engine
@@ -200,9 +200,9 @@ def _weight_files(job: TrainJob) -> WeightFiles:
     return WeightFiles(
         job.weights_dir,
         job.transport,
-        token=job.token,
+        token=job.run.token,
         host=job.weights_host,
         port=job.weights_port,
         full_every=job.weights_full_every,
-        model=find_model(job.model) if job.config.lora.rank else None,
+        model=find_model(job.run.model) if job.config.lora.rank else None,
     )

@@ -37,7 +37,7 @@ class Saver:
     def __init__(
         self, job: TrainJob, engine: Engine, ranks: Ranks, in_torch: TorchThread, timeline: Timeline | None = None
     ) -> None:
-        self._queue = job.queue
+        self._queue = job.run.queue
         self._timeline = timeline or Timeline()
         self._engine = engine
         self._ranks = ranks
@@ -174,7 +174,7 @@ class Spiller:
 
     def __init__(self, job: TrainJob, publisher: Publisher, first: bool, *, is_replica_leader: bool = True) -> None:
         """`is_replica_leader`: of the ranks that hold the same rows, one spills them."""
-        self._queue = job.queue
+        self._queue = job.run.queue
         self._enabled = job.spill and is_replica_leader
         self._publisher = publisher
         self._first = first

@@ -43,7 +43,7 @@ class BatchSource:
         remind: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`remind` is awaited now and then while a batch is waited for: the queue may have forgotten the weights."""
-        self._job = job
+        self._job, self._queue = job, job.run.queue
         self._feeder = feeder
         self._model = model
         self._rank = rank
@@ -74,7 +74,7 @@ class BatchSource:
         if stop.is_set():
             return None
         if self._feeder is not None:
-            await self._job.queue.add_wait("trainer", "batch", self.last_wait_s)
+            await self._queue.add_wait("trainer", "batch", self.last_wait_s)
         return self._task.result()
 
     async def close(self) -> None:
@@ -87,7 +87,7 @@ class BatchSource:
         costs = await self._costs(batch) if self._world > 1 else None
         share = share_of(batch, self._rank, self._world, self._job.config.minibatches, costs)
         ids = [episode for group in share for episode in batch.groups[group]]
-        trajectories = await self._job.queue.read(ids)
+        trajectories = await self._queue.read(ids)
         bound = self._job.limits.max_staleness
         made = await asyncio.to_thread(make_step_batch, batch, share, trajectories, bound, self._model)
         return without_greedy(made) if "greedy" in needs_of_advantage(self._job.config) else made
@@ -96,7 +96,7 @@ class BatchSource:
         """By group; every rank asks the queue for the same, and decides alike. Response lengths only: those of prompts
         differ little, and to know them their ids would have to be moved."""
         ids = [episode for group in batch.groups for episode in group]
-        found = await self._job.queue.get(ids, ["version_spans"])
+        found = await self._queue.get(ids, ["version_spans"])
         costs = {one.episode_id: sum(self._cost(segment["version_spans"]) for segment in one.segments) for one in found}
         return [sum(costs[episode] for episode in group) for group in batch.groups]
 
@@ -109,7 +109,7 @@ class BatchSource:
         while True:
             if self._feeder is not None:
                 await self._feeder.fill()
-            answer = await self._job.queue.lease_batch(step)
+            answer = await self._queue.lease_batch(step)
             if isinstance(answer, Batch):
                 return answer
             await self._check_deadline(step, answer.cause)
@@ -122,7 +122,7 @@ class BatchSource:
         waited_s = 0.0 if self._waiting_since is None else time.monotonic() - self._waiting_since
         if waited_s <= self._job.config.batch_timeout_s:
             return
-        status = await self._job.queue.status()
+        status = await self._queue.status()
         raise BatchTimeout(
             f"no batch for step {step} within {waited_s:.0f} s (trainer.batch_timeout_s): {cause}. "
             f"TransferQueue: version {status.version}, groups {dict(status.groups)}, episodes {dict(status.episodes)}, "

@@ -98,7 +98,7 @@ class Trainer:
             if recorder is not None:
                 stack.push_async_callback(asyncio.to_thread, recorder.close)
             folder = job.run_dir / "bad_batches"
-            bad_batches = BadBatches(folder, job.config.bad_batch_dumps, job.model, engine, ranks)
+            bad_batches = BadBatches(folder, job.config.bad_batch_dumps, job.run.model, engine, ranks)
             learner = Learner(job.config, engine, ranks.data, bad_batches)
             leaving = (publisher, saver, spiller)
             parts = cls(
@@ -185,7 +185,7 @@ class Trainer:
         if self.step < self.job.config.steps and not self.over:
             return
         folder = self.job.run_dir / "final_model"
-        await self.in_torch(save_final_model, self.engine, self.ranks, self.job.model, folder)
+        await self.in_torch(save_final_model, self.engine, self.ranks, self.job.run.model, folder)
         if self.engine.adapter_settings is not None:
             await self.in_torch(self.engine.save_adapter, self.job.run_dir / "final_adapter")
         if self.evaluator is not None:
@@ -196,13 +196,13 @@ class Trainer:
     async def _resume(self) -> None:
         self.step = await self.saver.restore()
         if self.ranks.is_rank0:
-            again = await self.job.queue.rewind(self.step)
+            again = await self.job.run.queue.rewind(self.step)
             logger.info("step %d of %d, %d recorded batches to replay", self.step, self.job.config.steps, again)
         # No rank leases before the queue is rewound.
         await self.in_torch(self.ranks.any, False)
         await self.publisher.start(self.step)
         if self.feeder is not None and self.recorder is not None:
-            await self.job.queue.commit(self.step)
+            await self.job.run.queue.commit(self.step)
             await asyncio.to_thread(self.recorder.rewind, self.step)
             await self.feeder.start()
         self.step_began = time.monotonic()
@@ -226,12 +226,12 @@ def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorde
     except QueueError as error:
         raise BadJob(f"{error} (dataset {job.train_data})") from error
     eval_rows = load_rows(job.eval_data, job.eval_limit) if job.eval_data else []
-    stream = DataStream(len(rows), job.seed, job.shuffle)
+    stream = DataStream(len(rows), job.run.seed, job.shuffle)
     sampling = {"greedy_member": GREEDY_MEMBER} if "greedy" in needs_of_advantage(job.config) else None
-    feeder = Feeder(job.queue, job.limits, rows, stream, job.config.steps, sampling=sampling)
+    feeder = Feeder(job.run.queue, job.limits, rows, stream, job.config.steps, sampling=sampling)
     stopping, sinks = Stopping(job.config.stop), [*job.watchers, *_sinks(job)]
-    recorder = Recorder(job.run_dir, job.model, job.config.save_trajectories, stopping, sinks)
-    return feeder, recorder, Evaluator(job.queue, eval_rows, recorder, timeline)
+    recorder = Recorder(job.run_dir, job.run.model, job.config.save_trajectories, stopping, sinks)
+    return feeder, recorder, Evaluator(job.run.queue, eval_rows, recorder, timeline)
 
 
 def _sinks(job: TrainJob) -> list[MetricSink]:

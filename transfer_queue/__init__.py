@@ -7,6 +7,7 @@ codec/                trajectories, journal entries and tasks as bytes
 memory, memory_state  the queue in memory: unit tests, and the model of the Redis queue
 redis/, lua/          the queue in Redis or a Redis Cluster, its servers and access rights
 batch_log             payloads of trained, uncommitted steps on disk
+context               `RunContext`: what every role of a run gets
 metrics               `Status` for Prometheus; memory accounting; length deciles
 """
 

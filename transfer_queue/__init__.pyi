@@ -12,6 +12,7 @@ from .codec import decode_trajectory as decode_trajectory
 from .codec import encode_trajectory as encode_trajectory
 from .codec import get_fields as get_fields
 from .config import TransferQueueConfig as TransferQueueConfig
+from .context import RunContext as RunContext
 from .memory import MemoryTransferQueue as MemoryTransferQueue
 from .metrics import QueueGauges as QueueGauges
 from .metrics import exposition as exposition

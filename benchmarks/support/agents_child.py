@@ -38,7 +38,7 @@ from penstock.agent_loops import (
 )
 from penstock.agent_loops.rewards import RewardFunction
 from penstock.tools import ToolConfig
-from penstock.transfer_queue import Limits, RedisTransferQueue, Task, TransferQueueConfig
+from penstock.transfer_queue import Limits, RedisTransferQueue, RunContext, Task, TransferQueueConfig
 
 GROUP_SIZE = 8
 WARM_AT_ONCE, WARM_TURN_S, WARM_GROUPS = 32, 0.02, 15
@@ -86,7 +86,7 @@ class World:
 
     def worker(self, episodes: int) -> Worker:
         config = self.parts.config.model_copy(update={"concurrency": episodes})
-        job = WorkerJob("bench", config, self.queue, self.engine, model="", lease_ttl_s=self.lease_ttl_s)
+        job = WorkerJob("bench", RunContext(self.queue, model="", lease_ttl_s=self.lease_ttl_s), config, self.engine)
         return Worker(job, replace(self.parts, config=config))
 
 
@@ -214,7 +214,7 @@ def build_world(queue: RedisTransferQueue, model: str, lease_ttl_s: float) -> Wo
     """A real worker's parts, but for the engine and the tool."""
     config = AgentConfig(max_turns=64, max_new_tokens=256, max_response_tokens=16384, episode_deadline_s=3600)
     model_clock, tool_clock = Clock(seed=1), Clock(seed=2)
-    job = WorkerJob("bench", config, queue, FakeClient(lambda _: ()), model)
+    job = WorkerJob("bench", RunContext(queue, model), config, FakeClient(lambda _: ()))
     parts = build_services(job, None)
     engine, tool = SlowEngine(model_clock, parts.chat, seed=3), SlowTool(tool_clock)
     parts = replace(

@@ -155,19 +155,17 @@ def check_training_job(config: RunConfig) -> Check | None:
     if not all(check is None or check.ok for check in above):
         return None
     from penstock.trainer import TrainJob, check_job
-    from penstock.transfer_queue import MemoryTransferQueue
+    from penstock.transfer_queue import MemoryTransferQueue, RunContext
 
     job = TrainJob(
-        config.trainer,
-        MemoryTransferQueue(),  # never used by these checks
-        limits_of(config),
-        config.model,
+        run=RunContext(MemoryTransferQueue(), config.model, "made when it starts"),  # the checks use neither
+        config=config.trainer,
+        limits=limits_of(config),
         run_dir=Path(),
         weights_dir=Path(),
         train_data=config.data.train,
         eval_data=config.data.eval,
         transport=config.rollout.weight_transport,
-        token="made when it starts",  # noqa: S106 - in its place
         temperature=config.agent.temperature,
     )
     try:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.agent_loops import HOLD_S, AgentConfig, Bounds, Concurrency, WatchedClient, WorkerJob
 from penstock.rollout_server import RolloutClient
-from penstock.transfer_queue import ServerInfo
+from penstock.transfer_queue import RunContext, ServerInfo
 
 BOUNDS = Bounds(most=64, server_requests=10, server_tokens=1000)
 
@@ -62,7 +62,7 @@ def test_it_recovers_fully_once_the_pressure_is_gone():
 
 
 def test_bounds_default_to_twice_the_server_slots():
-    job = WorkerJob("w", AgentConfig(), None, None, "", server_slots=64)
+    job = WorkerJob("w", RunContext(None, ""), AgentConfig(), None, server_slots=64)
     assert job.bounds.server_requests == 128
     assert dataclasses.replace(job, config=AgentConfig(server_requests=0)).bounds.server_requests == 0
 

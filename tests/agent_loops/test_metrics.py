@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 
 from penstock.agent_loops import AgentConfig, FakeClient, Worker, WorkerJob
+from penstock.transfer_queue import RunContext
 
 
 async def test_episodes_calls_and_waits_are_counted(parts_of, queue_of, tasks_of, calling_policy, calculator):
@@ -13,7 +14,7 @@ async def test_episodes_calls_and_waits_are_counted(parts_of, queue_of, tasks_of
     config = AgentConfig(concurrency=3, max_response_tokens=1000)
     client = FakeClient(calling_policy(), latency_s=0.01)
     parts = parts_of(queue, client, calculator, config=config)
-    job = WorkerJob(name="w", config=config, queue=queue, client=client, model="")
+    job = WorkerJob("w", RunContext(queue, model=""), config, client)
     task = asyncio.create_task(Worker(job, parts).run())
     value = job.metrics.registry.get_sample_value
     async with asyncio.timeout(60):

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.agent_loops import AgentConfig, FakeClient, LoadError, TemplateError, WorkerJob, run_worker
 from penstock.tools import ToolConfig
+from penstock.transfer_queue import RunContext
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -21,17 +22,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture
 def job_of(tmp_path, tokenizer_for, queue_of):
-    def make(client, tasks, template="qwen2_5", **fields):
+    def make(client, tasks, template="qwen2_5", model=None, **fields):
         tokenizer_for(template).save_pretrained(tmp_path / "model")
         (tmp_path / "judge.py").write_text(REWARD)
         plain = {
             "name": "test-worker",
+            "run": RunContext(queue_of(tasks), model or str(tmp_path / "model"), recipe_dir=tmp_path),
             "config": AgentConfig(max_response_tokens=1000, reward="judge.py:compute_score", concurrency=4),
-            "queue": queue_of(tasks),
             "client": client,
-            "model": str(tmp_path / "model"),
             "tools": [ToolConfig(name="python")],
-            "recipe_dir": tmp_path,
         }
         return WorkerJob(**{**plain, **fields})
 
@@ -55,13 +54,13 @@ async def test_python_in_a_box_answers_and_remembers(job_of, tasks_of, chat_for)
     job = job_of(FakeClient(policy), tasks_of(4))
     worker = asyncio.create_task(run_worker(job))
     async with asyncio.timeout(60):
-        while len(job.queue.done) < 4 and not worker.done():
+        while len(job.run.queue.done) < 4 and not worker.done():
             await asyncio.sleep(0.02)
     worker.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await worker
-    assert job.queue.failed == []
-    for trajectory in job.queue.done.values():
+    assert job.run.queue.failed == []
+    for trajectory in job.run.queue.done.values():
         assert trajectory.reward == 1.0
         assert trajectory.extra["tool_results"][1] == "46"
         assert trajectory.metrics["reward/tool_calls"] == 2.0

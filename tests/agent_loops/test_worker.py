@@ -13,15 +13,15 @@ from penstock.agent_loops import AgentConfig, AgentLoopBase, FakeClient, Worker,
 from penstock.agent_loops import concurrency as concurrency_module
 from penstock.agent_loops import worker as worker_module
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue import ServerInfo
+from penstock.transfer_queue import RunContext, ServerInfo
 
 
 @pytest.fixture
 def worker_of(parts_of):
-    def make(queue, client, tool=None, **fields):
-        job_fields = {key: fields.pop(key) for key in ("lease_ttl_s", "max_failures_in_a_row") if key in fields}
+    def make(queue, client, tool=None, *, lease_ttl_s=15.0, max_failures_in_a_row=20, **fields):
         parts = parts_of(queue, client, tool, **fields)
-        job = WorkerJob(name="w", config=parts.config, queue=queue, client=client, model="", **job_fields)
+        run = RunContext(queue, model="", lease_ttl_s=lease_ttl_s)
+        job = WorkerJob("w", run, parts.config, client, max_failures_in_a_row=max_failures_in_a_row)
         return Worker(job, parts)
 
     return make

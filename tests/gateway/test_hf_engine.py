@@ -15,7 +15,7 @@ from tests.gateway.conftest import TOOLS, USER, whole
 from penstock.agent_loops import AgentConfig
 from penstock.gateway import GatewayJob, mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
-from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task
+from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, RunContext, Task
 
 pytestmark = [pytest.mark.torch]
 TOKEN = "a-token-of-this-run"
@@ -46,9 +46,10 @@ async def queue(model: str, tmp_path: Path) -> AsyncIterator[MemoryTransferQueue
     await held.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=8, lease_ttl_s=30.0), "config: 1")
     await held.submit([Task("train/0", "train", [USER], "sums", "46")], cursor=DataCursor(0, 1))
     config = AgentConfig(max_turns=50, max_response_tokens=1500, max_new_tokens=40)
-    recorded = GatewayJob(config, held, model, TOKEN, lease_ttl_s=30.0, request_timeout_s=60.0)
+    run = RunContext(held, model, TOKEN, lease_ttl_s=30.0)
+    recorded = GatewayJob(run, config, request_timeout_s=60.0)
     rollout = RolloutConfig(max_model_len=1800, kv_cache_tokens=8192, max_concurrent=8)
-    job = ServerJob("s0", rollout, held, model, TOKEN, tmp_path, mount=mount(recorded), drain_s=2.0)
+    job = ServerJob("s0", run, rollout, tmp_path, mount=mount(recorded), drain_s=2.0)
     serving = asyncio.create_task(serve(job))
     async with asyncio.timeout(120):
         while not await held.servers():

@@ -19,7 +19,7 @@ from tests.gateway.talking_engine import TalkingEngine, tool_result
 from penstock.agent_loops import AgentConfig
 from penstock.gateway import GatewayJob, mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
-from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task, Trajectory
+from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, RunContext, Task, Trajectory
 
 TOKEN = "a-token-of-this-run"
 RUN = {"Authorization": f"Bearer {TOKEN}"}
@@ -74,16 +74,15 @@ async def server(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIt
     rows = [Task(f"train/{i}", "train", [USER], "sums", "46", extra_info={"level": 3}) for i in range(2)]
     await queue.submit(rows, cursor=DataCursor(0, 2))
     config = AgentConfig(max_turns=50, max_response_tokens=20_000, max_new_tokens=400)
-    recorded = GatewayJob(config, queue, str(tmp_path / "model"), TOKEN, lease_ttl_s=30.0, request_timeout_s=20.0)
+    run = RunContext(queue, str(tmp_path / "model"), TOKEN, lease_ttl_s=30.0)
+    recorded = GatewayJob(run, config, request_timeout_s=20.0)
     engines: list[TalkingEngine] = []
 
     def new_engine(*given: Any) -> TalkingEngine:
         engines.append(TalkingEngine(*given, token_s=0.001))
         return engines[-1]
 
-    job = ServerJob(
-        "s0", RolloutConfig(), queue, str(tmp_path / "model"), TOKEN, tmp_path, mount=mount(recorded), drain_s=2.0
-    )
+    job = ServerJob("s0", run, RolloutConfig(), tmp_path, mount=mount(recorded), drain_s=2.0)
     running = Server(queue, asyncio.create_task(serve(job, new_engine)), engines)
     async with asyncio.timeout(60):
         while not (registered := await queue.servers()):

@@ -19,7 +19,7 @@ from tests.gateway.talking_engine import TalkingEngine
 from penstock.agent_loops import AgentConfig
 from penstock.gateway import Gateway, GatewayJob
 from penstock.rollout_server import RolloutConfig, Sidecar, make_app
-from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, Task
+from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, RunContext, Task
 
 schemathesis = pytest.importorskip("schemathesis")
 from schemathesis.specs.openapi.checks import positive_data_acceptance
@@ -43,7 +43,8 @@ class ServerThread:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         queue = await self._queue()
         sidecar = Sidecar("s0", "", lambda: TalkingEngine(RolloutConfig(), self._model, Path(), 0), queue, slots=16)
-        capture = Gateway(GatewayJob(AgentConfig(), queue, self._model, TOKEN, 30.0, 20.0), sidecar, "http://s0")
+        run = RunContext(queue, self._model, TOKEN, lease_ttl_s=30.0)
+        capture = Gateway(GatewayJob(run, AgentConfig(), request_timeout_s=20.0), sidecar, "http://s0")
         server = uvicorn.Server(
             uvicorn.Config(
                 make_app(sidecar, "m", TOKEN, lambda: None, capture), port=0, log_level="error", lifespan="off"

@@ -32,7 +32,7 @@ from penstock.rollout_server import (
     next_token,
     serve,
 )
-from penstock.transfer_queue import Announcement, QueueUnavailable, ServerInfo, Status, WeightUpdate
+from penstock.transfer_queue import Announcement, QueueUnavailable, RunContext, ServerInfo, Status, WeightUpdate
 from penstock.weight_sync import Manifest
 
 VOCAB = 512
@@ -252,7 +252,14 @@ class RunningServer:
 
 @asynccontextmanager
 async def rollout_server(
-    queue: StubQueue, folder: Path, *, name: str = "s0", token_s: float = 0.0, new_engine: Any = None, **job: Any
+    queue: StubQueue,
+    folder: Path,
+    *,
+    name: str = "s0",
+    model: str = "fake",
+    token_s: float = 0.0,
+    new_engine: Any = None,
+    **job: Any,
 ) -> AsyncIterator[RunningServer]:
     """A server with fake engines (or those of `new_engine`), up; cancelled at the end."""
     engines: list[Engine] = []
@@ -262,8 +269,8 @@ async def rollout_server(
         engines.append(make(config, model, log_dir, seed))
         return engines[-1]
 
-    settings = {"config": small_config(), "model": "fake", "drain_s": 5.0, **job}
-    server_job = ServerJob(name=name, queue=queue, token=TOKEN, log_dir=folder, **settings)
+    run = RunContext(queue, model, TOKEN)  # type: ignore[arg-type]
+    server_job = ServerJob(name, run, log_dir=folder, **{"config": small_config(), "drain_s": 5.0, **job})
     running = RunningServer(queue, asyncio.create_task(serve(server_job, remember)), engines, name)
     try:
         await running.up(server_job.config.start_timeout_s)

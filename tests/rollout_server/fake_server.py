@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.rollout_server import FakeEngine, RolloutConfig, ServerJob, serve
-from penstock.transfer_queue import Announcement, ServerInfo, WeightUpdate
+from penstock.transfer_queue import Announcement, RunContext, ServerInfo, WeightUpdate
 
 
 class PrintingQueue:
@@ -34,5 +34,6 @@ class PrintingQueue:
         return
 
 
-job = ServerJob("killed", RolloutConfig(), PrintingQueue(), "fake", sys.argv[1], Path(sys.argv[2]))
+run = RunContext(PrintingQueue(), "fake", sys.argv[1])  # type: ignore[arg-type]
+job = ServerJob("killed", run, RolloutConfig(), Path(sys.argv[2]))
 asyncio.run(serve(job, partial(FakeEngine, token_s=0.02)))

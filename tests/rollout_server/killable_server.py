@@ -20,7 +20,7 @@ import uvloop
 
 from penstock.rollout_server import Chunk, EngineInfo, FakeEngine, GenerateRequest, RolloutConfig, ServerJob, serve
 from penstock.rollout_server.engines import HFEngine
-from penstock.transfer_queue import RedisTransferQueue, TransferQueueConfig
+from penstock.transfer_queue import RedisTransferQueue, RunContext, TransferQueueConfig
 
 KIND, NAME, URL, RUN, MODEL = sys.argv[1:6]
 FOLDER = Path(sys.argv[6])
@@ -58,7 +58,7 @@ async def main() -> None:
     config = RolloutConfig(
         max_model_len=512, max_concurrent=32, kv_cache_tokens=16384, max_restarts=10_000, pause="recompute"
     )
-    job = ServerJob(NAME, config, queue, MODEL, os.environ["PENSTOCK_TOKEN"], FOLDER)
+    job = ServerJob(NAME, RunContext(queue, MODEL, os.environ["PENSTOCK_TOKEN"]), config, FOLDER)
     engines: dict[str, Any] = {"hf": WrittenHF, "fake": partial(WrittenFake, token_s=0.004)}
     await serve(job, engines[KIND])
 

@@ -32,6 +32,7 @@ from penstock.rollout_server import (
     Sidecar,
     serve,
 )
+from penstock.transfer_queue import RunContext
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -208,7 +209,7 @@ class NeverUp(FakeEngine):
 
 
 async def test_an_engine_that_never_comes_up_ends_the_server_with_the_cause(queue: StubQueue, tmp_path: Path) -> None:
-    job = ServerJob("s0", small_config(max_restarts=1), queue, "fake", TOKEN, tmp_path)
+    job = ServerJob("s0", RunContext(queue, "fake", TOKEN), small_config(max_restarts=1), tmp_path)  # type: ignore[arg-type]
     with pytest.raises(EngineError, match=r"2 times in a row.*no such model"):
         await asyncio.wait_for(serve(job, NeverUp), 60)
     assert queue.heartbeats == []
@@ -307,7 +308,7 @@ async def test_routes_from_above_are_mounted_with_keys_of_their_own(queue: StubQ
 async def test_a_port_in_use_is_named(queue: StubQueue, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        job = ServerJob("s0", small_config(), queue, "fake", TOKEN, tmp_path, port=port)
+        job = ServerJob("s0", RunContext(queue, "fake", TOKEN), small_config(), tmp_path, port=port)  # type: ignore[arg-type]
         with pytest.raises(OSError, match=f"rollout.port.* {port} "):
             await serve(job, FakeEngine)
 

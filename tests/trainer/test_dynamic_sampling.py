@@ -76,9 +76,9 @@ async def job_on_redis(folder: Path, model: str, max_staleness: int) -> AsyncIte
 async def test_every_step_is_full_of_groups_that_say_something(
     tmp_path: Path, tiny_model: str, max_staleness: int
 ) -> None:
-    async with job_on_redis(tmp_path, tiny_model, max_staleness) as job, working(job.queue):
+    async with job_on_redis(tmp_path, tiny_model, max_staleness) as job, working(job.run.queue):
         await train(job)
-        status = await job.queue.status()
+        status = await job.run.queue.status()
     lines = [json.loads(line) for line in (job.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [(line["groups"], line["zero_variance_groups"]) for line in lines] == [(2, 0)] * STEPS
     assert all(line["advantage_abs"] > 0.5 and line["updates"] == 1 for line in lines)
@@ -95,7 +95,7 @@ async def test_every_step_is_full_of_groups_that_say_something(
 
 
 async def test_tasks_that_are_all_too_easy_end_the_run_with_its_cause(tmp_path: Path, tiny_model: str) -> None:
-    async with job_on_redis(tmp_path, tiny_model, 0) as job, working(job.queue, easy=True):
+    async with job_on_redis(tmp_path, tiny_model, 0) as job, working(job.run.queue, easy=True):
         with pytest.raises(QueueError, match=r"step 0: \d+ groups had equal rewards .* more than 4 steps of 2"):
             await train(job)
 

@@ -50,13 +50,13 @@ def test_what_is_trained() -> None:
 async def test_a_run_asks_for_a_greedy_member(tmp_path: Path, tiny_model: str) -> None:
     asked = []
     job = make_job(tmp_path, tiny_model, {"advantage": "remax", "loss": "reinforce", "steps": 2})
-    submit = job.queue.submit
+    submit = job.run.queue.submit
 
     async def noted(tasks, **more):
         asked.extend(tasks)
         return await submit(tasks, **more)
 
-    job.queue.submit = noted
+    job.run.queue.submit = noted
     await train(job)
     assert {task.sampling["greedy_member"] for task in asked} == {0}
     lines = list(read_jsonl(job.run_dir / "metrics.jsonl"))

@@ -38,13 +38,13 @@ def check_accounts(job: TrainJob) -> None:
     steps = job.config.steps
     assert [line["step"] for line in lines(job, "metrics.jsonl")] == list(range(steps))
     recorded = {line["step"]: line["episodes"] for line in lines(job, "steps.jsonl")}
-    assert recorded == {s: [e for g in groups for e in g] for s, groups in job.queue.steps.items()}
+    assert recorded == {s: [e for g in groups for e in g] for s, groups in job.run.queue.steps.items()}
     episodes = [episode for ids in recorded.values() for episode in ids]
     assert len(set(episodes)) == len(episodes) == steps * 8
-    assert [a.version for a in job.queue.announced] == list(range(1, steps + 1))
-    assert job.queue.committed == steps
-    assert job.queue.payloads == job.queue.spilled == {}
-    assert job.queue.place == DataCursor(*divmod(steps * 2, ROWS))
+    assert [a.version for a in job.run.queue.announced] == list(range(1, steps + 1))
+    assert job.run.queue.committed == steps
+    assert job.run.queue.payloads == job.run.queue.spilled == {}
+    assert job.run.queue.place == DataCursor(*divmod(steps * 2, ROWS))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ async def test_a_run_leaves_everything(tmp_path: Path, tiny_model: str) -> None:
     assert [line["step"] for line in metrics if "eval/reward" in line] == [2, 5]
     assert all(line["staleness_max"] <= 1 and line["wall_s"] > 0 and line["tokens_per_s"] > 0 for line in metrics)
     assert sorted(p.name for p in (job.run_dir / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
-    assert {"trainer:batch", "trainer:publish", "trainer:checkpoint"} <= set(job.queue.waits)
+    assert {"trainer:batch", "trainer:publish", "trainer:checkpoint"} <= set(job.run.queue.waits)
     first = json.loads((job.run_dir / "trajectories" / "step_000000.jsonl").read_text().splitlines()[0])
     assert [run["mask"] for run in first["segments"][0]["runs"]] == [1, 0, 1]
     assert first["segments"][0]["runs"][0]["text"].startswith("t")
@@ -77,7 +77,7 @@ async def test_versions_are_the_models_own_tensors_and_the_last_is_the_final_mod
 ) -> None:
     job = make_job(tmp_path, tiny_model)
     await train(job)
-    published = read_verified(Manifest.parse(job.queue.announced[-1].manifest))
+    published = read_verified(Manifest.parse(job.run.queue.announced[-1].manifest))
     assert published.keys() == load_file(Path(tiny_model) / "model.safetensors").keys()
     for name, tensor in final_weights(job).items():
         assert torch.equal(tensor, published[name])
@@ -90,7 +90,7 @@ async def test_an_untied_head_is_published_too_and_in_the_engines_dtype(tmp_path
     model = save_tiny_model(tmp_path / "model", tokenizer=True, tie_word_embeddings=False)
     job = make_job(tmp_path, model, {"steps": 1}, publish_dtype="bfloat16")
     await train(job)
-    published = read_verified(Manifest.parse(job.queue.announced[-1].manifest))
+    published = read_verified(Manifest.parse(job.run.queue.announced[-1].manifest))
     assert "lm_head.weight" in published
     assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16}
 
@@ -107,7 +107,7 @@ async def test_a_crash_in_any_gap_changes_nothing(
     tmp_path: Path, tiny_model: str, gap: str, reference: dict[str, torch.Tensor]
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    job.queue.crash_at = gap
+    job.run.queue.crash_at = gap
     with pytest.raises(Crash):
         await train(job)
     await train(job)
@@ -140,14 +140,14 @@ async def test_a_crash_between_rename_and_commit_and_in_the_middle_of_a_save(
 async def test_weights_that_went_with_the_machine_are_written_anew(tmp_path: Path, tiny_model: str) -> None:
     """No checkpoint of version 4 may be there, or the restarted trainer goes on to publish 4 and need not renew 3."""
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100})
-    job.queue.crash_at = "before:publish:4"
+    job.run.queue.crash_at = "before:publish:4"
     with pytest.raises(Crash):
         await train(job)
-    lost = read_verified(Manifest.parse(job.queue.announced[-1].manifest))
+    lost = read_verified(Manifest.parse(job.run.queue.announced[-1].manifest))
     for path in job.weights_dir.iterdir():
         path.unlink()
     await train(job)
-    assert job.queue.renewed == [3]
+    assert job.run.queue.renewed == [3]
     check_accounts(job)
     assert lost.keys() == final_weights(job).keys()
 
@@ -161,18 +161,18 @@ async def test_versions_are_changes_of_the_one_before_and_a_new_trainer_begins_w
     tmp_path: Path, tiny_model: str, gap: str
 ) -> None:
     job = make_job(tmp_path, tiny_model, SMALL_STEPS, **DELTAS)
-    job.queue.crash_at = gap
+    job.run.queue.crash_at = gap
     with pytest.raises(Crash):
         await train(job)
-    before = len(job.queue.announced)
-    assert read_verified(Manifest.parse(job.queue.announced[-1].manifest)), "who joins late finds the whole chain"
+    before = len(job.run.queue.announced)
+    assert read_verified(Manifest.parse(job.run.queue.announced[-1].manifest)), "who joins late finds the whole chain"
     await train(job)
     check_accounts(job)
-    bases = [announced.manifest["base_version"] for announced in job.queue.announced]
+    bases = [announced.manifest["base_version"] for announced in job.run.queue.announced]
     assert bases[:3] == [None, 1, 2]
     assert bases[before] is None
-    assert job.queue.renewed == []
-    published = read_verified(Manifest.parse(job.queue.announced[-1].manifest))
+    assert job.run.queue.renewed == []
+    published = read_verified(Manifest.parse(job.run.queue.announced[-1].manifest))
     assert all(torch.equal(tensor.bfloat16(), published[name]) for name, tensor in final_weights(job).items())
 
 
@@ -180,15 +180,15 @@ async def test_over_http_a_new_trainer_says_where_the_announced_files_are_now(tm
     """While it replays, nothing is published: without this a server that starts then would ask a dead address."""
     settings = {**SMALL_STEPS, "checkpoint_every": 100}
     job = make_job(tmp_path, tiny_model, settings, **DELTAS, transport="http", token="secret")
-    job.queue.crash_at = "before:publish:4"
+    job.run.queue.crash_at = "before:publish:4"
     with pytest.raises(Crash):
         await train(job)
-    first = job.queue.announced[-1].manifest
-    job.queue.crash_at = "before:lease:1"
+    first = job.run.queue.announced[-1].manifest
+    job.run.queue.crash_at = "before:lease:1"
     with pytest.raises(Crash):
         await train(job)
-    moved = job.queue.announced[-1].manifest
-    assert job.queue.renewed == [3]
+    moved = job.run.queue.announced[-1].manifest
+    assert job.run.queue.renewed == [3]
     assert moved["url"] != first["url"]
     assert moved["tensors"] == first["tensors"]
     assert [link["version"] for link in moved["chain"]] == [1, 2]
@@ -205,12 +205,12 @@ async def test_over_http_everyone_is_asked_for_the_token(tmp_path: Path, tiny_mo
 async def test_a_lost_link_is_lost_weights(tmp_path: Path, tiny_model: str) -> None:
     """Servers that run could do without the full version, those that start could not."""
     job = make_job(tmp_path, tiny_model, {**SMALL_STEPS, "checkpoint_every": 100}, **DELTAS)
-    job.queue.crash_at = "before:publish:4"
+    job.run.queue.crash_at = "before:publish:4"
     with pytest.raises(Crash):
         await train(job)
     (job.weights_dir / "weights-00000001.safetensors").unlink()
     await train(job)
-    assert job.queue.renewed == [3]
+    assert job.run.queue.renewed == [3]
 
 
 async def test_spilled_steps_do_not_pile_up_and_are_replayed_from_the_log(
@@ -218,14 +218,14 @@ async def test_spilled_steps_do_not_pile_up_and_are_replayed_from_the_log(
 ) -> None:
     """A step has 8 episodes. Held at once: the step that is read ahead, the one in training, and the one on its way."""
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, spill=True)
-    job.queue.crash_at = "after:lease:4"
+    job.run.queue.crash_at = "after:lease:4"
     with pytest.raises(Crash):
         await train(job)
-    assert set(job.queue.spilled) >= {e for step in range(2) for group in job.queue.steps[step] for e in group}
+    assert set(job.run.queue.spilled) >= {e for step in range(2) for group in job.run.queue.steps[step] for e in group}
     await train(job)
     check_accounts(job)
-    assert job.queue.most_held <= 3 * 8
-    assert "trainer:spill" in job.queue.waits
+    assert job.run.queue.most_held <= 3 * 8
+    assert "trainer:spill" in job.run.queue.waits
     assert all(torch.equal(tensor, reference[name]) for name, tensor in final_weights(job).items())
 
 
@@ -235,13 +235,13 @@ async def test_cancelling_saves_commits_and_the_next_start_goes_on(
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100})
     running = asyncio.create_task(train(job))
     async with asyncio.timeout(60):
-        while job.queue.version < 3:
+        while job.run.queue.version < 3:
             await asyncio.sleep(0.005)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    stopped_at = job.queue.version
-    assert job.queue.committed == stopped_at >= 3
+    stopped_at = job.run.queue.version
+    assert job.run.queue.committed == stopped_at >= 3
     assert (job.run_dir / "checkpoints" / f"step_{stopped_at:08d}" / "complete").exists()
     assert not (job.run_dir / "final_model").exists()
     await train(job)
@@ -257,23 +257,23 @@ async def test_a_forgotten_announcement_is_said_again(
     job = make_job(tmp_path, tiny_model)
     running = asyncio.create_task(train(job))
     async with asyncio.timeout(60):
-        while job.queue.version == 0:
+        while job.run.queue.version == 0:
             await asyncio.sleep(0.01)
-        job.queue.starved = job.queue.forgetful = True
-        while not job.queue.renewed:
+        job.run.queue.starved = job.run.queue.forgetful = True
+        while not job.run.queue.renewed:
             await asyncio.sleep(0.01)
-    assert job.queue.renewed[0] == job.queue.version
-    job.queue.starved = job.queue.forgetful = False
+    assert job.run.queue.renewed[0] == job.run.queue.version
+    job.run.queue.starved = job.run.queue.forgetful = False
     await running
     check_accounts(job)
 
 
 async def test_cancelling_while_no_batch_comes_is_quick(tmp_path: Path, tiny_model: str) -> None:
     job = make_job(tmp_path, tiny_model)
-    job.queue.starved = True
+    job.run.queue.starved = True
     running = asyncio.create_task(train(job))
     async with asyncio.timeout(60):
-        while job.queue.place == DataCursor():
+        while job.run.queue.place == DataCursor():
             await asyncio.sleep(0.01)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -293,7 +293,7 @@ async def test_a_damaged_checkpoint_is_passed_over_aloud(
     tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    job.queue.crash_at = "before:commit:4"
+    job.run.queue.crash_at = "before:commit:4"
     with pytest.raises(Crash):
         await train(job)
     shard = job.run_dir / "checkpoints" / "step_00000004" / "__0_0.distcp"
@@ -310,14 +310,14 @@ async def test_lost_updates_are_said_and_lost_checkpoints_stop(
     tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(tmp_path, tiny_model)
-    job.queue.crash_at = "after:commit:4"
+    job.run.queue.crash_at = "after:commit:4"
     with pytest.raises(Crash):
         await train(job)
     (job.run_dir / "checkpoints" / "step_00000004" / "complete").unlink()
     with caplog.at_level(logging.ERROR):
         await train(job)
     assert "the updates of steps 2 to 3 are lost" in caplog.text
-    assert job.queue.committed == 6
+    assert job.run.queue.committed == 6
     assert sorted(p.name for p in (job.run_dir / "checkpoints").iterdir()) == [
         "step_00000002",
         "step_00000004.damaged",
@@ -331,7 +331,7 @@ async def test_lost_updates_are_said_and_lost_checkpoints_stop(
 
 async def test_a_batch_that_does_not_come_names_the_cause(tmp_path: Path, tiny_model: str) -> None:
     job = make_job(tmp_path, tiny_model, {"batch_timeout_s": 0.3})
-    job.queue.starved = True
+    job.run.queue.starved = True
     with pytest.raises(
         BatchTimeout, match=r"no batch for step 0 within 0 s .*: 6 groups queued\. TransferQueue: version 0"
     ):
@@ -352,8 +352,8 @@ async def test_what_cannot_be_right_is_refused_before_the_queue_is_touched(tmp_p
     with pytest.raises(DataError, match="no such file"):
         await train(replace(job, train_data=str(tmp_path / "none.jsonl")))
     with pytest.raises(OSError, match="nowhere"):
-        await train(replace(job, model=str(tmp_path / "nowhere")))
-    assert job.queue.place == DataCursor()
+        await train(replace(job, run=replace(job.run, model=str(tmp_path / "nowhere"))))
+    assert job.run.queue.place == DataCursor()
 
 
 async def test_synchronous_without_correction(tmp_path: Path, tiny_model: str) -> None:

@@ -110,7 +110,7 @@ def test_peft_says_of_the_saved_adapter_what_the_engine_says(tmp_path: Path, tin
 async def test_a_run_publishes_adapters_alone_that_merge_to_its_weights(tmp_path: Path, tiny_model: str) -> None:
     job = make_job(tmp_path, tiny_model, {"lora": LORA, "steps": 4})
     await train(job)
-    published = {a.version: a.manifest for a in job.queue.announced}
+    published = {a.version: a.manifest for a in job.run.queue.announced}
     assert sorted(published) == [1, 2, 3, 4]
     for manifest in published.values():
         assert {entry["name"].split(".")[-2] for entry in manifest["tensors"]} == {"lora_A", "lora_B"}

@@ -21,7 +21,7 @@ from penstock.trainer import (
     TrainerConfig,
     TrainJob,
 )
-from penstock.transfer_queue import Announcement, Limits, ServerInfo
+from penstock.transfer_queue import Announcement, Limits, RunContext, ServerInfo
 from penstock.weight_sync import Downloader, Manifest, NoSpace, WeightFiles, read_verified
 
 pytestmark = pytest.mark.torch
@@ -87,8 +87,8 @@ async def open_setting(tmp_path: Path, ranks: Ranks) -> AsyncIterator[Callable[.
     async def open_one(transport: str = "shm") -> Setting:
         queue, engine = VersionQueue(), OneTensor()
         job = TrainJob(
-            config=TrainerConfig(), queue=queue, limits=Limits(2, 1, 0), model="", run_dir=tmp_path,  # type: ignore[arg-type]
-            weights_dir=tmp_path / "weights", train_data="", transport=transport, token=TOKEN,  # type: ignore[arg-type]
+            RunContext(queue, "", TOKEN), TrainerConfig(), Limits(2, 1, 0), run_dir=tmp_path,  # type: ignore[arg-type]
+            weights_dir=tmp_path / "weights", train_data="", transport=transport,  # type: ignore[arg-type]
         )  # fmt: skip
         setting = Setting(job, queue, Publisher(job, engine, ranks, in_torch), engine)  # type: ignore[arg-type]
         opened.append(setting)

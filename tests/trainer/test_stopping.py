@@ -78,13 +78,13 @@ TARGET = {"metric": "reward", "target": 0.6}
 def make(folder: Path, model: str, stop: dict[str, Any], **settings: Any) -> TrainJob:
     evals = write_rows(folder / "eval.jsonl", 3)
     job = make_job(folder, model, {"checkpoint_every": 100, **settings, "stop": stop}, eval_data=evals)
-    return replace(job, queue=ScriptedQueue(job.limits, rising))
+    return replace(job, run=replace(job.run, queue=ScriptedQueue(job.limits, rising)))
 
 
 def check_over(job: TrainJob, version: int, why: str) -> None:
     """It ended as after its last step."""
     assert len(metrics(job.run_dir.parent)) == version
-    assert (job.queue.version, job.queue.committed) == (version, version)
+    assert (job.run.queue.version, job.run.queue.committed) == (version, version)
     assert (job.run_dir / "checkpoints" / f"step_{version:08d}" / "complete").exists()
     assert (job.run_dir / "final_model" / "model.safetensors").exists()
     assert json.loads((job.run_dir / "ended.json").read_text()) == {"version": version, "why": why}
@@ -110,7 +110,7 @@ async def test_at_the_target_a_run_saves_commits_and_leaves_its_model(
 @pytest.mark.parametrize("gap", ["after:publish:2", "before:commit:2", "after:commit:2"])
 async def test_a_restarted_trainer_comes_to_the_same_verdict(tmp_path: Path, tiny_model: str, gap: str) -> None:
     job = make(tmp_path, tiny_model, TARGET)
-    job.queue.crash_at = gap
+    job.run.queue.crash_at = gap
     with pytest.raises(Crash):
         await train(job)
     await train(job)
@@ -121,7 +121,7 @@ async def test_a_run_that_was_over_goes_on_under_another_target(tmp_path: Path, 
     job = make(tmp_path, tiny_model, TARGET)
     await train(job)
     further = make(tmp_path, tiny_model, {**TARGET, "target": 2.0})
-    await train(replace(further, queue=job.queue))
+    await train(replace(further, run=job.run))
     check_over(job, 6, "all 6 steps are trained")
 
 

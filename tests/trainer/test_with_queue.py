@@ -95,7 +95,7 @@ async def work(queue: Any) -> None:
 
 
 async def run(job: TrainJob, lives: int) -> None:
-    worker = asyncio.create_task(work(job.queue))
+    worker = asyncio.create_task(work(job.run.queue))
     try:
         for _ in range(lives - 1):
             with pytest.raises(Crash):
@@ -106,7 +106,7 @@ async def run(job: TrainJob, lives: int) -> None:
 
 
 async def run_until_crash(job: TrainJob) -> None:
-    worker = asyncio.create_task(work(job.queue))
+    worker = asyncio.create_task(work(job.run.queue))
     with pytest.raises(Crash):
         await train(job)
     await stop(worker)
@@ -124,12 +124,12 @@ async def make(
     settings = {"steps": STEPS, **(config or {})}
     queue = DyingQueue(batch_log=BatchLog(folder / "batches"))
     job = make_job(folder, model, settings, queue=queue, max_staleness=max_staleness, spill=spill)
-    await job.queue.create_run(job.limits, "")
+    await job.run.queue.create_run(job.limits, "")
     return job
 
 
 async def check(job: TrainJob) -> None:
-    metrics = assert_books_balance(await job.queue.status(), job.run_dir, STEPS)
+    metrics = assert_books_balance(await job.run.queue.status(), job.run_dir, STEPS)
     assert all(line["staleness_max"] <= job.limits.max_staleness for line in metrics)
 
 
@@ -144,7 +144,7 @@ async def test_a_whole_run(tmp_path: Path, tiny_model: str, max_staleness: int) 
 @pytest.mark.parametrize(("call", "number"), [("lease_batch", 3), ("publish_version", 4), ("commit", 4)])
 async def test_a_crash_in_a_gap(tmp_path: Path, tiny_model: str, moment: str, call: str, number: int) -> None:
     job = await make(tmp_path, tiny_model, 1)
-    job.queue.crash_at = (moment, call, number)
+    job.run.queue.crash_at = (moment, call, number)
     await run(job, lives=2)
     await check(job)
 
@@ -153,10 +153,10 @@ async def test_a_crash_in_a_gap(tmp_path: Path, tiny_model: str, moment: str, ca
 async def test_a_crash_while_a_step_is_spilled(tmp_path: Path, tiny_model: str, moment: str) -> None:
     """Steps 0 to 2 are trained again: from the log, or from the store where the log came too late."""
     job = await make(tmp_path, tiny_model, 1, {"checkpoint_every": 100})
-    job.queue.crash_at = (moment, "spill", 2)
+    job.run.queue.crash_at = (moment, "spill", 2)
     await run(job, lives=2)
     await check(job)
-    assert (await job.queue.status()).episodes["spilled"] == (STEPS - 1) * 8
+    assert (await job.run.queue.status()).episodes["spilled"] == (STEPS - 1) * 8
     assert BatchLog(tmp_path / "batches").steps() == []
 
 
@@ -164,11 +164,11 @@ async def test_a_step_whose_checkpoint_is_due_is_not_spilled(tmp_path: Path, tin
     job = await make(tmp_path, tiny_model, 1, {"checkpoint_every": 3})
     await run(job, lives=1)
     await check(job)
-    assert (await job.queue.status()).episodes["spilled"] == 4 * 8
+    assert (await job.run.queue.status()).episodes["spilled"] == 4 * 8
     (tmp_path / "every").mkdir()
     job = await make(tmp_path / "every", tiny_model, 1, {"checkpoint_every": 1})
     await run(job, lives=1)
-    assert (await job.queue.status()).episodes["spilled"] == 0
+    assert (await job.run.queue.status()).episodes["spilled"] == 0
 
 
 LOST = [
@@ -184,30 +184,30 @@ async def test_a_queue_that_lost_its_last_second_trains_nothing_twice(
 ) -> None:
     """Its machine is lost after the commit of step 4, and with it everything after the call."""
     job = await make(tmp_path, tiny_model, 1)
-    job.queue.durable_until = (call, number)
-    job.queue.crash_at = ("after", "commit", 4)
+    job.run.queue.durable_until = (call, number)
+    job.run.queue.crash_at = ("after", "commit", 4)
     await run_until_crash(job)
-    job.queue.lose_the_last_second()
-    assert (await job.queue.status()).committed_step < 4
+    job.run.queue.lose_the_last_second()
+    assert (await job.run.queue.status()).committed_step < 4
     await run(job, lives=1)
     await check(job)
-    assert (await job.queue.latest_version()).version == STEPS
+    assert (await job.run.queue.latest_version()).version == STEPS
 
 
 async def test_after_catching_up_the_weights_are_announced_anew(
     tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = await make(tmp_path, tiny_model, 1)
-    job.queue.durable_until = ("publish_version", 2)
-    job.queue.crash_at = ("after", "commit", 4)
+    job.run.queue.durable_until = ("publish_version", 2)
+    job.run.queue.crash_at = ("after", "commit", 4)
     await run_until_crash(job)
-    job.queue.lose_the_last_second()
-    job.queue.crash_at = ("before", "lease_batch", 4)
+    job.run.queue.lose_the_last_second()
+    job.run.queue.crash_at = ("before", "lease_batch", 4)
     await run_until_crash(job)
     assert "behind the checkpoint: it lost its latest entries and is brought forward to version 4" in caplog.text
     assert "the weights of version 4 were gone; written again" in caplog.text
-    found = await job.queue.latest_version()
-    assert (found.version, (await job.queue.status()).committed_step) == (4, 4)
+    found = await job.run.queue.latest_version()
+    assert (found.version, (await job.run.queue.status()).committed_step) == (4, 4)
     read_verified(Manifest.parse(found.manifest))
 
 
@@ -216,10 +216,10 @@ async def test_a_queue_further_behind_than_the_checkpoint_remembers_is_refused(
 ) -> None:
     monkeypatch.setattr(saver, "RecentBatches", partial(RecentBatches, keep_s=0.0))
     job = await make(tmp_path, tiny_model, 1)
-    job.queue.durable_until = ("lease_batch", 0)
-    job.queue.crash_at = ("after", "commit", 4)
+    job.run.queue.durable_until = ("lease_batch", 0)
+    job.run.queue.crash_at = ("after", "commit", 4)
     await run_until_crash(job)
-    job.queue.lose_the_last_second()
+    job.run.queue.lose_the_last_second()
     with pytest.raises(RuntimeError, match=r"of version 4, the queue is at 0 and lacks step 1, .* not of one run"):
         await train(job)
 
@@ -227,9 +227,9 @@ async def test_a_queue_further_behind_than_the_checkpoint_remembers_is_refused(
 async def test_evaluation_splits_are_run_and_removed(tmp_path: Path, tiny_model: str) -> None:
     made = await make(tmp_path, tiny_model, 1)
     evals = write_rows(tmp_path / "eval.jsonl", 4)
-    job = make_job(tmp_path, tiny_model, {"steps": STEPS, "eval_every": 2}, queue=made.queue, eval_data=evals)
+    job = make_job(tmp_path, tiny_model, {"steps": STEPS, "eval_every": 2}, queue=made.run.queue, eval_data=evals)
     await run(job, lives=1)
     lines = [json.loads(line) for line in (job.run_dir / "eval.jsonl").read_text().splitlines()]
     assert lines[-1]["version"] == STEPS
     assert all(line["episodes"] == 4 and line["failed"] == 0 for line in lines)
-    assert (await job.queue.status()).other_splits == {}
+    assert (await job.run.queue.status()).other_splits == {}

@@ -20,6 +20,7 @@ from penstock.transfer_queue import (
     DataCursor,
     FieldValues,
     Limits,
+    RunContext,
     Segment,
     Status,
     StepError,
@@ -248,14 +249,21 @@ def write_rows(path: Path, count: int = ROWS) -> str:
     return str(path)
 
 
-def make_job(folder: Path, model: str, config: Mapping[str, Any] | None = None, **changes: Any) -> TrainJob:
+def make_job(
+    folder: Path,
+    model: str,
+    config: Mapping[str, Any] | None = None,
+    *,
+    queue: Any = None,
+    token: str = "",
+    **changes: Any,
+) -> TrainJob:
     limits = Limits(group_size=4, groups_per_step=2, max_staleness=changes.pop("max_staleness", 1))
     settings = {"steps": 6, "lr": 1e-3, "eps": 1e-4, "checkpoint_every": 2, "batch_timeout_s": 20.0, **(config or {})}
     values: dict[str, Any] = {
+        "run": RunContext(queue or ScriptedQueue(limits), model, token),
         "config": TrainerConfig(**settings),
-        "queue": ScriptedQueue(limits),
         "limits": limits,
-        "model": model,
         "run_dir": folder / "run",
         "weights_dir": folder / "weights",
         "train_data": write_rows(folder / "train.jsonl"),

@@ -16,7 +16,7 @@ from penstock.trainer import train
 def main() -> None:
     folder, model, settings = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     job = make_job(folder, model, settings)
-    job.queue.twin = os.environ["RANK"] != "0"
+    job.run.queue.twin = os.environ["RANK"] != "0"
     asyncio.run(train(job))
 
 

@@ -56,7 +56,7 @@ def main() -> None:
     folder, model, case = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     atexit.register(write_threads, folder)  # before the trainer registers anything: the last to be called
     job = job_of(case, folder, model)
-    job.queue.twin = os.environ["RANK"] != "0"
+    job.run.queue.twin = os.environ["RANK"] != "0"
     try:
         asyncio.run(train(job))
         ended = "trained"

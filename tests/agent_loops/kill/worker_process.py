@@ -21,7 +21,7 @@ from penstock.agent_loops.chat import chat_of
 from penstock.rollout_server import GenerateRequest, Generation
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig
-from penstock.transfer_queue import RedisTransferQueue, TransferQueueConfig
+from penstock.transfer_queue import RedisTransferQueue, RunContext, TransferQueueConfig
 
 PASSWORD, TOKEN = "a-test-password", "a-token-of-this-run"
 ASKED = "<|im_start|>user\n<tool_response>"
@@ -65,13 +65,10 @@ async def main(given: dict[str, Any]) -> None:
         on_lost=given.get("on_lost", "replay"),
     )
     tools = [ToolConfig(name="python", timeout_s=300.0)] if given.get("sandbox_url") else []
-    job = WorkerJob(
-        *(given["name"], config, queue, client, given["model"], tools, sandbox),
-        recipe_dir=Path(given["recipe_dir"]),
-        lease_ttl_s=given["lease_ttl_s"],
-        sandbox_token=TOKEN,
-        max_failures_in_a_row=1000,
+    run = RunContext(
+        queue, given["model"], TOKEN, recipe_dir=Path(given["recipe_dir"]), lease_ttl_s=given["lease_ttl_s"]
     )
+    job = WorkerJob(given["name"], run, config, client, tools, sandbox, max_failures_in_a_row=1000)
     try:
         await run_worker(job)
     finally:

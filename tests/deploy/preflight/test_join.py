@@ -21,6 +21,7 @@ from penstock.transfer_queue import (
     Announcement,
     RedisServer,
     RedisTransferQueue,
+    RunContext,
     ServerInfo,
     TransferQueue,
     TransferQueueConfig,
@@ -53,7 +54,7 @@ async def server(queue: RedisTransferQueue, tmp_path: Path) -> AsyncIterator[Non
 
 async def served(queue: TransferQueue, folder: Path, token: str) -> AsyncIterator[None]:
     """One sidecar with a fake engine, registered while this is open."""
-    job = ServerJob(name="s0", config=small_config(), queue=queue, model="fake", token=token, log_dir=folder, drain_s=1)
+    job = ServerJob("s0", RunContext(queue, "fake", token), small_config(), folder, drain_s=1)
     task = asyncio.create_task(serve(job, FakeEngine))
     async with asyncio.timeout(60):
         while not any(one.server_id == "s0" for one in await queue.servers()):

@@ -36,4 +36,4 @@ def check(config: TrainerConfig) -> None:
 def open_fsdp(job: TrainJob, ranks: Ranks) -> Engine:
     from penstock.trainer.engines.fsdp.engine import FSDPEngine
 
-    return FSDPEngine(job.model, job.config, ranks, job.temperature)
+    return FSDPEngine(job.run.model, job.config, ranks, job.temperature)

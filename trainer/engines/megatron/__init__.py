@@ -32,4 +32,4 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 def open_megatron(job: TrainJob, ranks: Ranks) -> Engine:
     from penstock.trainer.engines.megatron.engine import MegatronEngine
 
-    return MegatronEngine(job.model, job.config, ranks, job.temperature)
+    return MegatronEngine(job.run.model, job.config, ranks, job.temperature)

@@ -48,7 +48,7 @@ FIRST_STEPS = 2
 def run(folder: Path, model: str, settings: dict[str, Any]) -> None:
     """A whole run of the trainer."""
     job = make_job(folder, model, settings)
-    job.queue.twin = os.environ["RANK"] != "0"
+    job.run.queue.twin = os.environ["RANK"] != "0"
     asyncio.run(train(job))
 
 
