@@ -50,6 +50,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
     ),
     "The queue": (
         "penstock.transfer_queue.TransferQueue",
+        "penstock.transfer_queue.RunContext",
         "penstock.transfer_queue.Limits",
         "penstock.transfer_queue.Lease",
         "penstock.transfer_queue.Batch",
