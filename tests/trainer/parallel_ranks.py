@@ -23,7 +23,6 @@ import torch
 import two_ranks_traps
 from safetensors.torch import save_file
 from trainer_support import make_trajectory
-from two_ranks_bad import write_threads
 
 from penstock.trainer import CheckpointStore, Learner, Ranks, TrainerConfig, make_step_batch, share_of
 from penstock.trainer.engines.fsdp import FSDPEngine, mesh_of
@@ -70,6 +69,12 @@ def leave(
         store.seal(done, DataCursor(), ranks.world, {})
         save_file(weights, folder / f"weights_{done}.safetensors")
         (folder / f"metrics_{done}.json").write_text(json.dumps(lines))
+
+
+def write_threads(folder: Path) -> None:
+    """The names of this process's threads, one a line."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    (folder / f"threads_{os.environ['RANK']}").write_text("".join(names))
 
 
 def main(folder: Path, model: str, cases: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file
 from tests.tiny_model import save_poisoned_model as poisoned
 from trainer_support import make_job
-from two_ranks_bad import job_of
+from two_ranks import job_of
 
 from penstock.trainer import BadJob, CheckpointStore, Ranks, TrainerConfig, replay_dump, train
 from penstock.trainer.engines.fsdp import FSDPEngine
@@ -26,18 +26,6 @@ pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1] / "src")}
 """Of a rank."""
-
-
-def torchrun(
-    folder: Path, model: str, settings: dict[str, Any] | str, ranks: int = 2, name: str = "two_ranks.py"
-) -> None:
-    given = settings if isinstance(settings, str) else json.dumps(settings)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    program = [str(HERE / name), str(folder), model, given]
-    done = subprocess.run(
-        [*command, *program], env=ENVIRONMENT, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -56,16 +44,35 @@ EVERYTHING = {
     "filter_options": {"mode": "max_random"},
 }
 """All that sums over ranks: whitening, choices, KL per episode, counts of tokens and episodes."""
+ALGORITHMS: dict[str, dict[str, Any]] = {"default": {}, "everything": EVERYTHING}
 
 
-@pytest.mark.parametrize("algorithm", [{}, EVERYTHING], ids=["default", "everything"])
-def test_two_ranks_give_one_ranks_results(algorithm: dict[str, Any], tmp_path: Path, tiny_model: str) -> None:
-    settings = {"steps": 4, "minibatches": 2, "micro_batch_tokens": 48, **algorithm}
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    asyncio.run(train(make_job(one, tiny_model, settings)))
-    torchrun(two, tiny_model, settings)
+def settings_of(algorithm: str) -> dict[str, Any]:
+    return {"steps": 4, "minibatches": 2, "micro_batch_tokens": 48, **ALGORITHMS[algorithm]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
+    """A folder of each run on two ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    stopping = {"stop": {"metric": "reward", "target": 0.0}, "checkpoint_every": 100}
+    cases = {
+        **{name: {"model": tiny_model, "settings": settings_of(name)} for name in ALGORITHMS},
+        **{name: {"model": tiny_model, "bad": name} for name in ("vocabulary", "turn rewards", "uneven")},
+        "nan": {"model": poisoned(tmp_path_factory.mktemp("model")), "bad": "nan"},
+        "stopping": {"model": tiny_model, "settings": stopping},
+    }
+    command = [sys.executable, str(HERE / "two_ranks.py"), str(folder), json.dumps(cases)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_ranks_give_one_ranks_results(algorithm: str, runs: Path, tmp_path: Path, tiny_model: str) -> None:
+    one, two = tmp_path, runs / algorithm
+    asyncio.run(train(make_job(one, tiny_model, settings_of(algorithm))))
+    assert endings(two) == ["trained", "trained"]
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
@@ -77,7 +84,7 @@ def test_two_ranks_give_one_ranks_results(algorithm: dict[str, Any], tmp_path: P
     found = load_file(two / "run" / "final_model" / "model.safetensors")
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=0)
-    check_one_rank_reads(two, tiny_model, found, TrainerConfig(**algorithm))
+    check_one_rank_reads(two, tiny_model, found, TrainerConfig(**ALGORITHMS[algorithm]))
 
 
 def check_one_rank_reads(folder: Path, model: str, expected: dict[str, torch.Tensor], config: TrainerConfig) -> None:
@@ -98,10 +105,8 @@ def check_one_rank_reads(folder: Path, model: str, expected: dict[str, torch.Ten
     assert steps == {8}, "two updates in each of four steps"
 
 
-def endings(folder: Path, model: str, case: str) -> list[str]:
+def endings(folder: Path) -> list[str]:
     """How each of two ranks ended."""
-    folder.mkdir(exist_ok=True)
-    torchrun(folder, model, case, name="two_ranks_bad.py")
     return [(folder / f"ended_{rank}").read_text() for rank in range(2)]
 
 
@@ -112,10 +117,10 @@ def threads_of_gloo(folder: Path) -> list[str]:
     return [name for names in lists for name in names.split("\n") if "gloo" in name]
 
 
-def test_a_nan_on_one_rank_is_skipped_on_both_kept_and_stops_both(tmp_path: Path) -> None:
-    """Only rank 1 has the token whose embedding is NaN. Nobody waits for anybody; the dump has both ranks' rows."""
-    folder, model = tmp_path / "run", poisoned(tmp_path / "model")
-    first, second = endings(folder, model, "nan")
+def test_a_nan_on_one_rank_is_skipped_on_both_kept_and_stops_both(runs: Path) -> None:
+    """Only rank 1 has the token whose embedding is NaN. No rank waits for the other; the dump has the rows of both."""
+    folder = runs / "nan"
+    first, second = endings(folder)
     assert first == second
     assert first.startswith("TrainingDiverged: step 1: loss nan, gradient norm nan; 2 steps in a row")
     (dump,) = (folder / "run" / "bad_batches").iterdir()
@@ -135,26 +140,31 @@ def test_a_nan_on_one_rank_is_skipped_on_both_kept_and_stops_both(tmp_path: Path
         ("turn rewards", ": turn rewards [1.0] for 2"),
     ],
 )
-def test_what_one_rank_refuses_ends_both_with_its_cause(
-    tmp_path: Path, tiny_model: str, case: str, message: str
-) -> None:
-    first, second = endings(tmp_path, tiny_model, case)
+def test_what_one_rank_refuses_ends_both_with_its_cause(runs: Path, case: str, message: str) -> None:
+    first, second = endings(runs / case)
     assert first == second
     assert first.startswith(f"BadBatch: episode train/0000/00000001#0{message}")
-    assert not threads_of_gloo(tmp_path), "one of them could abort the ending interpreter"
+    assert not threads_of_gloo(runs / case), "one of them could abort the ending interpreter"
 
 
-def test_groups_that_ranks_cannot_share_evenly_give_one_ranks_results(tmp_path: Path, tiny_model: str) -> None:
+def test_groups_that_ranks_cannot_share_evenly_give_one_ranks_results(
+    runs: Path, tmp_path: Path, tiny_model: str
+) -> None:
     """Three groups in two minibatches on two ranks: a rank without a group goes through all collectives."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
+    one, two = tmp_path, runs / "uneven"
     asyncio.run(train(job_of("uneven", one, tiny_model)))
-    assert endings(two, tiny_model, "uneven") == ["trained", "trained"]
+    assert endings(two) == ["trained", "trained"]
     assert not threads_of_gloo(two), "after a sound run neither"
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
         assert (a["tokens_trained"], a["updates"], a["groups"]) == (b["tokens_trained"], b["updates"], 3)
+
+
+def test_all_ranks_stop_together(runs: Path) -> None:
+    assert endings(runs / "stopping") == ["trained", "trained"]
+    assert len(metrics(runs / "stopping")) == 1
+    assert (runs / "stopping" / "run" / "final_model" / "model.safetensors").exists()
 
 
 async def test_ranks_that_would_never_have_a_group_are_refused(tmp_path: Path, tiny_model: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from test_ranks import metrics, torchrun
+from test_ranks import metrics
 from trainer_support import Crash, ScriptedQueue, make_job, make_trajectory, write_rows
 
 from penstock.trainer import BadJob, StopConfig, Stopping, TrainJob, train
@@ -140,9 +140,3 @@ async def test_conditions_that_could_never_be_met_are_refused(tmp_path: Path, ti
         await train(make(tmp_path, tiny_model, {"target": 0.5}))
     with pytest.raises(BadJob, match=r"trainer\.stop\.metric is 'rewart'.*did you mean 'reward'"):
         await train(make(tmp_path, tiny_model, {"metric": "rewart", "target": 0.5}))
-
-
-def test_all_ranks_stop_together(tmp_path: Path, tiny_model: str) -> None:
-    torchrun(tmp_path, tiny_model, {"stop": {"metric": "reward", "target": 0.0}, "checkpoint_every": 100})
-    assert len(metrics(tmp_path)) == 1
-    assert (tmp_path / "run" / "final_model" / "model.safetensors").exists()

@@ -1,24 +1,83 @@
-"""A rank of a whole run, started by torchrun: two_ranks.py FOLDER MODEL. Each rank has the same scripted queue."""
+"""Whole runs on two ranks, one run after the other: two_ranks.py FOLDER CASES. Each rank has the same scripted queue.
+
+CASES is JSON: name → `model`, and `settings` of the trainer or the name of a `bad` batch. Every rank writes into
+FOLDER/NAME how it ended, and the names of the threads it ends with.
+
+Ranks are forked once everything is imported, since importing it takes longer than a run.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from trainer_support import make_job
+import numpy as np
+import parallel_ranks
+import torch
+from trainer_support import ScriptedQueue, make_job, make_trajectory
 
 from penstock.trainer import train
+from penstock.transfer_queue import Limits, Trajectory
+
+BAD_TOKENS = {"nan": 7, "vocabulary": 64, "turn rewards": 0}
 
 
-def main() -> None:
-    folder, model, settings = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    job = make_job(folder, model, settings)
+def producing(token: int) -> Any:
+    """Episodes of odd tasks, which are rank 1's, begin with `token`, or have too few turn rewards under 0."""
+
+    def produce(task_id: str, member: int, version: int) -> Trajectory:
+        trajectory = make_trajectory(task_id, member, version)
+        (segment,) = trajectory.segments
+        prompt = np.where(segment.prompt_ids == token, 8, segment.prompt_ids).astype(np.int32)
+        response = np.where(segment.response_ids == token, 8, segment.response_ids).astype(np.int32)
+        bad = int(task_id.rpartition("/")[2]) % 2
+        if bad and token:
+            prompt[0] = token
+        changed = replace(segment, prompt_ids=prompt, response_ids=response)
+        return replace(trajectory, segments=[changed], turn_rewards=(1.0,) if bad and not token else ())
+
+    return produce
+
+
+def job_of(case: str, folder: Path, model: str) -> Any:
+    if case == "uneven":
+        limits = Limits(group_size=4, groups_per_step=3, max_staleness=1)
+        settings = {"steps": 2, "minibatches": 2, "micro_batch_tokens": 48}
+        return make_job(folder, model, settings, limits=limits, queue=ScriptedQueue(limits))
+    limits = Limits(group_size=4, groups_per_step=2, max_staleness=1)
+    settings = {"max_bad_steps": 1, "batch_timeout_s": 20.0}
+    return make_job(folder, model, settings, queue=ScriptedQueue(limits, producing(BAD_TOKENS[case])))
+
+
+def run(folder: Path, case: Mapping[str, Any]) -> None:
+    """One rank of one run."""
+    atexit.register(parallel_ranks.write_threads, folder)  # first registered, called last
+    bad, model = case.get("bad"), case["model"]
+    job = job_of(bad, folder, model) if bad else make_job(folder, model, case["settings"])
     job.run.queue.twin = os.environ["RANK"] != "0"
-    asyncio.run(train(job))
+    try:
+        asyncio.run(train(job))
+        ended = "trained"
+    except Exception as error:  # noqa: BLE001 - how it ended is what the test asks
+        ended = f"{type(error).__name__}: {error}"
+    (folder / f"ended_{os.environ['RANK']}").write_text(ended)
+
+
+def main(folder: Path, cases: Mapping[str, Any]) -> None:
+    for name, case in cases.items():
+        (folder / name).mkdir()
+        if parallel_ranks.become_ranks(2):
+            run(folder / name, case)
+            return
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

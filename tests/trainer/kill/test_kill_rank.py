@@ -37,6 +37,7 @@ pytestmark = [
     pytest.mark.torch,
     pytest.mark.crash,
     pytest.mark.slow,
+    pytest.mark.deep,
     pytest.mark.asyncio(loop_scope="session"),
 ]
 PAUSE_S = 0.05
