@@ -129,6 +129,8 @@ class Broadcaster:
             members = [seat for seat, alive in current.members if alive() and not seat.cancelled()]
             if members:
                 await self._hold(current, members)
+            else:
+                logger.info("round %s: 0 of 0 servers, none asked within %.1f s", current.name, self._window_s)
 
     async def _hold(self, current: _Broadcast, members: list[asyncio.Future[Member]]) -> None:
         began = time.monotonic()

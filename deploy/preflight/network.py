@@ -14,10 +14,11 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 import yaml
 
 from penstock.deploy.config import RunConfig, parse_config
@@ -215,6 +216,7 @@ async def _skew(connection: Connection) -> tuple[float, float]:
 PULL_S = 30.0
 """POST /weights answers after 10 s at most."""
 SERVED = ("http", "collective")
+UNREACHED = (aiohttp.ClientError, TimeoutError)
 
 
 async def config_of(link: RunConnection) -> RunConfig:
@@ -242,7 +244,7 @@ async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
     queue = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
     headers = {"Authorization": f"Bearer {link.token}"}
     try:
-        async with httpx.AsyncClient(headers=headers, timeout=ANSWER_DEADLINE_S) as http:
+        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(ANSWER_DEADLINE_S)) as http:
             return redis + await _ask_all(queue, http, link)
     except QueueError as error:
         return [
@@ -253,7 +255,7 @@ async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
         await queue.close()
 
 
-async def _ask_all(queue: TransferQueue, http: httpx.AsyncClient, link: RunConnection) -> list[Check]:
+async def _ask_all(queue: TransferQueue, http: aiohttp.ClientSession, link: RunConnection) -> list[Check]:
     status, servers, newest = await queue.status(), await queue.servers(), await queue.latest_version()
     workers = ", ".join(f"{name} ({held})" for name, held in sorted(status.workers.items())) or "none holds an episode"
     reached = Check("queue", True, f"run {link.run}, version {status.version}; workers: {workers}")
@@ -264,21 +266,21 @@ async def _ask_all(queue: TransferQueue, http: httpx.AsyncClient, link: RunConne
     return [reached, *(check for checks in answers for check in checks), *await _weights(http, newest)]
 
 
-async def _server(http: httpx.AsyncClient, server: ServerInfo, link: RunConnection) -> list[Check]:
+async def _server(http: aiohttp.ClientSession, server: ServerInfo, link: RunConnection) -> list[Check]:
     name = f"server {server.server_id}"
     try:
-        answer = await http.get(f"{server.url}/health")
-    except httpx.HTTPError as error:
+        async with http.get(f"{server.url}/health") as answer:
+            status, health = answer.status, await _body(answer)
+    except UNREACHED as error:
         found = f"{server.url}: {type(error).__name__} {error}".strip()
         return [Check(name, False, found, _unreached(server, link))]
-    if answer.status_code == httpx.codes.UNAUTHORIZED:
+    if status == HTTPStatus.UNAUTHORIZED:
         fix = f"set {TOKEN_VARIABLE} to the run's token, as its connect.env has it"
         return [Check(name, False, f"{server.url} refuses this token", fix)]
-    return list(_judged(name, server, answer, await _pulled(http, server)))
+    return list(_judged(name, server, health, await _pulled(http, server)))
 
 
-def _judged(name: str, server: ServerInfo, answer: httpx.Response, pulled: Check) -> Iterator[Check]:
-    health = _body(answer)
+def _judged(name: str, server: ServerInfo, health: Mapping[str, Any], pulled: Check) -> Iterator[Check]:
     yield Check(
         name,
         bool(health.get("ok")),
@@ -292,21 +294,22 @@ def _judged(name: str, server: ServerInfo, answer: httpx.Response, pulled: Check
     yield pulled
 
 
-async def _pulled(http: httpx.AsyncClient, server: ServerInfo) -> Check:
+async def _pulled(http: aiohttp.ClientSession, server: ServerInfo) -> Check:
     """The way back: the server is asked to fetch the newest weights now, from wherever the trainer has them."""
     name = f"server {server.server_id} → weights"
     fix = "set rollout.weights_host to an address of the trainer's machine that servers reach (0.0.0.0 for its name)"
     try:
-        answer = await http.post(f"{server.url}/weights", json={"action": "pull"}, timeout=PULL_S)
-    except httpx.HTTPError as error:
+        timeout = aiohttp.ClientTimeout(PULL_S)
+        async with http.post(f"{server.url}/weights", json={"action": "pull"}, timeout=timeout) as answer:
+            health = await _body(answer)
+    except UNREACHED as error:
         return Check(name, False, f"{type(error).__name__} {error}".strip(), fix)
-    health = _body(answer)
     behind = int(health.get("behind_versions") or 0)
     cause = health.get("cause") or (f"{behind} versions behind" if behind > 1 else "")
     return Check(name, not cause, str(cause or f"holds version {health.get('version')}"), fix)
 
 
-async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list[Check]:
+async def _weights(http: aiohttp.ClientSession, newest: Announcement | None) -> list[Check]:
     """Whether a server on this machine could fetch the newest version."""
     if newest is None:
         return []
@@ -319,10 +322,10 @@ async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list
     url = str(newest.manifest.get("url", ""))
     fix = "set rollout.weights_host to an address that this machine reaches, and let it through to its port"
     try:
-        answer = await http.get(url, headers={"Range": "bytes=0-0"})
-    except httpx.HTTPError as error:
+        async with http.get(url, headers={"Range": "bytes=0-0"}) as answer:
+            return [Check("weights", answer.ok, f"{url}: HTTP {answer.status}", fix)]
+    except UNREACHED as error:
         return [Check("weights", False, f"{url}: {type(error).__name__} {error}".strip(), fix)]
-    return [Check("weights", answer.is_success, f"{url}: HTTP {answer.status_code}", fix)]
 
 
 def _unreached(server: ServerInfo, link: RunConnection) -> str:
@@ -332,10 +335,10 @@ def _unreached(server: ServerInfo, link: RunConnection) -> str:
     return "let this machine resolve its name and reach its port, or start it with --host ADDRESS and a fixed --port"
 
 
-def _body(answer: httpx.Response) -> dict[str, Any]:
+async def _body(answer: aiohttp.ClientResponse) -> dict[str, Any]:
     """Empty where the answer is no JSON object: something else listens there."""
     try:
-        found = answer.json()
+        found = await answer.json(content_type=None)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

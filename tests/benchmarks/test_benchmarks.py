@@ -75,6 +75,13 @@ async def test_the_tokens(measure: Measure) -> None:
     assert tokens["turn_1"] < tokens["turn_4"] < tokens["turn_12"]
 
 
+async def test_the_http_clients(measure: Measure) -> None:
+    short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_ANSWERS": "4", "PENSTOCK_BENCH_CALLS": "8"}
+    measured = await measure("http", **short)
+    assert set(measured["ratio"]) == {"stream_httpx_over_aiohttp", "call_httpx_over_aiohttp"}
+    assert all(value > 0 for of in measured["figures"].values() for value in of.values())
+
+
 TINY = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_MODEL": "tiny", "PENSTOCK_BENCH_DTYPE": "float32"}
 ROLLOUT = {**TINY, "PENSTOCK_BENCH_CONCURRENCY": "1,4", "PENSTOCK_BENCH_ANSWER_TOKENS": "16"}
 WEIGHTS = {**TINY, "PENSTOCK_BENCH_WEIGHTS_MB": "8", "PENSTOCK_BENCH_UPDATES": "3", "PENSTOCK_BENCH_SWAPS": "4"}

@@ -119,12 +119,14 @@ STOCK = [pytest.param("vllm", marks=pytest.mark.vllm), pytest.param("sglang", ma
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", STOCK)
 def test_run_with_a_stock_engine(start_run, engine: str) -> None:
     found = check_engine(load_config(RECIPE, [f"rollout.engine={engine}"]))
     if not found.ok:
-        pytest.skip(found.fix)
-    summary = start_run(f"on-{engine}", *SHORT, f"rollout.engine={engine}").finish()
+        pytest.skip(f"{found.found}: {found.fix}")
+    patience = ("rollout.start_timeout_s=540", "stall_timeout_s=580")  # a first start compiles SGLang's bytecode
+    summary = start_run(f"on-{engine}", *SHORT, *patience, f"rollout.engine={engine}").finish()
     assert summary["steps"] == 3
     assert summary["weight_updates"] >= 2
     assert summary["staleness_max"] <= 2
@@ -148,8 +150,9 @@ def test_run_weights_over_the_network_on_loopback(start_run, transport: str, ran
     assert_accounts_balance(summary)
     assert listening == {"127.0.0.1"}
     assert_nothing_left(run, pids)
-    held = re.findall(r"round \S+: (\d) of \d servers", (run.root / "logs" / "trainer.log").read_text())
-    assert any(int(servers) for servers in held) == (transport == "collective")
+    # Whether a server asks within half a second is chance on a busy machine; tests/weight_sync fixes who does.
+    rounds = re.findall(r"round \S+: \d of \d servers", (run.root / "logs" / "trainer.log").read_text())
+    assert bool(rounds) == (transport == "collective")
 
 
 def listens_on(pid: int) -> set[str]:
