@@ -36,8 +36,6 @@ from penstock.transfer_queue import DataCursor, DeadLetter, Limits, MemoryTransf
 SPLIT = "rehearsal"
 LEASE_TTL_S = 60.0
 POLL_S = 0.05
-SLACK_S = 60.0
-"""Added to the episode's and the reward's deadlines before a check without progress is stopped."""
 _RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 Says = Sequence[str] | Callable[[str], str]
 """The model's answers in order, the last one repeated; or a function of the context's text."""
@@ -132,10 +130,12 @@ async def check_env(
     sandbox_token: str | None = None,
     recipe_dir: Path = Path(),
     on_ended: Callable[[int], None] = lambda _: None,
+    slack_s: float = 60.0,
 ) -> EnvCheck:
     """Runs every task once with `policy`, `config.concurrency` at a time.
 
     `model` is a tokenizer's folder or hub name; `on_ended` is called with the number of ended episodes.
+    The check stops without progress for the deadlines of an episode and a reward and `slack_s`.
     Raises `AgentError` and `SandboxError` as a worker does at its start,
     `WorkerStopped` if the infrastructure fails repeatedly, or no episode ends.
     """
@@ -154,7 +154,7 @@ async def check_env(
         tools=list(tools),
         sandbox=sandbox or SandboxConfig(),
     )
-    patience_s = config.episode_deadline_s + config.rewards.timeout_s + SLACK_S
+    patience_s = config.episode_deadline_s + config.rewards.timeout_s + slack_s
     await _play(job, queue, len(staged), patience_s, on_ended)
     trajectories, _ = await queue.results(SPLIT)
     return EnvCheck(sorted(trajectories, key=lambda one: one.task_id), await queue.dead_letters(max(1, len(staged))))

@@ -29,7 +29,6 @@ from .processes import RoleSpec as RoleSpec
 from .rehearsal import rehearse_recipe as rehearse_recipe
 from .rehearsal import rows_of as rows_of
 from .roles import TrainerAlive as TrainerAlive
-from .roles import _until_stopped as _until_stopped
 from .roles import run_role as run_role
 from .roles import sole_trainer as sole_trainer
 from .run_dir import RunDir as RunDir
@@ -55,6 +54,7 @@ from .telemetry import MetricsTarget as MetricsTarget
 from .telemetry import QueueExporter as QueueExporter
 from .telemetry import announced as announced
 from .telemetry import head_exporter as head_exporter
+from .telemetry import head_served as head_served
 from .telemetry import make_app as make_app
 from .telemetry import metrics_served as metrics_served
 from .telemetry import target_list as target_list

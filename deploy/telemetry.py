@@ -231,19 +231,27 @@ def head_exporter(queue: TransferQueue, run: str, members: Members, every_s: flo
 
 
 @contextlib.asynccontextmanager
-async def head_served(
-    config: RunConfig, run: RunDir, link: RunConnection, queue: TransferQueue, members: Members
+async def head_served(  # noqa: PLR0917 - what `penstock run` has at its start
+    config: RunConfig,
+    run: RunDir,
+    link: RunConnection,
+    queue: TransferQueue,
+    members: Members,
+    every_s: float = EVERY_S,
 ) -> AsyncIterator[None]:
     """Serves the head's metrics for the length of the block. Files written for Prometheus are removed afterwards."""
     if not config.telemetry.metrics:
         yield
         return
-    exporter = head_exporter(queue, config.name, members, EVERY_S)
+    exporter = head_exporter(queue, config.name, members, every_s)
     write_atomically(run.metrics_token, metrics_token(link.token), mode=0o600)
     _remove_addresses(run)
     who = MetricsTarget("", config.name, HEAD, HEAD)
     async with metrics_served(config.telemetry, exporter.registry, link.token, run.metric_addresses, who):
-        tasks = [asyncio.create_task(exporter.poll()), asyncio.create_task(_update_targets(config, run, exporter))]
+        tasks = [
+            asyncio.create_task(exporter.poll()),
+            asyncio.create_task(_update_targets(config, run, exporter, every_s)),
+        ]
         try:
             yield
         finally:
@@ -253,7 +261,7 @@ async def head_served(
             _remove_addresses(run)
 
 
-async def _update_targets(config: RunConfig, run: RunDir, exporter: QueueExporter) -> None:
+async def _update_targets(config: RunConfig, run: RunDir, exporter: QueueExporter, every_s: float) -> None:
     logged = ""
     while True:
         try:
@@ -263,7 +271,7 @@ async def _update_targets(config: RunConfig, run: RunDir, exporter: QueueExporte
             if str(error) != logged:
                 logger.warning("%s: %s", run.prometheus_targets, error)
             logged = str(error)
-        await asyncio.sleep(min(EVERY_S, 1.0))
+        await asyncio.sleep(min(every_s, 1.0))
 
 
 def _remove_addresses(run: RunDir) -> None:

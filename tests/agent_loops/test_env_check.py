@@ -1,4 +1,4 @@
-"""A scripted policy in the model's place, in a real worker with a tool of its own."""
+"""`check_env`: a scripted policy instead of a model, in a real worker with a custom tool."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.agent_loops import SPLIT, AgentConfig, EpisodeState, LoadError, WorkerStopped, check_env, env_check
+from penstock.agent_loops import SPLIT, AgentConfig, EpisodeState, LoadError, WorkerStopped, check_env
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Task
 
@@ -42,10 +42,19 @@ def tasks(*numbers: int) -> list[Task]:
     return [Task(f"t{n}", SPLIT, asked[n], "doubling", 2 * number) for n, number in enumerate(numbers)]
 
 
-async def play(recipe_dir: Path, policy, *numbers: int, **fields):
+async def play(recipe_dir: Path, policy, *numbers: int, slack_s: float = 60.0, on_ended=lambda _: None, **fields):
     config = AgentConfig(**{**ROOM, "reward": "judge.py:compute_score", "concurrency": 2, **fields})
     tools = [ToolConfig(name="doubling_for_rehearsal.double")]
-    return await check_env(tasks(*numbers), policy, model=MODEL, config=config, tools=tools, recipe_dir=recipe_dir)
+    return await check_env(
+        tasks(*numbers),
+        policy,
+        model=MODEL,
+        config=config,
+        tools=tools,
+        recipe_dir=recipe_dir,
+        on_ended=on_ended,
+        slack_s=slack_s,
+    )
 
 
 def honest(scene: EpisodeState) -> str:
@@ -57,22 +66,14 @@ def honest(scene: EpisodeState) -> str:
 async def test_env_check_policy_reads_results_in_order(recipe_dir: Path) -> None:
     ended: list[int] = []
     numbers = (4, 1, 3, 2, 5)
-    found = await check_env(
-        tasks(*numbers),
-        honest,
-        model=MODEL,
-        config=AgentConfig(**ROOM, reward="judge.py:compute_score", concurrency=2),
-        tools=[ToolConfig(name="doubling_for_rehearsal.double")],
-        recipe_dir=recipe_dir,
-        on_ended=ended.append,
-    )
+    found = await play(recipe_dir, honest, *numbers, on_ended=ended.append)
     assert (found.rewards, found.failures) == ([1.0] * 5, [])
     assert [one.extra["tool_results"] for one in found.trajectories] == [[str(2 * number)] for number in numbers]
     assert [one.num_turns for one in found.trajectories] == [2] * 5
     assert ended[-1] == 5
 
 
-async def test_a_scene_tells_turns_apart(recipe_dir: Path) -> None:
+async def test_env_check_policy_sees_its_turn(recipe_dir: Path) -> None:
     seen: list[tuple[int, list[str]]] = []
 
     def twice(scene: EpisodeState) -> str:
@@ -84,7 +85,7 @@ async def test_a_scene_tells_turns_apart(recipe_dir: Path) -> None:
     assert found.rewards == [0.0]
 
 
-async def test_a_broken_tool_is_a_failure_with_its_cause_and_no_zero(recipe_dir: Path) -> None:
+async def test_env_check_broken_tool_is_no_zero_reward(recipe_dir: Path) -> None:
     found = await play(recipe_dir, honest, 1, 13, 2)
     assert found.rewards == [1.0, 1.0]
     (letter,) = found.failures
@@ -92,7 +93,7 @@ async def test_a_broken_tool_is_a_failure_with_its_cause_and_no_zero(recipe_dir:
     assert "the machine is broken" in letter.outcome.reason
 
 
-async def test_a_policy_that_raises_is_told(recipe_dir: Path) -> None:
+async def test_env_check_reports_policy_error(recipe_dir: Path) -> None:
     def broken(scene: EpisodeState) -> str:
         raise KeyError("no such row")
 
@@ -101,17 +102,15 @@ async def test_a_policy_that_raises_is_told(recipe_dir: Path) -> None:
     assert "no such row" in found.failures[0].outcome.reason
 
 
-async def test_what_the_recipe_has_wrong_is_raised_at_once(recipe_dir: Path) -> None:
+async def test_env_check_raises_recipe_error(recipe_dir: Path) -> None:
     with pytest.raises(LoadError, match=r"no file 'nowhere\.py'"):
         await play(recipe_dir, honest, 1, reward="nowhere.py:f")
 
 
-async def test_a_rehearsal_in_which_nothing_ends_is_given_up(recipe_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env_check, "SLACK_S", -659.5)
-
+async def test_env_check_stops_without_progress(recipe_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def hang(*_) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr("penstock.agent_loops.env_check.ScriptedClient.generate", hang)
     with pytest.raises(WorkerStopped, match="0 of 1 episodes ended"):
-        await play(recipe_dir, honest, 1, episode_deadline_s=600, rewards={"timeout_s": 60.0})
+        await play(recipe_dir, honest, 1, slack_s=-659.5, episode_deadline_s=600, rewards={"timeout_s": 60.0})

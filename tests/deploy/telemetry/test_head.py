@@ -17,10 +17,10 @@ from penstock.deploy import (
     RunConnection,
     RunDir,
     announced,
+    head_served,
     parse_config,
     target_list,
 )
-from penstock.deploy import telemetry as head
 from penstock.transfer_queue import ServerInfo
 
 
@@ -46,14 +46,13 @@ async def targets_with(run: RunDir, count: int) -> dict[str, str]:
             await asyncio.sleep(0.05)
 
 
-async def test_targets_follow_the_run_and_end_with_it(run, queue, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(head, "EVERY_S", 0.05)
+async def test_targets_follow_the_run_and_end_with_it(run, queue, tmp_path) -> None:
     dead = RoleProcess(RoleSpec("agent-0", ["true"], {}, tmp_path / "log", 3))
     dead.restarts = 2
     link = RunConnection("redis://x", "mine", None, "the run's")
     run.metric_addresses.mkdir()
     (run.metric_addresses / "of-a-killed-life.json").write_text("{}")
-    async with head.head_served(config_of(run), run, link, queue, lambda: [dead]):
+    async with head_served(config_of(run), run, link, queue, lambda: [dead], every_s=0.05):
         assert stat.S_IMODE(run.metrics_token.stat().st_mode) == 0o600
         assert "the run's" not in run.metrics_token.read_text()
         assert set(await targets_with(run, 2)) == {"head", "sandbox"}
