@@ -11,7 +11,6 @@ from .answers import invalid_request_body as invalid_request_body
 from .answers import model_body as model_body
 from .answers import model_list_body as model_list_body
 from .answers import sse_data as sse_data
-from .chat import FIELDS as FIELDS
 from .chat import ChatBody as ChatBody
 from .chat import ChatStream as ChatStream
 from .chat import chat_body as chat_body

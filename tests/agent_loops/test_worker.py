@@ -10,8 +10,6 @@ import time
 import pytest
 
 from penstock.agent_loops import AgentConfig, AgentLoopBase, FakeClient, Worker, WorkerJob, WorkerStopped
-from penstock.agent_loops import concurrency as concurrency_module
-from penstock.agent_loops import worker as worker_module
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import RunContext, ServerInfo
 
@@ -188,7 +186,7 @@ async def test_worker_without_server_leases_nothing(worker_of, queue_of, tasks_o
 
 
 async def test_no_server_for_too_long_stops_the_worker(worker_of, queue_of, calling_policy, monkeypatch):
-    monkeypatch.setattr(worker_module, "NO_SERVER_DEADLINE_S", 0.1)
+    monkeypatch.setattr("penstock.agent_loops.worker.NO_SERVER_DEADLINE_S", 0.1)
     client = FakeClient(calling_policy(), version=None)
     with pytest.raises(WorkerStopped, match="no rollout server"):
         await worker_of(queue_of([]), client).run()
@@ -253,8 +251,8 @@ async def test_worker_adapts_concurrency_to_refusals(worker_of, queue_of, tasks_
             self.refused += self.pressed
             return [ServerInfo("s", "http://s", 0)]
 
-    monkeypatch.setattr(worker_module, "ADAPT_S", 0.02)
-    monkeypatch.setattr(concurrency_module, "HOLD_S", 0.05)
+    monkeypatch.setattr("penstock.agent_loops.worker.ADAPT_S", 0.02)
+    monkeypatch.setattr("penstock.agent_loops.concurrency.HOLD_S", 0.05)
     client = Loaded(calling_policy(turns=0), latency_s=0.02)
     queue = queue_of(tasks_of(2000))
     worker = worker_of(queue, client, config=AgentConfig(concurrency=16, max_response_tokens=1000))

@@ -1,14 +1,14 @@
-"""What a health check may believe: the file is touched while the loop turns, by any role, and by nobody afterwards."""
+"""The heartbeat file of a role: touched while its event loop runs, and not afterwards."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
 
-from penstock.deploy import _until_stopped
-from penstock.deploy import roles as heartbeat
+from penstock.deploy import run_role
 
 
 async def _touched(file: Path) -> None:
@@ -17,22 +17,24 @@ async def _touched(file: Path) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_role_touches_its_file_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_while_the_role_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "beat"
-    monkeypatch.setenv(heartbeat.HEARTBEAT_VARIABLE, str(file))
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.01)
+    monkeypatch.setenv("PENSTOCK_HEARTBEAT", str(file))
+    monkeypatch.setattr("penstock.deploy.roles.HEARTBEAT_S", 0.01)
 
     async def role() -> None:
         for _ in range(3):
             await _touched(file)
             file.unlink()
 
-    await _until_stopped(role())
+    run_role(role)
     file.unlink(missing_ok=True)
-    await asyncio.sleep(0.1)  # nothing to wait for: that it is not touched any more shows only in time
+    time.sleep(0.1)  # nothing to wait for: that it is not touched any more shows only in time
     assert not file.exists()
 
 
-async def test_without_a_file_there_is_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(heartbeat.HEARTBEAT_VARIABLE, raising=False)
-    await asyncio.wait_for(heartbeat.beat(), 60)
+def test_heartbeat_needs_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_HEARTBEAT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    run_role(lambda: asyncio.sleep(0.05))
+    assert not list(tmp_path.iterdir())

@@ -21,7 +21,6 @@ from penstock.deploy import (
     own_redis,
     roles_of,
 )
-from penstock.deploy import connection as module
 from penstock.rollout_server import RolloutConfig
 from penstock.transfer_queue import NoSuchRun, QueueError
 from penstock.transfer_queue.redis import Connection, RedisBinary, find_redis_server
@@ -122,7 +121,7 @@ async def test_an_older_redis_has_one_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = find_redis_server()
-    monkeypatch.setattr(module, "find_redis_server", lambda: RedisBinary(found.path, (6, 2)))
+    monkeypatch.setattr("penstock.deploy.connection.find_redis_server", lambda: RedisBinary(found.path, (6, 2)))
     with caplog.at_level(logging.WARNING):
         async with own_redis(CONFIG, RunDir(tmp_path), "token") as link:
             assert link.of_role("agent").environment() == link.environment()

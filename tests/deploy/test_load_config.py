@@ -4,7 +4,6 @@ import pytest
 import yaml
 
 from penstock.deploy import ConfigError, dump_config, load_config, parse_config
-from penstock.deploy import config as load_config_module
 
 RECIPE = """
 model: some-org/some-model
@@ -97,19 +96,15 @@ def test_files_of_rewards_are_found_and_names_stay_names(tmp_path: Path, monkeyp
     (tmp_path / "own.py").write_text("")
     (tmp_path / "code").mkdir()
     monkeypatch.chdir(tmp_path)
-    tree = {
-        "agent": {
-            "reward": "code",
-            "rewards": {"sources": {"a": "own.py:f", "b": {"name": "own.py:g"}, "c": "gsm8k", "d": "code"}},
-        }
-    }
-    load_config_module._resolve_paths(tree, [tmp_path])
-    sources = tree["agent"]["rewards"]["sources"]
-    assert tree["agent"]["reward"] == sources["d"] == "code"
-    assert sources == {"a": f"{tmp_path}/own.py:f", "b": {"name": f"{tmp_path}/own.py:g"}, "c": "gsm8k", "d": "code"}
-    tree["agent"]["reward"] = "own.py:f"
-    load_config_module._resolve_paths(tree, [tmp_path])
-    assert tree["agent"]["reward"] == f"{tmp_path}/own.py:f"
+    sources = {"a": "own.py:f", "b": {"name": "own.py:g"}, "c": "gsm8k", "d": "code"}
+    tree = {"model": "m", "data": {"train": "t"}, "agent": {"reward": "code", "rewards": {"sources": sources}}}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tree))
+    agent = load_config(recipe).agent
+    found = {name: getattr(choice, "name", choice) for name, choice in agent.rewards.sources.items()}
+    assert agent.reward == "code"
+    assert found == {"a": f"{tmp_path}/own.py:f", "b": f"{tmp_path}/own.py:g", "c": "gsm8k", "d": "code"}
+    assert load_config(recipe, ["agent.reward=own.py:f"]).agent.reward == f"{tmp_path}/own.py:f"
 
 
 TOOL = """

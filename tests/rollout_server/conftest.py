@@ -311,13 +311,11 @@ def _group_of(pid: int) -> int | None:
 
 async def skip_without(name: str) -> None:
     """Skip, saying how to get it, where no environment with the stock server `name` is found."""
-    from penstock.rollout_server.engines import sglang_server
-    from penstock.rollout_server.engines import vllm as vllm_server
+    from penstock.rollout_server.engines import find_installation
 
-    finders = {"vllm": vllm_server.find_installation, "sglang": sglang_server.find_installation}
     try:
-        if name in finders:
-            await finders[name](RolloutConfig())
+        if name in ("vllm", "sglang"):
+            await find_installation(RolloutConfig(engine=name))
     except EngineError as error:
         pytest.skip(str(error))
 

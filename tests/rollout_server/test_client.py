@@ -35,7 +35,6 @@ from penstock.rollout_server import (
     Sampling,
     join_chunks,
 )
-from penstock.rollout_server import client as rollout_client
 from penstock.transfer_queue import ServerInfo
 
 
@@ -208,7 +207,7 @@ async def test_a_server_that_hangs_is_left_after_silence(
     client: RolloutClient, queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP of a whole sidecar: its socket stays open, its keep-alives stop."""
-    monkeypatch.setattr(rollout_client, "SILENCE_S", 2.0)
+    monkeypatch.setattr("penstock.rollout_server.client.SILENCE_S", 2.0)
     with killable_server(tmp_path) as (process, url):
         queue.registered["killed"] = ServerInfo("killed", url, 0)
         asking = await begun(client, [ask([9, i], 400, f"e{i}") for i in range(4)])

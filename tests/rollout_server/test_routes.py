@@ -16,7 +16,7 @@ import pytest
 from tests.rollout_server.conftest import HEADERS, TOKEN, RunningServer, StubQueue, rollout_server
 from tests.rollout_server.scripted import Script
 
-from penstock.rollout_server import BadRequest, Chunk, DeadlineExceeded, EngineError, GenerateResponse, routes
+from penstock.rollout_server import BadRequest, Chunk, DeadlineExceeded, EngineError, GenerateResponse
 
 ONE = Chunk(token_ids=[1], logprobs=[-0.5], version_spans=[(0, 0, 1)])
 LAST = Chunk(token_ids=[2], logprobs=[-0.25], version_spans=[(0, 0, 1)], finish_reason="stop")
@@ -67,7 +67,7 @@ async def test_what_goes_wrong_first_is_the_status_and_later_the_last_line(
 
 
 async def test_silence_is_filled_with_empty_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "KEEPALIVE_S", 0.02)
+    monkeypatch.setattr("penstock.rollout_server.routes.KEEPALIVE_S", 0.02)
     status, lines = await Exchange(0.2, ONE, LAST).run()
     assert status == 200
     assert lines[0] == b"\n"

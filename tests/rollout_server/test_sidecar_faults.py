@@ -31,7 +31,6 @@ from penstock.rollout_server import (
     RolloutClient,
     Sampling,
     bound_logs,
-    sidecar,
 )
 from penstock.transfer_queue import ServerInfo
 from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
@@ -137,9 +136,9 @@ class Mute(FakeEngine):
 async def test_an_idle_engine_is_asked_for_a_token_now_and_then(
     queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecar, "PROBE_S", 0.3)
-    monkeypatch.setattr(sidecar, "HEALTH_S", 0.05)
-    monkeypatch.setattr(sidecar, "PROBE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("penstock.rollout_server.sidecar.PROBE_S", 0.3)
+    monkeypatch.setattr("penstock.rollout_server.sidecar.HEALTH_S", 0.05)
+    monkeypatch.setattr("penstock.rollout_server.sidecar.PROBE_TIMEOUT_S", 0.5)
     async with rollout_server(queue, tmp_path, new_engine=Mute) as server:
         await server.until(lambda: server.engine.asked == 1)
         await server.until(lambda: len(server.engines) == 2)
@@ -149,7 +148,7 @@ async def test_an_idle_engine_is_asked_for_a_token_now_and_then(
 async def test_work_without_a_token_for_long_restarts_the_engine(
     queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecar, "HEALTH_S", 0.05)
+    monkeypatch.setattr("penstock.rollout_server.sidecar.HEALTH_S", 0.05)
     client = RolloutClient(queue, TOKEN, timeout_s=30)
     config = small_config(request_timeout_s=1.0)
     async with rollout_server(queue, tmp_path, new_engine=Mute, config=config) as server:
@@ -211,7 +210,7 @@ async def test_a_straggler_is_drained_and_its_engine_starts_over(
     queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three refusals in a row, and another server that has newer weights: it is this one's fault."""
-    monkeypatch.setattr(sidecar, "HEALTH_S", 0.05)
+    monkeypatch.setattr("penstock.rollout_server.sidecar.HEALTH_S", 0.05)
 
     def new_engine(*given: Any) -> FakeEngine:
         engine = Picky(*given, token_s=0.01)
@@ -239,7 +238,7 @@ async def test_a_straggler_is_drained_and_its_engine_starts_over(
 async def test_weights_that_no_server_can_load_restart_nobody(
     queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecar, "HEALTH_S", 0.05)
+    monkeypatch.setattr("penstock.rollout_server.sidecar.HEALTH_S", 0.05)
     queue.registered["other"] = ServerInfo("other", "http://127.0.0.1:9", 0)
     async with rollout_server(queue, tmp_path, new_engine=Picky) as server:
         await refuse(server, range(1, 6))
@@ -251,7 +250,7 @@ async def test_weights_that_no_server_can_load_restart_nobody(
 async def test_being_behind_for_long_counts_as_well(
     queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sidecar, "HEALTH_S", 0.05)
+    monkeypatch.setattr("penstock.rollout_server.sidecar.HEALTH_S", 0.05)
     monkeypatch.setattr("penstock.weight_sync.updater.STRAGGLER_S", 0.2)
     queue.registered["other"] = ServerInfo("other", "http://127.0.0.1:9", 2)
     async with rollout_server(queue, tmp_path, new_engine=Picky) as server:
@@ -272,7 +271,7 @@ async def test_an_engine_that_never_answered_is_waited_for_ever_longer(
         rests.append(delay_s)
         await real_sleep(0)
 
-    monkeypatch.setattr(sidecar, "restart_after", note)
+    monkeypatch.setattr("penstock.rollout_server.sidecar.restart_after", note)
     async with rollout_server(queue, tmp_path, new_engine=partial(FakeEngine, token_s=0.001)) as server:
         for lives in range(1, 4):
             server.engine.crash()

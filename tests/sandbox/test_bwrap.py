@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups, box_processes
 
-from penstock.sandbox import BwrapSandbox, SandboxConfig, SandboxError, SandboxLost, bwrap, make_sandbox
+from penstock.sandbox import BwrapSandbox, SandboxConfig, SandboxError, SandboxLost, make_sandbox
 
 pytestmark = pytest.mark.bwrap
 
@@ -95,7 +95,7 @@ async def test_bwrap_boxes_end_with_a_killed_worker() -> None:
 async def test_bwrap_without_cgroups_rlimits_hold_and_it_is_said_aloud(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(bwrap, "open_cgroups", lambda *_: (None, "a test says so"))
+    monkeypatch.setattr("penstock.sandbox.bwrap.open_cgroups", lambda *_: (None, "a test says so"))
     with caplog.at_level(logging.WARNING):
         sandbox = BwrapSandbox(CONFIG.model_copy(update={"pids": 16}), OWNER)
     assert "rlimits only" in caplog.text
@@ -118,7 +118,7 @@ def test_bwrap_refused_namespaces_name_the_mend(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "bwrap").chmod(0o755)
     tmp_path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(bwrap, "_as_uid", lambda _: [])
+    monkeypatch.setattr("penstock.sandbox.bwrap._as_uid", lambda _: [])
     with pytest.raises(SandboxError, match=r"No permissions.*user\.max_user_namespaces"):
         make_sandbox(SandboxConfig(), "tests")
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from penstock.sandbox import ProcessBox, SandboxConfig, SessionSlot, UnsafeSubprocessSandbox
-from penstock.sandbox import limited as maker
+
+STARTS_AT_ONCE = max(2, os.cpu_count() or 1)
 
 
 class Watched(UnsafeSubprocessSandbox):
@@ -20,11 +22,11 @@ class Watched(UnsafeSubprocessSandbox):
 
 async def test_limited_boxes_that_are_asked_for_together_start_in_turn() -> None:
     sandbox = Watched(SandboxConfig(backend="unsafe_subprocess"))
-    many = 3 * maker.STARTS_AT_ONCE
+    many = 3 * STARTS_AT_ONCE
     try:
         sessions = await asyncio.gather(*(sandbox.start(f"episode {number}") for number in range(many)))
         answers = await asyncio.gather(*(session.run_python("print(6 * 7)") for session in sessions))
     finally:
         await sandbox.close()
     assert [answer.stdout for answer in answers] == ["42\n"] * many
-    assert sandbox.most == maker.STARTS_AT_ONCE
+    assert sandbox.most == STARTS_AT_ONCE

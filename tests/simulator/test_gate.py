@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.simulator.conftest import cluster
 
 from penstock.simulator import may_admit
-from penstock.transfer_queue import admission as arithmetic
+from penstock.transfer_queue import may_admit as queue_may_admit
 
 
 @given(st.integers(0, 3), st.integers(1, 4), st.lists(st.sampled_from(["admit", "ship", "publish"]), max_size=80))
@@ -17,7 +17,7 @@ def test_admission_is_the_queues(staleness: int, per_step: int, acts: list[str])
     dues: list[int] = []
     admitted = shipped = version = 0
     for act in acts:
-        theirs = arithmetic.may_admit(version + staleness, dues, shipped, per_step)
+        theirs = queue_may_admit(version + staleness, dues, shipped, per_step)
         assert may_admit(config, admitted, version) == theirs
         if act == "admit" and theirs:
             dues.append(version + staleness)

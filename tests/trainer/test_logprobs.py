@@ -12,7 +12,6 @@ torch = pytest.importorskip("torch")
 from benchmarks.support.meter import peak_bytes
 from penstock.trainer import (
     Head,
-    logprobs,
     token_logprobs,
 )
 
@@ -23,8 +22,8 @@ TOKENS, WIDTH, VOCAB = 13, 8, 30
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rows and seven columns: neither divides what is there."""
-    monkeypatch.setattr(logprobs, "VOCAB_TILE", 7)
-    monkeypatch.setattr(logprobs, "CPU_TILE_ELEMENTS", 21)
+    monkeypatch.setattr("penstock.trainer.logprobs.VOCAB_TILE", 7)
+    monkeypatch.setattr("penstock.trainer.logprobs.CPU_TILE_ELEMENTS", 21)
 
 
 def inputs(dtype: Any = None, bias: bool = False) -> tuple[Any, Any, Any, Any]:

@@ -15,9 +15,8 @@ from tests.tiny_model import save_tiny_model
 from trainer_support import make_segment
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer import ModelLimits, Row, join_rows, logprobs, make_row, number_tokens, pack_rows
-from penstock.trainer.engines.fsdp import attention
-from penstock.trainer.engines.fsdp import models as policy
+from penstock.trainer import Head, ModelLimits, Row, join_rows, make_row, number_tokens, pack_rows
+from penstock.trainer.engines.fsdp import load_policy
 
 pytestmark = pytest.mark.torch
 
@@ -41,13 +40,13 @@ def plain_logprobs(model: str, row: Row, temperature: float = 1.0) -> torch.Tens
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_packed_equals_one_by_one(tiny_model: str, temperature: float) -> None:
-    loaded = policy.load_policy(tiny_model, temperature)
+    loaded = load_policy(tiny_model, temperature)
     given = rows(6)
     with torch.no_grad():
         packed = loaded(join_rows(given)).logprobs
     alone = torch.cat([plain_logprobs(tiny_model, row, temperature) for row in given])
     assert loaded.chunked
-    assert loaded.model.config._attn_implementation == attention.NAME
+    assert loaded.model.config._attn_implementation == "penstock_packed"
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
 
 
@@ -66,7 +65,7 @@ def same_prompt(count: int) -> list[Row]:
 def test_shared_prompts_change_neither_logprobs_nor_gradients(
     tmp_path: Path, kind: str, changes: dict[str, Any]
 ) -> None:
-    loaded = policy.load_policy(save_tiny_model(tmp_path, kind, **changes), 1.0)
+    loaded = load_policy(save_tiny_model(tmp_path, kind, **changes), 1.0)
     given = number_tokens([*same_prompt(5), *rows(2)])
     (shared,) = pack_rows(given, 10_000, share=True)
     assert loaded.shares_prompts
@@ -83,12 +82,12 @@ def test_shared_prompts_change_neither_logprobs_nor_gradients(
 
 
 def test_tiles_change_neither_logprobs_nor_gradients(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = policy.load_policy(tiny_model, 1.0)
+    loaded = load_policy(tiny_model, 1.0)
     pack = join_rows(rows(4))
     results = []
     for columns, elements in ((4096, 1 << 20), (11, 77)):
-        monkeypatch.setattr(logprobs, "VOCAB_TILE", columns)
-        monkeypatch.setattr(logprobs, "CPU_TILE_ELEMENTS", elements)
+        monkeypatch.setattr("penstock.trainer.logprobs.VOCAB_TILE", columns)
+        monkeypatch.setattr("penstock.trainer.logprobs.CPU_TILE_ELEMENTS", elements)
         loaded.zero_grad()
         found = loaded(pack).logprobs
         found.sum().backward()
@@ -98,7 +97,7 @@ def test_tiles_change_neither_logprobs_nor_gradients(tiny_model: str, monkeypatc
 
 
 def test_a_row_is_blind_to_its_neighbours(tiny_model: str) -> None:
-    loaded = policy.load_policy(tiny_model, 1.0)
+    loaded = load_policy(tiny_model, 1.0)
     first, second, third = rows(3)
     other = replace(second, ids=np.flip(second.ids).copy())
     with torch.no_grad():
@@ -128,12 +127,12 @@ def test_heads_that_cap_or_scale_their_logits_are_exact_in_tiles(
 
 def test_a_head_that_is_not_understood_is_called_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "Granite", logits_scaling=3.0)
-    monkeypatch.setattr(policy, "_head_settings", lambda model: logprobs.Head())
+    monkeypatch.setattr("penstock.trainer.engines.fsdp.models._head_settings", lambda model: Head())
     assert_exact(tmp_path, in_tiles=False)
 
 
 def assert_exact(model: Path, *, in_tiles: bool) -> None:
-    loaded = policy.load_policy(str(model), 1.0)
+    loaded = load_policy(str(model), 1.0)
     given = rows(4)
     assert loaded.chunked == in_tiles
     with torch.no_grad():
@@ -143,6 +142,8 @@ def assert_exact(model: Path, *, in_tiles: bool) -> None:
 
 
 def test_a_model_that_mixes_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_two_rows_packed", lambda model: attention._two_rows_alone(model) + 1)
+    monkeypatch.setattr(
+        "penstock.trainer.engines.fsdp.attention._two_rows_packed", lambda model: torch.tensor(float("inf"))
+    )
     with pytest.raises(ValueError, match="Qwen3ForCausalLM lets packed rows see each other"):
-        policy.load_policy(save_tiny_model(tmp_path), 1.0)
+        load_policy(save_tiny_model(tmp_path), 1.0)

@@ -15,7 +15,6 @@ pytest.importorskip("torch")
 from trainer_support import make_job, make_trajectory
 
 from penstock.trainer import Spiller, StepBatch
-from penstock.trainer import saver as module
 
 
 class Out:
@@ -103,7 +102,7 @@ async def test_a_failure_is_raised_at_the_next_call_and_not_again(make, call: st
 
 
 async def test_a_version_that_never_comes_out_is_an_error(make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SPILL_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("penstock.trainer.saver.SPILL_TIMEOUT_S", 0.0)
     spiller, _, _ = make()
     await spiller.begin(share(0))
     with pytest.raises(TimeoutError):

@@ -16,8 +16,8 @@ pytest.importorskip("torch")
 
 from trainer_support import assert_books_balance, make_job, make_trajectory, write_rows
 
-from penstock.trainer import RecentBatches, TrainJob, saver, train
-from penstock.transfer_queue import BatchLog, memory
+from penstock.trainer import RecentBatches, TrainJob, train
+from penstock.transfer_queue import BatchLog, MemoryTransferQueue
 from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
@@ -40,7 +40,7 @@ class Clock:
         return self
 
 
-class DyingQueue(memory.MemoryTransferQueue):
+class DyingQueue(MemoryTransferQueue):
     """Raises `Crash` once, before or after the call named in `crash_at`."""
 
     def __init__(self, batch_log: BatchLog) -> None:
@@ -214,7 +214,7 @@ async def test_after_catching_up_the_weights_are_announced_anew(
 async def test_a_queue_further_behind_than_the_checkpoint_remembers_is_refused(
     tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saver, "RecentBatches", partial(RecentBatches, keep_s=0.0))
+    monkeypatch.setattr("penstock.trainer.saver.RecentBatches", partial(RecentBatches, keep_s=0.0))
     job = await make(tmp_path, tiny_model, 1)
     job.run.queue.durable_until = ("lease_batch", 0)
     job.run.queue.crash_at = ("after", "commit", 4)

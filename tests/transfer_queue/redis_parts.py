@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from penstock.transfer_queue.redis import Connection, Script
-from penstock.transfer_queue.redis import client as module
 
 PASSWORD = "a-test-password"
 SCRIPTS = {
@@ -28,7 +27,7 @@ SCRIPTS = {
 @pytest.fixture(autouse=True)
 def small_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {name: Script(name, source, hashlib.sha1(source.encode()).hexdigest()) for name, source in SCRIPTS.items()}
-    monkeypatch.setattr(module, "script", made.__getitem__)
+    monkeypatch.setattr("penstock.transfer_queue.redis.client.script", made.__getitem__)
 
 
 async def open_to(url: str, deadline_s: float = 20.0) -> Connection:

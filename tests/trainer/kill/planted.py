@@ -17,8 +17,7 @@ from typing import Any
 from faults.plan import Gaps
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from penstock.trainer import CheckpointStore, Learner, Recorder, recorder
-from penstock.trainer import trainer as parts
+from penstock.trainer import CheckpointStore, Learner, Recorder
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.transfer_queue import Batch, BatchLog, RedisTransferQueue
 from penstock.weight_sync import WeightPublisher
@@ -51,10 +50,10 @@ def plant(gaps: Gaps) -> None:
     _around_blocking(FileSystemWriter, "write_data", "shards", gaps)
     _around_blocking(FileSystemWriter, "finish", "metadata", gaps)
     _around_blocking(CheckpointStore, "seal", "seal", gaps)
-    _around_blocking(parts, "save_final_model", "final_model", gaps)
+    _around_blocking(importlib.import_module("penstock.trainer.trainer"), "save_final_model", "final_model", gaps)
     # `complete` is written and the folder has not its name yet; the step's episodes are recorded and its metrics not.
     _before("penstock.trainer.checkpoint", "fsync_tree", "in_seal", gaps)
-    _before(recorder.__name__, "readable_trajectory", "in_record", gaps)
+    _before("penstock.trainer.recorder", "readable_trajectory", "in_record", gaps)
 
 
 def die_anywhere(chance: random.Random) -> None:

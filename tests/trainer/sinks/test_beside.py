@@ -10,7 +10,6 @@ import pytest
 from penstock.common import UnknownName
 from penstock.trainer import AsyncSink
 from penstock.trainer.sinks import SINKS, SinkJob, numbers
-from penstock.trainer.sinks import async_sink as beside
 
 
 class Noting:
@@ -83,8 +82,8 @@ def test_one_that_cannot_be_made_is_told_once(tmp_path, caplog) -> None:
 
 
 def test_one_that_hangs_holds_nobody_up(tmp_path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(beside, "MOST_WAITING", 4)
-    monkeypatch.setattr(beside, "CLOSE_S", 0.2)
+    monkeypatch.setattr("penstock.trainer.sinks.async_sink.MOST_WAITING", 4)
+    monkeypatch.setattr("penstock.trainer.sinks.async_sink.CLOSE_S", 0.2)
     released = threading.Event()
 
     class Hanging(Noting):

@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -122,8 +123,6 @@ def sequence_parallelism() -> Iterator[None]:
     gradient over the tensor ranks, of which each has its part of the tokens."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from penstock.trainer.engines.megatron import bridge as layers
-
     def marked_norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **rest: Any) -> torch.nn.RMSNorm:
         norm = torch.nn.RMSNorm(hidden_size, eps=eps)
         norm.weight.sequence_parallel = True  # type: ignore[attr-defined]
@@ -131,12 +130,11 @@ def sequence_parallelism() -> Iterator[None]:
 
     original: Any = WrappedTorchNorm.__new__
     WrappedTorchNorm.__new__ = marked_norm
-    layers.PLAIN["sequence_parallel"] = True
     try:
-        yield
+        with mock.patch.dict("penstock.trainer.engines.megatron.bridge.PLAIN", sequence_parallel=True):
+            yield
     finally:
         WrappedTorchNorm.__new__ = original
-        layers.PLAIN["sequence_parallel"] = False
 
 
 def install() -> None:
@@ -146,9 +144,7 @@ def install() -> None:
     _name_types_as_on_gpus()
     _use_cpu_random_state()
     _repair_experts_without_transformer_engine()
-    from penstock.trainer.engines.megatron import settings
-
-    settings.require_gpu = lambda: None
+    mock.patch("penstock.trainer.engines.megatron.settings.require_gpu", return_value=None).start()
 
 
 install()
