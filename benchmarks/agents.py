@@ -48,7 +48,7 @@ def measure() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Extent:
+class AgentsExtent:
     """How much is measured, from the environment."""
 
     levels: list[int]
@@ -59,7 +59,7 @@ class Extent:
     seconds: float
 
     @classmethod
-    def read(cls) -> Extent:
+    def read(cls) -> AgentsExtent:
         levels = os.environ.get("PENSTOCK_BENCH_EPISODES_AT_ONCE", "100,1000,10000").split(",")
         return cls(
             sorted(int(level) for level in levels),
@@ -71,7 +71,7 @@ class Extent:
 
 
 async def _measure() -> dict[str, Any]:
-    extent = Extent.read()
+    extent = AgentsExtent.read()
     setup = {**processor(), **asdict(extent), **_of_the_work()}
     working: Rounds = {level: [] for level in extent.levels}
     held: dict[int, dict[str, Any]] = {}
@@ -96,7 +96,7 @@ async def _measure() -> dict[str, Any]:
     }
 
 
-def _at_work(level: int, extent: Extent) -> dict[str, Any]:
+def _at_work(level: int, extent: AgentsExtent) -> dict[str, Any]:
     return {
         "episodes": level,
         "turns_per_s": extent.turns_per_s,
@@ -106,7 +106,7 @@ def _at_work(level: int, extent: Extent) -> dict[str, Any]:
     }
 
 
-def _all_held(level: int, extent: Extent) -> dict[str, Any]:
+def _all_held(level: int, extent: AgentsExtent) -> dict[str, Any]:
     return {"episodes": level, "turns_per_s": extent.turns_per_s / TRACING, "held_turn": HELD_TURN}
 
 

@@ -40,7 +40,7 @@ CALL = {"name": "run", "arguments": {"code": "print(1 + 1)"}}
 
 
 @dataclass(frozen=True)
-class Extent:
+class HttpExtent:
     """How much is measured, from the environment."""
 
     rounds: int
@@ -50,7 +50,7 @@ class Extent:
     in_flight: int
 
     @classmethod
-    def read(cls) -> Extent:
+    def read(cls) -> HttpExtent:
         given = {"rounds": 5, "answers": 60, "lines": 100, "calls": 600, "in_flight": 16}
         return cls(**{name: int(os.environ.get(f"PENSTOCK_BENCH_{name.upper()}", n)) for name, n in given.items()})
 
@@ -89,10 +89,10 @@ class Httpx:
 
 
 def measure() -> dict[str, Any]:
-    return uvloop.run(_measure(Extent.read()))
+    return uvloop.run(_measure(HttpExtent.read()))
 
 
-async def _measure(extent: Extent) -> dict[str, Any]:
+async def _measure(extent: HttpExtent) -> dict[str, Any]:
     seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in ("httpx", "aiohttp")}
     async with _server() as url, aiohttp.ClientSession(url) as session, httpx.AsyncClient(base_url=url) as client:
         sides: dict[str, Client] = {"httpx": Httpx(client), "aiohttp": Aiohttp(session)}
@@ -117,7 +117,7 @@ async def _measure(extent: Extent) -> dict[str, Any]:
     }
 
 
-async def _round(client: Client, extent: Extent) -> tuple[float, float]:
+async def _round(client: Client, extent: HttpExtent) -> tuple[float, float]:
     """CPU seconds of this process for the streamed answers, and for the calls."""
     stream = await _cpu_seconds(lambda: client.stream(extent.lines), extent.answers, extent.in_flight)
     call = await _cpu_seconds(client.call, extent.calls, extent.in_flight)

@@ -62,7 +62,7 @@ async def _measure() -> dict[str, Any]:
 
 
 @dataclass
-class Episode:
+class JournaledEpisode:
     lease: Lease
     turn: int = 0
     context: int = 0
@@ -80,17 +80,17 @@ async def _one_round(url: str, password: str) -> Samples:
         await queue.close()
 
 
-async def _lease(queue: RedisTransferQueue, count: int) -> list[Episode]:
+async def _lease(queue: RedisTransferQueue, count: int) -> list[JournaledEpisode]:
     """Groups of one: nothing but their journals matters."""
     await queue.create_run(Limits(1, count, max_staleness=0, min_group=1, lease_ttl_s=600), "{}")
     await queue.submit(tasks(0, count))
     leases = await queue.lease_episodes("bench", count, 0)
     if len(leases) != count:
         raise QueueError(f"{len(leases)} of {count} episodes could be leased")
-    return [Episode(lease) for lease in leases]
+    return [JournaledEpisode(lease) for lease in leases]
 
 
-async def _staggered(queue: TransferQueue, episodes: Sequence[Episode]) -> Samples:
+async def _staggered(queue: TransferQueue, episodes: Sequence[JournaledEpisode]) -> Samples:
     """Samples of the ticks at which all turns are present."""
     samples: Samples = {turn: [] for turn in TURNS}
     for tick in range(1, len(episodes) + 1):
@@ -101,7 +101,7 @@ async def _staggered(queue: TransferQueue, episodes: Sequence[Episode]) -> Sampl
     return samples
 
 
-async def _take_turn(queue: TransferQueue, episode: Episode) -> float:
+async def _take_turn(queue: TransferQueue, episode: JournaledEpisode) -> float:
     episode.turn += 1
     episode.context += SAMPLED_TOKENS
     entries = _entries(episode)
@@ -111,7 +111,7 @@ async def _take_turn(queue: TransferQueue, episode: Episode) -> float:
     return time.perf_counter() - began
 
 
-def _entries(episode: Episode) -> list[JournalEntry]:
+def _entries(episode: JournaledEpisode) -> list[JournalEntry]:
     ids = np.arange(SAMPLED_TOKENS, dtype=np.int32)
     sampled = JournalEntry(
         JournalKind.SAMPLED,

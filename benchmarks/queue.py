@@ -34,7 +34,14 @@ from benchmarks.support.arrays import payload_arrays
 from benchmarks.support.comparison import Cell, compare, ratio, say
 from benchmarks.support.index import measure_index
 from benchmarks.support.measure import can_reset, machine, settled
-from benchmarks.support.sides import Plan, Side, StoreSide, TransferQueueSide, start_transferqueue, transferqueue_python
+from benchmarks.support.sides import (
+    QueuePlan,
+    QueueSide,
+    StoreSide,
+    TransferQueueSide,
+    start_transferqueue,
+    transferqueue_python,
+)
 from penstock.transfer_queue import RedisServer
 
 COUNTS = {"32kb": 512, "1mb": 128, "8mb": 32}
@@ -48,7 +55,7 @@ def measure() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Extent:
+class QueueExtent:
     """How much is measured, from the environment."""
 
     rounds: int
@@ -56,14 +63,14 @@ class Extent:
     producers: list[int]
 
     @classmethod
-    def read(cls) -> Extent:
+    def read(cls) -> QueueExtent:
         sizes = os.environ.get("PENSTOCK_BENCH_SIZES", ",".join(COUNTS)).split(",")
         producers = os.environ.get("PENSTOCK_BENCH_PRODUCERS", "1,8").split(",")
         return cls(int(os.environ.get("PENSTOCK_BENCH_ROUNDS", "9")), sizes, [int(many) for many in producers])
 
 
 async def _measure() -> dict[str, Any]:
-    extent = Extent.read()
+    extent = QueueExtent.read()
     setup = {**asdict(extent), "payloads_per_round": COUNTS, "peaks_are_per_round": can_reset()}
     async with AsyncExitStack() as stack:
         others = await _transferqueue(stack, setup)
@@ -101,8 +108,8 @@ async def _redis() -> AsyncIterator[Host]:
             yield Host(server, password, client)
 
 
-async def _stores(stack: AsyncExitStack, host: Host) -> list[Side]:
-    sides: list[Side] = []
+async def _stores(stack: AsyncExitStack, host: Host) -> list[QueueSide]:
+    sides: list[QueueSide] = []
     for name, kind in (("raw_redis", "raw"), ("ledger", "ledger")):
         side = StoreSide(name, kind, host.server, host.password)
         stack.push_async_callback(side.stop)
@@ -110,7 +117,7 @@ async def _stores(stack: AsyncExitStack, host: Host) -> list[Side]:
     return sides
 
 
-async def _transferqueue(stack: AsyncExitStack, setup: dict[str, Any]) -> list[Side]:
+async def _transferqueue(stack: AsyncExitStack, setup: dict[str, Any]) -> list[QueueSide]:
     """Both ways to use it, on one driver; none where it is not installed, which `setup` then says."""
     python = transferqueue_python()
     if python is None:
@@ -131,13 +138,13 @@ Cells = dict[tuple[str, int], dict[str, Cell]]
 """(size, producers) → side → cell"""
 
 
-async def _cells(sides: Sequence[Side], host: Host, extent: Extent, sizes: Sequence[str]) -> Cells:
+async def _cells(sides: Sequence[QueueSide], host: Host, extent: QueueExtent, sizes: Sequence[str]) -> Cells:
     settle = partial(settled, host.client, host.server.directory)
     cells = {}
     for size in sizes:
         payload_bytes = sum(values.nbytes for values in payload_arrays(size).values())
         for producers in extent.producers:
-            plan = Plan(size, producers, COUNTS[size])
+            plan = QueuePlan(size, producers, COUNTS[size])
             cells[size, producers] = await compare(sides, plan, extent.rounds, payload_bytes, settle)
     return cells
 

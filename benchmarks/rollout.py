@@ -26,7 +26,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.support.comparison import say
-from benchmarks.support.engine_load import Level, Side, alone_side, bare_side, client_side, measure_levels
+from benchmarks.support.engine_load import EngineSide, Level, alone_side, bare_side, client_side, measure_levels
 from benchmarks.support.measure import processor
 from benchmarks.support.model import SIZES, save_model
 from benchmarks.support.prefix_hits import measure_prefix_hits
@@ -39,7 +39,7 @@ CONTEXT = 1024
 
 
 @dataclass(frozen=True)
-class Extent:
+class RolloutExtent:
     """How much is measured, from the environment."""
 
     engine: str
@@ -50,7 +50,7 @@ class Extent:
     answer_tokens: int
 
     @classmethod
-    def read(cls) -> Extent:
+    def read(cls) -> RolloutExtent:
         many = os.environ.get("PENSTOCK_BENCH_CONCURRENCY", "1,16,64,256").split(",")
         return cls(
             os.environ.get("PENSTOCK_BENCH_ENGINE", "vllm"),
@@ -81,7 +81,7 @@ def measure() -> dict[str, Any]:
 
 
 async def _measure() -> dict[str, Any]:
-    extent = Extent.read()
+    extent = RolloutExtent.read()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         async with redis_host() as redis:
             bench = Bench(extent, Path(folder), redis)
@@ -96,7 +96,7 @@ async def _measure() -> dict[str, Any]:
 class Bench:
     """The parts, one after the other: what one leaves behind does not run beside the next."""
 
-    def __init__(self, extent: Extent, folder: Path, redis: tuple[str, str]) -> None:
+    def __init__(self, extent: RolloutExtent, folder: Path, redis: tuple[str, str]) -> None:
         self.extent, self.folder, self.redis = extent, folder, redis
         self.values: dict[str, int] = {}
         """model → number of values, of those made here"""
@@ -108,7 +108,7 @@ class Bench:
         async with AsyncExitStack() as stack:
             servers = rollout_servers(self.redis, self._settings(run, path, self.extent.rollout()), ["rollout-0"])
             (server,) = await stack.enter_async_context(servers)
-            sides: list[Side] = []
+            sides: list[EngineSide] = []
             for make in (client_side, alone_side if self.extent.engine == "hf" else bare_side):
                 child = await load_process(server)
                 stack.push_async_callback(child.stop)

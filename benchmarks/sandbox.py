@@ -26,7 +26,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.support.boxes import COMMANDS, Side, open_side, run_bare, run_in
+from benchmarks.support.boxes import COMMANDS, BoxSide, open_side, run_bare, run_in
 from benchmarks.support.comparison import in_turn, say
 from benchmarks.support.measure import processor, quantile
 from penstock.sandbox import SandboxConfig, SandboxError
@@ -38,7 +38,7 @@ Samples = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
-class Extent:
+class SandboxExtent:
     """How much is measured, from the environment."""
 
     rounds: int
@@ -47,7 +47,7 @@ class Extent:
     image: str
 
     @classmethod
-    def read(cls) -> Extent:
+    def read(cls) -> SandboxExtent:
         return cls(
             int(os.environ.get("PENSTOCK_BENCH_ROUNDS", "5")),
             int(os.environ.get("PENSTOCK_BENCH_SAMPLES", "20")),
@@ -61,7 +61,7 @@ def measure() -> dict[str, Any]:
 
 
 async def _measure() -> dict[str, Any]:
-    extent = Extent.read()
+    extent = SandboxExtent.read()
     config = SandboxConfig(image=extent.image, max_boxes=2 * CALLERS)
     figures: dict[str, Any] = {}
     missing: dict[str, str] = {}
@@ -76,7 +76,7 @@ async def _measure() -> dict[str, Any]:
     return {"bench": "sandbox", "ratio": _ratios(figures), "figures": figures, "setup": {**setup, "missing": missing}}
 
 
-async def _rounds(side: Side, extent: Extent) -> Samples:
+async def _rounds(side: BoxSide, extent: SandboxExtent) -> Samples:
     """One unmeasured sample first."""
     await _sample(side, {}, 0)
     taken: Samples = {}
@@ -89,7 +89,7 @@ async def _rounds(side: Side, extent: Extent) -> Samples:
     return taken
 
 
-async def _sample(side: Side, taken: Samples, number: int) -> None:
+async def _sample(side: BoxSide, taken: Samples, number: int) -> None:
     for name, work in in_turn(list(_work(side).items()), number):
         began = time.perf_counter()
         cleanup = await work()
@@ -101,7 +101,7 @@ async def _sample(side: Side, taken: Samples, number: int) -> None:
 Cleanup = Callable[[], Awaitable[None]]
 
 
-def _work(side: Side) -> dict[str, Callable[[], Awaitable[Cleanup | None]]]:
+def _work(side: BoxSide) -> dict[str, Callable[[], Awaitable[Cleanup | None]]]:
     """Operation → what is timed; it may return what is to be done afterwards, untimed."""
 
     async def start() -> Cleanup:
@@ -123,7 +123,7 @@ def _work(side: Side) -> dict[str, Callable[[], Awaitable[Cleanup | None]]]:
     }
 
 
-async def _once(side: Side) -> None:
+async def _once(side: BoxSide) -> None:
     session = await side.sandbox.start("bench")
     try:
         await run_in(session, COMMANDS["true"])
@@ -131,7 +131,7 @@ async def _once(side: Side) -> None:
         await session.close()
 
 
-async def _boxes_per_s(side: Side, bare: bool, each: int) -> float:
+async def _boxes_per_s(side: BoxSide, bare: bool, each: int) -> float:
     async def caller() -> None:
         for _ in range(each):
             if bare:

@@ -39,7 +39,7 @@ Samples = dict[str, dict[int, list[float]]]
 
 
 @dataclass(frozen=True)
-class Extent:
+class TokensExtent:
     """How much is measured, from the environment."""
 
     turns: tuple[int, ...]
@@ -48,7 +48,7 @@ class Extent:
     model: str
 
     @classmethod
-    def read(cls) -> Extent:
+    def read(cls) -> TokensExtent:
         turns = os.environ.get("PENSTOCK_BENCH_TURNS", "1,10,100").split(",")
         return cls(
             tuple(int(turn) for turn in turns),
@@ -59,10 +59,10 @@ class Extent:
 
 
 def measure() -> dict[str, Any]:
-    return uvloop.run(_measure(Extent.read()))
+    return uvloop.run(_measure(TokensExtent.read()))
 
 
-async def _measure(extent: Extent) -> dict[str, Any]:
+async def _measure(extent: TokensExtent) -> dict[str, Any]:
     chat = ChatTokens(_tokenizer(extent.model), get_parser("hermes"))
     talker = Talker(chat, random.Random(4711))
     last = max(extent.turns)
@@ -123,7 +123,7 @@ def _ratios(rounds: Sequence[Samples]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in {**growth, **beside}.items()}
 
 
-def _setup(extent: Extent, chat: ChatTokens) -> dict[str, Any]:
+def _setup(extent: TokensExtent, chat: ChatTokens) -> dict[str, Any]:
     return {
         **processor(),
         **asdict(extent),

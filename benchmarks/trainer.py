@@ -44,7 +44,7 @@ SHAPE_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class Extent:
+class TrainerExtent:
     """How much is measured, from the environment."""
 
     rounds: int
@@ -61,7 +61,7 @@ class Extent:
     trl: str
 
     @classmethod
-    def read(cls) -> Extent:
+    def read(cls) -> TrainerExtent:
         return cls(
             rounds=int(_read("ROUNDS", "3")),
             model=_read("MODEL", "9m"),
@@ -103,10 +103,10 @@ def _read(name: str, default: str) -> str:
 
 
 def measure() -> dict[str, Any]:
-    return asyncio.run(_measure(Extent.read()))
+    return asyncio.run(_measure(TrainerExtent.read()))
 
 
-async def _measure(extent: Extent) -> dict[str, Any]:
+async def _measure(extent: TrainerExtent) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     setup = {**asdict(extent), **processor(), "prompt_tokens": PROMPT_TOKENS}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
@@ -122,7 +122,7 @@ async def _measure(extent: Extent) -> dict[str, Any]:
 
 
 @dataclass
-class Side:
+class TrainerSide:
     """A child that trains, and what its steps took."""
 
     name: str
@@ -136,7 +136,7 @@ class Side:
         return await self.child.ask({"do": "step", "memory": memory}, STEP_TIMEOUT_S)
 
 
-async def _sides(extent: Extent, model: str, stack: AsyncExitStack, setup: dict[str, Any]) -> list[Side]:
+async def _sides(extent: TrainerExtent, model: str, stack: AsyncExitStack, setup: dict[str, Any]) -> list[TrainerSide]:
     settings = json.dumps(
         {"model": model, "dtype": extent.dtype, "micro_rows": extent.micro_rows, "micro_tokens": extent.micro_tokens}
     )
@@ -150,7 +150,7 @@ async def _sides(extent: Extent, model: str, stack: AsyncExitStack, setup: dict[
         own = {**env, "PYTHONPATH": _path_of(extent.trl)} if name == "trl" else env
         child = await Child.module("benchmarks.support.trainer_child", name, settings, env=own)
         stack.push_async_callback(child.stop)
-        sides.append(Side(name, child))
+        sides.append(TrainerSide(name, child))
     return sides
 
 
@@ -166,7 +166,7 @@ def _path_of(trl: str) -> str:
     return os.pathsep.join([str(ROOT / "src"), str(ROOT), trl])
 
 
-async def _compare(sides: Sequence[Side], extent: Extent) -> dict[str, Any]:
+async def _compare(sides: Sequence[TrainerSide], extent: TrainerExtent) -> dict[str, Any]:
     """One unmeasured step each, whose gradients must agree; then rounds in which each side trains once."""
     work = extent.work()
     first = {}
@@ -182,7 +182,7 @@ async def _compare(sides: Sequence[Side], extent: Extent) -> dict[str, Any]:
     return {"tokens": work.tokens, "longest": max(work.lengths), "sides": cells}
 
 
-async def _cell(side: Side, work: Work, first: Mapping[str, Any]) -> dict[str, Any]:
+async def _cell(side: TrainerSide, work: Work, first: Mapping[str, Any]) -> dict[str, Any]:
     rates, on_core = ([work.tokens / one[name] for one in side.steps] for name in ("seconds", "cpu_s"))
     resident = sum(peaks_mb([side.child.pid]).values())
     peak = (await side.step(memory=True))["peak_bytes"]
@@ -197,12 +197,12 @@ async def _cell(side: Side, work: Work, first: Mapping[str, Any]) -> dict[str, A
     }
 
 
-async def _logprob_peaks(packed: Side) -> dict[str, float]:
+async def _logprob_peaks(packed: TrainerSide) -> dict[str, float]:
     peaks = await packed.child.ask({"do": "logprob_peaks"}, STEP_TIMEOUT_S)
     return {name: round(held / 1e6, 1) for name, held in peaks.items()}
 
 
-async def _shapes(packed: Side, extent: Extent, works: Mapping[int, Work]) -> dict[str, dict[str, float]]:
+async def _shapes(packed: TrainerSide, extent: TrainerExtent, works: Mapping[int, Work]) -> dict[str, dict[str, float]]:
     """shape → figures: one unmeasured step, then rounds in which each shape has its turn."""
     steps: dict[int, list[dict[str, Any]]] = {shape: [] for shape in works}
     for number in range(-1, extent.rounds):

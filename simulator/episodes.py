@@ -16,7 +16,7 @@ from penstock.transfer_queue import may_ship
 
 
 @dataclass(slots=True)
-class Episode:
+class SimulatedEpisode:
     group: Group
     tokens: float
     """Sampled tokens of all turns."""
@@ -33,7 +33,7 @@ class Group:
     number: int
     admitted_at: int
     """The newest version that rollout servers had then; no token of the group is older."""
-    episodes: list[Episode] = field(default_factory=list)
+    episodes: list[SimulatedEpisode] = field(default_factory=list)
     running: int = 0
 
     def due(self, max_staleness: float) -> int:
@@ -50,13 +50,13 @@ def draw(config: Simulation, number: int, version: int) -> Group:
     tools = config.work.tool_s.of(random.standard_normal((size, most)))
     group = Group(number, version, running=size)
     group.episodes = [
-        Episode(group, t, k, row[: k - 1])
+        SimulatedEpisode(group, t, k, row[: k - 1])
         for t, k, row in zip(tokens.tolist(), turns.tolist(), tools.tolist(), strict=True)
     ]
     return group
 
 
-def trained_tokens(config: Simulation, episode: Episode) -> float:
+def trained_tokens(config: Simulation, episode: SimulatedEpisode) -> float:
     """What the trainer computes on: prompt, sampled tokens and observations."""
     return config.work.prompt_tokens + episode.tokens + (episode.turns - 1) * config.work.observation_tokens
 

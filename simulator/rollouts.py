@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.simulator.config import Rollout, Simulation
-from penstock.simulator.episodes import Episode, Group
+from penstock.simulator.episodes import Group, SimulatedEpisode
 from penstock.simulator.stage import Clock, Host, Job, Stage
 
 
@@ -25,7 +25,7 @@ class Server:
         self.stage.settle()
         self._versions.append((self.stage.progress, version))
 
-    def count_tokens(self, episode: Episode, job: Job) -> None:
+    def count_tokens(self, episode: SimulatedEpisode, job: Job) -> None:
         """Add the job's tokens to the versions under which they were decoded."""
         upper = job.entered + job.work
         for since, version in reversed(self._versions):
@@ -45,7 +45,7 @@ class Rollouts:
         self.starts = Stage(clock, lambda _: 1.0, config.rollout.starts_at_once, host)
         self.running = 0
         self._clock, self._config, self._ended = clock, config, ended
-        self._queue: deque[Episode] = deque()
+        self._queue: deque[SimulatedEpisode] = deque()
 
     def begin(self, group: Group) -> None:
         self._queue.extend(group.episodes)
@@ -65,19 +65,19 @@ class Rollouts:
             self.running += 1
             self._start(self._queue.popleft())
 
-    def _start(self, episode: Episode) -> None:
+    def _start(self, episode: SimulatedEpisode) -> None:
         if not self._config.rollout.start_s:
             self._place(episode)
             return
         self.starts.submit(self._config.rollout.start_s, lambda _: self._place(episode))
 
-    def _place(self, episode: Episode) -> None:
+    def _place(self, episode: SimulatedEpisode) -> None:
         """New episodes go to the server with the fewest."""
         server = min(self.servers, key=lambda s: s.episodes)
         server.episodes += 1
         self._call(episode, server, self._config.work.prompt_tokens)
 
-    def _call(self, episode: Episode, server: Server, new_tokens: float) -> None:
+    def _call(self, episode: SimulatedEpisode, server: Server, new_tokens: float) -> None:
         rate = self._config.rollout.prefill_tokens_per_s
         share = episode.tokens / episode.turns
 
@@ -90,7 +90,7 @@ class Rollouts:
         else:
             server.stage.submit(share, decoded)
 
-    def _answered(self, episode: Episode, server: Server) -> None:
+    def _answered(self, episode: SimulatedEpisode, server: Server) -> None:
         episode.turn += 1
         if episode.turn == episode.turns:
             self._finish(episode, server)
@@ -98,7 +98,7 @@ class Rollouts:
         observed = self._config.work.observation_tokens
         self._clock.after(episode.tool_s[episode.turn - 1], lambda: self._call(episode, server, observed))
 
-    def _finish(self, episode: Episode, server: Server) -> None:
+    def _finish(self, episode: SimulatedEpisode, server: Server) -> None:
         server.episodes -= 1
         self.running -= 1
         episode.group.running -= 1

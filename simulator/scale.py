@@ -30,7 +30,7 @@ DELTA_SHARE = 0.021
 
 
 @dataclass(frozen=True)
-class Plan:
+class ScalePlan:
     """One line of the tables."""
 
     gpus: int
@@ -43,16 +43,16 @@ class Plan:
 
 
 PLANS = (
-    Plan(2, "Qwen2.5-7B", 1, 1, 1, 1, 8),
-    Plan(8, "Qwen2.5-7B", 1, 2, 6, 1, 16),
-    Plan(64, "Qwen2.5-7B", 1, 2, 52, 6, 64),
-    Plan(256, "Qwen2.5-32B", 4, 8, 52, 6, 64),
-    Plan(1024, "Qwen2.5-32B", 4, 8, 208, 24, 256),
-    Plan(2048, "Qwen3-235B-A22B", 8, 16, 216, 20, 256),
+    ScalePlan(2, "Qwen2.5-7B", 1, 1, 1, 1, 8),
+    ScalePlan(8, "Qwen2.5-7B", 1, 2, 6, 1, 16),
+    ScalePlan(64, "Qwen2.5-7B", 1, 2, 52, 6, 64),
+    ScalePlan(256, "Qwen2.5-32B", 4, 8, 52, 6, 64),
+    ScalePlan(1024, "Qwen2.5-32B", 4, 8, 208, 24, 256),
+    ScalePlan(2048, "Qwen3-235B-A22B", 8, 16, 216, 20, 256),
 )
 
 
-def setup(plan: Plan, max_staleness: float = MAX_STALENESS) -> Simulation:
+def setup(plan: ScalePlan, max_staleness: float = MAX_STALENESS) -> Simulation:
     """Rates from datasheets and the two factors above."""
     model = MODELS[plan.model]
     context = PROMPT + RESPONSE.mean + (TURNS - 1) * OBSERVATION
@@ -91,7 +91,7 @@ def setup(plan: Plan, max_staleness: float = MAX_STALENESS) -> Simulation:
 
 
 @cache
-def simulated(plan: Plan, max_staleness: float) -> Result:
+def simulated(plan: ScalePlan, max_staleness: float) -> Result:
     return simulate(setup(plan, max_staleness))
 
 

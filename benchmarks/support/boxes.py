@@ -80,7 +80,7 @@ COMMAND_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class BoxSide:
     backend: str
     sandbox: Sandbox
     session: Session
@@ -106,7 +106,7 @@ async def run_in(session: Session, command: list[str]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_side(backend: str, config: SandboxConfig) -> AsyncIterator[Side]:
+async def open_side(backend: str, config: SandboxConfig) -> AsyncIterator[BoxSide]:
     """Raises `SandboxError` where this backend cannot work here, with the fix."""
     async with contextlib.AsyncExitStack() as stack:
         settings = {"backend": backend}
@@ -118,7 +118,7 @@ async def open_side(backend: str, config: SandboxConfig) -> AsyncIterator[Side]:
         stack.push_async_callback(sandbox.close)
         session = await sandbox.start("bench")
         stack.push_async_callback(session.close)
-        yield Side(backend, sandbox, session, *_by_hand(stack, backend, config))
+        yield BoxSide(backend, sandbox, session, *_by_hand(stack, backend, config))
 
 
 def _by_hand(

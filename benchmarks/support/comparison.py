@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from benchmarks.support.measure import microseconds, peaks_mb, quantile, reset_peaks
-from benchmarks.support.sides import Plan, Round, Side
+from benchmarks.support.sides import QueuePlan, QueueSide, Round
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class Cell:
     """One side under one plan: all its rounds, and the highest peak of each of its processes."""
 
     side: str
-    plan: Plan
+    plan: QueuePlan
     payload_bytes: int
     rounds: Sequence[Round]
     peaks: dict[str, float]
@@ -43,7 +43,7 @@ class Cell:
 
 
 async def compare(
-    sides: Sequence[Side], plan: Plan, rounds: int, payload_bytes: int, settle: Callable[[], Awaitable[None]]
+    sides: Sequence[QueueSide], plan: QueuePlan, rounds: int, payload_bytes: int, settle: Callable[[], Awaitable[None]]
 ) -> dict[str, Cell]:
     """One unmeasured round, then `rounds`: in each every side once, in changing order, so that what disturbs the
     machine for some seconds disturbs all alike. `settle` ends what the side before has left running."""

@@ -18,7 +18,7 @@ Level = Load
 
 
 @dataclass(frozen=True)
-class Side:
+class EngineSide:
     name: str
     child: Child
     server: Server
@@ -47,21 +47,21 @@ class Round:
         return (self.took.client_cpu_s + self.sidecar_cpu_s + self.engine_cpu_s) / self.took.tokens
 
 
-def client_side(child: Child, server: Server, engine: str, settings: dict[str, Any], model: str) -> Side:
-    return Side("client", child, server, {"do": "client"})
+def client_side(child: Child, server: Server, engine: str, settings: dict[str, Any], model: str) -> EngineSide:
+    return EngineSide("client", child, server, {"do": "client"})
 
 
-def bare_side(child: Child, server: Server, engine: str, settings: dict[str, Any], model: str) -> Side:
+def bare_side(child: Child, server: Server, engine: str, settings: dict[str, Any], model: str) -> EngineSide:
     """The engine process that this server's sidecar started."""
-    return Side("bare", child, server, {"do": "bare", "engine": engine, "address": server.address(engine)})
+    return EngineSide("bare", child, server, {"do": "bare", "engine": engine, "address": server.address(engine)})
 
 
-def alone_side(child: Child, server: Server, engine: str, settings: dict[str, Any], model: str) -> Side:
+def alone_side(child: Child, server: Server, engine: str, settings: dict[str, Any], model: str) -> EngineSide:
     """A second engine, which the generator owns: this one has no address to be asked at."""
-    return Side("bare", child, server, {"do": "alone", "settings": settings, "model": model}, owns_engine=True)
+    return EngineSide("bare", child, server, {"do": "alone", "settings": settings, "model": model}, owns_engine=True)
 
 
-async def measure_levels(sides: Sequence[Side], levels: Sequence[Level], rounds: int) -> dict[str, Any]:
+async def measure_levels(sides: Sequence[EngineSide], levels: Sequence[Level], rounds: int) -> dict[str, Any]:
     """concurrency → {side → figures, "tokens_over_bare"}. A first round warms up and is not counted."""
     taken: dict[int, dict[str, list[Round]]] = {one.concurrency: {side.name: [] for side in sides} for one in levels}
     for number in range(-1, rounds):
@@ -73,7 +73,7 @@ async def measure_levels(sides: Sequence[Side], levels: Sequence[Level], rounds:
     return {str(many): _cell(by_side) for many, by_side in taken.items()}
 
 
-async def _turns(sides: Sequence[Side], level: Level, number: int) -> dict[str, Round]:
+async def _turns(sides: Sequence[EngineSide], level: Level, number: int) -> dict[str, Round]:
     """Every side once, each with prompts of its own: none finds in the prefix cache what another left there."""
     pair = {}
     for side in in_turn(sides, number):

@@ -26,7 +26,7 @@ CONSUME_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class QueuePlan:
     """What one round moves."""
 
     size: str
@@ -49,10 +49,10 @@ class Round:
         return self.produce_s + self.consume_s
 
 
-class Side(Protocol):
+class QueueSide(Protocol):
     name: str
 
-    async def round(self, plan: Plan) -> Round: ...
+    async def round(self, plan: QueuePlan) -> Round: ...
 
     def pids(self) -> list[int]:
         """Every process that has a part in it."""
@@ -71,7 +71,7 @@ class StoreSide:
         self._consumer: Child | None = None
         self._producers: list[Child] = []
 
-    async def round(self, plan: Plan) -> Round:
+    async def round(self, plan: QueuePlan) -> Round:
         consumer = await self._staff(plan.producers)
         share, run = plan.count // plan.producers, f"bench-{secrets.token_hex(4)}"
         ready = {"do": "get_ready", "run": run, "size": plan.size, "count": share}
@@ -110,7 +110,7 @@ class TransferQueueSide:
         self._driver = driver
         self._batched = batched
 
-    async def round(self, plan: Plan) -> Round:
+    async def round(self, plan: QueuePlan) -> Round:
         question = {"do": "round", "size": plan.size, "producers": plan.producers, "count": plan.count}
         answer = await self._driver.ask({**question, "batched": self._batched}, CONSUME_TIMEOUT_S)
         return _round(answer["produced"], answer["consume_s"])

@@ -45,7 +45,7 @@ Weights = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SwapPlan:
     """What is measured."""
 
     engine: str
@@ -69,7 +69,7 @@ class Swap:
 class Pair:
     """Two servers with their load and their publishers."""
 
-    def __init__(self, plan: Plan, weights: Sequence[Weights], folder: Path) -> None:
+    def __init__(self, plan: SwapPlan, weights: Sequence[Weights], folder: Path) -> None:
         self.plan, self.weights, self._folder = plan, weights, folder
         self.servers: list[Server] = []
         self._loads: list[Child] = []
@@ -132,7 +132,7 @@ class Pair:
 
 
 async def measure_pauses(
-    redis: tuple[str, str], plan: Plan, weights: Sequence[Weights], load: Load, folder: Path
+    redis: tuple[str, str], plan: SwapPlan, weights: Sequence[Weights], load: Load, folder: Path
 ) -> dict[str, Any]:
     pair = Pair(plan, weights, folder)
     async with AsyncExitStack() as stack:
@@ -296,7 +296,7 @@ async def measure_swaps(extent: SwapExtent) -> dict[str, Any]:
             **engine_args(extent.engine),
         }
         settings = {"runs_dir": f"{folder}/runs", "model": f"{folder}/model", "rollout": rollout}
-        plan = Plan(extent.engine, settings, extent.swaps, cores_of_each())
+        plan = SwapPlan(extent.engine, settings, extent.swaps, cores_of_each())
         load = Load(CALLERS, PROMPT_TOKENS, ANSWER_TOKENS, size.vocab, waves=0)
         async with redis_host() as redis:
             figures = await measure_pauses(redis, plan, [first, second], load, Path(folder))

@@ -27,7 +27,7 @@ TURN_TOKENS = 40
 
 
 @dataclass(slots=True)
-class Episode:
+class ProbeEpisode:
     """One played problem; `response_mask` is 1 where the model wrote."""
 
     expression: str
@@ -78,7 +78,7 @@ def read_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows[: options.count]
 
 
-def play(model: Any, tokenizer: Any, rows: list[dict[str, Any]], temperature: float) -> list[Episode]:
+def play(model: Any, tokenizer: Any, rows: list[dict[str, Any]], temperature: float) -> list[ProbeEpisode]:
     """Two turns per row: the model's call or answer, and after a call its answer; scored by the recipe's reward."""
     episodes = [first_prompt(tokenizer, row) for row in rows]
     write_turn(model, tokenizer, episodes, temperature)
@@ -90,14 +90,14 @@ def play(model: Any, tokenizer: Any, rows: list[dict[str, Any]], temperature: fl
     return episodes
 
 
-def first_prompt(tokenizer: Any, row: dict[str, Any]) -> Episode:
+def first_prompt(tokenizer: Any, row: dict[str, Any]) -> ProbeEpisode:
     text = tokenizer.apply_chat_template(row["prompt"], tools=[PYTHON_TOOL], add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return Episode(row["extra_info"]["expression"], ids, [], [])
+    return ProbeEpisode(row["extra_info"]["expression"], ids, [], [])
 
 
 @torch.inference_mode()
-def write_turn(model: Any, tokenizer: Any, episodes: list[Episode], temperature: float) -> None:
+def write_turn(model: Any, tokenizer: Any, episodes: list[ProbeEpisode], temperature: float) -> None:
     """Sample one turn for each episode, in batches padded on the left."""
     for start in range(0, len(episodes), 128):
         batch = episodes[start : start + 128]
@@ -114,7 +114,7 @@ def write_turn(model: Any, tokenizer: Any, episodes: list[Episode], temperature:
             episode.text = tokenizer.decode(row[:end], skip_special_tokens=True)
 
 
-def answer_call(tokenizer: Any, episode: Episode) -> bool:
+def answer_call(tokenizer: Any, episode: ProbeEpisode) -> bool:
     """Append the tool's answer where the turn was a call; False where it was not."""
     episode.called = "<tool_call>" in episode.text
     call = CALL.fullmatch(episode.text)
@@ -138,7 +138,7 @@ def parse_code(arguments: str) -> str:
         return ""
 
 
-def summary(episodes: list[Episode]) -> dict[str, float]:
+def summary(episodes: list[ProbeEpisode]) -> dict[str, float]:
     called = [episode for episode in episodes if episode.called]
     direct = [episode for episode in episodes if not episode.called]
     return {

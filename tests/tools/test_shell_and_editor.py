@@ -22,14 +22,14 @@ async def sandbox() -> AsyncIterator[Sandbox]:
     await made.close()
 
 
-class Episode:
+class ShellEpisode:
     """`shell` and `editor` as one episode has them."""
 
     def __init__(self, tools: dict[str, BaseTool]) -> None:
         self.tools = tools
         self.states: dict[str, EpisodeBox] = {}
 
-    async def open(self) -> Episode:
+    async def open(self) -> ShellEpisode:
         with sharing({}):
             self.states = {name: await tool.create(TASK) for name, tool in self.tools.items()}
         return self
@@ -54,13 +54,13 @@ def tools_of(sandbox: Sandbox, timeout_s: float = 10.0) -> dict[str, BaseTool]:
 
 
 @pytest_asyncio.fixture
-async def episode(sandbox: Sandbox) -> AsyncIterator[Episode]:
-    made = await Episode(tools_of(sandbox)).open()
+async def episode(sandbox: Sandbox) -> AsyncIterator[ShellEpisode]:
+    made = await ShellEpisode(tools_of(sandbox)).open()
     yield made
     await made.close()
 
 
-async def test_box_tools_shell_takes_up_where_the_last_call_stopped(episode: Episode) -> None:
+async def test_box_tools_shell_takes_up_where_the_last_call_stopped(episode: ShellEpisode) -> None:
     assert (
         await episode.shell("mkdir -p 'a b' && cd 'a b' && X='1 2' && export Y=3; f() { echo f$1; }") == "(no output)"
     )
@@ -73,7 +73,7 @@ async def test_box_tools_shell_takes_up_where_the_last_call_stopped(episode: Epi
 
 
 async def test_shell_command_past_its_time_keeps_the_box(sandbox: Sandbox) -> None:
-    episode = await Episode(tools_of(sandbox, timeout_s=8.0)).open()
+    episode = await ShellEpisode(tools_of(sandbox, timeout_s=8.0)).open()
     await episode.shell("X=1; echo kept > file")
     text = await episode.shell("sleep 60")
     assert text == "Error: the command ran longer than it may and was stopped."
@@ -81,7 +81,7 @@ async def test_shell_command_past_its_time_keeps_the_box(sandbox: Sandbox) -> No
     await episode.close()
 
 
-async def test_box_tools_share_a_box_that_the_last_one_closes(episode: Episode, sandbox: Sandbox) -> None:
+async def test_box_tools_share_a_box_that_the_last_one_closes(episode: ShellEpisode, sandbox: Sandbox) -> None:
     assert await episode.edit("create", "src/main.py", text="print('hi')\n") == "created src/main.py (1 lines)"
     assert await episode.shell("python3 src/main.py") == "hi"
     assert await episode.edit("view", ".") == "src/"
@@ -98,7 +98,7 @@ async def test_box_tools_share_a_box_that_the_last_one_closes(episode: Episode, 
     box.take().take().take()
 
 
-async def test_box_tools_share_files_with_python(episode: Episode) -> None:
+async def test_box_tools_share_files_with_python(episode: ShellEpisode) -> None:
     await episode.edit("create", "helper.py", text="def double(n):\n    return 2 * n\n")
     assert await episode.python("import sys; sys.path.insert(0, '.'); import helper; helper.double(21)") == "42"
     await episode.python("x = 5; open('made.txt', 'w').write('by python'); None")
@@ -108,7 +108,7 @@ async def test_box_tools_share_files_with_python(episode: Episode) -> None:
     assert episode.states["python"] is episode.states["shell"]
 
 
-async def test_box_tools_python_brings_no_shared_box_back_by_itself(episode: Episode) -> None:
+async def test_box_tools_python_brings_no_shared_box_back_by_itself(episode: ShellEpisode) -> None:
     """Its own code would run again without the files that the others wrote."""
     await episode.shell("echo data > file")
     await episode.python("x = 1")
@@ -117,11 +117,11 @@ async def test_box_tools_python_brings_no_shared_box_back_by_itself(episode: Epi
         await episode.python("x")
 
 
-async def test_box_tools_another_worker_goes_on_in_box_and_can_undo(episode: Episode) -> None:
+async def test_box_tools_another_worker_goes_on_in_box_and_can_undo(episode: ShellEpisode) -> None:
     await episode.edit("create", "f", text="a\n")
     await episode.shell("cd /tmp && X=7")
     session_id = episode.states["shell"].session_id or ""
-    other = Episode(episode.tools)
+    other = ShellEpisode(episode.tools)
     with sharing({}):
         other.states = {name: await tool.attach(TASK, session_id) for name, tool in other.tools.items()}
     assert await other.shell("echo $X") == "7"
@@ -129,7 +129,7 @@ async def test_box_tools_another_worker_goes_on_in_box_and_can_undo(episode: Epi
     assert await other.edit("view", "f") == "Error: f was not found"
 
 
-async def test_box_tools_lost_box_is_infrastructure(episode: Episode) -> None:
+async def test_box_tools_lost_box_is_infrastructure(episode: ShellEpisode) -> None:
     await episode.shell("true")
     await (await episode.states["shell"].session()).close()
     with pytest.raises(ToolInfraError, match="closed"):
@@ -138,7 +138,7 @@ async def test_box_tools_lost_box_is_infrastructure(episode: Episode) -> None:
         await episode.tools["shell"].attach(TASK, "no-such-session")
 
 
-async def test_box_tools_view_shows_numbers_ranges_and_folders(episode: Episode) -> None:
+async def test_box_tools_view_shows_numbers_ranges_and_folders(episode: ShellEpisode) -> None:
     await episode.edit("create", "f", text="".join(f"line {n}\n" for n in range(1, 101)))
     assert await episode.edit("view", "./f", lines=[99, -1]) == "    99\tline 99\n   100\tline 100"
     assert (await episode.edit("view", "f")).count("\n") == 99
@@ -148,7 +148,7 @@ async def test_box_tools_view_shows_numbers_ranges_and_folders(episode: Episode)
     assert await episode.edit("view", "/tmp") == "f"
 
 
-async def test_editor_replace_names_what_does_not_fit(episode: Episode) -> None:
+async def test_editor_replace_names_what_does_not_fit(episode: ShellEpisode) -> None:
     text = "def f():\n    return 1\n\ndef g():\n    return 1\n"
     await episode.edit("create", "f.py", text=text)
     assert await episode.edit("replace", "f.py", old_text="return 1", text="return 2") == (
@@ -170,7 +170,7 @@ async def test_editor_replace_names_what_does_not_fit(episode: Episode) -> None:
     )
 
 
-async def test_box_tools_insert_at_the_top_the_end_and_beyond(episode: Episode) -> None:
+async def test_box_tools_insert_at_the_top_the_end_and_beyond(episode: ShellEpisode) -> None:
     await episode.shell("printf 'a\\nb' > f")
     await episode.edit("insert", "f", line=2, text="c")
     await episode.edit("insert", "f", line=0, text="top\n")
@@ -180,7 +180,7 @@ async def test_box_tools_insert_at_the_top_the_end_and_beyond(episode: Episode) 
     )
 
 
-async def test_editor_undo_is_stepwise_and_keeps_others_changes(episode: Episode) -> None:
+async def test_editor_undo_is_stepwise_and_keeps_others_changes(episode: ShellEpisode) -> None:
     await episode.edit("create", "f", text="1\n")
     await episode.edit("replace", "f", old_text="1", text="2")
     await episode.edit("insert", "f", line=1, text="3")
@@ -206,7 +206,7 @@ async def test_editor_undo_is_stepwise_and_keeps_others_changes(episode: Episode
         ("ln -s f f", "Too many"),
     ],
 )
-async def test_box_tools_files_that_are_no_text_are_named(episode: Episode, make: str, message: str) -> None:
+async def test_box_tools_files_that_are_no_text_are_named(episode: ShellEpisode, make: str, message: str) -> None:
     import re
 
     await episode.shell(make)
@@ -215,7 +215,7 @@ async def test_box_tools_files_that_are_no_text_are_named(episode: Episode, make
     assert re.search(message, text), text
 
 
-async def test_box_tools_odd_paths_and_texts_are_answered(episode: Episode) -> None:
+async def test_box_tools_odd_paths_and_texts_are_answered(episode: ShellEpisode) -> None:
     for path in ("", "\0", "x" * 5000, "/proc/1/mem", "/usr/new", "../../etc/passwd2"):
         assert (await episode.edit("create", path, text="x")).startswith("Error: "), path
     assert (await episode.edit("create", "f", text="\ud800")).startswith("Error: text holds")
@@ -228,6 +228,6 @@ def test_box_tools_both_need_a_sandbox() -> None:
             make_tools([ToolConfig(name=name)], None)
 
 
-async def test_box_tools_first_calls_of_both_at_once_open_one_box(episode: Episode) -> None:
+async def test_box_tools_first_calls_of_both_at_once_open_one_box(episode: ShellEpisode) -> None:
     await asyncio.gather(episode.shell("echo 1 > a"), episode.edit("create", "b", text="2"))
     assert await episode.shell("cat a b") == "1\n2"

@@ -19,7 +19,7 @@ from faults.episodes import (
     task_of,
     trajectory_print,
 )
-from faults.plan import Plan
+from faults.plan import FaultPlan
 from faults.trainer import Checkpoints, Trained
 from penstock.transfer_queue import Status, TransferQueue
 
@@ -61,7 +61,7 @@ class Account:
         assert not found, "\n".join([self.line, *found])
 
 
-async def draw_up(plan: Plan, queue: TransferQueue, kills: Mapping[str, int]) -> Account:
+async def draw_up(plan: FaultPlan, queue: TransferQueue, kills: Mapping[str, int]) -> Account:
     """The account of a stage whose work is drained. Asks the queue by its public protocol only."""
     books = Books(plan)
     status, held = await queue.status(), await queue.held()
@@ -89,7 +89,7 @@ async def draw_up(plan: Plan, queue: TransferQueue, kills: Mapping[str, int]) ->
 class Books:
     """What the processes wrote down."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: FaultPlan) -> None:
         self._plan = plan
         self.told = read_folder(plan.folder / "told")
         self.acknowledged = {record["episode"]: record for record in self.told if record["kind"] == "acknowledged"}
@@ -157,7 +157,7 @@ class Books:
         return [f"{episode} was read with print {seen}, which nobody completed" for episode, seen in read - completed]
 
 
-def wrong_counters(plan: Plan, books: Books, status: Status, held: set[str], tasks: set[str]) -> list[str]:
+def wrong_counters(plan: FaultPlan, books: Books, status: Status, held: set[str], tasks: set[str]) -> list[str]:
     """The queue's own counts against the books."""
     groups, episodes = status.groups, status.episodes
     trained_groups = sum(len(trained.groups) for trained in books.lineage)

@@ -23,7 +23,7 @@ DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class FaultPlan:
     """Written to ``plan.json`` before any process starts."""
 
     folder: Path
@@ -54,9 +54,9 @@ class Plan:
         return path
 
 
-def load_plan(path: Path) -> Plan:
+def load_plan(path: Path) -> FaultPlan:
     plain = json.loads(path.read_text(encoding="utf-8"))
-    return Plan(**{**plain, "folder": Path(plain["folder"]), "limits": Limits(**plain["limits"])})
+    return FaultPlan(**{**plain, "folder": Path(plain["folder"]), "limits": Limits(**plain["limits"])})
 
 
 def random_limits(chance: random.Random) -> Limits:

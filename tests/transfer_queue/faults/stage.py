@@ -33,7 +33,7 @@ import redis.asyncio as aioredis
 import penstock
 from faults.account import Account, draw_up
 from faults.havoc import CuttingProxy
-from faults.plan import ANYWHERE, Plan, random_limits
+from faults.plan import ANYWHERE, FaultPlan, random_limits
 from faults.trainer import START_AGAIN
 from penstock.transfer_queue import Limits, RedisServer, RedisTransferQueue
 
@@ -44,7 +44,7 @@ DRAIN_TIMEOUT_S = 120.0
 class Stage:
     """Owns everything in it; whatever happens, nothing of it is left when it closes.
 
-    `fsync`: the append-only file's. `may_lose_tail`: see `Plan`. `behind_proxy`: processes reach Redis by `proxy`.
+    `fsync`: the append-only file's. `may_lose_tail`: see `FaultPlan`. `behind_proxy`: processes reach Redis by `proxy`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Stage:
             self._folder / "redis", PASSWORD, appendfsync=fsync, unix_socket=self._folder / "redis.sock"
         )
         self.proxy = CuttingProxy(self.server.url, self._folder / "proxy.sock", self.chance)
-        self.plan = Plan(
+        self.plan = FaultPlan(
             folder=self._folder,
             url=self.server.url,
             run=f"faults-{secrets.token_hex(4)}",

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from faults.episodes import Records, cursor_at, position_of, task_at, trajectory_print
-from faults.plan import Gaps, Plan, check_parent, load_plan
+from faults.plan import FaultPlan, Gaps, check_parent, load_plan
 from penstock.transfer_queue import (
     Announcement,
     BadPayload,
@@ -46,7 +46,7 @@ POLL_S = 0.01
 class Trainer:
     """One life, from the newest checkpoint to the end or to a gap."""
 
-    def __init__(self, plan: Plan, life: str, queue: RedisTransferQueue, gaps: Gaps) -> None:
+    def __init__(self, plan: FaultPlan, life: str, queue: RedisTransferQueue, gaps: Gaps) -> None:
         self._plan = plan
         self._life = life
         self._queue = queue

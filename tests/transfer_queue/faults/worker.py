@@ -21,7 +21,7 @@ from faults.episodes import (
     trajectory_print,
 )
 from faults.havoc import jump_now_and_then
-from faults.plan import Plan, check_parent, load_plan
+from faults.plan import FaultPlan, check_parent, load_plan
 from penstock.transfer_queue import (
     BadPayload,
     JournalEntry,
@@ -43,7 +43,7 @@ SHORT_PAUSE_S, IDLE_S = 0.004, 0.02
 class Worker:
     """The coroutines of one process. What it was told is in ``told/NAME.jsonl``."""
 
-    def __init__(self, plan: Plan, name: str, queue: RedisTransferQueue, stopping: asyncio.Event) -> None:
+    def __init__(self, plan: FaultPlan, name: str, queue: RedisTransferQueue, stopping: asyncio.Event) -> None:
         self._plan = plan
         self._name = name
         self._queue = queue
