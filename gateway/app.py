@@ -45,7 +45,7 @@ class Gateway:
         return self._router
 
     def allows(self, path: str, token: str) -> bool:
-        """An episode's key opens its own paths."""
+        """An episode's key opens its own ``/v1/`` routes."""
         return opens(self._job.run.token, path, token)
 
     async def manager(self) -> SessionManager:

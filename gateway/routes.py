@@ -1,4 +1,4 @@
-"""HTTP routes of recorded episodes. The run's token opens all of them, an episode's key those under its handle."""
+"""HTTP routes of recorded episodes. The run's token opens all of them, an episode's key its ``/v1/``."""
 
 from __future__ import annotations
 

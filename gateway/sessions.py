@@ -9,7 +9,8 @@ A server that stops (drain or kill -9) fails nothing: leases stay until their TT
 request with the handle adopts the episode from its journal.
 
 A handle is the URL-safe base64 of ``FENCE EPISODE_ID``. It names one lease, and is invalid once another one is given.
-The run's token opens all episodes, an episode's key, derived from it, that episode's paths.
+The run's token opens all routes; an episode's key, derived from it, opens that episode's ``/v1/`` alone: an agent that
+holds it can sample, but not set its reward or end its episode.
 """
 
 from __future__ import annotations
@@ -298,9 +299,8 @@ def episode_key(token: str, handle: str) -> str:
 
 
 def opens(token: str, path: str, given: str) -> bool:
-    """Whether `given` is the key of the episode of `path`; compared in constant time."""
+    """Whether `given` is the key of the episode whose ``/v1/`` holds `path`; compared in constant time."""
     if not path.startswith(PREFIX):
         return False
-    handle = path[len(PREFIX) :].partition("/")[0]
-    expected = episode_key(token, handle)
-    return bool(handle) and same_token(given, expected)
+    handle, _, route = path[len(PREFIX) :].partition("/")
+    return bool(handle) and route.startswith("v1/") and same_token(given, episode_key(token, handle))

@@ -138,7 +138,7 @@ async def answers(port: int) -> None:
 
 
 async def finished(port: int, episode: dict[str, Any]) -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {episode['api_key']}"}
+    headers = {"Authorization": f"Bearer {TOKEN}"}
     path = f"http://127.0.0.1:{port}/episodes/{episode['handle']}"
     async with httpx.AsyncClient(headers=headers, timeout=60) as http:
         assert (await http.post(f"{path}/reward", json={"reward": 1.0})).status_code == 200

@@ -57,10 +57,9 @@ class Server:
             return await http.post(self.url + path, json=body)
 
     async def finish(self, episode: dict[str, Any], reward: float = 1.0) -> Trajectory:
-        key = {"Authorization": f"Bearer {episode['api_key']}"}
         path = f"/episodes/{episode['handle']}"
-        assert (await self.post(f"{path}/reward", {"reward": reward}, key)).status_code == 200
-        ended = await self.post(f"{path}/finish", {}, key)
+        assert (await self.post(f"{path}/reward", {"reward": reward})).status_code == 200
+        ended = await self.post(f"{path}/finish", {})
         assert ended.status_code == 200, ended.text
         (trajectory,) = await self.queue.read([episode["episode_id"]])
         return trajectory
@@ -238,9 +237,25 @@ async def test_keys_open_their_own_episode_only(server: Server) -> None:
     for path in ("", "/reward", "/finish", "/v1/chat/completions", "/v1/completions", "/v1/responses"):
         for headers in ({}, {"Authorization": "Bearer é".encode("latin-1")}):
             assert (await server.post(f"/episodes/{one['handle']}{path}", {}, headers)).status_code == 401
-    async with httpx.AsyncClient(headers=key) as http:
+    async with httpx.AsyncClient(headers=RUN) as http:
         state = (await http.get(f"{server.url}/episodes/{one['handle']}")).json()
     assert (state["turns"], state["tokens_left"]) == (0, 20_000)
+
+
+async def test_key_opens_v1_alone(server: Server) -> None:
+    episode = await server.open()
+    key, path = {"Authorization": f"Bearer {episode['api_key']}"}, f"{server.url}/episodes/{episode['handle']}"
+    async with httpx.AsyncClient(headers=key) as agent:
+        answer = await agent.post(f"{path}/v1/chat/completions", json={"model": episode["model"], "messages": [USER]})
+        refused = [
+            await agent.post(f"{path}/reward", json={"reward": 1.0}),
+            await agent.post(f"{path}/finish", json={}),
+            await agent.get(path),
+            await agent.post(f"{server.url}/episodes", json={}),
+        ]
+    assert answer.status_code == 200
+    assert [one.status_code for one in refused] == [401] * 4
+    assert (await server.finish(episode, 0.25)).reward == 0.25
 
 
 async def test_what_an_episode_is_told_and_what_it_is_not(server: Server) -> None:

@@ -363,8 +363,9 @@ def test_a_key_opens_its_own_paths_only() -> None:
     mine, other = handle_of("train/0#0", 7), handle_of("train/0#0", 8)
     key = episode_key("token", mine)
     assert opens("token", f"/episodes/{mine}/v1/chat/completions", key)
-    assert opens("token", f"/episodes/{mine}", key)
-    for path in (f"/episodes/{other}/v1/models", "/episodes", "/episodes/", "/generate", f"/x/episodes/{mine}/v1"):
+    others = ("/episodes", "/episodes/", "/generate", f"/episodes/{other}/v1/models", f"/x/episodes/{mine}/v1/models")
+    run_only = (f"/episodes/{mine}", *(f"/episodes/{mine}/{route}" for route in ("reward", "finish", "v1", "v1x/a")))
+    for path in (*others, *run_only):
         assert not opens("token", path, key), path
     assert not opens("token", "/episodes//v1", episode_key("token", ""))
     assert not opens("another token", f"/episodes/{mine}/v1", key)
