@@ -7,7 +7,7 @@ Test cases have the shapes of verl and PRIME, also as JSON text:
 
     {"inputs": [...], "outputs": [...]}                        the program reads stdin and prints
     {"inputs": [...], "outputs": [...], "fn_name": "solve"}    a function, or a method of ``Solution``, is called
-    {"assert_case": ["assert add(1, 2) == 3", ...]}            statements that must not raise; also a plain list of them
+    {"assert_case": ["assert add(1, 2) == 3", ...]}            assertions, see `assertions`; also a plain list of them
 
 An input of a call is one JSON value per line, or a list.
 """
@@ -19,11 +19,12 @@ import math
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.agent_loops.errors import InfraFailure
+from penstock.agent_loops.rewards.assertions import Assertion, BadAssertion
 from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
 from penstock.sandbox import RunResult, Sandbox, Session
 
@@ -98,7 +99,7 @@ class Programs(BaseReward):
 
     async def _run(self, session: Session, case: ProgramCase) -> tuple[bool, float]:
         word = secrets.token_hex(16)
-        job = json.dumps({"kind": case.kind, "given": None if case.kind == "stdin" else case.given, "word": word})
+        job = json.dumps({"kind": case.kind, "given": case.for_harness(), "word": word})
         stdin = f"{job}\n{case.given if case.kind == 'stdin' else ''}"
         # -I: no module that an earlier test left in the folder, or in the user's packages, comes before the library's.
         result = await session.run(["python3", "-I", "harness.py"], stdin=stdin, timeout_s=self._timeout_s)
@@ -120,7 +121,7 @@ def _behind(word: str, result: RunResult) -> Any:
     _, found, rest = result.stdout.rpartition(word)
     try:
         return json.loads(rest) if found else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -131,13 +132,20 @@ def read_cases(ground_truth: Any) -> list[ProgramCase]:
         given = {"assert_case": given}
     if not isinstance(given, Mapping):
         raise BadCases(f"test cases must be a mapping or a list of assertions, found {str(given)[:100]!r}")
-    cases = [ProgramCase("assert", text) for text in given.get("assert_case") or ()]
+    cases = [ProgramCase("assert", text, _assertion(text)) for text in given.get("assert_case") or ()]
     inputs, outputs = given.get("inputs") or [], given.get("outputs") or []
     # verl gives assertions with as many empty inputs and outputs.
     cases = cases or _pairs(inputs, outputs, given.get("fn_name"))
     if not cases:
         raise BadCases(f"no test cases: inputs, outputs and assert_case are empty (keys: {', '.join(map(str, given))})")
     return cases
+
+
+def _assertion(text: Any) -> Assertion:
+    try:
+        return Assertion.parse(text)
+    except BadAssertion as error:
+        raise BadCases(f"assertion {error}") from error
 
 
 def _plain(ground_truth: Any) -> Any:
@@ -221,15 +229,22 @@ class BadCases(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ProgramCase:
-    """One test. What is expected never enters the box, except where it is part of an assertion."""
+    """One test. What is expected never enters the box: the program can read whatever is there."""
 
     kind: Literal["stdin", "call", "assert"]
     given: Any
     """stdin: text; call: {"name", "arguments"}; assert: the statement."""
     expected: Any = None
+    """stdin: text; call: a value; assert: the `Assertion`."""
+
+    def for_harness(self) -> Any:
+        """The job's part that the box gets; the text of a program that reads stdin follows the job."""
+        if self.kind == "stdin":
+            return None
+        return [asdict(step) for step in self.expected.steps] if self.kind == "assert" else self.given
 
     def passes(self, output: Any) -> bool:
-        """`output`: what was printed, what the call returned, True where the assertion held."""
+        """`output`: what was printed, what the call returned, or the values that an assertion asked for."""
         if self.kind == "stdin":
             return same_text(str(output), str(self.expected))
-        return output is True if self.kind == "assert" else same_value(output, self.expected)
+        return bool(self.expected.holds(output)) if self.kind == "assert" else same_value(output, self.expected)

@@ -37,7 +37,51 @@ def test_assertions_of_verl_and_a_plain_list() -> None:
             ("assert", "assert f(1)"),
             ("assert", "assert f(2)"),
         ]
-    assert not read_cases(verl)[0].passes(1)
+    assert read_cases(verl)[0].passes([1])
+    assert not read_cases(verl)[0].passes([0])
+    assert not read_cases(verl)[0].passes(True)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("assert", "not Python"),
+        ("f(1)", "asserts nothing"),
+        ("assert sum([1]) == 1", "calls nothing of the program"),
+        ("assert f(1) == f(2)", "both sides"),
+        ("assert g(x == 1)", "inside the box"),
+        ("assert isclose(f(1), 0.5)", "answer in place"),
+        ("assert np.allclose(f(1), [0.5]) == True", "answer in place"),
+        ("good = f(1) == 1\nassert good", "inside the box"),
+        ("good = isclose(f(1), 1)\nassert good", "answer in place"),
+        ("assert all(f(i) == i for i in range(3))", "GeneratorExp"),
+        ("assert f(1) * 9 == 9", "take for ever"),
+        ("def check(f): assert f(1) == 1\ncheck(f)", "FunctionDef"),
+    ],
+)
+def test_assertions_refused(text: str, reason: str) -> None:
+    with pytest.raises(BadCases, match=reason):
+        read_cases([text])
+
+
+@pytest.mark.parametrize(
+    ("text", "output", "holds"),
+    [
+        ("assert f() == (1, 2)", {"tuple": [1, 2]}, True),
+        ("assert f() == (1, 2)", {"list": [1, 2]}, False),
+        ("assert f() == {1: b'x'}", {"dict": [[1, {"bytes": "78"}]]}, True),
+        ("assert f() is not None", {"object": "Node"}, True),
+        ("assert f() == 3 ** 2 or 3", {"object": "Node"}, True),
+        ("assert 1 < f() <= 2", 2, True),
+        ("assert 1 < f() <= 2", "2", False),
+        ("assert math.isclose(f(), 0.3, rel_tol=1e-9)", 0.1 + 0.2, True),
+        ("assert f() == {1}", {"set": [{"list": []}]}, False),
+        ("assert f() == {1}", {"set": 3, "list": []}, False),
+    ],
+)
+def test_assertions_compared(text: str, output: object, holds: bool) -> None:
+    (case,) = read_cases([text])
+    assert case.passes([output]) is holds
 
 
 @pytest.mark.parametrize(

@@ -97,18 +97,66 @@ async def test_what_does_not_do_the_work_does_not_pass(plain: Sandbox, code: str
     assert (await score(plain, code, ASSERTIONS, timeout_s=0.5, partial=True))["score"] == 0.0
 
 
+EQUAL_TO_ALL = """
+class Equal:
+    def __getattr__(self, name): return lambda *a: True
+    def __eq__(self, other): return True
+    def __bool__(self): return True
+    __sub__ = __rsub__ = lambda self, other: 0
+    def __hash__(self): return 0
+def double(x): return Equal()
+"""
+CALLERS_FRAME = """
+import re, sys
+def double(x):
+    seen, frame = "", sys._getframe()
+    while frame := frame.f_back:
+        seen += str(frame.f_locals)
+    found = re.search(r"== *(-?\\d+)", seen)
+    return int(found[1]) if found else None
+"""
+FORGED_WORD = """
+import os, re, sys
+def double(x):
+    frame = sys._getframe()
+    while frame.f_back.f_back:
+        frame = frame.f_back
+    seen = str(frame.f_locals) + str(frame.f_back.f_locals)
+    os.write(1, re.search(r"'word': '(\\w+)'", seen)[1].encode() + b"true\\n")
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("code", [EQUAL_TO_ALL, CALLERS_FRAME, FORGED_WORD], ids=["equal", "frame", "word"])
+async def test_assertions_cannot_be_forged(plain: Sandbox, code: str) -> None:
+    assert (await score(plain, code, ASSERTIONS, partial=True))["score"] == 0.0
+
+
+async def test_assertions_compare_what_python_would(plain: Sandbox) -> None:
+    cases = [
+        "assert set(pair(2)) == {2, 3}",
+        "assert pair(2) == (2, 3) and not pair(2) == [2, 3]",
+        "assert abs(pair(0.5)[0] - 0.5) < 1e-9, 'the first one'",
+        "box = Box()\nbox.put(4)\nassert box.all == {4: None}\nassert isinstance(box.all, (dict, list))",
+        "assert Box() is not None",
+        "assert pair(b'a'[0]) == tuple([97, 98])",
+    ]
+    code = "def pair(x): return x, x + 1\nclass Box:\n all = {}\n def put(self, x): self.all[x] = None"
+    assert (await score(plain, code, cases, partial=True))["passed"] == len(cases)
+
+
 FORGED_HARNESS = """
 import json, sys
 job = json.loads(sys.stdin.readline())
-print(job["word"] + "true")
+print(job["word"] + "[0]")
 """
 FORGED_LIBRARY = """
 def loads(text):
     word = text.split(b'"word": "')[1].split(b'"')[0].decode()
-    print(word + "true")
+    print(word + "[0]")
     raise SystemExit(0)
 def dumps(value):
-    return "true"
+    return "[0]"
 """
 
 
