@@ -175,6 +175,7 @@ def limits_of(config: RunConfig) -> Limits:
         overage=knobs.overage,
         min_group=min(knobs.min_group, config.group_size),
         max_attempts=knobs.max_attempts,
+        max_lost_leases=knobs.max_lost_leases,
         lease_ttl_s=knobs.lease_ttl_s,
         max_bytes=knobs.max_bytes,
         max_groups=knobs.max_groups,

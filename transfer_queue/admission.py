@@ -60,6 +60,14 @@ def enough_members(rewarded: int, group_size: int, min_group: int) -> bool:
     return rewarded >= min(min_group, group_size)
 
 
+def most_together(losses: int, lost_together: int) -> int | None:
+    """Most episodes that a worker may hold while it runs one with `losses` lost leases, itself counted; None: any.
+
+    `lost_together`: how many leases its last worker lost with it. One loss restricts nothing: machines die.
+    """
+    return None if losses < 2 else max(1, lost_together // 4)
+
+
 BYTES_PER_TOKEN = 9
 """Of a response: id 4, logprob 4, mask 1."""
 OVERAGE = ("wait", "mask", "drop")
@@ -69,7 +77,7 @@ FILTERS = ("none", "zero_variance")
 def check_limits(limits: Limits) -> None:
     """Raise `QueueError` naming the invalid limit, with the calculation if no step could be filled."""
     least: dict[str, float] = dict.fromkeys(
-        ("group_size", "groups_per_step", "min_group", "max_attempts", "max_bytes"), 1
+        ("group_size", "groups_per_step", "min_group", "max_attempts", "max_lost_leases", "max_bytes"), 1
     )
     least |= dict.fromkeys(("max_staleness", "max_groups", "max_filtered_steps"), 0) | {"lease_ttl_s": 0.001}
     numbers = {name: (getattr(limits, name), low) for name, low in least.items()}

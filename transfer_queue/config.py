@@ -17,6 +17,9 @@ class TransferQueueConfig(BaseModel):
     appendfsync: Literal["everysec", "always"] = Field("everysec", description="AOF durability of the started Redis.")
     min_group: int = Field(2, ge=1, description="A group is trained without failed members if this many have rewards.")
     max_attempts: int = Field(3, ge=1, description="Infrastructure failures per episode before it is a dead letter.")
+    max_lost_leases: int = Field(
+        5, ge=1, description="Workers that may die while they run an episode, the last with it alone: a dead letter."
+    )
     lease_ttl_s: float = Field(15.0, gt=0, description="An episode whose worker is silent this long goes elsewhere.")
     registry_ttl_s: float = Field(6.0, gt=0, description="A rollout server silent this long is gone.")
     deadline_s: float = Field(60.0, gt=0, description="How long a client retries while Redis is away.")

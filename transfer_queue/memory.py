@@ -134,13 +134,27 @@ class MemoryTransferQueue:
     async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
         await self.config()
         self._state.take_back_expired()
-        picked = (
-            self._state.open_episodes(train=False, version=version)
-            + self._state.open_episodes(train=True, version=version)
-        )[:count]
-        while len(picked) < count and (group := self._state.admit(version)):
-            picked += [(group, index) for _, index in sorted((group.episode(i), i) for i in range(len(group.members)))]
-        return [self._lease(worker, group, index) for group, index in picked[:count]]
+        leases: list[Lease] = []
+        may_take = self._give_open(worker, count, version, leases, train=False)
+        may_take = may_take and self._give_open(worker, count, version, leases, train=True)
+        while may_take and self._state.admit(version):
+            may_take = self._give_open(worker, count, version, leases, train=True)
+        return leases
+
+    def _give_open(self, worker: str, count: int, version: int, leases: list[Lease], *, train: bool) -> bool:
+        """Adds to `leases`. False where the worker takes no more: it has enough, or is emptied for a suspect."""
+        state, held, room = self._state, self._state.holds(worker), self._state.room_of(worker)
+        for group, index in state.open_episodes(train=train, version=version):
+            if len(leases) >= count or (room is not None and room <= 0):
+                break
+            most = group.members[index].most_together
+            if most is not None and held >= most:
+                if state.make_room(worker):
+                    return False
+                continue
+            leases.append(self._lease(worker, group, index))
+            held, room = held + 1, state.room_of(worker)
+        return len(leases) < count and (room is None or room > 0)
 
     def _lease(self, worker: str, group: MemoryGroup, index: int) -> Lease:
         member = group.members[index]
@@ -199,17 +213,8 @@ class MemoryTransferQueue:
             member.state, member.fence = "queued", self._state.new_fence()
             self._state.counts["retried"] += group.is_train
             return True
-        self._give_up(lease.episode_id, group, index, outcome)
+        self._state.give_up(group, index, outcome)
         return False
-
-    def _give_up(self, episode_id: str, group: MemoryGroup, index: int, outcome: Outcome) -> None:
-        member = group.members[index]
-        letter = DeadLetter(episode_id, outcome, member.attempts, [entry for entry, _ in member.journal])
-        self._state.put_letter(letter, [size for _, size in member.journal])
-        member.state, member.outcome, member.journal = "failed", outcome, []
-        self._state.counts["failed"] += group.is_train
-        if group.ended:
-            self._state.end_group(group)
 
     async def release(self, lease: Lease) -> None:
         try:

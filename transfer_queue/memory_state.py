@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from penstock.transfer_queue.admission import enough_members, may_admit, room_allows
+from penstock.transfer_queue.admission import enough_members, may_admit, most_together, room_allows
 from penstock.transfer_queue.metrics import bucket_of, payload_cost
 from penstock.transfer_queue.types import (
     EPISODE_TOTALS,
@@ -20,6 +20,7 @@ from penstock.transfer_queue.types import (
     LeaseLost,
     Limits,
     Outcome,
+    OutcomeKind,
     Task,
 )
 
@@ -39,6 +40,10 @@ class GroupMember:
     """Fence of the lease whose `fail` was counted last; a repeat of that call is a no-op."""
     worker: str = ""
     attempts: int = 0
+    lost_by: list[str] = field(default_factory=list)
+    """Workers that died while they ran it; a lease that is taken up again was not lost."""
+    lost_together: int = 0
+    """How many leases the last of them lost."""
     expires_at: float = 0.0
     journal: list[tuple[JournalEntry, int]] = field(default_factory=list)
     """Entries and what they count for in bytes."""
@@ -53,6 +58,10 @@ class GroupMember:
     @property
     def rewarded(self) -> bool:
         return self.reward is not None
+
+    @property
+    def most_together(self) -> int | None:
+        return most_together(len(self.lost_by), self.lost_together)
 
     @property
     def held_bytes(self) -> int:
@@ -132,6 +141,10 @@ class MemoryState:
         self.letters: dict[str, DeadLetter] = {}
         self.letter_bytes: dict[str, list[int]] = {}
         """What the journals of dead letters count for."""
+        self.losses: dict[str, tuple[float, int]] = {}
+        """Worker → when it first lost a lease of its last death, and how many it held then."""
+        self.emptying: tuple[str, float] = ("", 0.0)
+        """The worker that is given nothing more until a suspect fits it, and until when."""
         self._seq = 0
         self._fence = 0
 
@@ -230,6 +243,8 @@ class MemoryState:
         member = group.members[index] if group and index < len(group.members) else None
         if group is None or member is None or member.fence != fence or member.state not in ("leased", "queued"):
             raise LeaseLost(f"{episode_id}: fence {fence} is no longer the newest")
+        if member.state == "queued" and member.lost_by:
+            member.lost_by.pop()
         self.hold(member)
         return group, member
 
@@ -239,10 +254,49 @@ class MemoryState:
 
     def take_back_expired(self) -> None:
         now = self.clock()
-        for group, _, member in list(self.leased()):
+        for group, index, member in list(self.leased()):
             if member.expires_at <= now:
+                member.lost_together = self._count_loss(member.worker, now)
+                member.lost_by.append(member.worker)
                 member.state = "queued"
                 self.counts["expired"] += group.is_train
+                if member.lost_together == 1 and len(member.lost_by) >= self.limits.max_lost_leases:
+                    self.give_up(group, index, _worker_died(member.lost_by))
+
+    def _count_loss(self, worker: str, now: float) -> int:
+        """How many leases this death of the worker took: they run out within one TTL of each other."""
+        held, (since, most) = self.holds(worker), self.losses.get(worker, (0.0, 0))
+        if not most or now - since >= self.limits.lease_ttl_s:
+            since, most = now, held
+        self.losses[worker] = since, max(most, held)
+        return max(most, held)
+
+    def holds(self, worker: str) -> int:
+        return sum(member.worker == worker for _, _, member in self.leased())
+
+    def room_of(self, worker: str) -> int | None:
+        """How many more episodes a worker may hold beside the suspects that it runs; None: any number."""
+        bounds = [member.most_together for _, _, member in self.leased() if member.worker == worker]
+        known = [bound for bound in bounds if bound is not None]
+        return min(known) - self.holds(worker) if known else None
+
+    def make_room(self, worker: str) -> bool:
+        """Whether this worker is the one that is emptied for a suspect; one at a time, so that the others work on."""
+        name, until = self.emptying
+        if name != worker and self.clock() < until:
+            return False
+        self.emptying = worker, self.clock() + self.limits.lease_ttl_s
+        return True
+
+    def give_up(self, group: MemoryGroup, index: int, outcome: Outcome) -> None:
+        """The episode becomes a dead letter; its journal moves there."""
+        member = group.members[index]
+        letter = DeadLetter(group.episode(index), outcome, member.attempts, [entry for entry, _ in member.journal])
+        self.put_letter(letter, [size for _, size in member.journal])
+        member.state, member.outcome, member.journal = "failed", outcome, []
+        self.counts["failed"] += group.is_train
+        if group.ended:
+            self.end_group(group)
 
     def end_group(self, group: MemoryGroup) -> None:
         """All members have ended: the group is ready for the trainer, filtered, dead, or done (other splits)."""
@@ -360,6 +414,11 @@ class MemoryState:
         late_before = self.next_step if self.limits.overage == "mask" else 0
         running = [group.due for group in self.in_state("admitted") if group.due >= late_before]
         return running + [group.due for group in self.in_state("ready")]
+
+
+def _worker_died(workers: list[str]) -> Outcome:
+    reason = f"{len(workers)} workers died or fell silent while they ran it: {', '.join(workers)}"
+    return Outcome(OutcomeKind.INFRA_ERROR, reason, "worker")
 
 
 def _queue_rank(group: MemoryGroup) -> tuple[int, int]:

@@ -8,7 +8,7 @@ States of a group (all episodes of one task) in split ``train``:
        └────────────────────────────────────────────────── (requeue) ── dead        trained(s) ──commit(≥s)──► gone
 
 States of an episode: queued → leased → ended (completed | failed), and leased → queued again when its lease runs out,
-is released, or failed with attempts left.
+is released, or failed with attempts left. Failures and lost leases are counted per episode and limited.
 
 All times are the queue's (Redis TIME), never a client's clock.
 
@@ -81,7 +81,8 @@ class TransferQueue(Protocol):
 
         Order: other splits first (evaluations are short), then members of groups already admitted,
         then new groups: highest priority first, then oldest task, skipping sources whose quota is used up.
-        Expired leases return to the queue in this call.
+        Expired leases return to the queue in this call. They count as lost: an episode that lost several runs with few
+        others in its worker, and becomes a dead letter if it loses `max_lost_leases`, the last one alone.
         """
 
     async def adopt(self, episode_id: str, fence: int) -> Lease:

@@ -1,21 +1,45 @@
 -- Leases of episodes, their journals and their ends.
 
 -- script: lease_episodes
--- needs: run, full, server, episode, queue, admission
+-- needs: run, full, server, episode, queue, group, admission
 -- ARGV: worker, count, version, nonce. Returns rows of leases.
 local worker, wanted, version, nonce = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local now = now_ms()
 
-local function take_back_expired()
-  for _, episode in ipairs(call('ZRANGEBYSCORE', key('leases'), '-inf', now, 'LIMIT', 0, 256)) do
-    local task_id, m = split_episode(episode)
-    local group = group_key(task_id)
-    local v = call('HMGET', group, 'split', 'w' .. m, 'floor', 'seq')
-    unhold(episode, v[1], v[2])
-    call('HSET', group, 's' .. m, 'q')
-    open_episode(episode, v[1], tonumber(v[3]), tonumber(v[4]))
-    if v[1] == 'train' then count('expired', 1) end
+-- How many leases this death of a worker took: they run out within one TTL of each other.
+local function count_loss(of)
+  local held, known = tonumber(call('HGET', key('workers'), of)), call('HGET', key('losses'), of)
+  local since, most = string.match(known or '', '(%d+) (%d+)')
+  if not since or now - tonumber(since) >= run.lease_ttl_ms then
+    since, most = string.format('%.0f', now), held
   end
+  most = math.max(tonumber(most), held)
+  call('HSET', key('losses'), of, since .. ' ' .. most)
+  return most
+end
+
+local function worker_died(lost_by, losses)
+  local names = string.gsub(string.sub(lost_by, 1, -2), '\n', ', ')
+  return cmsgpack.pack({'infra_error', losses .. ' workers died or fell silent while they ran it: ' .. names, 'worker'})
+end
+
+local function take_back(episode)
+  local member = member_of(episode)
+  local together, lost_by = count_loss(member.worker), member.lost_by .. member.worker .. '\n'
+  local _, losses = string.gsub(lost_by, '\n', '')
+  call('HSET', member.group, 'l' .. member.m, lost_by, 'y' .. member.m, together)
+  if member.split == 'train' then count('expired', 1) end
+  if together == 1 and losses >= run.max_lost_leases then
+    give_up(episode, member, worker_died(lost_by, losses))
+    return
+  end
+  unhold(episode, member.split, member.worker)
+  call('HSET', member.group, 's' .. member.m, 'q')
+  open_episode(episode, member.split, member.floor, member.seq)
+end
+
+local function take_back_expired()
+  for _, episode in ipairs(call('ZRANGEBYSCORE', key('leases'), '-inf', now, 'LIMIT', 0, 256)) do take_back(episode) end
 end
 
 local function give(episode)
@@ -27,6 +51,25 @@ local function give(episode)
   if v[2] then call('HSET', group, 'z' .. m, (v[3] or '') .. v[2] .. ' ') end
   close_episode(episode, v[1])
   hold(episode, v[1], worker, now)
+end
+
+-- How many more episodes the worker may hold beside the suspects that it runs; nil: any number.
+local function suspects_room(held)
+  local room = nil
+  local all = call('HGETALL', key('suspects'))
+  for i = 2, #all, 2 do
+    local most, of = string.match(all[i], '^(%d+) (.*)$')
+    if of == worker then room = math.min(room or tonumber(most) - held, tonumber(most) - held) end
+  end
+  return room
+end
+
+-- Whether this worker is the one that is emptied for a suspect; one at a time, so that the others work on.
+local function make_room()
+  local name = call('GET', key('emptying'))
+  if name and name ~= worker then return false end
+  call('SET', key('emptying'), worker, 'PX', run.lease_ttl_ms)
+  return true
 end
 
 -- The same call again, its reply was lost: the same leases, as far as they are still this worker's.
@@ -45,20 +88,47 @@ if before then return before end
 
 take_back_expired()
 local rows, given = {}, {nonce}
-local function give_open(split_key)
-  local room = wanted - #rows
-  if room <= 0 then return end
-  for _, episode in ipairs(call('ZRANGEBYSCORE', key(split_key), '-inf', up_to(version), 'LIMIT', 0, room)) do
-    give(episode)
-    rows[#rows + 1] = describe(episode)
-    given[#given + 1] = episode .. ' ' .. rows[#rows][4]
-  end
+local held = tonumber(call('HGET', key('workers'), worker) or 0)
+local room = suspects_room(held)
+
+local function has_enough()
+  return #rows >= wanted or (room and room <= 0)
 end
 
-give_open('open:other')
-give_open('open:train')
-while #rows < wanted and admit(version, now) do
-  give_open('open:train')
+local function take(episode, most)
+  give(episode)
+  rows[#rows + 1] = describe(episode)
+  given[#given + 1] = episode .. ' ' .. rows[#rows][4]
+  held = held + 1
+  if room then room = room - 1 end
+  if most then room = math.min(room or most - held, most - held) end
+end
+
+-- False where the worker takes no more: it has enough, or is emptied for a suspect.
+local function give_open(split_key)
+  local passed = 0
+  while not has_enough() do
+    local open = call('ZRANGEBYSCORE', key(split_key), '-inf', up_to(version), 'LIMIT', passed, 64)
+    if #open == 0 then return true end
+    for _, episode in ipairs(open) do
+      local task_id, m = split_episode(episode)
+      local most = most_together(group_key(task_id), m)
+      if has_enough() then return false end
+      if not most or held < most then
+        take(episode, most)
+      elseif make_room() then
+        return false
+      else
+        passed = passed + 1
+      end
+    end
+  end
+  return false
+end
+
+local may_take = give_open('open:other') and give_open('open:train')
+while may_take and admit(version, now) do
+  may_take = give_open('open:train')
 end
 if #rows > 0 then call('HSET', key('asked'), worker, table.concat(given, '\n')) end
 return rows
@@ -148,26 +218,14 @@ if before[1] == fence then return before[2] == 'x' and 0 or 1 end
 
 local member = owned(episode, fence, now_ms())
 if not member then return lease_lost(episode, fence) end
-local attempts = call('HINCRBY', member.group, 'a' .. m, 1)
+member.attempts = call('HINCRBY', member.group, 'a' .. m, 1)
 call('HSET', member.group, 'k' .. m, fence)
-if attempts < run.max_attempts then
+if member.attempts < run.max_attempts then
   hand_back(episode, member)
   if member.split == 'train' then count('retried', 1) end
   return 1
 end
-unhold(episode, member.split, member.worker)
-if member.journal_bytes > 0 then
-  -- The journal moves to the dead letter: it no longer counts for back-pressure, but still for memory.
-  call('RENAME', key('journal:' .. episode), key('letter_journal:' .. episode))
-  call('HSET', key('letter:' .. episode), 'bytes', member.journal_bytes)
-  call('HDEL', member.group, 'n' .. m)
-  if member.split == 'train' then add_bytes(0, -member.journal_bytes) end
-end
-put_letter(episode, ARGV[3], attempts)
-call('HSET', member.group, 's' .. m, 'x')
-if member.split == 'train' then count('failed', 1) end
-count_split(member.split, 'done', 1)
-member_ended(member)
+give_up(episode, member, ARGV[3])
 return 0
 
 -- script: release

@@ -4,7 +4,8 @@
 -- Episodes. A group is one hash, group:TASK_ID, small enough for Redis's compact encoding; its task is task:TASK_ID.
 -- Of the group: seq, split, source, priority, size, min_version, cost, members_cost, state, at (ms, of the last change of
 -- state), floor, due, ended, rewarded, lowest, rmin, rmax (rewards), step. Of member m: sM state (q, l, d, x), fM fence,
--- wM worker, aM attempts, kM fence of the last counted failure, nM journal bytes, tM response tokens, bM payload bytes,
+-- wM worker, aM attempts, kM fence of the last counted failure, lM workers that died with it, one a line, yM how many
+-- leases the last of them lost, nM journal bytes, tM response tokens, bM payload bytes,
 -- hM what they count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without
 -- reward, zM earlier fences.
 local function split_episode(episode)
@@ -46,7 +47,19 @@ local function close_episode(episode, split)
   count_split(split, 'queued', -1)
 end
 
+-- The most episodes that a worker may hold while it runs this one; nil: any number (admission.most_together).
+local function most_together(group, m)
+  local v = call('HMGET', group, 'l' .. m, 'y' .. m)
+  local _, losses = string.gsub(v[1] or '', '\n', '')
+  if losses < 2 then return nil end
+  return math.max(1, math.floor(tonumber(v[2]) / 4))
+end
+
+-- `suspects`: leased episodes that share their worker with few others or none → how many, and the worker.
 local function hold(episode, split, worker, now)
+  local task_id, m = split_episode(episode)
+  local most = most_together(group_key(task_id), m)
+  if most then call('HSET', key('suspects'), episode, most .. ' ' .. worker) end
   call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
   call('HINCRBY', key('workers'), worker, 1)
   count_split(split, 'leased', 1)
@@ -55,6 +68,7 @@ end
 
 local function unhold(episode, split, worker)
   call('ZREM', key('leases'), episode)
+  call('HDEL', key('suspects'), episode)
   if call('HINCRBY', key('workers'), worker, -1) <= 0 then
     call('HDEL', key('workers'), worker)
   end
@@ -62,21 +76,27 @@ local function unhold(episode, split, worker)
   if split == 'train' then count('leased', -1) end
 end
 
--- The member that `fence` still owns, or nil. A lease that ran out and was not given on is taken up again: after a
--- pause of Redis itself every worker goes on.
-local function owned(episode, fence, now)
+local function member_of(episode)
   local task_id, m = split_episode(episode)
   if not task_id then return nil end
   local group = group_key(task_id)
-  local v = call('HMGET', group, 'f' .. m, 's' .. m, 'split', 'w' .. m, 'floor', 'seq', 'size', 'n' .. m, 'a' .. m)
-  if v[1] ~= fence or (v[2] ~= 'l' and v[2] ~= 'q') then return nil end
-  local member = {
-    task_id = task_id, m = m, group = group, split = v[3], worker = v[4], floor = tonumber(v[5]), seq = tonumber(v[6]),
-    size = tonumber(v[7]), journal_bytes = tonumber(v[8] or 0), attempts = tonumber(v[9] or 0),
+  local v = call('HMGET', group, 'f' .. m, 's' .. m, 'split', 'w' .. m, 'floor', 'seq', 'size', 'n' .. m, 'a' .. m,
+    'l' .. m)
+  return {
+    task_id = task_id, m = m, group = group, fence = v[1], state = v[2], split = v[3], worker = v[4],
+    floor = tonumber(v[5]), seq = tonumber(v[6]), size = tonumber(v[7]), journal_bytes = tonumber(v[8] or 0),
+    attempts = tonumber(v[9] or 0), lost_by = v[10] or '',
   }
-  if v[2] == 'q' then
+end
+
+-- The member that `fence` still owns, or nil. A lease that ran out and was not given on is taken up again, and was not
+-- lost: after a pause of Redis itself every worker goes on.
+local function owned(episode, fence, now)
+  local member = member_of(episode)
+  if not member or member.fence ~= fence or (member.state ~= 'l' and member.state ~= 'q') then return nil end
+  if member.state == 'q' then
     close_episode(episode, member.split)
-    call('HSET', group, 's' .. m, 'l')
+    call('HSET', member.group, 's' .. member.m, 'l', 'l' .. member.m, (string.gsub(member.lost_by, '[^\n]*\n$', '')))
     hold(episode, member.split, member.worker, now)
   else
     call('ZADD', key('leases'), now + run.lease_ttl_ms, episode)
@@ -252,6 +272,23 @@ local function member_ended(member)
   if call('HINCRBY', member.group, 'ended', 1) == member.size then
     end_group(member.group, member.task_id)
   end
+end
+
+-- The episode becomes a dead letter, and its journal moves there: it no longer counts for back-pressure, but still for
+-- memory.
+local function give_up(episode, member, outcome)
+  unhold(episode, member.split, member.worker)
+  if member.journal_bytes > 0 then
+    call('RENAME', key('journal:' .. episode), key('letter_journal:' .. episode))
+    call('HSET', key('letter:' .. episode), 'bytes', member.journal_bytes)
+    call('HDEL', member.group, 'n' .. member.m)
+    if member.split == 'train' then add_bytes(0, -member.journal_bytes) end
+  end
+  put_letter(episode, outcome, member.attempts)
+  call('HSET', member.group, 's' .. member.m, 'x')
+  if member.split == 'train' then count('failed', 1) end
+  count_split(member.split, 'done', 1)
+  member_ended(member)
 end
 
 -- part: steps

@@ -127,7 +127,7 @@ local task_id = split_episode(episode)
 local group = group_key(task_id)
 local v = fields_of(group)
 if v.state ~= 'dead' and v.state ~= 'done' then
-  return refuse('QUEUE', episode .. ': its group went on without it; there is nothing to queue again')
+  return refuse('QUEUE', episode .. ': its group continued without it; there is nothing to queue again')
 end
 local task = call('GET', key('task:' .. task_id))
 for m = 0, tonumber(v.size) - 1 do drop_letter(task_id .. '#' .. m) end

@@ -29,7 +29,7 @@ _RUN = ("run",)
 _STEPS = ("steps", "steps:*", "trained_ahead")
 _EPISODES = (
     *("counters", "counts", "queue*", "admitted", "ready", "open:*", "leases", "workers", "asked", "group:*", "task:*"),
-    *("journal:*", "letter*", "split*", "lengths", "in_system", "garbage"),
+    *("journal:*", "letter*", "split*", "lengths", "in_system", "garbage", "losses", "suspects", "emptying"),
 )
 _SERVERS = ("servers", "servers_until", "updates")
 _CALLS = ("once:*", "waits", "nothing")

@@ -65,7 +65,14 @@ class Stage:
     async def submit(self, episodes: int, **fields: Any) -> None:
         groups = episodes // GROUP_SIZE
         await self.queue.create_run(
-            Limits(GROUP_SIZE, groups, max_staleness=0, lease_ttl_s=LEASE_TTL_S, max_attempts=20), "{}"
+            Limits(
+                *(GROUP_SIZE, groups),
+                max_staleness=0,
+                lease_ttl_s=LEASE_TTL_S,
+                max_attempts=20,
+                max_lost_leases=1000,  # workers are killed from outside
+            ),
+            "{}",
         )
         messages = [{"role": "user", "content": "What is 12+34?"}]
         await self.queue.submit(

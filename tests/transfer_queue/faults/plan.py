@@ -68,6 +68,7 @@ def random_limits(chance: random.Random) -> Limits:
         max_staleness=chance.randint(0, 3),
         overage=chance.choice(["wait", "wait", "mask", "drop"]),
         max_attempts=2,
+        max_lost_leases=1000,  # workers are killed from outside
         lease_ttl_s=0.6,
         filter_groups=chance.choice(["none", "none", "zero_variance"]),
         max_filtered_steps=0,

@@ -21,7 +21,7 @@ from faults.stage import Stage
 from penstock.transfer_queue import Announcement, Batch, JournalEntry, Lease, Limits
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
-WAIT = Limits(group_size=3, groups_per_step=2, max_staleness=1, lease_ttl_s=0.6, max_attempts=2)
+WAIT = Limits(group_size=3, groups_per_step=2, max_staleness=1, lease_ttl_s=0.6, max_attempts=2, max_lost_leases=1000)
 MEAN_BYTES = 12_000
 """Between two cuts of a connection: some dozens of calls."""
 EVERY_GAP = len(GAPS) + 1

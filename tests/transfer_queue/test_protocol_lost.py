@@ -1,0 +1,117 @@
+"""What `TransferQueue` promises of episodes whose workers die. One suite for memory, Redis and a Redis Cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from queue_samples import LIMITS, at, task, tasks, trajectory
+
+from penstock.transfer_queue import Batch, Lease, OutcomeKind, TransferQueue
+
+TTL_S = 0.05
+SHORT = replace(LIMITS, group_size=3, lease_ttl_s=TTL_S, max_lost_leases=3)
+POISON = "train/0000#1"
+
+
+async def run_out() -> None:
+    await asyncio.sleep(2 * TTL_S)
+
+
+async def die(queue: TransferQueue, worker: str, count: int) -> list[Lease]:
+    """A worker takes episodes and is never heard of again."""
+    leases = await queue.lease_episodes(worker, count, 0)
+    await run_out()
+    return leases
+
+
+async def work(queue: TransferQueue, worker: str) -> list[str]:
+    """The episodes that a worker took: all of them are finished, unless one of them kills it."""
+    leases = await queue.lease_episodes(worker, 12, 0)
+    names = [lease.episode_id for lease in leases]
+    if POISON in names:
+        await run_out()
+        return names
+    for lease in leases:
+        await queue.complete(lease, trajectory(lease))
+    return names
+
+
+async def test_a_poison_row_becomes_a_dead_letter(make_queue) -> None:
+    queue = await make_queue(SHORT)
+    await queue.submit(tasks(4), cursor=at(4))
+    company = []
+    for turn in range(30):
+        names = await work(queue, f"w{turn % 2}")
+        company += [len(names)] if POISON in names else []
+    assert company == [12, 12, 3, 1]  # then a quarter of those lost with it
+    (letter,) = await queue.dead_letters()
+    assert (letter.episode_id, letter.outcome.kind) == (POISON, OutcomeKind.INFRA_ERROR)
+    assert all(name in letter.outcome.reason for name in ("w0", "w1"))
+    status = await queue.status()
+    assert (status.episodes["completed"], status.episodes["failed"]) == (11, 1)
+    batch = await queue.lease_batch(0)
+    assert isinstance(batch, Batch)
+    assert batch.groups[0] == ["train/0000#0", "train/0000#2"]
+
+
+async def test_a_poison_row_of_another_split_ends_too(make_queue) -> None:
+    queue = await make_queue(SHORT)
+    await queue.submit([task(0, "eval/0")])
+    for _ in range(3):
+        (lease,) = await die(queue, "worker", 4)
+        assert lease.task.split == "eval/0"
+    assert await queue.lease_episodes("worker", 4, 0) == []
+    assert [letter.episode_id for letter in await queue.dead_letters()] == ["eval/0/0000#0"]
+    assert (await queue.status()).other_splits == {"eval/0": {"queued": 0, "leased": 0, "done": 1}}
+
+
+async def test_neighbours_of_a_poison_row_are_not_convicted(make_queue) -> None:
+    queue = await make_queue(replace(SHORT, max_lost_leases=1))
+    await queue.submit(tasks(2), cursor=at(2))
+    assert len(await die(queue, "worker", 6)) == 6
+    assert len(await die(queue, "worker", 6)) == 6
+    assert await queue.lease_episodes("worker", 6, 0)
+    assert await queue.dead_letters() == []
+
+
+async def test_released_leases_are_not_lost(make_queue) -> None:
+    queue = await make_queue(SHORT)
+    await queue.submit(tasks(1), cursor=at(1))
+    for _ in range(6):
+        leases = await queue.lease_episodes("worker", 3, 0)
+        assert len(leases) == 3
+        for lease in leases:
+            await queue.release(lease)
+    assert await queue.dead_letters() == []
+
+
+async def test_a_lease_taken_up_again_is_not_lost(make_queue) -> None:
+    """As after a pause of Redis: the lease ran out, and its worker goes on."""
+    queue = await make_queue(SHORT)
+    await queue.submit(tasks(1), cursor=at(1))
+    leases = await queue.lease_episodes("worker", 1, 0)
+    for _ in range(4):
+        await run_out()
+        assert await queue.lease_episodes("other", 0, 0) == []  # takes expired leases back
+        assert await queue.renew(leases) == []
+    await queue.complete(leases[0], trajectory(leases[0]))
+    assert await queue.dead_letters() == []
+
+
+async def test_one_worker_at_a_time_makes_room(make_queue) -> None:
+    queue = await make_queue(replace(SHORT, lease_ttl_s=2.0))
+    await queue.submit(tasks(4), cursor=at(4))
+    for _ in range(2):
+        (lost, *_) = await queue.lease_episodes("dead", 1, 0)
+        await asyncio.sleep(2.1)
+    (only,) = await queue.lease_episodes("first", 5, 0)
+    busy = await queue.lease_episodes("busy", 2, 0)
+    other = await queue.lease_episodes("other", 2, 0)
+    await queue.release(only)
+    assert await queue.lease_episodes("busy", 5, 0) == []  # it makes room
+    assert len(await queue.lease_episodes("other", 1, 0)) == 1  # it goes on
+    for lease in busy:
+        await queue.complete(lease, trajectory(lease))
+    (taken,) = await queue.lease_episodes("busy", 5, 0)
+    assert (taken.episode_id, len(other)) == (lost.episode_id, 2)
