@@ -43,7 +43,7 @@ class AgentConfig(BaseModel):
     loop: str = Field("tool_agent", description="Registered name or dotted path of the AgentLoopBase to run.")
     settings: dict[str, Any] = Field(default_factory=dict, description="The loop's own settings, as self.config.")
     workers: int = Field(2, ge=0, description="Agent workers that `penstock run` starts.")
-    max_restarts: int = Field(5, ge=0, description="Restarts of one worker before the run stops.")
+    max_restarts: int = Field(5, ge=0, description="Restarts of one worker in restart_window_s before the run stops.")
     concurrency: int = Field(32, gt=0, description="Most episodes one worker runs at once; fewer under load.")
     server_requests: int | None = Field(
         None,

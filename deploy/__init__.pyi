@@ -23,6 +23,7 @@ from .plan import gpus_of_server as gpus_of_server
 from .plan import page_roles as page_roles
 from .plan import roles_of as roles_of
 from .plan import visible_gpus as visible_gpus
+from .processes import RestartBudget as RestartBudget
 from .processes import RoleFailed as RoleFailed
 from .processes import RoleProcess as RoleProcess
 from .processes import RoleSpec as RoleSpec

@@ -95,6 +95,9 @@ class RunConfig(BaseModel):
         gt=0,
         description="Time without progress after which a run is stalled; the stalled component is reported.",
     )
+    restart_window_s: float = Field(
+        3600.0, gt=0, description="Time in which a role's max_restarts are counted; earlier restarts are forgotten."
+    )
     stall_action: Literal["warn", "stop"] = Field(
         "stop", description="Action on stall, after dumping the stacks of every local role into its log."
     )

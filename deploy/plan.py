@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.connection import RunConnection
-from penstock.deploy.processes import RoleSpec
+from penstock.deploy.processes import RESTART_WINDOW_S, RoleSpec
 from penstock.deploy.run_dir import RunDir
 from penstock.rollout_server import RolloutConfig
 
@@ -47,6 +47,7 @@ class Role:
     """Added to the environment of the machine where it runs; this role's secrets are here."""
     max_restarts: int
     stop_grace_s: float = 15.0
+    restart_window_s: float = RESTART_WINDOW_S
     number: int | None = None
     """Its place among those of its kind that may be added and removed; None: it is the only one."""
 
@@ -54,7 +55,8 @@ class Role:
         """How this machine starts it: this Python, this environment, and what is the role's own."""
         argv = [sys.executable, "-m", "penstock.deploy.cli", *self.words]
         env = {**os.environ, **self.env}
-        return RoleSpec(self.name, argv, env, logs / f"{self.name}.log", self.max_restarts, self.stop_grace_s, cwd)
+        limits = (self.max_restarts, self.stop_grace_s, cwd, self.restart_window_s)
+        return RoleSpec(self.name, argv, env, logs / f"{self.name}.log", *limits)
 
 
 def roles_of(config: RunConfig, link: RunConnection) -> list[Role]:
@@ -63,22 +65,28 @@ def roles_of(config: RunConfig, link: RunConnection) -> list[Role]:
     if config.rollout.evaluation_server:
         port = _port(config, config.rollout.servers)
         words = ("rollout", "--name", "rollout-eval", "--port", port, "--evaluates")
-        rollouts.append(_role(link, "rollout-eval", "rollout", *words, max_restarts=config.rollout.max_restarts))
+        rollouts.append(
+            _role(config, link, "rollout-eval", "rollout", *words, max_restarts=config.rollout.max_restarts)
+        )
     agents = [agent_role(config, link, number) for number in range(config.agent.workers)]
-    restarts = config.trainer.max_restarts
-    trainer = _role(link, "trainer", "trainer", "train", max_restarts=restarts, stop_grace_s=TRAINER_STOP_S + 15)
+    trainer = _role(
+        *(config, link, "trainer", "trainer", "train"),
+        max_restarts=config.trainer.max_restarts,
+        stop_grace_s=TRAINER_STOP_S + 15,
+    )
     return [*rollouts, *agents, trainer]
 
 
 def rollout_role(config: RunConfig, link: RunConnection, number: int) -> Role:
     name = f"rollout-{number}"
     words = ("rollout", "--name", name, "--port", _port(config, number))
-    return _role(link, name, "rollout", *words, max_restarts=config.rollout.max_restarts, number=number)
+    return _role(config, link, name, "rollout", *words, max_restarts=config.rollout.max_restarts, number=number)
 
 
 def agent_role(config: RunConfig, link: RunConnection, number: int) -> Role:
     name = f"agent-{number}"
-    return _role(link, name, "agent", "agent", "--name", name, max_restarts=config.agent.max_restarts, number=number)
+    words = ("agent", "--name", name)
+    return _role(config, link, name, "agent", *words, max_restarts=config.agent.max_restarts, number=number)
 
 
 def page_roles(config: RunConfig, run: RunDir, link: RunConnection) -> list[Role]:
@@ -87,7 +95,7 @@ def page_roles(config: RunConfig, run: RunDir, link: RunConnection) -> list[Role
     if not page.enabled:
         return []
     words = ("dashboard", str(run.root.parent), "--host", page.host, "--port", str(page.port))
-    return [_role(link, "dashboard", "dashboard", *words, rights="agent", max_restarts=PAGE_RESTARTS)]
+    return [_role(config, link, "dashboard", "dashboard", *words, rights="agent", max_restarts=PAGE_RESTARTS)]
 
 
 def _port(config: RunConfig, server: int) -> str:
@@ -95,6 +103,7 @@ def _port(config: RunConfig, server: int) -> str:
 
 
 def _role(
+    config: RunConfig,
     link: RunConnection,
     name: str,
     kind: Kind,
@@ -105,7 +114,8 @@ def _role(
     number: int | None = None,
 ) -> Role:
     own = link.of_role(rights or kind)
-    return Role(name, kind, words, {**own.environment(), **_SETTINGS}, max_restarts, stop_grace_s, number)
+    env = {**own.environment(), **_SETTINGS}
+    return Role(name, kind, words, env, max_restarts, stop_grace_s, config.restart_window_s, number)
 
 
 ADDED = {"rollout": rollout_role, "agent": agent_role}

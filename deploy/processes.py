@@ -2,7 +2,7 @@
 
 starting ──► running ──exit 0──► finished
    ▲            │ exit ≠ 0
-   └─ back-off ─┘ (at most max_restarts times, then failed)
+   └─ back-off ─┘ (at most max_restarts times in any restart_window_s, then failed)
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from penstock.common import Backoff, kill_group
 
 _RESTART_BACKOFF = Backoff(0.5, 10.0)
 _HEALTHY_AFTER_S = 60.0
+RESTART_WINDOW_S = 3600.0
 STOP_FILE_VARIABLE = "PENSTOCK_STOP_FILE"
 """File in which a role writes why it must not be restarted, before it exits."""
 
@@ -36,6 +38,7 @@ class RoleSpec:
     stop_grace_s: float = 15.0
     cwd: Path | None = None
     """None: the directory of the parent."""
+    restart_window_s: float = RESTART_WINDOW_S
 
     @property
     def stop_file(self) -> Path:
@@ -51,16 +54,40 @@ class RoleFailed(Exception):
         return str(self).partition("\n")[0]
 
 
+class RestartBudget:
+    """At most `limit` restarts in any window: a long run outlives crashes that are far apart."""
+
+    def __init__(self, limit: int, window_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit, self.window_s = limit, window_s
+        self._clock = clock
+        self._spent: deque[float] = deque()
+
+    def spend(self) -> bool:
+        """Counts a restart. False where it is one too many."""
+        now = self._clock()
+        self._spent.append(now)
+        while self._spent[0] <= now - self.window_s:
+            self._spent.popleft()
+        return len(self._spent) <= self.limit
+
+    @property
+    def used_up(self) -> str:
+        return f"{self.limit} restarts used up within {self.window_s:g} s"
+
+
 class RoleProcess:
     """Owns one role's process over all its restarts. `run` until it ends; `stop` ends it from outside."""
 
-    def __init__(self, spec: RoleSpec) -> None:
+    def __init__(self, spec: RoleSpec, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` in seconds."""
         self.spec = spec
         self.pid: int | None = None
         self.restarts = 0
         self._stopping = False
         self._ended = asyncio.Event()
         self._pauses = _RESTART_BACKOFF.pauses()
+        self._clock = clock
+        self._budget = RestartBudget(spec.max_restarts, spec.restart_window_s, clock)
 
     @property
     def state(self) -> str:
@@ -72,17 +99,17 @@ class RoleProcess:
     async def run(self) -> None:
         """Start, watch, restart. Returns when the role exits 0 or was stopped; raises `RoleFailed`."""
         while not self._stopping:
-            started = time.monotonic()
+            started = self._clock()
             status = await self._run_once()
             if status == 0 or self._stopping:
                 return
             if self.spec.stop_file.exists():
                 raise RoleFailed(f"{self.spec.name} stopped the run: {self.spec.stop_file.read_text().strip()}")
-            if time.monotonic() - started > _HEALTHY_AFTER_S:
+            if self._clock() - started > _HEALTHY_AFTER_S:
                 self._pauses.reset()
             self.restarts += 1
-            if self.restarts > self.spec.max_restarts:
-                cause = f"exit status {status}, {self.spec.max_restarts} restarts used up"
+            if not self._budget.spend():
+                cause = f"exit status {status}, {self._budget.used_up}"
                 raise RoleFailed(f"{self.spec.name} failed ({cause}); {self.spec.log} ends:\n{self._log_tail()}")
             await self._pauses.sleep()
 

@@ -47,7 +47,11 @@ class RolloutConfig(BaseModel):
     truncated_sampling: bool = Field(
         False, description="Allow top_p below 1 and top_k, which bias the policy gradient."
     )
-    max_restarts: int = Field(5, ge=0, description="Engine restarts before the server gives up.")
+    max_restarts: int = Field(
+        5,
+        ge=0,
+        description="Engine failures in a row, and restarts of a server in restart_window_s.",
+    )
     vllm_python: str | None = Field(
         None, description="Python of the environment with vLLM; None: .venv-vllm, else this one."
     )

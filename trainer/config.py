@@ -214,7 +214,7 @@ class TrainerConfig(BaseModel):
     bad_batch_dumps: int = Field(
         1, ge=0, description="Batches with NaN or infinite gradients that are kept for a replay, each with all weights."
     )
-    max_restarts: int = Field(3, ge=0, description="Restarts of the trainer after a crash.")
+    max_restarts: int = Field(3, ge=0, description="Restarts of the trainer after a crash, within restart_window_s.")
     save_trajectories: int = Field(8, ge=0, description="Trajectories written out per step for people to read.")
     sinks: tuple[str, ...] = Field(
         ("tensorboard",),

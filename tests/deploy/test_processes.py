@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy import RestartBudget, RoleFailed, RoleProcess, RoleSpec
 
 
 def role(tmp_path: Path, code: str, *, max_restarts: int = 3, stop_grace_s: float = 5.0) -> RoleProcess:
@@ -87,3 +88,28 @@ async def test_a_role_that_says_why_it_stops_is_not_started_again(tmp_path: Path
     with pytest.raises(RoleFailed, match="worker stopped the run: DataError: row 7 has no prompt"):
         await process.run()
     assert process.restarts == 0
+
+
+async def test_restarts_are_counted_per_window(tmp_path: Path) -> None:
+    """Crashes far apart do not add up; as many within one window do."""
+    code = "import pathlib; p = pathlib.Path('crashes'); n = int(p.read_text()) if p.exists() else 0\n"
+    code += "p.write_text(str(n + 1)); raise SystemExit(n < 3)"
+    hours = itertools.count(0.0, 3600.0)
+    argv, log = [sys.executable, "-c", code], tmp_path / "worker.log"
+    spec = RoleSpec("worker", argv, dict(os.environ), log, 1, restart_window_s=3600.0, cwd=tmp_path)
+    process = RoleProcess(spec, clock=lambda: next(hours))
+    await process.run()
+    assert process.restarts == 3
+    (tmp_path / "crashes").unlink()
+    with pytest.raises(RoleFailed):
+        await RoleProcess(spec, clock=lambda: 0.0).run()
+
+
+def test_a_budget_forgets_what_is_older_than_its_window() -> None:
+    now = 0.0
+    budget = RestartBudget(2, 100.0, clock=lambda: now)
+    found = []
+    for at in (0.0, 50.0, 99.0, 150.0, 160.0, 300.0):
+        now = at
+        found.append(budget.spend())
+    assert found == [True, True, False, True, False, True]
