@@ -16,7 +16,7 @@ from trainer_support import make_segment
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer import Head, ModelLimits, Row, join_rows, make_row, number_tokens, pack_rows
-from penstock.trainer.engines.fsdp import load_policy
+from penstock.trainer.engines.fsdp import load_policy, packed_attention
 
 pytestmark = pytest.mark.torch
 
@@ -29,8 +29,8 @@ def rows(count: int) -> list[Row]:
 
 
 def plain_logprobs(model: str, row: Row, temperature: float = 1.0) -> torch.Tensor:
-    """The reference: transformers' own forward of one row, all logits."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    """The reference: transformers' own forward of one row, all logits; sdpa leaves out Gemma 2's caps."""
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logits = loaded(input_ids=torch.from_numpy(row.ids)[None]).logits[0] / temperature
     logprobs = logits.log_softmax(-1)
@@ -60,7 +60,7 @@ def same_prompt(count: int) -> list[Row]:
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("Qwen3", {}), ("Gemma2", {"sliding_window": 16, "attn_logit_softcapping": None, "final_logit_softcapping": 2.0})],
+    [("Qwen3", {}), ("Gemma2", {"sliding_window": 16, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0})],
 )
 def test_shared_prompts_change_neither_logprobs_nor_gradients(
     tmp_path: Path, kind: str, changes: dict[str, Any]
@@ -119,8 +119,6 @@ def test_a_row_is_blind_to_its_neighbours(tiny_model: str) -> None:
 def test_heads_that_cap_or_scale_their_logits_are_exact_in_tiles(
     tmp_path: Path, kind: str, changes: dict[str, Any]
 ) -> None:
-    if kind == "Gemma2":
-        changes = {**changes, "attn_logit_softcapping": None}
     save_tiny_model(tmp_path, kind, **{"initializer_range": 0.3, **changes})
     assert_exact(tmp_path, in_tiles=True)
 
@@ -147,3 +145,39 @@ def test_a_model_that_mixes_rows_is_refused(tmp_path: Path, monkeypatch: pytest.
     )
     with pytest.raises(ValueError, match="Qwen3ForCausalLM lets packed rows see each other"):
         load_policy(save_tiny_model(tmp_path), 1.0)
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "VaultGemma"])
+def test_attention_that_caps_its_scores_is_exact(tmp_path: Path, kind: str) -> None:
+    save_tiny_model(tmp_path, kind, initializer_range=0.6, sliding_window=16, attn_logit_softcapping=1.0)
+    assert_exact(tmp_path, in_tiles=True)
+
+
+def test_capped_scores_do_not_depend_on_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"initializer_range": 0.6, "sliding_window": 16, "attn_logit_softcapping": 1.0}
+    loaded = load_policy(save_tiny_model(tmp_path, "Gemma2", **changes), 1.0)
+    pack, results = join_rows(rows(4)), []
+    for queries in (512, 7):
+        monkeypatch.setattr("penstock.trainer.engines.fsdp.attention.CAPPED_TILE", queries)
+        loaded.zero_grad()
+        found = loaded(pack).logprobs
+        found.sum().backward()
+        results.append((found.detach(), loaded.model.model.embed_tokens.weight.grad.clone()))
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-4, rtol=0)
+    torch.testing.assert_close(results[0][1], results[1][1], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"is_causal": False}, "is_causal"),
+        ({"attention_mask": torch.ones(1, 1, 5, 5)}, "attention_mask"),
+    ],
+)
+def test_unknown_attention_arguments_are_refused(given: dict[str, Any], named: str) -> None:
+    heads = torch.zeros(1, 4, 5, 8)
+    arguments = {"attention_mask": None, "position_ids": None, "use_cache": False, **given}
+    bounds = torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=named):
+        packed_attention(torch.nn.Identity(), heads, heads, heads, cu_seq_lens_q=bounds, **arguments)

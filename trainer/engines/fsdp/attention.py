@@ -2,13 +2,14 @@
 
 On a GPU in half precision by torch's variable-length flash attention, in one kernel; elsewhere row by row: a
 block-diagonal mask over the whole pack would give the same numbers, but a CPU computes every masked block, and 2,000
-packed tokens of short rows then run at a third of the speed. Registered with transformers, so that any model built on
-its attention interface takes it.
+packed tokens of short rows then run at a third of the speed. Scores that are capped (Gemma 2) have no kernel and are
+computed a tile at a time. Registered with transformers, so that any model built on its attention interface takes it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from penstock.trainer.engines.fsdp.context import ContextGroup
@@ -23,6 +25,22 @@ from penstock.trainer.engines.fsdp.context import ContextGroup
 NAME = "penstock_packed"
 HALF = (torch.bfloat16, torch.float16)
 """What the kernel computes in."""
+
+HARMLESS = frozenset(
+    {
+        "cu_seq_lens_k",
+        "max_length_k",
+        "max_length_q",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "use_cache",
+    }
+)
+"""Arguments of transformers' models that reach attention and change no score."""
+CAPPED_TILE = 512
+"""Queries whose capped scores exist at a time."""
 
 
 def _kernel() -> Any:
@@ -47,27 +65,43 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     context: ContextGroup | None = None,
     seen: VisibleKeys | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, L, D], key and value [1, H_kv, L, D] → [1, L, H, D]. Raises where the rows' bounds do not arrive.
+    """query [1, H, L, D], key and value [1, H_kv, L, D] → [1, L, H, D]. Raises `NotImplementedError` where the rows'
+    bounds do not arrive, and for arguments that it does not know.
 
     With `context`, L is this rank's part of the tokens, and the bounds are those of the whole pack. `seen`: where rows
     share their prompts. Models are loaded without dropout (`policy.load_model`).
     """
     assert dropout == 0.0
+    _refuse_unknown(module, {**others, "attention_mask": attention_mask})
     if cu_seq_lens_q is None:
         raise NotImplementedError(f"{type(module).__name__} does not hand on the bounds of packed rows")
     if context is not None:
         query, key, value = (context.to_heads(part) for part in _even_heads(query, key, value, context.size))
-    attend = attend_by_kernel if query.is_cuda and query.dtype in HALF and KERNEL else attend_by_row
     seen = seen or VisibleKeys(cu_seq_lens_q, cu_seq_lens_q)
-    joined = attend(query, seen.of_runs(key), seen.of_runs(value), seen, scaling=scaling, window=sliding_window)
+    key, value = seen.of_runs(key), seen.of_runs(value)
+    if softcap is None and query.is_cuda and query.dtype in HALF and KERNEL:
+        joined = attend_by_kernel(query, key, value, seen, scaling=scaling, window=sliding_window)
+    else:
+        joined = attend_by_row(query, key, value, seen, scaling=scaling, window=sliding_window, softcap=softcap)
     if context is not None:
         joined = context.to_tokens(joined)
     return joined.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
+    """An argument that changes the scores (a mask, sinks, chosen keys) would be lost, and every gradient wrong."""
+    asked = {name for name, value in arguments.items() if value is not None and name not in HARMLESS}
+    if arguments.get("is_causal") is True:
+        asked.discard("is_causal")
+    if asked:
+        names = ", ".join(sorted(asked))
+        raise NotImplementedError(f"{type(module).__name__} calls attention with {names}, unknown to packed attention")
 
 
 def _even_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,11 +152,20 @@ def attend_by_kernel(
 
 
 def attend_by_row(
-    query: Tensor, key: Tensor, value: Tensor, seen: VisibleKeys, *, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: VisibleKeys,
+    *,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     keys = seen.keys.diff().tolist()
     rows = zip(query.split(seen.queries.diff().tolist(), 2), key.split(keys, 2), value.split(keys, 2), strict=True)
-    return torch.cat([_one_row(q, k, v, scaling, window) for q, k, v in rows], dim=2)
+    if softcap is None:
+        return torch.cat([_one_row(q, k, v, scaling, window) for q, k, v in rows], dim=2)
+    return torch.cat([_capped_row(q, k, v, scaling=scaling, window=window, softcap=softcap) for q, k, v in rows], dim=2)
 
 
 def _one_row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
@@ -131,10 +174,40 @@ def _one_row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int
     gqa = q.shape[1] != k.shape[1]
     if length == keys and (window is None or length <= window):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
-    places = torch.arange(keys, device=q.device)
-    distance = places[keys - length :, None] - places
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    seen = _seen(length, keys, window, q.device)
     return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=gqa)
+
+
+def _seen(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[length, keys]: which keys each of the last `length` places sees."""
+    places = torch.arange(keys, device=device)
+    distance = places[keys - length :, None] - places
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _capped_row(
+    q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, window: int | None, softcap: float
+) -> Tensor:
+    """As `_one_row`, a tile of queries at a time, each computed again in the backward: no kernel caps scores, and a
+    row's own would take H · L² numbers."""
+    tile_of = partial(_capped_tile, scaling=scaling, window=window, softcap=softcap)
+    end, tiles = k.shape[2] - q.shape[2], []
+    for tile in q.split(CAPPED_TILE, dim=2):
+        end += tile.shape[2]
+        tiles.append(checkpoint(tile_of, tile, k[:, :, :end], v[:, :, :end], use_reentrant=False))
+    return torch.cat(tiles, dim=2)
+
+
+def _capped_tile(
+    q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, window: int | None, softcap: float
+) -> Tensor:
+    """softmax(softcap · tanh(scaling · q·k / softcap)) · v; Gemma Team 2024, "Gemma 2" (arXiv:2408.00118), section 2"""
+    times = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~_seen(q.shape[2], k.shape[2], window, q.device), -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 
 def use_packed_attention(model: PreTrainedModel) -> str:
@@ -142,7 +215,7 @@ def use_packed_attention(model: PreTrainedModel) -> str:
 
     Raises `ValueError` where neither ours nor transformers' own mask keeps rows apart.
     """
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("eager")  # sdpa leaves out caps on scores
     reference = _two_rows_alone(model)
     for name in (NAME, "sdpa"):
         model.set_attn_implementation(name)
