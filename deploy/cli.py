@@ -74,7 +74,10 @@ def run(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="Continue an earlier run of this name.")] = False,
     *,
-    dry_run: Annotated[bool, typer.Option(help="Print the resolved recipe and what it means; start nothing.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(help="Print the resolved recipe and what it means, check it as a start does."),
+    ] = False,
     on: Annotated[
         Where, typer.Option(help="Where the roles run: on this machine, or on a Ray cluster.")
     ] = Where.MACHINE,

@@ -35,8 +35,9 @@ def run_recipe(
         if dry_run:
             print(dump_config(config))
             console.print(describe(config), markup=False, soft_wrap=True)
-            return 0
         _refuse_doomed(config, here=not on_ray)
+        if dry_run:
+            return 0
         placement = _ray_placement(ray_address) if on_ray else None
         summary = asyncio.run(launch(config, resume=resume, placement=placement))
     except ConfigError as error:

@@ -62,6 +62,7 @@ FACTS: tuple[Asked, ...] = (
     check_reward,
     check_sandbox,
     check_data,
+    check_loop,
     check_template,
 )
 TRIALS: tuple[Asked, ...] = (
@@ -73,7 +74,6 @@ TRIALS: tuple[Asked, ...] = (
     check_gpus,
     check_disk,
     check_own_redis,
-    check_loop,
     check_prompts,
     check_score,
     check_search,

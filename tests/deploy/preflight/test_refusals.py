@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import load_config
+from penstock.deploy import load_config, run_recipe
 from penstock.deploy.preflight import Check, run_checks
 
 REPOSITORY = Path(__file__).parents[3]
@@ -30,6 +30,16 @@ def model(tmp_path: Path) -> Path:
 
 def test_the_recipe_as_it_is_passes() -> None:
     assert failures() == {}
+
+
+def test_dry_run_refuses_what_a_start_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["model=nowhere", "data.train=none.jsonl", "agent.loop=none.py:Loop"]
+    assert run_recipe(RECIPE, wrong, resume=False, dry_run=True) == 2
+    printed = capsys.readouterr()
+    assert "model: nowhere" in printed.out, "the resolved recipe comes first"
+    for line in ("model: nowhere", "data: none.jsonl", "agent.loop: none.py:Loop"):
+        assert line in printed.err
+    assert "no file 'none.py'" in printed.err
 
 
 def test_stale_tokens_need_a_correction() -> None:

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.recipes
 NAMES = ("cpu", "gpu1", "gpu8", "gpu64")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_dry_run_prints_the_whole_recipe(name, tmp_path):
-    done = penstock("run", RECIPE / f"{name}.yaml", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_dry_run_prints_the_whole_recipe(tmp_path):
+    done = penstock("run", RECIPE / "cpu.yaml", "--dry-run", cwd=tmp_path)
+    assert "\ndata: " in done.stderr, "its tasks are made first: a start would be refused"
+    assert done.returncode == 2
     config = yaml.safe_load(done.stdout)
     assert config["agent"]["loop"] == f"{RECIPE / 'agent.py'}:MiniSweAgent"
     assert config["max_staleness"] == 2, "fully asynchronous"
