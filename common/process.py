@@ -4,6 +4,7 @@ die_with_parent()                      called by a process of ours at its start
 guard_command(command)                 wraps a foreign command, see `guard`
 kill_group(pid), ProcessTable.now()    whatever a process started
 describe_exit(returncode)              an exit status in words
+environment_without_secrets()          for a process that needs none of ours
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import signal
 import sys
@@ -22,6 +24,8 @@ from pathlib import Path
 PROC = Path("/proc")
 MAX_OPEN_FILES = 65536
 """Far above what a process of ours needs; a limit of a billion makes programs slow that close all descriptors."""
+SECRETS = re.compile(r"^PENSTOCK_|(?<!^HF)(?<!^HUGGING_FACE_HUB)_(TOKEN|PASSWORD|SECRET|API_KEY)$")
+"""Names of variables that a foreign process must not get. A hub token stays: engines read models with it."""
 _PR_SET_PDEATHSIG = 1
 _STATE, _PARENT, _USER_TICKS, _SYSTEM_TICKS = 0, 1, 11, 12
 """Fields of /proc/PID/stat after the name in brackets, see proc(5)."""
@@ -38,6 +42,11 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it died between the two calls
         os.kill(os.getpid(), signum)
+
+
+def environment_without_secrets() -> dict[str, str]:
+    """This process's environment without `SECRETS`; what the process itself needs is added by its owner."""
+    return {name: value for name, value in os.environ.items() if not SECRETS.search(name)}
 
 
 def guard_command(command: Sequence[str]) -> list[str]:

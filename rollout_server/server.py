@@ -20,6 +20,7 @@ from penstock.common import HttpServer, cancel_and_wait, listen, url_of
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import find_model
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
+from penstock.rollout_server.engines.server_process import open_private
 from penstock.rollout_server.protocol import EngineError
 from penstock.rollout_server.routes import Mounted, make_app
 from penstock.rollout_server.sidecar import Sidecar
@@ -171,5 +172,6 @@ def _rotate(log: Path) -> None:
         older = log.with_name(f"{log.name}.{number - 1}")
         if older.exists():
             older.replace(log.with_name(f"{log.name}.{number}"))
-    shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+    with log.open("rb") as current, open_private(log.with_name(f"{log.name}.1"), "wb") as kept:
+        shutil.copyfileobj(current, kept)
     os.truncate(log, 0)

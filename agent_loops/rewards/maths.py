@@ -22,6 +22,7 @@ from typing import Any
 
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
+from penstock.common import environment_without_secrets
 from penstock.sandbox import Sandbox
 
 TAIL_CHARS = 4000
@@ -123,7 +124,12 @@ class LineProcesses:
     async def _start(self) -> asyncio.subprocess.Process:
         pipe, nowhere = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         return await asyncio.create_subprocess_exec(
-            *self._command, stdin=pipe, stdout=pipe, stderr=nowhere, limit=MAX_ANSWER_BYTES
+            *self._command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=nowhere,
+            limit=MAX_ANSWER_BYTES,
+            env=environment_without_secrets(),
         )
 
 

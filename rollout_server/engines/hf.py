@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
+from penstock.common import environment_without_secrets
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.server_process import Child
 from penstock.rollout_server.pictures import read_pictures
@@ -283,7 +284,7 @@ def _environment(threads: int) -> dict[str, str]:
     root = str(Path(penstock.__file__).parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        **os.environ,
+        **environment_without_secrets(),
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

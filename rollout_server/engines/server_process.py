@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar, Literal
 
 import aiohttp
 
-from penstock.common import describe_exit, guard_command, kill_group
+from penstock.common import describe_exit, environment_without_secrets, guard_command, kill_group
 from penstock.common.guard import GRACE_S
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.http_stream import AnswerStream, refusal
@@ -68,7 +68,7 @@ class Child:
     ) -> None:
         """Start `command` in its own session: Ctrl-C reaches the owner, who lets it finish what is in flight."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
+        with open_private(self.log_path) as log:
             self._log_start = log.tell()
             self.process = await asyncio.create_subprocess_exec(
                 *command,
@@ -112,6 +112,13 @@ class Child:
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
+
+
+def open_private(path: Path, mode: Literal["ab", "wb"] = "ab") -> BinaryIO:
+    """A log that only this user can read, whoever made the file: servers write their keys there."""
+    file = open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
+    os.fchmod(file.fileno(), 0o600)
+    return file
 
 
 def _end_in_log(log: str) -> str:
@@ -198,8 +205,9 @@ class Product:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Of a server in its own Python environment: without what leads to this one's packages."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    """Of a server in its own Python environment: without secrets, and what leads to this one's packages."""
+    found = environment_without_secrets()
+    return {name: value for name, value in found.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def flag_words(flags: dict[str, Any], *, negative: bool) -> list[str]:

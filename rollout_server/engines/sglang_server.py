@@ -1,7 +1,7 @@
 """The stock SGLang server as a child process: which Python runs it, with which flags, environment and model folder.
 
 The server listens on loopback and requires a key on every route but its health. Only this process knows the key: a file
-in a private folder passes it on, not the command line. SGLang writes it to its log, so that is private too.
+in a private folder passes it on, not the command line. SGLang writes it to its log, which is private too.
 
 Only the caller's `stop_token_ids` end an answer. SGLang's `ignore_eos` would ignore those too, so the model folder that
 it reads (`show_model`) names no end-of-sequence id: neither in config.json nor in generation_config.json, whose
@@ -140,8 +140,6 @@ class SGLangServer(ChildServer):
         path = self.folder / "keys.yaml"
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(f"api-key: {key}\n")
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self.log_path.touch(mode=0o600)
         return path
 
 

@@ -287,6 +287,7 @@ async def test_an_engine_that_never_answered_is_waited_for_ever_longer(
 
 def test_engine_logs_are_kept_and_bounded(tmp_path: Path) -> None:
     log = tmp_path / "engine-hf.log"
+    log.touch(mode=0o600)
     with log.open("ab") as written_to:
         for life in range(6):
             written_to.write(b"%d" % life * 100)
@@ -297,3 +298,4 @@ def test_engine_logs_are_kept_and_bounded(tmp_path: Path) -> None:
     assert log.read_bytes() == b""
     assert [(tmp_path / f"engine-hf.log.{number}").read_bytes()[:1] for number in (1, 2)] == [b"4", b"2"]
     assert all(path.stat().st_size <= 250 for path in tmp_path.iterdir())
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}

@@ -69,6 +69,18 @@ async def test_the_configuration_is_private_and_safe(tmp_path: Path) -> None:
         assert "maxmemory-policy noeviction" in lines
 
 
+async def test_redis_gets_no_secret_of_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    binary = tmp_path / "bin/redis-server"
+    binary.parent.mkdir()
+    binary.write_text(f'#!/bin/sh\nenv > {tmp_path}/seen\nexec {find_redis_server().path} "$@"\n')
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binary.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PENSTOCK_TOKEN", "run-token")
+    async with RedisServer(tmp_path / "redis", PASSWORD):
+        assert "PATH=" in (seen := (tmp_path / "seen").read_text())
+        assert "run-token" not in seen
+
+
 async def test_one_directory_has_one_server(tmp_path: Path) -> None:
     async with RedisServer(tmp_path, PASSWORD):
         with pytest.raises(QueueError, match="another redis-server of ours"):

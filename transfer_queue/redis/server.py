@@ -19,7 +19,7 @@ import redis.asyncio as aioredis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 from redis.exceptions import AuthenticationError, RedisError
 
-from penstock.common import FileLock
+from penstock.common import FileLock, environment_without_secrets
 from penstock.transfer_queue.redis.server_config import (
     ServerOptions,
     check_free,
@@ -174,6 +174,7 @@ class RedisServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=environment_without_secrets(),
                 start_new_session=True,
             )
 

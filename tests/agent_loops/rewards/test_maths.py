@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,13 @@ async def maths():
     reward = Maths(processes=1, cpu_s=1)
     yield reward
     await reward.close()
+
+
+async def test_graders_get_no_secrets(maths: Maths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_TOKEN", "run-token")
+    await maths.score(answer("$1$", "1"))
+    (pid,) = pids(maths)
+    assert b"run-token" not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def answer(solution: str, truth: str) -> Answer:

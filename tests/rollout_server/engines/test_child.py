@@ -42,6 +42,12 @@ async def test_the_tail_is_of_this_start_and_says_how_it_ended(tmp_path: Path) -
     assert child.tail(2).splitlines() == ["99", "100", f"it {describe_exit(-9)}"]
 
 
+async def test_child_log_is_private(tmp_path: Path) -> None:
+    (tmp_path / "it.log").touch(mode=0o644)
+    await ended(tmp_path, "true")
+    assert (tmp_path / "it.log").stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(
     ("log", "words"),
     [

@@ -43,6 +43,13 @@ async def swap_in_the_middle(engine: HFEngine, reference: Reference) -> tuple[Ge
     return await over, after
 
 
+async def test_hf_gets_no_secret_of_the_run(tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PENSTOCK_TOKEN", "PENSTOCK_REDIS_PASSWORD"):
+        monkeypatch.setenv(name, "run-token")
+    async with hf_engine(tiny_model, tmp_path) as engine:
+        assert b"run-token" not in Path(f"/proc/{engine.child.pid}/environ").read_bytes()
+
+
 async def test_keep_goes_on_with_the_old_kv_and_the_new_weights(
     tiny_model: str, tmp_path: Path, reference: Reference
 ) -> None:

@@ -67,6 +67,13 @@ async def test_an_environment_without_torch_says_how_to_mend_it(tmp_path: Path) 
         await find_installation(RolloutConfig(engine="sglang", sglang_python=str(path)))
 
 
+def test_sglang_gets_no_secret_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PENSTOCK_TOKEN", "PENSTOCK_REDIS_USER", "PENSTOCK_REDIS_PASSWORD", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "run-token")
+    found = environment(Installation("python", "0.5.23", cpu=True), 1, tmp_path)
+    assert "run-token" not in found.values()
+
+
 def test_the_environment_is_found_from_a_folder_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / ".venv-sglang/bin/python"
     python.parent.mkdir(parents=True)

@@ -97,5 +97,12 @@ def test_the_users_environment_stays_except_what_the_adapter_needs(monkeypatch: 
     assert "PYTHONPATH" not in found
 
 
+def test_vllm_gets_no_other_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PENSTOCK_TOKEN", "PENSTOCK_REDIS_PASSWORD", "PENSTOCK_QUEUE", "OPENAI_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    found = environment(Installation("python", "0.32.0", cpu=True), threads=2, key="ours")
+    assert [name for name, value in found.items() if value == "secret"] == ["HF_TOKEN"]
+
+
 def test_the_key_is_never_on_the_command_line() -> None:
     assert "api-key" in VLLM.own_flags
