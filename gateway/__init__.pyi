@@ -3,6 +3,7 @@ from .app import GatewayJob as GatewayJob
 from .app import mount as mount
 from .context import GatewayContext as GatewayContext
 from .context import detokenizer as detokenizer
+from .context import longest_token as longest_token
 from .errors import Conflict as Conflict
 from .errors import Gone as Gone
 from .errors import NoEpisode as NoEpisode

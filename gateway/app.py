@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter
+from starlette.types import ASGIApp
 
 from penstock.agent_loops import AgentConfig, AgentError, ChatTokens, allow_imports_from
 from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.agent_loops.rewards import RewardFunction, load_reward
-from penstock.gateway.context import GatewayContext, detokenizer
-from penstock.gateway.errors import NotRecordable
+from penstock.common import LimitBody
+from penstock.gateway.context import GatewayContext, detokenizer, longest_token
+from penstock.gateway.errors import NotRecordable, OpenAIErrors
 from penstock.gateway.routes import make_router
 from penstock.gateway.sessions import SessionManager, opens
 from penstock.rollout_server import RolloutClient, Sidecar
 from penstock.transfer_queue import RunContext
+
+MAX_BODY_BYTES = 16 << 20
+"""A context of a million tokens, escaped, is some 6 MB; a body is read whole before it is looked at."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class Gateway:
         """An episode's key opens its own ``/v1/`` routes."""
         return opens(self._job.run.token, path, token)
 
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        """Limits bodies, and gives errors of the server around these routes (401, 404 …) OpenAI's shape."""
+        return OpenAIErrors(app, LimitBody(app, MAX_BODY_BYTES))
+
     async def manager(self) -> SessionManager:
         """The session manager, made on first use. Raises `NotRecordable` where tokenizer or reward cannot be used."""
         async with self._loading:
@@ -78,6 +87,7 @@ class Gateway:
             detokenizer=detokenizer(chat, self._job.config.parser),
             model=self._job.run.model,
             context_limit=lambda: sidecar.info.max_model_len if sidecar.info else None,
+            longest_token=longest_token(chat.tokenizer),
             draining=lambda: sidecar.draining,
             reward=self._reward,
         )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.agent_loops import AgentConfig, ChatTokens, GenerateClient, Mismatches
 from penstock.agent_loops.rewards import RewardFunction
 from penstock.gateway.wire import Detokenizer, call_syntax, token_bytes_of
 from penstock.transfer_queue import TransferQueue
+
+MAX_TOKENIZING = 2
+"""Long requests that are tokenized at once: further ones wait, so that they cannot take every thread and core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +29,19 @@ class GatewayContext:
     """Name of the model for clients."""
     context_limit: Callable[[], int | None] = lambda: None
     """Limit of context and answer together, in tokens; None until an engine is up."""
+    longest_token: int | None = None
+    """Characters that one token can hold, see `longest_token`; None: the length of a text is not checked."""
     draining: Callable[[], bool] = lambda: False
     """The server is stopping and leases no further episodes."""
     reward: RewardFunction | None = None
     mismatches: Mismatches = field(default_factory=Mismatches)
+    tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TOKENIZING))
+    """Held for a long request while a thread tokenizes it."""
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token as the vocabulary spells it, byte for byte: no text of it is longer."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def detokenizer(chat: ChatTokens, parser: str) -> Detokenizer:

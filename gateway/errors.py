@@ -14,12 +14,14 @@ GatewayError
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.gateway.wire import InvalidRequest, error_body, invalid_request_body
 from penstock.rollout_server import EngineError
@@ -82,6 +84,61 @@ def refusal_of(error: InvalidRequest | GatewayError) -> Refusal:
     code = "context_length_exceeded" if isinstance(error, TooLong) else None
     headers = {"Retry-After": "1"} if isinstance(error, NotNow) else {}
     return Refusal(error.status, error_body(error.status, str(error), code=code), headers)
+
+
+PREFIX = "/episodes/"
+
+
+class OpenAIErrors:
+    """ASGI layer: errors of the server around the gateway's routes in OpenAI's shape.
+
+    Requests for other paths go to `app` as they are, those for episodes to `episodes`.
+    """
+
+    def __init__(self, app: ASGIApp, episodes: ASGIApp) -> None:
+        self.app, self._episodes = app, episodes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not f"{scope['path']}/".startswith(PREFIX):
+            await self.app(scope, receive, send)
+            return
+        await self._episodes(scope, receive, _ErrorRewriter(send))
+
+
+class _ErrorRewriter:
+    """`send` that holds an error until it is whole, and sends it in OpenAI's shape."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        self._body = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._start = message
+            return
+        if self._start is None:
+            await self._send(message)
+            return
+        self._body += message.get("body", b"")
+        if not message.get("more_body"):
+            await self._flush(self._start)
+
+    async def _flush(self, start: Message) -> None:
+        body = json.dumps(_openai_body(start["status"], self._body)).encode()
+        kept = [(name, value) for name, value in start["headers"] if name not in (b"content-length", b"content-type")]
+        new = [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
+        await self._send({**start, "headers": [*kept, *new]})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _openai_body(status: int, body: bytes) -> Mapping[str, Any]:
+    try:
+        whole = json.loads(body)
+        error = whole["error"]
+        return whole if "type" in error else error_body(status, error["message"], error.get("field") or None)
+    except (ValueError, KeyError, TypeError):
+        return error_body(status, body.decode(errors="replace") or f"the request failed with status {status}")
 
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from penstock.agent_loops import (
 from penstock.agent_loops.chat import new_budget
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, PrefixTree, Turn, as_json, digest, hash_of
-from penstock.gateway.requests import PendingAnswer
+from penstock.gateway.requests import PendingAnswer, ResolvedRequest
 from penstock.gateway.wire import AnswerHead, Choice, CompletionRequest, Detokenizer, read_answer
 from penstock.gateway.wire.types import Api, EngineFinish
 from penstock.rollout_server import Generation
@@ -196,6 +196,11 @@ class SessionJournal:
         if any(self.facts.get(name) != value for name, value in facts.items()):
             await self._journal.append(JournalEntry(kind=JournalKind.TOOLS, data={NOTED: facts}))
             self.facts.update(facts)
+
+    async def resolve_in_thread(self, resolved: ResolvedRequest) -> PrefixMatch:
+        """`resolved.resolve`, beside the event loop. Raises `NotRenderable`."""
+        async with self._context.tokenizing, self._writing:  # the thread reads the tree: nothing may be added to it
+            return await asyncio.to_thread(resolved.resolve, self.history)
 
     async def refresh(self) -> None:
         """Reads what other servers recorded under this lease. Raises `QueueError`, `TokenMismatch`."""

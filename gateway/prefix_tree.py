@@ -101,7 +101,7 @@ class PrefixMatch:
 
 
 class PrefixTree:
-    """One episode's turns. Callers of `add` hold the session's lock."""
+    """One episode's turns. Callers of `add`, and of other methods in a thread, hold the session's lock."""
 
     def __init__(self, chat: ChatTokens) -> None:
         """`chat.budget` is the episode's budget."""
@@ -174,11 +174,17 @@ class PrefixTree:
         return _prefix_match(None, [], ids, new=messages, tools=tools, key=key, instructed=instructed)
 
     def _prompt_match(self, parent: Turn | None, prompt: str | tuple[int, ...]) -> PrefixMatch:
-        delta = tuple(self.chat.encode(prompt)) if isinstance(prompt, str) else prompt
+        delta = self._encoded(prompt) if isinstance(prompt, str) else prompt
         before = parent.ids() if parent else []
         if not before and not delta:
             raise NotRenderable("the prompt has no tokens")
         return _prefix_match(parent, before, delta, prompt=prompt)
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(self.chat.encode(text))
+        except TemplateError as error:
+            raise NotRenderable(str(error)) from error
 
     def _rest_of(self, turn: Turn, prompt: str | tuple[int, ...]) -> str | tuple[int, ...] | None:
         """What `prompt` adds to a turn that answered a bare prompt; None where it does not continue that turn."""

@@ -9,9 +9,11 @@ An answer is completed also after its client has disconnected, so that a retry f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from penstock.gateway.errors import TooLong
 from penstock.gateway.prefix_tree import Message, PrefixMatch, PrefixTree, Tools, Turn
 from penstock.gateway.wire import AnswerHead, Choice, CompletionRequest, InvalidRequest, TextDelta
 
@@ -174,11 +176,35 @@ class ResolvedRequest:
     prompt: str | tuple[int, ...] | None
     instructed: bool
 
+    @property
+    def characters(self) -> int:
+        """Of all text in it; 0 for a prompt of ids."""
+        return _characters([self.prompt, self.messages, self.tools])
+
+    def check_length(self, limit: int, longest_token: int | None) -> None:
+        """Raises `TooLong` where the request cannot fit into `limit` tokens, whatever its text is."""
+        if isinstance(self.prompt, tuple) and len(self.prompt) >= limit:
+            raise TooLong(f"this model's context is {limit} tokens; the prompt is {len(self.prompt)} tokens")
+        most = limit * (longest_token or 0)
+        if longest_token is not None and self.characters > most:
+            raise TooLong(
+                f"this model's context is {limit} tokens, at most {most} characters; "
+                f"the request has {self.characters} characters"
+            )
+
     def resolve(self, history: PrefixTree) -> PrefixMatch:
         """Raises `NotRenderable`."""
         if self.prompt is not None:
             return history.resolve_prompt(self.prompt)
         return history.resolve_prefix(self.messages, self.tools, instructed=self.instructed)
+
+
+def _characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def resolve_request(request: CompletionRequest, history: PrefixTree) -> ResolvedRequest:

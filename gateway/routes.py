@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import math
@@ -32,10 +33,11 @@ from penstock.gateway.wire import (
 from penstock.transfer_queue import Outcome, OutcomeKind
 
 MAX_WAIT_S = 600.0
-REFUSALS = (400, 404, 409, 410, 501, 503)
+REFUSALS = (400, 401, 404, 409, 410, 413, 501, 503)
 WHOLE_OR_STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "OpenAI's answer, whole or as events", "content": {"text/event-stream": {}}}
 }
+LONG_BODY = 100_000
 RETRY_HEADER = "x-stainless-retry-count"
 """Sent by the `openai` packages: how often this request was retried."""
 
@@ -131,7 +133,7 @@ def _add_openai_routes(router: APIRouter, manager: FindManager, version: Callabl
 def _asking(manager: FindManager, parse: Callable[[Any], CompletionRequest]) -> Route:
     async def ask(request: Request, handle: str) -> Response:
         """As OpenAI's route; the answer is recorded before it ends."""
-        asked = parse(await _json(request))
+        asked = await _parsed(parse, await request.body())
         episode = await (await manager()).find(handle)
         retried = request.headers.get(RETRY_HEADER, "0") not in ("", "0")
         return await respond(request, asked, await episode.answer(asked, retried=retried))
@@ -186,14 +188,20 @@ def _plain(value: dict[str, Any]) -> Any:
 async def _read(request: Request, kind: type[Any]) -> Any:
     """The body as `kind`; an empty body means all defaults. Raises `InvalidRequest`."""
     try:
-        return kind.model_validate(await _json(request))
+        return kind.model_validate(_json(await request.body()))
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidRequest(".".join(map(str, first["loc"])), first["msg"], "invalid_value") from error
 
 
-async def _json(request: Request) -> Any:
-    body = await request.body()
+async def _parsed(parse: Callable[[Any], CompletionRequest], body: bytes) -> CompletionRequest:
+    """A long body is read in a thread: it may hold millions of values."""
+    if len(body) < LONG_BODY:
+        return parse(_json(body))
+    return await asyncio.to_thread(lambda: parse(_json(body)))
+
+
+def _json(body: bytes) -> Any:
     try:
         return json.loads(body or b"{}", parse_constant=lambda name: math.nan)
     except (ValueError, RecursionError) as error:

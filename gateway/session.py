@@ -37,6 +37,9 @@ from penstock.gateway.wire import AnswerReader, Choice, CompletionRequest, Inval
 from penstock.rollout_server import Chunk
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError
 
+LONG = 20_000
+"""Characters from which a request is tokenized in a thread; shorter ones take some 50 ms at most."""
+
 
 class GatewaySession:
     """Recording of one leased episode. Raises `TokenMismatch` where its journal cannot be restored."""
@@ -93,13 +96,23 @@ class GatewaySession:
     async def _resolve(self, request: CompletionRequest) -> PrefixMatch:
         """Reads the journal again only where another server may have recorded an answer that this request contains."""
         try:
-            match = resolve_request(request, self.history).resolve(self.history)
+            match = await self._match(request)
             if self.record.unsure or (match.may_be_known_elsewhere and not self._alone):
                 await self.refresh()
-                match = resolve_request(request, self.history).resolve(self.history)
+                match = await self._match(request)
         except NotRenderable as error:
             raise InvalidRequest("prompt" if request.api == "completions" else "messages", str(error)) from error
         return match
+
+    async def _match(self, request: CompletionRequest) -> PrefixMatch:
+        """Tokenizes a long request in a thread: the leases and answers of all other episodes wait for this loop."""
+        resolved, limit = resolve_request(request, self.history), self.context.context_limit()
+        if limit is not None:
+            resolved.check_length(limit, self.context.longest_token)
+        if resolved.characters < LONG:
+            return resolved.resolve(self.history)
+        # A thread does not end with its caller, and until it ends the journal's lock must be held.
+        return await asyncio.shield(asyncio.ensure_future(self.record.resolve_in_thread(resolved)))
 
     def _known(self, match: PrefixMatch, key: str, retried: bool) -> list[Turn]:
         """Recorded answers to this very request. One that has been continued is sampled anew, unless retried."""

@@ -29,7 +29,7 @@ from contextlib import suppress
 from penstock.agent_loops import EpisodeJournal, TokenMismatch
 from penstock.common import Backoff, cancel_and_wait, same_token
 from penstock.gateway.context import GatewayContext
-from penstock.gateway.errors import GatewayError, Gone, NoEpisode, NotNow
+from penstock.gateway.errors import PREFIX, GatewayError, Gone, NoEpisode, NotNow
 from penstock.gateway.finish import FinishResult, fail, finish, finished_earlier
 from penstock.gateway.session import GatewaySession
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, Status
@@ -268,9 +268,6 @@ def _cause(status: Status) -> str:
         f"step {status.step}, {groups.get('admitted', 0)} groups running, {groups.get('ready', 0)} ready; "
         "they wait for the trainer"
     )
-
-
-PREFIX = "/episodes/"
 
 
 class BadHandle(Exception):

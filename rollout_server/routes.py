@@ -55,7 +55,8 @@ REFUSALS = {
     "413": "The body is too long",
     "422": "The request is invalid at every server; `field` says where",
 }
-"""Of every route."""
+"""Of every route but those of episodes, which declare their own, in OpenAI's shape."""
+EPISODES = "/episodes"
 GENERATE_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": 'One `Chunk` per line; the last has `finish_reason`, or is `{"error": …}`.',
@@ -77,6 +78,9 @@ class Mounted(Protocol):
 
     def allows(self, path: str, token: str) -> bool:
         """Whether `token`, which is not the run's, opens `path`; asked for every path. Compares in constant time."""
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        """`app`, which is the whole server with its access control, inside the layers that these routes need."""
 
     async def close(self) -> None:
         """The last call, after HTTP has stopped."""
@@ -110,14 +114,15 @@ def make_app(
     if mounted is not None:
         app.include_router(mounted.router)
     authorize = opens(token, {METRICS_PATH: metrics_token}, further=mounted.allows if mounted else None)
-    return RequireToken(LimitBody(app), authorize, message="a bearer token of this run is needed")
+    guarded = RequireToken(LimitBody(app), authorize, message="a bearer token of this run is needed")
+    return guarded if mounted is None else mounted.wrap(guarded)
 
 
 def make_routes(sidecar: Sidecar, model: str, on_drain: Callable[[], None]) -> FastAPI:
     """The routes without access control."""
     app = FastAPI(title="Penstock rollout server", docs_url=None, redoc_url=None)
     add_error_handlers(app, dict.fromkeys((NotServing, QueueFull, TooOld, BadRequest, EngineError), refusal))
-    complete_openapi(app, REFUSALS, (Chunk,))
+    complete_openapi(app, lambda path: {} if path.startswith(EPISODES) else REFUSALS, (Chunk,))
     _add_generate(app, sidecar)
     _add_weights(app, sidecar)
     _add_health(app, sidecar, model)

@@ -41,7 +41,14 @@ class Rendering:
 
     # text and ids --------------------------------------------------------------------------------------------------
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        """Ids of `text`. Raises `TemplateError` where the tokenizer panics."""
+        try:
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        except BaseException as error:
+            # A panic of the Rust library is no Exception: it would pass every handler and end the process.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise TemplateError(f"the tokenizer cannot encode these {len(text)} characters: {error}") from error
         return ids
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:

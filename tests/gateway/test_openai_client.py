@@ -291,6 +291,38 @@ async def test_refusals_have_a_status_and_a_cause(server: Server) -> None:
     assert (gone.value.status_code, "is finished" in str(gone.value)) == (410, True)
 
 
+async def test_body_over_the_limit_is_413(server: Server) -> None:
+    episode = await server.open()
+    body = {"model": episode["model"], "messages": [{"role": "user", "content": "a" * (17 << 20)}]}
+    response = await server.post(f"/episodes/{episode['handle']}/v1/chat/completions", body)
+    assert response.status_code == 413, response.text[:300]
+    assert response.json()["error"]["code"] == "too_large"
+    assert (await server.post("/generate", {"token_ids": [1]})).status_code == 200
+
+
+ERROR_KEYS = {"message", "type", "param", "code"}
+
+
+async def test_every_error_has_openais_shape(server: Server) -> None:
+    episode = await server.open()
+    path, key = f"/episodes/{episode['handle']}", {"Authorization": f"Bearer {episode['api_key']}"}
+    cases = [
+        ("/episodes", {}, 401, "invalid_api_key"),
+        (f"{path}/v1/chat/completions", {}, 401, "invalid_api_key"),
+        (f"{path}/finish", key, 401, "invalid_api_key"),
+        (f"{path}/v1/embeddings", key, 404, "not_found"),
+        (f"{path}/v1/models", key, 405, None),
+        (f"{path}/v1/chat/completions", key, 400, "invalid_value"),
+    ]
+    for where, headers, status, code in cases:
+        response = await server.post(where, {}, headers)
+        error = response.json()["error"]
+        assert (response.status_code, set(error), error["code"]) == (status, ERROR_KEYS, code), response.text
+        assert error["message"], where
+    other = (await server.post("/generate", {}, {})).json()["error"]
+    assert set(other) == {"field", "message"}
+
+
 async def test_no_episode_left_is_503_with_the_cause(server: Server) -> None:
     for _ in range(8):
         await server.open()

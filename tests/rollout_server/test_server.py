@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import APIRouter
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tests.rollout_server.conftest import (
     TOKEN,
     RunningServer,
@@ -279,6 +280,17 @@ class Echo:
         self.seen.append((path, token))
         return path.startswith("/more/") and token == "sesame"
 
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        async def marked(scope: Scope, receive: Receive, send: Send) -> None:
+            async def sends(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    message["headers"].append((b"wrapped", b"yes"))
+                await send(message)
+
+            await app(scope, receive, sends)
+
+        return marked
+
     async def close(self) -> None:
         self.closed = True
 
@@ -297,7 +309,7 @@ async def test_routes_from_above_are_mounted_with_keys_of_their_own(queue: StubQ
         )
         for key, status in (("right", 200), ("run", 200), ("wrong", 401), ("bare", 401)):
             response = await http.get(f"{url}/more/a", headers={"Authorization": keys[key]})
-            assert response.status_code == status
+            assert (response.status_code, response.headers["wrapped"]) == (status, "yes")
         assert (await http.get(f"{url}/more/a", headers=HEADERS)).json() == {"name": "a", "url": url, "version": 0}
         assert (await http.get(f"{url}/health", headers={"Authorization": keys["right"]})).status_code == 401
         assert made[0].seen == [("/more/a", "sesame"), ("/more/a", "x"), ("/health", "sesame")]

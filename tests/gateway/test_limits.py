@@ -1,0 +1,72 @@
+"""Requests that are too long, or that the tokenizer cannot read, cost their sender alone."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.gateway.conftest import USER, MakeBench, say
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from penstock.agent_loops import ChatTokens
+from penstock.gateway import SessionManager, TooLong, longest_token
+from penstock.gateway.wire import InvalidRequest
+from penstock.tools.parsers import get_parser
+
+
+def panicking(tokenizer: Any) -> ChatTokens:
+    """A tokenizer whose regular expression takes exponential time on a run of Q: the library then panics."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    split = pre_tokenizers.Split(Regex("(Q+)+b"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", chat_template=tokenizer.chat_template
+    )
+    return ChatTokens(made, get_parser("hermes"))
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+async def test_panic_of_tokenizer_is_refused(make_bench: MakeBench, tokenizer_for: Any, api: str) -> None:
+    bench = await make_bench("It is 46.")
+    bench.parts = replace(bench.parts, chat=panicking(tokenizer_for("qwen2_5")))
+    episode = await bench.restart().open(0.0)
+    body = {"prompt": "Q" * 60} if api == "completions" else {}
+    with pytest.raises(InvalidRequest, match="tokenizer cannot encode") as refused:
+        await say(episode, [{"role": "user", "content": "Q" * 60}], api=api, **body)
+    assert refused.value.field == ("messages" if api == "chat" else "prompt")
+    assert (await say(episode)).content == "It is 46."
+
+
+@pytest.mark.parametrize("body", [{}, {"api": "completions", "prompt": "Q" * 60_000}])
+async def test_too_long_text_is_not_tokenized(make_bench: MakeBench, tokenizer_for: Any, body: Any) -> None:
+    bench = await make_bench()
+    chat = panicking(tokenizer_for("qwen2_5"))
+    bench.parts = replace(
+        bench.parts, chat=chat, context_limit=lambda: 2048, longest_token=longest_token(chat.tokenizer)
+    )
+    episode = await SessionManager(bench.parts, 30.0).open(0.0)
+    with pytest.raises(TooLong, match=r"context is 2048 tokens.*60000 characters"):
+        await say(episode, [{"role": "user", "content": "Q" * 59_996}], **body)
+
+
+async def test_too_many_ids_are_not_read(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    bench.parts = replace(bench.parts, context_limit=lambda: 2048)
+    episode = await bench.restart().open(0.0)
+    with pytest.raises(TooLong, match="2048 tokens"):
+        await say(episode, api="completions", prompt=[5] * 2048)
+
+
+async def test_long_request_lets_others_pass(make_bench: MakeBench) -> None:
+    """A million characters take seconds to tokenize; the other episode's call reaches the engine meanwhile."""
+    bench = await make_bench("A", "B")
+    long, short = await bench.open(), await bench.open()
+    slow = asyncio.create_task(say(long, [{"role": "user", "content": "word " * 200_000}]))
+    await asyncio.sleep(0)
+    await say(short, [USER])
+    await slow
+    lengths = [len(request.token_ids) for request in bench.client.requests]
+    assert lengths == sorted(lengths)
