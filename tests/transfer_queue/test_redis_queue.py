@@ -77,8 +77,42 @@ async def test_after_commit_only_counters_are_left(queue: RedisTransferQueue) ->
         await queue.lease_batch(step)
         await queue.publish_version(Announcement(step + 1, {}))
     await queue.commit(2)
-    assert await keys_of(queue) == {"run", "steps", "counters", "counts", "lengths", "asked"}
-    assert await queue.drop_run() == 6
+    left = await keys_of(queue)
+    answers = {name for name in left if name.startswith("asked:")}  # for repeats of the call, they expire
+    assert left - answers == {"run", "steps", "counters", "counts", "lengths"}
+    for name in answers:
+        assert 0 < await queue._connection.command("TTL", queue._keys.index + name) <= 2 * CONFIG.deadline_s
+    assert await queue.drop_run() == 5 + len(answers)
+
+
+async def test_two_lease_calls_of_one_worker_may_be_repeated(queue: RedisTransferQueue) -> None:
+    """A gateway leases for several requests at once: whichever reply was lost, its repeat gives the same leases."""
+    await queue.submit(tasks(4), cursor=at(4))
+
+    async def lease(nonce: str) -> list[bytes]:
+        rows = await queue._script("lease_episodes", "gateway", 2, 0, nonce, 60_000)
+        return [row[0] for row in rows]
+
+    first, second = await lease("a"), await lease("b")
+    assert [await lease("a"), await lease("b")] == [first, second]
+    assert (await queue.status()).workers == {"gateway": 4}
+
+
+async def test_a_requeue_may_lose_its_reply(cut: tuple[RedisTransferQueue, Proxy]) -> None:
+    queue, proxy = cut
+    await queue.submit(tasks(1), cursor=at(1))
+    first, second = await queue.lease_episodes("worker", 2, 0)
+    await queue.complete(first, trajectory(first))
+    with pytest.raises(QueueError, match=second.episode_id):  # no dead letter yet; the server now has the script
+        await queue.requeue(second.episode_id)
+    await queue.complete(second, trajectory(second, reward=None))
+    proxy.let_through = 0
+    await queue.requeue(second.episode_id)
+    assert proxy.let_through is None, "no reply was cut"
+    status = await queue.status()
+    assert (status.groups["dead"], status.groups["queued"]) == (0, 1)
+    with pytest.raises(QueueError, match=second.episode_id):  # another call, not a repeat
+        await queue.requeue(second.episode_id)
 
 
 async def test_every_call_may_lose_its_reply(cut: tuple[RedisTransferQueue, Proxy]) -> None:

@@ -2,7 +2,7 @@
 
 -- script: lease_episodes
 -- needs: run, full, server, episode, queue, group, admission
--- ARGV: worker, count, version, nonce. Returns rows of leases.
+-- ARGV: worker, count, version, nonce, how long its answer is kept for repeats, in ms. Returns rows of leases.
 local worker, wanted, version, nonce = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local now = now_ms()
 
@@ -72,12 +72,12 @@ local function make_room()
   return true
 end
 
--- The same call again, its reply was lost: the same leases, as far as they are still this worker's.
+-- The same call again, its reply was lost: the same leases, as far as their fences still hold them.
 local function given_before()
-  local asked = call('HGET', key('asked'), worker)
-  if not asked or string.sub(asked, 1, #nonce) ~= nonce then return nil end
+  local asked = call('GET', key('asked:' .. nonce))
+  if not asked then return nil end
   local rows = {}
-  for episode, fence in string.gmatch(asked, '\n([^\n]+) (%d+)') do
+  for episode, fence in string.gmatch(asked, '([^\n]+) (%d+)\n') do
     if owned(episode, fence, now) then rows[#rows + 1] = describe(episode) end
   end
   return rows
@@ -87,7 +87,7 @@ local before = given_before()
 if before then return before end
 
 take_back_expired()
-local rows, given = {}, {nonce}
+local rows, given = {}, {}
 local held = tonumber(call('HGET', key('workers'), worker) or 0)
 local room = suspects_room(held)
 
@@ -98,7 +98,7 @@ end
 local function take(episode, most)
   give(episode)
   rows[#rows + 1] = describe(episode)
-  given[#given + 1] = episode .. ' ' .. rows[#rows][4]
+  given[#given + 1] = episode .. ' ' .. rows[#rows][4] .. '\n'
   held = held + 1
   if room then room = room - 1 end
   if most then room = math.min(room or most - held, most - held) end
@@ -130,7 +130,8 @@ local may_take = give_open('open:other') and give_open('open:train')
 while may_take and admit(version, now) do
   may_take = give_open('open:train')
 end
-if #rows > 0 then call('HSET', key('asked'), worker, table.concat(given, '\n')) end
+-- One answer per call: a worker may have several under way.
+if #rows > 0 then call('SET', key('asked:' .. nonce), table.concat(given), 'PX', ARGV[5]) end
 return rows
 
 -- script: adopt

@@ -64,6 +64,11 @@ local function first_time(nonce)
   return call('SET', key('once:' .. nonce), 1, 'NX', 'EX', 600) and true or false
 end
 
+-- Whether a call with this nonce has not succeeded yet; for calls that may be refused, which count as made at their end.
+local function is_new(nonce)
+  return call('EXISTS', key('once:' .. nonce)) == 0
+end
+
 -- part: server
 -- This start of this server, as a number: another one after a restart, and on a replica that takes over.
 local function server_start()

@@ -118,8 +118,9 @@ return rows
 
 -- script: requeue
 -- needs: run, server, episode, queue, group
--- ARGV: episode. Its group is queued again as it was submitted.
-local episode = ARGV[1]
+-- ARGV: episode, nonce. Its group is queued again as it was submitted.
+local episode, nonce = ARGV[1], ARGV[2]
+if not is_new(nonce) then return 1 end
 if not call('ZSCORE', key('letters'), episode) then
   return refuse('QUEUE', episode .. ': no such dead letter')
 end
@@ -145,4 +146,5 @@ else
   count_split(v.split, 'done', -1)
   open_episode(episode, v.split, tonumber(v.min_version), tonumber(v.seq))
 end
+first_time(nonce)
 return 1

@@ -28,8 +28,9 @@ from penstock.transfer_queue.types import QueueError
 _RUN = ("run",)
 _STEPS = ("steps", "steps:*", "trained_ahead")
 _EPISODES = (
-    *("counters", "counts", "queue*", "admitted", "ready", "open:*", "leases", "workers", "asked", "group:*", "task:*"),
+    *("counters", "counts", "queue*", "admitted", "ready", "open:*", "leases", "workers", "group:*", "task:*"),
     *("journal:*", "letter*", "split*", "lengths", "in_system", "garbage", "losses", "suspects", "emptying"),
+    "asked:*",
 )
 _SERVERS = ("servers", "servers_until", "updates")
 _CALLS = ("once:*", "waits", "nothing")

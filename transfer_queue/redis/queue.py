@@ -70,6 +70,8 @@ class RedisTransferQueue:
         self._keys = Keys(run)
         self._run = run
         self._registry_ttl_ms = round(config.registry_ttl_s * 1000)
+        self._repeat_ms = round(2 * config.deadline_s * 1000)
+        """For how long the answer to a call is kept: longer than it is repeated."""
         self._compression = config.compression
         self._payloads = Payloads(connection, self._keys)
         self._batch_log = batch_log
@@ -134,7 +136,7 @@ class RedisTransferQueue:
 
     # agent workers -------------------------------------------------------------------------------------------------
     async def lease_episodes(self, worker: str, count: int, version: int) -> list[Lease]:
-        rows = await self._script("lease_episodes", worker, count, version, _nonce())
+        rows = await self._script("lease_episodes", worker, count, version, _nonce(), self._repeat_ms)
         return [lease_from_row(row) for row in rows]
 
     async def adopt(self, episode_id: str, fence: int) -> Lease:
@@ -299,7 +301,7 @@ class RedisTransferQueue:
         return letter_from_row(rows[0]) if rows else None
 
     async def requeue(self, episode_id: str) -> None:
-        await self._script("requeue", episode_id)
+        await self._script("requeue", episode_id, _nonce())
 
     async def drop_run(self) -> int:
         deleted = 0
