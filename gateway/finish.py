@@ -17,6 +17,7 @@ from penstock.agent_loops import (
     to_trajectory,
 )
 from penstock.gateway.errors import Conflict, Gone, NotNow
+from penstock.gateway.journal import own_limit
 from penstock.gateway.prefix_tree import Turn
 from penstock.gateway.session import GatewaySession
 from penstock.transfer_queue import (
@@ -54,7 +55,7 @@ async def finish(episode: GatewaySession, wanted: Outcome | None) -> FinishResul
     """Completes or fails the episode in the queue; cancels answers in progress.
 
     Args:
-        wanted: the outcome; None or completed: by the last answer.
+        wanted: the outcome; None: by the last answer.
 
     Raises:
         Conflict, NotNow: the episode stays open.
@@ -133,13 +134,20 @@ def _failure(episode: GatewaySession, error: InfraFailure | BadPayload) -> Outco
 
 
 def outcome_of(episode: GatewaySession, wanted: Outcome | None) -> Outcome:
-    """The client's outcome, except that an episode out of turns or tokens, or cut in its last answer, is truncated."""
+    """The client's outcome, except that an episode out of turns or tokens is truncated; None: by the last answer."""
     if wanted is not None and wanted.kind is not OutcomeKind.COMPLETED:
         return wanted
     if reason := episode.facts.get("truncated"):
         return Outcome(OutcomeKind.TRUNCATED, reason)
     last = last_turn(episode)
-    return TRUNCATED_LENGTH if last is not None and last.choice.finish_reason == "length" else COMPLETED
+    cut = wanted is None and last is not None and _cut_by_run(last)
+    return TRUNCATED_LENGTH if cut else COMPLETED
+
+
+def _cut_by_run(last: Turn) -> bool:
+    """Whether a limit of the run ended this answer: one as long as its client's `max_tokens` is what was wanted."""
+    own = own_limit(last)
+    return last.choice.finish_reason == "length" and (own is None or len(last.choice.token_ids) < own)
 
 
 def last_turn(episode: GatewaySession) -> Turn | None:

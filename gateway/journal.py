@@ -145,6 +145,12 @@ def _ask_of(asked: str, match: PrefixMatch) -> CompletionRequest:
     )
 
 
+def own_limit(turn: Turn) -> int | None:
+    """The `max_tokens` of the request that this turn answered; None where it set none."""
+    limit: int | None = _ask_of(turn.asked, turn.match).sampling.get("max_new_tokens")
+    return limit
+
+
 def _dump(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 

@@ -29,7 +29,7 @@ from penstock.gateway import (
     lease_of,
     opens,
 )
-from penstock.transfer_queue import Outcome, OutcomeKind, QueueUnavailable
+from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind, QueueUnavailable
 
 MORE = {"role": "user", "content": "And 1+1?"}
 INFRA = Outcome(OutcomeKind.INFRA_ERROR, "my box died", "agent")
@@ -162,6 +162,25 @@ async def test_without_a_reward_the_function_is_asked_and_without_one_it_is_a_co
     with pytest.raises(Conflict, match=f"POST /episodes/{episode.handle}/reward"):
         await bench.manager.finish(episode.handle, None)
     assert (await say(episode)).content == "It is 46."
+
+
+@pytest.mark.parametrize("wanted", [None, COMPLETED])
+async def test_own_limit_does_not_truncate(make_bench, wanted):
+    bench = await make_bench("It is 46.", "Are you sure?")
+    episode = await bench.open()
+    first = await say(episode)
+    cut = await say(episode, [USER, back(first), MORE], max_tokens=1)
+    assert cut.finish_reason == "length"
+    assert (await bench.trajectory(episode, 0.5, wanted)).outcome == COMPLETED
+
+
+@pytest.mark.parametrize(("wanted", "kind"), [(None, OutcomeKind.TRUNCATED), (COMPLETED, OutcomeKind.COMPLETED)])
+@pytest.mark.parametrize("limit", [{"max_new_tokens": 3}, {"max_response_tokens": 3}])
+async def test_limit_of_run_truncates(make_bench, wanted, kind, limit):
+    bench = await make_bench("It is forty-six.", **limit)
+    episode = await bench.open()
+    assert (await say(episode)).finish_reason == "length"
+    assert (await bench.trajectory(episode, 0.5, wanted)).outcome.kind is kind
 
 
 async def test_a_reward_function_that_fails_is_a_failure_not_a_zero(make_bench):
