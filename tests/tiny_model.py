@@ -24,7 +24,8 @@ def save_tiny_model(folder: Path, kind: str = "Qwen3", *, tokenizer: bool = Fals
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
+    config_kind = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    config = config_kind(**{**SHAPE, **changes})
     getattr(transformers, f"{kind}ForCausalLM")(config).float().save_pretrained(folder)
     if tokenizer:
         save_tokenizer(folder, config.vocab_size)

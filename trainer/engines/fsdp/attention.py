@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from penstock.trainer.engines.fsdp.context import ContextGroup
+from penstock.trainer.job import BadJob
 
 NAME = "penstock_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -39,8 +40,17 @@ HARMLESS = frozenset(
     }
 )
 """Arguments of transformers' models that reach attention and change no score."""
+UNPACKABLE = {
+    "attention_chunk_size": "its chunks would begin with the pack, not with the row",
+    "index_topk": "the keys that its indexer chooses would be those of the pack, not of the row",
+}
+"""Settings of a model → why its packed rows differ from rows alone once they are longer than those that are tried."""
 CAPPED_TILE = 512
 """Queries whose capped scores exist at a time."""
+
+
+class NoBounds(NotImplementedError):
+    """The model's attention is called without the bounds of packed rows."""
 
 
 def _kernel() -> Any:
@@ -80,7 +90,7 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     assert dropout == 0.0
     _refuse_unknown(module, {**others, "attention_mask": attention_mask})
     if cu_seq_lens_q is None:
-        raise NotImplementedError(f"{type(module).__name__} does not hand on the bounds of packed rows")
+        raise NoBounds(f"{type(module).__name__} does not hand on the bounds of packed rows")
     if context is not None:
         query, key, value = (context.to_heads(part) for part in _even_heads(query, key, value, context.size))
     seen = seen or VisibleKeys(cu_seq_lens_q, cu_seq_lens_q)
@@ -213,19 +223,37 @@ def _capped_tile(
 def use_packed_attention(model: PreTrainedModel) -> str:
     """Choose the fastest attention that is exact on packed rows for this model, by trying; returns its name.
 
-    Raises `ValueError` where neither ours nor transformers' own mask keeps rows apart.
+    Raises `BadJob` where there is none.
     """
-    model.set_attn_implementation("eager")  # sdpa leaves out caps on scores
-    reference = _two_rows_alone(model)
-    for name in (NAME, "sdpa"):
-        model.set_attn_implementation(name)
-        try:
-            packed = _two_rows_packed(model)
-        except NotImplementedError:
-            continue
-        if torch.allclose(packed, reference, atol=1e-4, rtol=1e-3):
-            return name
-    raise ValueError(f"{type(model).__name__} lets packed rows see each other; it cannot be trained packed")
+    refusal = f"{type(model).__name__} cannot be trained packed by trainer.engine fsdp"
+    for setting, meaning in UNPACKABLE.items():
+        if getattr(model.config.get_text_config(), setting, None):
+            raise BadJob(f"{refusal}: {meaning} ({setting})")
+    try:
+        model.set_attn_implementation("eager")  # sdpa leaves out caps on scores
+        reference = _two_rows_alone(model)
+        name, packed = _tried(model)
+    except Exception as error:  # a model's own code may raise anything on arguments that it was not written for
+        raise BadJob(f"{refusal}: {first_sentence(error)}") from error
+    if not torch.allclose(packed, reference, atol=1e-4, rtol=1e-3):
+        raise BadJob(f"{refusal}: its packed rows differ from the same rows alone")
+    return name
+
+
+def _tried(model: PreTrainedModel) -> tuple[str, Tensor]:
+    """Only for bounds that do not arrive is transformers' own mask a substitute: it is exact, and slower."""
+    try:
+        model.set_attn_implementation(NAME)
+        return NAME, _two_rows_packed(model)
+    except NoBounds:
+        model.set_attn_implementation("sdpa")
+        return "sdpa", _two_rows_packed(model)
+
+
+def first_sentence(error: Exception) -> str:
+    """transformers follows its own with advice and lists of classes."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0].split(". ")[0].rstrip(".:")
 
 
 def keeps_shared_prompts(model: PreTrainedModel) -> bool:

@@ -33,12 +33,14 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engine import Outputs
 from penstock.trainer.engines.fsdp.attention import (
     PROBE,
+    first_sentence,
     keeps_shared_prompts,
     row_bounds_arguments,
     use_packed_attention,
 )
 from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart, whole_part
 from penstock.trainer.engines.fsdp.lora import Adapter
+from penstock.trainer.job import BadJob
 from penstock.trainer.logprobs import Head, entropies, target_logprobs, token_logprobs
 from penstock.trainer.packing import Pack
 
@@ -113,8 +115,11 @@ def load_policy(model: str, temperature: float, config: TrainerConfig | None = N
 
 
 def load_model(model: str) -> PreTrainedModel:
-    """In float32, on the host, with an attention that keeps packed rows apart."""
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    """In float32, on the host, with an attention that keeps packed rows apart. Raises `BadJob`."""
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    except (ValueError, KeyError) as error:  # of a kind that transformers does not know, or knows no causal model of
+        raise BadJob(f"{model} cannot be loaded for training: {first_sentence(error)}") from error
     loaded.eval()
     use_packed_attention(loaded)
     return loaded

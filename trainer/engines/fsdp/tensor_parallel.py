@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
 
+from penstock.trainer.job import BadJob
 
-class CannotSplitModel(ValueError):
+
+class CannotSplitModel(BadJob):
     """The model cannot be shared out over a tensor group; the message says why."""
 
 
