@@ -191,7 +191,10 @@ async def own_redis(config: RunConfig, run: RunDir, token: str) -> AsyncIterator
     password = secrets.token_urlsafe(32)
     roles = await _role_passwords()
     users = role_users(config.name, roles)
-    server = RedisServer(run.redis, password, appendfsync=config.transfer_queue.appendfsync, users=users)
+    knobs = config.transfer_queue
+    server = RedisServer(
+        run.redis, password, appendfsync=knobs.appendfsync, users=users, start_timeout_s=knobs.start_timeout_s
+    )
     await server.start()
     keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
     try:

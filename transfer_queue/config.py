@@ -15,6 +15,9 @@ class TransferQueueConfig(BaseModel):
         description="redis://, rediss:// or unix:// of a Redis or cluster; None lets `penstock run` start one.",
     )
     appendfsync: Literal["everysec", "always"] = Field("everysec", description="AOF durability of the started Redis.")
+    start_timeout_s: float = Field(
+        60.0, gt=0, description="The started Redis must answer, or load more of its file, within this time."
+    )
     min_group: int = Field(2, ge=1, description="A group is trained without failed members if this many have rewards.")
     max_attempts: int = Field(3, ge=1, description="Infrastructure failures per episode before it is a dead letter.")
     max_lost_leases: int = Field(

@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -242,4 +243,30 @@ async def ask(server: RedisServer, question: Callable[[aioredis.Redis], Awaitabl
     try:
         return await question(client)
     finally:
+        await client.aclose()
+
+
+class SlowLoading(RedisServer):
+    """Redis sleeps before each command of its file, and answers others after every 1024 of them."""
+
+    def _write_config(self) -> None:
+        super()._write_config()
+        with (self.directory / "redis.conf").open("a", encoding="utf-8") as file:
+            file.write("\nkey-load-delay 200\n")
+
+
+async def test_a_start_waits_while_the_file_is_loaded(tmp_path: Path) -> None:
+    """Loading takes more than twice the deadline, and makes progress all the time."""
+    async with RedisServer(tmp_path, PASSWORD) as server:
+        client = aioredis.Redis.from_url(server.url, password=PASSWORD)
+        pipeline = client.pipeline(transaction=False)
+        for number in range(40_000):
+            pipeline.set(f"k{number}", "x")
+        await pipeline.execute()
+        await client.aclose()
+    started = time.monotonic()
+    async with SlowLoading(tmp_path, PASSWORD, start_timeout_s=4.0) as server:
+        assert time.monotonic() - started > 4.0
+        client = aioredis.Redis.from_url(server.url, password=PASSWORD)
+        assert await client.dbsize() == 40_000
         await client.aclose()

@@ -57,7 +57,7 @@ class RedisServer:
         cluster: bool = False,
         start_timeout_s: float = 60.0,
     ) -> None:
-        """The options are those of `ServerOptions`."""
+        """The options are those of `ServerOptions`; `start_timeout_s`: see `start`."""
         self.directory = Path(directory).absolute()
         self._options = ServerOptions(
             password,
@@ -107,7 +107,10 @@ class RedisServer:
         return self.directory / "redis.log"
 
     async def start(self) -> None:
-        """Start it and wait until it answers. Raises `QueueError` with the cause and the fix."""
+        """Start it and wait until it answers. Raises `QueueError` with the cause and the fix.
+
+        While it loads its file, `start_timeout_s` is the longest time without progress: a large file takes minutes.
+        """
         binary = await asyncio.to_thread(find_redis_server)
         self._options.check_version(binary)
         self._prepare()
@@ -180,13 +183,18 @@ class RedisServer:
 
     async def _until_up(self) -> None:
         client = aioredis.Redis.from_url(self.url, password=self._options.password, socket_timeout=None, protocol=2)
+        clock, loaded = asyncio.get_running_loop().time, 0
         try:
-            async with asyncio.timeout(self._start_timeout_s):
-                while not await self._answers(client):  # noqa: ASYNC110 - another process: there is no event
+            async with asyncio.timeout(self._start_timeout_s) as deadline:
+                while not await self._answers(client):
+                    before, loaded = loaded, await self._loaded_bytes(client)
+                    if loaded > before:
+                        deadline.reschedule(clock() + self._start_timeout_s)
                     await asyncio.sleep(0.02)
         except TimeoutError as error:
             raise QueueError(
-                f"redis-server did not answer within {self._start_timeout_s} s; see {self.log_file}"
+                f"redis-server did not answer, nor load more of its file ({loaded} bytes so far), within"
+                f" {self._start_timeout_s:g} s (transfer_queue.start_timeout_s); see {self.log_file}"
             ) from error
         finally:
             await client.aclose()
@@ -200,6 +208,14 @@ class RedisServer:
             raise QueueError(f"port {self.port} is in use: another Redis answers there") from error
         except (RedisError, OSError):
             return False
+
+    async def _loaded_bytes(self, client: aioredis.Redis) -> int:
+        """How much of its file it has loaded; 0 where it does not say."""
+        try:
+            info = await client.info("persistence")
+        except (RedisError, OSError):
+            return 0
+        return int(info.get("loading_loaded_bytes", 0))
 
     def _log_tail(self) -> str:
         try:
