@@ -24,7 +24,8 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.gateway.wire import InvalidRequest, error_body, invalid_request_body
-from penstock.rollout_server import EngineError
+from penstock.gateway.wire.types import Api
+from penstock.rollout_server import BadRequest, EngineError
 from penstock.transfer_queue import QueueError
 
 
@@ -144,14 +145,30 @@ def _openai_body(status: int, body: bytes) -> Mapping[str, Any]:
 log = logging.getLogger(__name__)
 
 
-def to_client_error(error: Exception) -> Exception:
+CLIENT_FIELDS: Mapping[Api, Mapping[str, str]] = {
+    "chat": {"token_ids": "messages", "max_new_tokens": "max_tokens"},
+    "completions": {"token_ids": "prompt", "max_new_tokens": "max_tokens"},
+    "responses": {"token_ids": "input", "max_new_tokens": "max_output_tokens"},
+}
+
+
+def _client_field(field: str, api: Api) -> str:
+    """A field of `GenerateRequest` or `Sampling` as the client's API calls it."""
+    name = field.removeprefix("sampling.").partition(".")[0]
+    return CLIENT_FIELDS[api].get(name, name)
+
+
+def to_client_error(error: Exception, api: Api = "chat") -> Exception:
     """Maps failures to client errors: `InvalidRequest` where a retry cannot help, else `NotNow`."""
     if isinstance(error, QueueError):
         return NotNow(f"the queue: {error}")
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        return InvalidRequest(".".join(map(str, first["loc"])), first["msg"], "invalid_value")
+        return InvalidRequest(_client_field(".".join(map(str, first["loc"])), api), first["msg"], "invalid_value")
     cause = error.__cause__
+    if isinstance(cause, BadRequest):
+        message = str(cause).removeprefix(f"{cause.field}: ")
+        return InvalidRequest(_client_field(cause.field, api), message, "invalid_value")
     if isinstance(cause, EngineError) and not cause.retryable:
         return InvalidRequest("", str(cause))
     return NotNow(str(error))

@@ -34,6 +34,7 @@ from penstock.gateway.journal import SessionJournal, head_of, recorded_choice, s
 from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, Turn
 from penstock.gateway.requests import InFlightAnswers, PendingAnswer, Replay, resolve_request
 from penstock.gateway.wire import AnswerReader, Choice, CompletionRequest, InvalidRequest, answer_id
+from penstock.gateway.wire.types import Api
 from penstock.rollout_server import Chunk
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError
 
@@ -169,7 +170,7 @@ class GatewaySession:
             await gather_or_cancel([sample(self.record, call, match, index, room) for index, room in limits])
             self._close(call, reservation, None)
         except (InfraFailure, QueueError, ValidationError) as error:
-            self._close(call, reservation, self._explained(error))
+            self._close(call, reservation, self._explained(error, call.request.api))
 
     def _close(self, call: PendingAnswer, reservation: Reservation, error: Exception | None) -> None:
         """Ends `call`; releases its reservation first, because the next request must find the rest of the budget."""
@@ -181,14 +182,14 @@ class GatewaySession:
         self.active_at = time.monotonic()
         call.end(Gone(self.gone) if error is not None and self.gone is not None else error)
 
-    def _explained(self, error: Exception) -> Exception:
+    def _explained(self, error: Exception, api: Api = "chat") -> Exception:
         """The error for the client; ends the session where the lease is lost or ids do not match."""
         if isinstance(error, LeaseLost):
             self.end(f"the lease is lost: {error}")
             return Gone(str(self.gone))
         if isinstance(error, TokenMismatch):
             return self._spoiled(error)
-        return to_client_error(error)
+        return to_client_error(error, api)
 
     # the journal ---------------------------------------------------------------------------------------------------
     async def refresh(self) -> None:

@@ -21,6 +21,7 @@ import aiohttp
 
 from penstock.common import Backoff, bearer_headers, cancel_and_wait, current_context, trace_headers
 from penstock.rollout_server.protocol import (
+    BadRequest,
     Chunk,
     EngineError,
     FinishReason,
@@ -287,9 +288,12 @@ async def _refusal(response: aiohttp.ClientResponse) -> Exception:
     """Converts a status other than 200. A 4xx that every server would give is final."""
     text, status = (await response.text())[:2000], response.status
     try:
-        message = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = text
+        error = json.loads(text)["error"]
+        message, field = error["message"], error.get("field")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, field = text, None
+    if status == 422 and field:
+        return BadRequest(field, message.removeprefix(f"{field}: "))
     if 400 <= status < 500 and status not in BLAMES:
         return EngineError(f"the rollout server refused ({status}): {message}", retryable=False)
     retry_after = response.headers.get("Retry-After", "")

@@ -10,7 +10,17 @@ from pydantic import Field
 from penstock.gateway.wire.answers import SSE_DONE, error_body, sse_data
 from penstock.gateway.wire.chat import usage
 from penstock.gateway.wire.reader import TextDelta
-from penstock.gateway.wire.schema import HARMLESS, INT32, PENALTIES, BodyFields, ChoicesBody, Count, sampling_of
+from penstock.gateway.wire.schema import (
+    HARMLESS,
+    INT32,
+    PENALTIES,
+    UNCONSTRAINED,
+    BodyFields,
+    ChoicesBody,
+    Count,
+    Refused,
+    sampling_of,
+)
 from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest, SampledToken
 
 Id = Annotated[int, Field(ge=0, le=INT32)]
@@ -33,7 +43,12 @@ class CompletionBody(ChoicesBody):
 FIELDS = BodyFields(
     CompletionBody,
     harmless=HARMLESS,
-    refused=PENALTIES | {"echo": (False,), "suffix": ("",), "response_format": ({"type": "text"},)},
+    refused=PENALTIES
+    | {
+        "echo": Refused("answers hold sampled tokens alone, the prompt has no log-probabilities", (False,)),
+        "suffix": Refused("no text is inserted, answers only continue the prompt", ("",)),
+        "response_format": Refused(UNCONSTRAINED, ({"type": "text"},)),
+    },
 )
 
 

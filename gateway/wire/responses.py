@@ -19,10 +19,16 @@ from pydantic import Discriminator, Field, Tag
 from penstock.gateway.wire.chat import arguments_text, plain_call
 from penstock.gateway.wire.schema import (
     HARMLESS,
+    NOT_HERE,
+    NOT_THE_MODELS,
+    ONE_LOGPROB,
+    TEXT_ONLY,
+    UNCONSTRAINED,
     BodyFields,
     ContentPart,
     Count,
     Function,
+    Refused,
     SamplingBody,
     StreamOptions,
     ToolChoice,
@@ -178,17 +184,19 @@ FIELDS = BodyFields(
     ResponseBody,
     harmless=HARMLESS | {"max_tool_calls"},
     refused={
-        "background": (False,),
-        "context_management": ([],),
-        "conversation": (),
-        "access_programs": (),
-        "image": (),
-        "moderation": (),
-        "prompt": (),
-        "reasoning": ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None}),
-        "text": ({}, {"format": {"type": "text"}}),
-        "top_logprobs": (0,),
-        "truncation": ("disabled",),
+        "background": Refused("no answer is kept running for a later request", (False,)),
+        "context_management": Refused("contexts only grow", ([],)),
+        "conversation": Refused("no conversations are stored; use previous_response_id"),
+        "access_programs": Refused(NOT_HERE),
+        "image": Refused(TEXT_ONLY),
+        "moderation": Refused(NOT_HERE),
+        "prompt": Refused("no prompts are stored"),
+        "reasoning": Refused(
+            NOT_THE_MODELS, ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None})
+        ),
+        "text": Refused(UNCONSTRAINED, ({}, {"format": {"type": "text"}})),
+        "top_logprobs": Refused(ONE_LOGPROB, (0,)),
+        "truncation": Refused("contexts only grow", ("disabled",)),
     },
 )
 

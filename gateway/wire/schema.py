@@ -2,7 +2,7 @@
 
 used       the pydantic model of the route; null is the same as absent
 harmless   OpenAI's fields that cannot change the sampled tokens: ignored
-refused    OpenAI's fields that would, unless they hold a neutral value
+refused    OpenAI's fields that would, or that ask for what an answer cannot hold, unless they hold a neutral value
 unknown    everything else: refused
 
 """
@@ -37,13 +37,22 @@ class WireModel(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """A field of OpenAI's that is not supported."""
+
+    reason: str
+    """Of the error: "is not supported here: …"."""
+    neutral: tuple[Any, ...] = ()
+    """Values that ask for nothing, and are accepted."""
+
+
+@dataclass(frozen=True, slots=True)
 class BodyFields(Generic[Body]):
     """The fields of one route."""
 
     body: type[Body]
     harmless: frozenset[str]
-    refused: Mapping[str, tuple[Any, ...]]
-    """Name → neutral values."""
+    refused: Mapping[str, Refused]
 
     def read(self, given: Any) -> Body:
         """Raises `InvalidRequest` naming the field."""
@@ -58,10 +67,9 @@ class BodyFields(Generic[Body]):
     def _check_name(self, name: str, value: Any, known: set[str]) -> None:
         if name not in known:
             raise InvalidRequest(path_text([name]), f"unknown field{nearest(name, known)}", "unknown_parameter")
-        if name in self.refused and not _is_one_of(value, (None, *self.refused[name])):
-            raise InvalidRequest(
-                name, "is not supported here: it would change what is sampled", "unsupported_parameter"
-            )
+        refused = self.refused.get(name)
+        if refused is not None and not _is_one_of(value, (None, *refused.neutral)):
+            raise InvalidRequest(name, f"is not supported here: {refused.reason}", "unsupported_parameter")
 
 
 def validated(model: type[Body], given: Any, where: Sequence[str | int] = ()) -> Body:
@@ -113,9 +121,14 @@ def _inside(value: Any) -> list[tuple[str | int, Any]]:
 
 
 def _invalid_request(error: ValidationError, given: Any, where: Sequence[str | int]) -> InvalidRequest:
-    """Of several errors (the arms of a union) reports the deepest, preferring a wrong `type`, which explains others."""
+    """Of several errors (the arms of a union) reports the deepest, preferring a wrong `type`, which explains others,
+    and then the arm whose type is the value's own.
+    """
     found = [(_path_in(given, one["loc"]), one) for one in error.errors(include_url=False, include_input=False)]
-    path, one = max(found, key=lambda pair: (len(pair[0]), pair[0][-1:] == ("type",)))
+    path, one = max(
+        found,
+        key=lambda pair: (len(pair[0]), pair[0][-1:] == ("type",), not pair[1]["type"].endswith("_type")),
+    )
     if one["type"] == "extra_forbidden":
         return InvalidRequest(path_text([*where, *path]), "unknown field", "unknown_parameter")
     return InvalidRequest(path_text([*where, *path]), one["msg"].removeprefix("Value error, "), "invalid_value")
@@ -153,12 +166,17 @@ HARMLESS = frozenset(
     ]
 )
 """Ignored on every route: OpenAI's bookkeeping, which does not change the sampled tokens."""
-PENALTIES: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
+OTHER_DISTRIBUTION = "tokens would be sampled from another distribution than the policy's"
+UNCONSTRAINED = "sampling is not constrained to a format"
+ONE_LOGPROB = "engines report the sampled token's log-probability alone"
+TEXT_ONLY = "answers are text"
+NOT_THE_MODELS = "the served model has no such setting"
+NOT_HERE = "this is a service of OpenAI's"
+PENALTIES: dict[str, Refused] = {
+    "logit_bias": Refused(OTHER_DISTRIBUTION, ({},)),
+    "presence_penalty": Refused(OTHER_DISTRIBUTION, (0,)),
+    "frequency_penalty": Refused(OTHER_DISTRIBUTION, (0,)),
 }
-"""Refused: tokens would be sampled from another distribution than the policy's."""
 
 
 class StreamOptions(WireModel):

@@ -175,8 +175,9 @@ async def test_n_stop_logprobs_and_what_is_refused(server: Server) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await create(**wrong)
         assert refused.value.param == field_name
-    with pytest.raises(openai.BadRequestError, match="truncates the policy"):
+    with pytest.raises(openai.BadRequestError, match="truncates the policy") as truncated:
         await create(top_p=0.9)
+    assert (truncated.value.param, "refused (" in truncated.value.message) == ("top_p", False)
     with pytest.raises(openai.BadRequestError) as too_long:
         await create(messages=[{"role": "user", "content": "long " * 3000}])
     assert too_long.value.code == "context_length_exceeded"

@@ -26,6 +26,7 @@ from tests.rollout_server.conftest import (
 
 import penstock
 from penstock.rollout_server import (
+    BadRequest,
     Chunk,
     EngineError,
     FakeEngine,
@@ -295,9 +296,9 @@ async def test_hedging_is_off_by_default(queue: StubQueue, two: tuple[RunningSer
 
 
 async def test_a_bad_request_is_not_tried_again(client: RolloutClient, server: RunningServer) -> None:
-    with pytest.raises(EngineError, match=r"refused \(422\): token_ids.0: 512 is outside") as caught:
+    with pytest.raises(BadRequest, match=r"^token_ids.0: 512 is outside") as refused:
         await client.generate(ask([512], 5))
-    assert not caught.value.retryable
+    assert not refused.value.retryable
     wrong = RolloutClient(server.queue, "another token")
     with pytest.raises(EngineError, match=r"refused \(401\)") as caught:
         await wrong.generate(ask([1], 5))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.wire import CompletionRequest, InvalidRequest, parse_chat
+from penstock.gateway.wire import CompletionRequest, InvalidRequest, parse_chat, parse_completion, parse_response
 
 USER = {"role": "user", "content": "What is 1+2?"}
 ADD = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"default": None}}}}
@@ -206,3 +206,22 @@ def test_an_answer_as_the_openai_package_dumps_it_is_taken() -> None:
         "function_call": None,
     }
     assert ask_for(messages=[USER, dumped, USER]).messages[1] == {"role": "assistant", "content": "3"}
+
+
+@pytest.mark.parametrize(
+    ("parse", "field", "value", "words"),
+    [
+        (parse_chat, "stop", list("abcde"), "at most 4 items"),
+        (parse_chat, "top_logprobs", 5, "the sampled token's log-probability alone"),
+        (parse_chat, "response_format", {"type": "json_object"}, "sampling is not constrained"),
+        (parse_chat, "logit_bias", {"5": 1}, "another distribution"),
+        (parse_completion, "echo", True, "prompt has no log-probabilities"),
+        (parse_completion, "suffix", "x", "no text is inserted"),
+        (parse_response, "background", True, "no answer is kept running"),
+    ],
+)
+def test_refusal_names_the_reason(parse: Any, field: str, value: Any, words: str) -> None:
+    bodies = {parse_chat: {"messages": [{"role": "user", "content": "x"}]}, parse_completion: {"prompt": "x"}}
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        parse({"model": "m", **bodies.get(parse, {"input": "x"}), field: value})
+    assert refused.value.field == field
