@@ -11,6 +11,7 @@ from typing import Any
 
 import xxhash
 from jinja2.exceptions import TemplateError as JinjaError
+from jinja2.exceptions import TemplateSyntaxError
 
 from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ToolCall
@@ -59,6 +60,8 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self._settings,
             )
+        except TemplateSyntaxError as error:
+            raise TemplateError(f"the chat template has a mistake in line {error.lineno}: {error.message}") from error
         except (JinjaError, TypeError, KeyError, AttributeError, ValueError) as error:
             roles = [message.get("role") for message in messages]
             raise TemplateError(f"the chat template refuses messages with roles {roles}: {error}") from error
@@ -106,13 +109,16 @@ class ChatTemplate:
         return call_id if takes_it else xxhash.xxh3_64_hexdigest(call_id.encode())[:9]
 
     def reply_with_call(self, tools: Sequence[Mapping[str, Any]], call: ToolCall) -> str | None:
-        """How the template itself writes a reply that is one tool call, its end included; None where it writes none."""
+        """How the template itself writes a reply that is one tool call, its end included; None where it writes none.
+
+        Without the opening of a reply, as far as both agree: a prompt may open a thought that old turns show closed.
+        """
         if self.call_form is None:
             return None
         user = {"role": "user", "content": "x"}
         opening = self.render([user], tools, prompt=True)
         closed = self.render([user, self.call_message([call])], tools, prompt=False)
-        return closed[len(opening) :] if closed.startswith(opening) else None
+        return closed[_shared(opening, closed) :]
 
     def _find_call_form(self) -> CallForm | None:
         """The first form that the template takes without an objection and writes down."""
@@ -127,3 +133,13 @@ class ChatTemplate:
             if MARK in text:
                 return form
         return None
+
+
+def _shared(opening: str, closed: str) -> int:
+    """Length of the common beginning. It cuts no tag in two: `<think>` and `<tool_call>` begin alike."""
+    pairs = enumerate(zip(opening, closed, strict=False))
+    shared = next((at for at, (one, other) in pairs if one != other), min(len(opening), len(closed)))
+    if shared == len(opening):
+        return shared
+    tag = max(closed.rfind("<", 0, shared), closed.rfind("[", 0, shared))
+    return tag if tag > max(closed.rfind(">", 0, shared), closed.rfind("]", 0, shared)) else shared

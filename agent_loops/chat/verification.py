@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.chat.images import with_images
 from penstock.agent_loops.chat.template import ChatTemplate, Message
 from penstock.agent_loops.errors import TemplateError
-from penstock.tools.parsers import ToolCall
+from penstock.tools.parsers import ParserName, ToolCall, ToolCallParser, get_parser
 
 Tools = Sequence[Any]
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -143,13 +143,20 @@ def _check_tool_results_are_shown(chat: ChatTokens, tools: Tools) -> None:
 
 
 def _check_calls_are_parsed(chat: ChatTokens, tools: Tools) -> None:
-    name, arguments = tools[0]["function"]["name"], {"probe": "1 < 2"}
-    text = chat.template.reply_with_call(tools, ToolCall(name, arguments))
-    if text is None or name not in text:
+    call = ToolCall(tools[0]["function"]["name"], {"probe": "1 < 2"})
+    text = chat.template.reply_with_call(tools, call)
+    if text is None or _reads(chat.parser, text, call):
         return
-    found = [(call.name, call.arguments) for call in chat.parser.parse(text).calls]
-    if found != [(name, arguments)]:
-        raise TemplateError(f"the parser of tool calls does not read this model's calls; the template writes {text!r}")
+    parsers = {name: get_parser(name) for name in get_args(ParserName)}
+    fits = [name for name, parser in parsers.items() if _reads(parser, text, call)]
+    mine = next((name for name, one in parsers.items() if type(one) is type(chat.parser)), type(chat.parser).__name__)
+    fix = f"set agent.parser={fits[0]}, which reads them" if fits else f"no parser of {', '.join(parsers)} does"
+    raise TemplateError(f"agent.parser={mine} does not read this model's calls: {fix}; the template writes {text!r}")
+
+
+def _reads(parser: ToolCallParser, text: str, call: ToolCall) -> bool:
+    found = [(one.name, one.arguments) for one in parser.parse(text).calls]
+    return found == [(call.name, call.arguments)]
 
 
 def _difference(spliced: str, wanted: str) -> str:

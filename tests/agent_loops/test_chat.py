@@ -213,3 +213,8 @@ def test_verify_refuses_turn_dependent_delta(chat_for):
 def test_a_template_without_an_end_of_turn_token_is_refused(chat_for):
     with pytest.raises(TemplateError, match="special token"):
         chat_for("{%- for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{%- endfor %}")
+
+
+def test_a_template_with_a_mistake_is_named_with_its_line(chat_for):
+    with pytest.raises(TemplateError, match=r"chat template has a mistake in line 2: .*endfo"):
+        chat_for("{%- for m in messages %}\n{{ m.role }}{%- endfo %}<|im_end|>")

@@ -116,6 +116,39 @@ def test_families_turn_costs_its_delta_only(name, monkeypatch):
     assert set(costs) == {costs[0]}
 
 
+THINKS_FIRST = """{%- if tools %}{{ tools | tojson }}{%- endif %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{{ '<think></think>' }}{%- endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for key, value in call.function.arguments.items() %}
+{{- '<parameter=' + key + '>\n' + value + '\n</parameter>\n' }}{%- endfor %}
+{{- '</function>\n</tool_call>\n' }}{%- endfor %}{{ '<|im_end|>\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
+"""As Nemotron 3: the generation prompt opens a thought in another way than old turns show it."""
+
+
+@pytest.mark.parametrize(("parser", "refused"), [("hermes", True), ("qwen3_coder", False)])
+def test_calls_behind_another_opening_are_checked(tmp_path, parser, refused):
+    file = tmp_path / "thinks_first.jinja"
+    file.write_text(THINKS_FIRST)
+    chat = ChatTokens(tokenizer_of(file, "<|im_end|>"), get_parser(parser))
+    if refused:
+        with pytest.raises(TemplateError, match=r"agent\.parser=hermes does not read .*set agent\.parser=qwen3_coder"):
+            verify_template(chat, TOOLS)
+    else:
+        assert verify_template(chat, TOOLS).conversations > 0
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_TOOLS if FAMILIES[name].parser != "hermes"])
+def test_calls_of_another_format_are_refused(name):
+    family = FAMILIES[name]
+    chat = ChatTokens(tokenizer_of(family.file, family.eos), get_parser("hermes"))
+    with pytest.raises(TemplateError, match=rf"agent\.parser=hermes .*set agent\.parser={family.parser}"):
+        verify_template(chat, TOOLS)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_are_verified_with_findings(name):
     proof = verify_template(FAMILIES[name].chat(), TOOLS if FAMILIES[name].takes_tools else ())
