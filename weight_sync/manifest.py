@@ -22,7 +22,7 @@ This module imports no torch: a sidecar reads manifests without it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -109,6 +109,8 @@ class Manifest:
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Manifest:
         """Validate plain data; unknown fields are ignored. Raises `WeightsRefused` naming what is missing or wrong."""
+        if not isinstance(fields, Mapping):
+            raise WeightsRefused(f"manifest is {fields!r:.100}, not a mapping")
         for name in ("version", "transport", "bytes", "tensors"):
             if name not in fields:
                 raise WeightsRefused(f"manifest has no field {name!r}")
@@ -120,12 +122,13 @@ class Manifest:
             raise WeightsRefused(f"manifest has no field {place!r}")
         try:
             tensors = tuple(_parse_entry(entry) for entry in fields["tensors"])
-            own = (version, fields.get("base_version"), str(fields[place]), fields["bytes"], fields.get("xxh3", ""))
+            own = (version, fields.get("base_version"), fields[place], fields["bytes"], fields.get("xxh3", ""))
             chain = [ChainFile(**file) for file in fields.get("chain", ())]
             adapter = AdapterSpec(**fields["adapter"]) if "adapter" in fields else None
         except (TypeError, AttributeError) as error:
             raise WeightsRefused(f"version {version}: the manifest cannot be read: {error}") from error
         files = (*chain, ChainFile(*own, state_of(tensors)))
+        _check_types(files, tensors, adapter)
         _check_chain(files)
         return cls(
             transport, files, tensors, bool(fields.get("deltas_follow")), adapter, str(fields.get("round") or "")
@@ -193,6 +196,27 @@ def _parse_entry(fields: Mapping[str, Any]) -> TensorEntry:
         if name not in fields:
             raise WeightsRefused(f"manifest entry {fields.get('name', '?')!r} has no field {name!r}")
     return TensorEntry(fields["name"], tuple(fields["shape"]), fields["dtype"], fields["xxh3"])
+
+
+def _check_types(files: Sequence[ChainFile], tensors: Sequence[TensorEntry], adapter: AdapterSpec | None) -> None:
+    """Raises `WeightsRefused`: what passes here reaches files, URLs and the engine."""
+    for file in files:
+        _check_fields(file, int, "version", "bytes")
+        _check_fields(file, int if file.base_version is not None else type(None), "base_version")
+        _check_fields(file, str, "place", "xxh3", "state")
+    for entry in tensors:
+        _check_fields(entry, str, "name", "dtype", "xxh3")
+        if not all(type(size) is int for size in entry.shape):
+            raise WeightsRefused(f"manifest entry {entry.name!r}: the shape is {entry.shape!r:.100}")
+    if adapter is not None:
+        _check_fields(adapter, dict, "config")
+        _check_fields(adapter, str, "base")
+
+
+def _check_fields(part: ChainFile | TensorEntry | AdapterSpec, kind: type, *names: str) -> None:
+    for name in names:
+        if type(value := getattr(part, name)) is not kind:
+            raise WeightsRefused(f"manifest: {type(part).__name__}.{name} is {value!r:.100}, not {kind.__name__}")
 
 
 def _check_chain(files: tuple[ChainFile, ...]) -> None:

@@ -1,0 +1,44 @@
+"""Announcements of another form than expected are refused, whatever is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.weight_sync import Manifest, WeightsRefused
+
+TENSOR = {"name": "a", "shape": [2], "dtype": "float32", "xxh3": "9f"}
+GOOD = {"version": 1, "transport": "shm", "path": "/x", "bytes": 3, "xxh3": "ab", "tensors": [TENSOR]}
+FILE = {"version": 0, "base_version": None, "place": "/y", "bytes": 3, "xxh3": "ab", "state": "cd"}
+
+
+def test_good_manifest_is_read() -> None:
+    assert Manifest.parse(GOOD | {"chain": [FILE], "base_version": 0}).version == 1
+
+
+@pytest.mark.parametrize(
+    "announced",
+    [
+        None,
+        3,
+        [],
+        GOOD | {"transport": []},
+        GOOD | {"tensors": None},
+        GOOD | {"tensors": [3]},
+        GOOD | {"tensors": [TENSOR | {"name": 3}]},
+        GOOD | {"tensors": [TENSOR | {"shape": ["x"]}]},
+        GOOD | {"version": "1"},
+        GOOD | {"version": True},
+        GOOD | {"bytes": "3"},
+        GOOD | {"path": None},
+        GOOD | {"xxh3": 3},
+        GOOD | {"chain": 3},
+        GOOD | {"chain": [FILE | {"bytes": "x"}], "base_version": 0},
+        GOOD | {"adapter": None},
+        GOOD | {"adapter": {"config": 3, "base": "x"}},
+    ],
+)
+def test_malformed_manifest_is_refused(announced: Any) -> None:
+    with pytest.raises(WeightsRefused):
+        Manifest.parse(announced)
