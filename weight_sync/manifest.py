@@ -128,7 +128,10 @@ class Manifest:
         except (TypeError, AttributeError) as error:
             raise WeightsRefused(f"version {version}: the manifest cannot be read: {error}") from error
         files = (*chain, ChainFile(*own, state_of(tensors)))
-        _check_types(files, tensors, adapter)
+        try:
+            _check_types(files, tensors, adapter)
+        except TypeError as error:
+            raise WeightsRefused(f"version {version}: {error}") from error
         _check_chain(files)
         return cls(
             transport, files, tensors, bool(fields.get("deltas_follow")), adapter, str(fields.get("round") or "")
@@ -199,7 +202,7 @@ def _parse_entry(fields: Mapping[str, Any]) -> TensorEntry:
 
 
 def _check_types(files: Sequence[ChainFile], tensors: Sequence[TensorEntry], adapter: AdapterSpec | None) -> None:
-    """Raises `WeightsRefused`: what passes here reaches files, URLs and the engine."""
+    """Raises `TypeError`: what passes here reaches files, URLs and the engine."""
     for file in files:
         _check_fields(file, int, "version", "bytes")
         _check_fields(file, int if file.base_version is not None else type(None), "base_version")
@@ -207,7 +210,7 @@ def _check_types(files: Sequence[ChainFile], tensors: Sequence[TensorEntry], ada
     for entry in tensors:
         _check_fields(entry, str, "name", "dtype", "xxh3")
         if not all(type(size) is int for size in entry.shape):
-            raise WeightsRefused(f"manifest entry {entry.name!r}: the shape is {entry.shape!r:.100}")
+            raise TypeError(f"manifest entry {entry.name!r}: the shape is {entry.shape!r:.100}")
     if adapter is not None:
         _check_fields(adapter, dict, "config")
         _check_fields(adapter, str, "base")
@@ -216,7 +219,7 @@ def _check_types(files: Sequence[ChainFile], tensors: Sequence[TensorEntry], ada
 def _check_fields(part: ChainFile | TensorEntry | AdapterSpec, kind: type, *names: str) -> None:
     for name in names:
         if type(value := getattr(part, name)) is not kind:
-            raise WeightsRefused(f"manifest: {type(part).__name__}.{name} is {value!r:.100}, not {kind.__name__}")
+            raise TypeError(f"manifest: {type(part).__name__}.{name} is {value!r:.100}, not {kind.__name__}")
 
 
 def _check_chain(files: tuple[ChainFile, ...]) -> None:
