@@ -73,7 +73,7 @@ async def test_a_queue_that_does_not_answer_is_not_waited_for(page, run: MemoryT
 
 async def test_a_run_that_ended(page: httpx.AsyncClient, tmp_path: Path) -> None:
     write_config(tmp_path / "old")
-    assert "not going on" in (await page.get("/api/runs/old/live")).json()["cause"]
+    assert "is not running" in (await page.get("/api/runs/old/live")).json()["cause"]
     answer = await page.get("/api/runs/old/dead-letters")
     assert (answer.status_code, answer.json()["error"]["field"]) == (409, "run")
 

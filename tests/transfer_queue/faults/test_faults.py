@@ -72,6 +72,9 @@ def cuts(seconds: float) -> Faults:
 
     async def stop(stage: Stage) -> None:
         await asyncio.sleep(seconds)
+        async with asyncio.timeout(60):  # Redis may have stood still all that time
+            while not (stage.proxy.cuts[REQUEST] and stage.proxy.cuts[REPLY]):
+                await asyncio.sleep(0.05)
         stage.proxy.mean_bytes = 0
 
     return begin
