@@ -113,7 +113,7 @@ class HttpServer:
             ready.cancel()
 
     async def wait(self) -> None:
-        """Returns when the server has ended: stopped, or told by a signal. Cancelling this leaves it running."""
+        """Returns when the server has ended, by `stop` or a signal. Cancelling this leaves it running."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
@@ -136,7 +136,7 @@ class HttpServer:
 async def serve(
     app: ASGIApp, listener: socket.socket, *, on_ready: Callable[[str], None] | None = None, **settings: Any
 ) -> None:
-    """Serves until cancelled or told by SIGTERM or SIGINT; for a process that does nothing else.
+    """Serves until cancelled or stopped by SIGTERM or SIGINT; for a process that does nothing else.
 
     Args:
         on_ready: gets the URL once requests are answered.

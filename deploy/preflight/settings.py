@@ -15,7 +15,7 @@ from penstock.deploy.preflight.check import Check, skipped
 from penstock.deploy.preflight.data import data_sources
 from penstock.rollout_server import RolloutConfig
 
-TOLD = ("torch", "transformers", "redis", "numpy")
+REPORTED = ("torch", "transformers", "redis", "numpy")
 TRAINER = ("torch", "safetensors", "tensorboard", "matplotlib")
 
 
@@ -53,7 +53,7 @@ def check_versions(_config: RunConfig) -> Check:
     """Every package that Penstock's core names, against the range that it is tested with."""
     from packaging.requirements import Requirement
 
-    listed = ", ".join([f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in TOLD)])
+    listed = ", ".join([f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in REPORTED)])
     try:
         own, needed = metadata.version("penstock"), metadata.requires("penstock") or []
     except metadata.PackageNotFoundError:

@@ -115,7 +115,7 @@ class Child:
 
 
 def open_private(path: Path, mode: Literal["ab", "wb"] = "ab") -> BinaryIO:
-    """A log that only this user can read, whoever made the file: servers write their keys there."""
+    """A log that only this user can read, also where the file was there before: servers write their keys into it."""
     file = open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
     os.fchmod(file.fileno(), 0o600)
     return file

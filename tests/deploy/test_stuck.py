@@ -45,7 +45,7 @@ CASES = {
         "agent-1",
         "12 episodes",
     ),
-    "nobody": (snapshot(), "agent-0, agent-1", "room for 8, and no worker leases"),
+    "no worker": (snapshot(), "agent-0, agent-1", "room for 8, and no worker leases"),
     "full": (snapshot(groups(admitted=8)), "trainer", "which is the limit"),
     "no tasks": (snapshot(replace(IDLE, groups={"ready": 3, "submitted": 9})), "trainer", "submits none"),
     "loading": (snapshot(replace(IDLE, groups={})), "trainer", "submitted no task yet"),

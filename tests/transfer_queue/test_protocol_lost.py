@@ -87,7 +87,7 @@ async def test_released_leases_are_not_lost(make_queue) -> None:
 
 
 async def test_a_lease_taken_up_again_is_not_lost(make_queue) -> None:
-    """As after a pause of Redis: the lease ran out, and its worker goes on."""
+    """As after a pause of Redis: the lease ran out, and its worker continues."""
     queue = await make_queue(SHORT)
     await queue.submit(tasks(1), cursor=at(1))
     leases = await queue.lease_episodes("worker", 1, 0)
@@ -110,7 +110,7 @@ async def test_one_worker_at_a_time_makes_room(make_queue) -> None:
     other = await queue.lease_episodes("other", 2, 0)
     await queue.release(only)
     assert await queue.lease_episodes("busy", 5, 0) == []  # it makes room
-    assert len(await queue.lease_episodes("other", 1, 0)) == 1  # it goes on
+    assert len(await queue.lease_episodes("other", 1, 0)) == 1  # one worker at a time makes room
     for lease in busy:
         await queue.complete(lease, trajectory(lease))
     (taken,) = await queue.lease_episodes("busy", 5, 0)

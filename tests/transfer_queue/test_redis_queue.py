@@ -321,7 +321,7 @@ async def test_fences_stay_new_when_even_the_first_loss_is_lost(
 async def test_a_sweep_under_way_frees_nothing_that_is_needed_again(
     server: LosingServer, losing: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client has read what is garbage, Redis forgets that it is, the client goes on."""
+    """The client has read what is garbage, Redis forgets that it is, the client continues."""
     await losing.submit(tasks(1), cursor=at(1))
     for lease in await losing.lease_episodes("worker", 2, 0):
         await losing.complete(lease, trajectory(lease))

@@ -90,7 +90,7 @@ local function member_of(episode)
 end
 
 -- The member that `fence` still owns, or nil. A lease that ran out and was not given on is taken up again, and was not
--- lost: after a pause of Redis itself every worker goes on.
+-- lost: after a pause of Redis itself every worker continues.
 local function owned(episode, fence, now)
   local member = member_of(episode)
   if not member or member.fence ~= fence or (member.state ~= 'l' and member.state ~= 'q') then return nil end
@@ -105,7 +105,7 @@ local function owned(episode, fence, now)
 end
 
 -- A Redis that was started again, or a replica in its place, may have forgotten its newest fences with its machine,
--- whose owners live on. It goes on at a number that no start before it can have reached: ten for each millisecond of its
+-- whose owners live on. It continues at a number that no start before it can have reached: ten for each millisecond of its
 -- clock. Nothing may be added to the known ones: two starts that forgot the same would come to the same sum. Only where
 -- the clock went back that must do, by a step of this start's own. (Numbers of 14 digits are the same in Lua's text.)
 local FENCES_PER_MS, LONGEST_STEP, this_server = 10, 1000000, nil

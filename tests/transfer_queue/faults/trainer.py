@@ -2,7 +2,7 @@
 
 The order of trainer/loop.py: take(s), prefetch(s + 1), train, publish(s + 1), spill; every few steps a checkpoint and
 its commit beside the next steps. Its model is the list of what it was trained on. Exit 0: everything fed is trained.
-Exit 75: the queue has lost steps; started again, it goes on from its newest checkpoint.
+Exit 75: the queue has lost steps; started again, it continues from its newest checkpoint.
 
 The miniature trainer's model: which episodes it learned from in which step, in durable files that form a chain.
 
