@@ -12,11 +12,11 @@ from .codec import decode_trajectory as decode_trajectory
 from .codec import encode_trajectory as encode_trajectory
 from .codec import get_fields as get_fields
 from .config import TransferQueueConfig as TransferQueueConfig
-from .context import RunContext as RunContext
 from .memory import MemoryTransferQueue as MemoryTransferQueue
 from .metrics import QueueGauges as QueueGauges
 from .metrics import exposition as exposition
 from .metrics import version_lags as version_lags
+from .queue import RunContext as RunContext
 from .queue import TransferQueue as TransferQueue
 from .redis.queue import RedisTransferQueue as RedisTransferQueue
 from .redis.server import RedisServer as RedisServer

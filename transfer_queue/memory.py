@@ -21,7 +21,8 @@ from penstock.transfer_queue.codec.trajectories import (
     encode_task,
     get_fields,
 )
-from penstock.transfer_queue.memory_state import TRAIN, GroupMember, MemoryGroup, MemoryState, split_episode
+from penstock.transfer_queue.memory_groups import TRAIN, GroupMember, MemoryGroup, split_episode
+from penstock.transfer_queue.memory_state import MemoryState
 from penstock.transfer_queue.metrics import MEMBER_COST, bucket_of, deciles, journal_cost, task_cost
 from penstock.transfer_queue.types import (
     KEPT_UPDATES,

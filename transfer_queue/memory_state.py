@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from penstock.transfer_queue.admission import enough_members, may_admit, most_together, room_allows
-from penstock.transfer_queue.metrics import bucket_of, payload_cost
+from penstock.transfer_queue.admission import enough_members, may_admit, room_allows
+from penstock.transfer_queue.memory_groups import TRAIN, GroupMember, MemoryGroup, split_episode
+from penstock.transfer_queue.metrics import bucket_of
 from penstock.transfer_queue.types import (
     EPISODE_TOTALS,
     Announcement,
     DataCursor,
     DeadLetter,
-    JournalEntry,
     LeaseLost,
     Limits,
     Outcome,
@@ -24,97 +24,9 @@ from penstock.transfer_queue.types import (
     Task,
 )
 
-TRAIN = "train"
 JOURNALS_KEPT = 100
 """Dead letters beyond the newest of these keep their cause and lose their journal."""
 DEFAULT_LIMITS = Limits(group_size=1, groups_per_step=1, max_staleness=0)
-
-
-@dataclass(slots=True)
-class GroupMember:
-    """One episode of a group. `state`: queued, leased, done (trajectory acknowledged) or failed (given up)."""
-
-    state: str = "queued"
-    fence: int = 0
-    failed_fence: int = 0
-    """Fence of the lease whose `fail` was counted last; a repeat of that call is a no-op."""
-    worker: str = ""
-    attempts: int = 0
-    lost_by: list[str] = field(default_factory=list)
-    """Workers that died while they ran it; a lease that is taken up again was not lost."""
-    lost_together: int = 0
-    """How many leases the last of them lost."""
-    expires_at: float = 0.0
-    journal: list[tuple[JournalEntry, int]] = field(default_factory=list)
-    """Entries and what they count for in bytes."""
-    payload: bytes | None = None
-    spilled: bool = False
-    reward: float | None = None
-    lowest_version: int | None = None
-    tokens: int = 0
-    """Length of the response; before the end, tokens journaled so far."""
-    outcome: Outcome | None = None
-
-    @property
-    def rewarded(self) -> bool:
-        return self.reward is not None
-
-    @property
-    def most_together(self) -> int | None:
-        return most_together(len(self.lost_by), self.lost_together)
-
-    @property
-    def held_bytes(self) -> int:
-        payload = 0 if self.payload is None else payload_cost(len(self.payload))
-        return payload + sum(size for _, size in self.journal)
-
-
-@dataclass(slots=True)
-class MemoryGroup:
-    """All episodes of one task. `state`: queued, admitted, ready, shipped, dead; done for other splits."""
-
-    task: Task
-    seq: int
-    members: list[GroupMember]
-    cost: int
-    """Bytes of the task and its bookkeeping."""
-    members_cost: int
-    """Bytes of the episodes' bookkeeping, once they may run."""
-    since: float
-    """When it came to be in its state."""
-    state: str = "queued"
-    floor: int = 0
-    due: int = 0
-    step: int = -1
-
-    @property
-    def is_train(self) -> bool:
-        return self.task.split == TRAIN
-
-    @property
-    def ended(self) -> bool:
-        return all(member.state in ("done", "failed") for member in self.members)
-
-    @property
-    def rewards(self) -> list[float]:
-        return [member.reward for member in self.members if member.reward is not None]
-
-    @property
-    def lowest_version(self) -> int | None:
-        found = [m.lowest_version for m in self.members if m.rewarded and m.lowest_version is not None]
-        return min(found, default=None)
-
-    def episode(self, index: int) -> str:
-        return f"{self.task.task_id}#{index}"
-
-    def rewarded_episodes(self) -> list[str]:
-        return [self.episode(index) for index, member in enumerate(self.members) if member.rewarded]
-
-
-def split_episode(episode_id: str) -> tuple[str, int]:
-    """``train/7#3`` → (``train/7``, 3); an invalid id maps to a task that does not exist."""
-    task_id, _, index = episode_id.rpartition("#")
-    return (task_id, int(index)) if index.isdecimal() else ("", 0)
 
 
 class MemoryState:

@@ -29,6 +29,8 @@ Otherwise, by `overage`: ``wait`` for them; ``drop`` or ``mask`` them once they 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from penstock.transfer_queue.types import (
@@ -200,3 +202,23 @@ class TransferQueue(Protocol):
         """Delete everything of the run; returns the number of keys deleted."""
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """What every role of a run gets: part of the jobs of agent worker, rollout server, gateway and trainer."""
+
+    queue: TransferQueue
+    """Connected; the caller closes it."""
+    model: str
+    """Folder or hub name of the tokenizer and of the weights of version 0."""
+    token: str = field(default="", repr=False)
+    """The run's token, asked of everyone who calls one of its servers."""
+    name: str = ""
+    """The run's name."""
+    seed: int = 0
+    """Seed of everything that a role draws at random."""
+    recipe_dir: Path = Path()
+    """Files named in the recipe are searched here first."""
+    lease_ttl_s: float = 15.0
+    """A lease that is not renewed for this long is lost."""

@@ -16,7 +16,7 @@ from trainer_support import make_segment
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer import BadJob, Head, ModelLimits, Row, join_rows, make_row, number_tokens, pack_rows
-from penstock.trainer.engines.fsdp import load_policy, packed_attention
+from penstock.trainer.engines.fsdp import UnsupportedAttention, load_policy, packed_attention
 
 pytestmark = pytest.mark.torch
 
@@ -81,6 +81,14 @@ def test_shared_prompts_change_neither_logprobs_nor_gradients(
         torch.testing.assert_close(mine, expected, atol=1e-3, rtol=1e-4)
 
 
+def logprobs_and_gradient(loaded: Any, pack: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N] and, of their sum, [V, D]: that of the embedding."""
+    loaded.zero_grad()
+    found = loaded(pack).logprobs
+    found.sum().backward()
+    return found.detach(), loaded.model.model.embed_tokens.weight.grad.clone()
+
+
 def test_tiles_change_neither_logprobs_nor_gradients(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_policy(tiny_model, 1.0)
     pack = join_rows(rows(4))
@@ -88,10 +96,7 @@ def test_tiles_change_neither_logprobs_nor_gradients(tiny_model: str, monkeypatc
     for columns, elements in ((4096, 1 << 20), (11, 77)):
         monkeypatch.setattr("penstock.trainer.logprobs.VOCAB_TILE", columns)
         monkeypatch.setattr("penstock.trainer.logprobs.CPU_TILE_ELEMENTS", elements)
-        loaded.zero_grad()
-        found = loaded(pack).logprobs
-        found.sum().backward()
-        results.append((found.detach(), loaded.model.model.embed_tokens.weight.grad.clone()))
+        results.append(logprobs_and_gradient(loaded, pack))
     torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=0)
     torch.testing.assert_close(results[0][1], results[1][1], atol=1e-5, rtol=1e-5)
 
@@ -159,10 +164,7 @@ def test_capped_scores_do_not_depend_on_tiles(tmp_path: Path, monkeypatch: pytes
     pack, results = join_rows(rows(4)), []
     for queries in (512, 7):
         monkeypatch.setattr("penstock.trainer.engines.fsdp.attention.CAPPED_TILE", queries)
-        loaded.zero_grad()
-        found = loaded(pack).logprobs
-        found.sum().backward()
-        results.append((found.detach(), loaded.model.model.embed_tokens.weight.grad.clone()))
+        results.append(logprobs_and_gradient(loaded, pack))
     torch.testing.assert_close(results[0][0], results[1][0], atol=1e-4, rtol=0)
     torch.testing.assert_close(results[0][1], results[1][1], atol=1e-3, rtol=1e-4)
 
@@ -179,7 +181,7 @@ def test_unknown_attention_arguments_are_refused(given: dict[str, Any], named: s
     heads = torch.zeros(1, 4, 5, 8)
     arguments = {"attention_mask": None, "position_ids": None, "use_cache": False, **given}
     bounds = torch.tensor([0, 5], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match=named):
+    with pytest.raises(UnsupportedAttention, match=named):
         packed_attention(torch.nn.Identity(), heads, heads, heads, cu_seq_lens_q=bounds, **arguments)
 
 

@@ -1,3 +1,4 @@
+from .attention import UnsupportedAttention as UnsupportedAttention
 from .attention import VisibleKeys as VisibleKeys
 from .attention import attend_by_kernel as attend_by_kernel
 from .attention import attend_by_row as attend_by_row

@@ -49,7 +49,11 @@ CAPPED_TILE = 512
 """Queries whose capped scores exist at a time."""
 
 
-class NoBounds(NotImplementedError):
+class UnsupportedAttention(ValueError):
+    """The model asks for scores that packed attention does not compute; the message names them."""
+
+
+class NoBounds(UnsupportedAttention):
     """The model's attention is called without the bounds of packed rows."""
 
 
@@ -81,8 +85,8 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     seen: VisibleKeys | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, L, D], key and value [1, H_kv, L, D] → [1, L, H, D]. Raises `NotImplementedError` where the rows'
-    bounds do not arrive, and for arguments that it does not know.
+    """query [1, H, L, D], key and value [1, H_kv, L, D] → [1, L, H, D]. Raises `NoBounds` where the rows' bounds do not
+    arrive, and `UnsupportedAttention` for arguments that it does not know.
 
     With `context`, L is this rank's part of the tokens, and the bounds are those of the whole pack. `seen`: where rows
     share their prompts. Models are loaded without dropout (`policy.load_model`).
@@ -111,7 +115,7 @@ def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
         asked.discard("is_causal")
     if asked:
         names = ", ".join(sorted(asked))
-        raise NotImplementedError(f"{type(module).__name__} calls attention with {names}, unknown to packed attention")
+        raise UnsupportedAttention(f"{type(module).__name__} calls attention with {names}, unknown to packed attention")
 
 
 def _even_heads(query: Tensor, key: Tensor, value: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
