@@ -10,6 +10,7 @@ from .concurrency import Bounds as Bounds
 from .concurrency import Concurrency as Concurrency
 from .concurrency import WatchedClient as WatchedClient
 from .config import AgentConfig as AgentConfig
+from .config import CaptureConfig as CaptureConfig
 from .config import RewardChoice as RewardChoice
 from .conversation import Conversation as Conversation
 from .env_check import SPLIT as SPLIT
@@ -28,6 +29,7 @@ from .errors import TokenMismatch as TokenMismatch
 from .errors import WorkerStopped as WorkerStopped
 from .journal import SESSIONS as SESSIONS
 from .journal import EpisodeJournal as EpisodeJournal
+from .journal import KeptScore as KeptScore
 from .journal import since_last_restart as since_last_restart
 from .llm import EpisodeLLM as EpisodeLLM
 from .llm import FakeClient as FakeClient

@@ -35,6 +35,10 @@ class CaptureConfig(BaseModel):
     idle_s: float = Field(
         300.0, gt=0, description="A gateway session without a call for this long is returned to the queue."
     )
+    model_aliases: list[str] = Field(
+        default_factory=list,
+        description="Names of the model for agents that insist on one, such as gpt-4o, besides its own.",
+    )
 
 
 class AgentConfig(BaseModel):
@@ -61,7 +65,11 @@ class AgentConfig(BaseModel):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Below 1 the policy gradient is biased; see docs.")
     top_k: int = Field(-1, ge=-1, description="Above 0 the policy gradient is biased; see docs.")
     episode_deadline_s: float = Field(120.0, gt=0, description="An episode that takes longer is truncated(deadline).")
-    parser: ParserName = Field("hermes", description="Format of the model's tool calls; see docs/tools.md.")
+    parser: Literal["auto"] | ParserName = Field(
+        "auto",
+        description="Format of the model's tool calls, see docs/tools.md. auto: of the only parser that reads those"
+        " of its chat template; where there is no such one, tools are refused.",
+    )
     thinking_history: Literal["keep", "strip"] = Field(
         "keep", description="Old thinking: kept token for token, or a new segment where the chat template drops it."
     )

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.agent_loops.base import AgentLoopBase, WorkerServices
+from penstock.agent_loops.chat.calls import name_of
 from penstock.agent_loops.chat.chat import new_budget
-from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError, TokenMismatch
-from penstock.agent_loops.journal import EpisodeJournal, Replayed
+from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError, TokenMismatch, describe
+from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.llm import EpisodeLLM, usual_sampling
 from penstock.agent_loops.merge import as_outputs, check_output, to_trajectory
 from penstock.agent_loops.mismatch import continuity
@@ -129,7 +130,7 @@ class Episode:
         finally:
             await tools.release(leave=leave)
         return await FinishedAttempt(
-            *(self._services, self._lease, outputs, llm, tools, tool_rewards, self._journal.replayed, self._trace),
+            *(self._services, self._lease, outputs, llm, tools, tool_rewards, self._journal, self._trace),
             agent=type(loop).__name__,
         ).trajectory()
 
@@ -176,7 +177,7 @@ class Episode:
             raise
         except Exception as error:
             if not deadline.expired():
-                raise InfraFailure("loop", f"{type(error).__name__}: {error}") from error
+                raise InfraFailure("loop", describe(error)) from error
         if not llm.segments:
             raise InfraFailure("rollout", f"nothing was sampled within {deadline_s:g} s")
         return [segment.output(outcome=TRUNCATED_DEADLINE) for segment in llm.segments]
@@ -206,13 +207,13 @@ class FinishedAttempt:
     llm: EpisodeLLM
     tools: ToolBox
     tool_rewards: Mapping[str, float]
-    replayed: Replayed
+    journal: EpisodeJournal
     trace: Trace
     agent: str
     """Name of the loop's class."""
 
     async def trajectory(self) -> Trajectory:
-        """Raises `TokenMismatch` for edited outputs, `InfraFailure` if there is no reward."""
+        """Raises `TokenMismatch` for edited outputs, `InfraFailure` if there is no reward, `QueueError`."""
         for output in self.outputs:
             check_output(output, self.llm.seen)
         metrics = {**self._numbers(), **{f"tool_reward/{name}": value for name, value in self.tool_rewards.items()}}
@@ -231,15 +232,18 @@ class FinishedAttempt:
             if not self.tool_rewards:
                 raise InfraFailure("reward", "no reward: set agent.reward, or give one in segment.output(reward=…)")
             return sum(self.tool_rewards.values()), {}
-        solution = self.services.chat.decode(self.outputs[-1].response_ids.tolist(), special=False)
+        texts = [self.services.chat.decode(one.response_ids.tolist(), special=False) for one in self.outputs]
         with span("reward") as reward_span:
-            score = await self.services.reward.score(self.lease.task, solution, self._for_reward())
+            score = await self.services.reward.score_once(
+                self.lease.task, texts[-1], self._for_reward(texts), [one.tokens for one in self.outputs], self.journal
+            )
             reward_span.note(reward=score.reward)
         return score.reward, score.metrics
 
-    def _for_reward(self) -> Mapping[str, Any]:
-        """Added to the row's `extra_info`."""
+    def _for_reward(self, texts: Sequence[str]) -> Mapping[str, Any]:
+        """Added to the row's `extra_info`. `texts`: of each segment's response."""
         return {
+            "segments": list(texts),
             "final_text": self.services.chat.decode(last_answer(self.outputs[-1]), special=False),
             "num_turns": sum(output.num_turns for output in self.outputs),
             "tool_calls": self.tools.counts.calls,
@@ -266,7 +270,7 @@ class FinishedAttempt:
             "response_tokens": sum(len(output.response_ids) for output in self.outputs),
             "segments": len(self.outputs),
             **continuity(self.outputs, self.services.chat.decode, self.services.chat.opening_tokens),
-            "restarts": self.replayed.restarts,
+            "restarts": self.journal.replayed.restarts,
             "token_mismatches": self.services.mismatches.take(),
             "latency_s": time.monotonic() - self.trace.started,
         }
@@ -274,10 +278,13 @@ class FinishedAttempt:
     def _notes(self) -> dict[str, Any]:
         return {
             "tool_results": self.tools.counts.texts,
+            "fault": self.tools.counts.fault,
+            "tool_error_texts": self.tools.counts.error_texts,
             "agent": self.agent,
+            "parser": name_of(self.services.chat.parser),
             "worker": self.services.worker,
             "attempt": self.lease.attempt,
-            "replayed_calls": self.replayed.sampled,
-            "replayed_tool_turns": self.replayed.tools,
+            "replayed_calls": self.journal.replayed.sampled,
+            "replayed_tool_turns": self.journal.replayed.tools,
             **self.trace.plain(),
         }

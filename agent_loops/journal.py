@@ -6,14 +6,15 @@ context of a model call, the exact calls of a tool turn); each is used once.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from penstock.agent_loops.errors import EpisodeRestart
-from penstock.transfer_queue import JournalEntry, JournalKind, Lease, TransferQueue
+from penstock.transfer_queue import JournalEntry, JournalKind, JournalMismatch, Lease, QueueError, TransferQueue
 
 RESTART = "restart"
 """Key in an entry's data: everything before this entry belongs to an abandoned run of the episode."""
@@ -23,7 +24,11 @@ SESSIONS = "sandbox_sessions"
 """Key in a tool turn's data: tool → session that holds its state."""
 REWARDS = "tool_rewards"
 """Key in an entry's data: the results of the tools' `calc_reward`. Their states may be gone afterwards."""
-NOTES = frozenset({LIFE, REWARDS})
+SCORE = "score"
+"""Key in an entry's data: a `KeptScore`."""
+NOTES = frozenset({LIFE, REWARDS, SCORE})
+MISMATCHES_ALLOWED = 100
+"""In one append: each is an entry of another process with this lease, or a machine of the queue that died."""
 
 
 @dataclass(slots=True)
@@ -35,12 +40,29 @@ class Replayed:
     restarts: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class KeptScore:
+    """A reward that was computed before its worker died."""
+
+    of: str
+    """Digest of what was scored."""
+    reward: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 class EpisodeJournal:
     """Owned by one lease; `take` before a call, `append` after it and before its result is used."""
 
     def __init__(self, queue: TransferQueue, lease: Lease) -> None:
         self._queue = queue
         self._lease = lease
+        self._all = list(lease.journal)
+        """What the queue should hold, in order."""
+        self._durable = len(self._all)
+        """How many of `_all` it has acknowledged."""
+        self._unsure = False
+        """An append got no answer: the queue may hold one entry more."""
+        self._appending = asyncio.Lock()
         entries = since_last_restart(lease.journal)
         self._left = [entry for entry in entries if not entry.data or not entry.data.keys() <= NOTES]
         self.replayed = Replayed()
@@ -48,6 +70,9 @@ class EpisodeJournal:
         """Tool → session, as recorded last by earlier owners of this run."""
         self.tool_rewards: Mapping[str, float] | None = _last(entries, REWARDS)
         """Results of `calc_reward` recorded by an earlier owner; None: none yet."""
+        score = _last(entries, SCORE)
+        self.score = KeptScore(**score) if score else None
+        """The reward recorded last by an earlier owner; what it scored is not necessarily what is scored now."""
         known = _life_of(lease.journal, entries)
         self._life, self._life_is_durable = known or secrets.token_hex(8), known is not None
         self._branches = 0
@@ -94,8 +119,43 @@ class EpisodeJournal:
         return tuple(theirs)
 
     async def append(self, entry: JournalEntry) -> None:
-        """Appends durably. Raises `LeaseLost`, `QueueUnavailable`."""
-        await self._queue.journal(self._lease, entry)
+        """Appends durably. Raises `LeaseLost`, `QueueUnavailable`.
+
+        Entries that the queue has lost with its machine are appended again before it: after a hole a replay would
+        answer one call with the result of another.
+        """
+        async with self._appending:
+            if self._unsure:
+                await self._look()
+            try:
+                await self._put(entry)
+            except BaseException:
+                self._unsure = True
+                raise
+
+    async def _put(self, entry: JournalEntry) -> None:
+        for _ in range(MISMATCHES_ALLOWED):
+            try:
+                while self._durable < len(self._all):
+                    await self._queue.journal(self._lease, self._all[self._durable], self._durable)
+                    self._durable += 1
+                await self._queue.journal(self._lease, entry, self._durable)
+            except JournalMismatch as found:
+                if found.kept < self._durable:
+                    self._durable = found.kept
+                else:
+                    await self._look()
+            else:
+                self._all.append(entry)
+                self._durable += 1
+                return
+        raise QueueError(f"{self._lease.episode_id}: its journal changed {MISMATCHES_ALLOWED} times during one append")
+
+    async def _look(self) -> None:
+        """What others have appended, or an append of ours that got no answer."""
+        held = (await self._queue.adopt(self._lease.episode_id, self._lease.fence)).journal
+        self._all[self._durable : len(held)] = held[self._durable :]
+        self._durable, self._unsure = len(held), False
 
     async def append_naming(self, entry: JournalEntry) -> None:
         """As `append`, adding the run's name if no entry has recorded it yet."""
@@ -115,9 +175,14 @@ class EpisodeJournal:
         self.tool_rewards = rewards
         await self.append(JournalEntry(kind=JournalKind.TOOLS, data={REWARDS: dict(rewards)}))
 
+    async def keep_score(self, score: KeptScore) -> None:
+        """Records the reward; called before the episode is completed."""
+        self.score = score
+        await self.append(JournalEntry(kind=JournalKind.TOOLS, data={SCORE: asdict(score)}))
+
     async def restart(self, cause: str) -> None:
         """Abandons the run; durable, so that a later owner does not replay it."""
-        self._left, self.sessions, self.tool_rewards = [], {}, None
+        self._left, self.sessions, self.tool_rewards, self.score = [], {}, None, None
         self.replayed.restarts += 1
         self._life, self._life_is_durable = secrets.token_hex(8), False
         await self.append_naming(JournalEntry(kind=JournalKind.TOOLS, data={RESTART: cause}))

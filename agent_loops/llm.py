@@ -177,8 +177,9 @@ class EpisodeLLM:
     async def generate(self, segment: SegmentBuilder, **overrides: Any) -> Reply:
         """Samples on the segment's exact context and appends the answer to it.
 
-        `overrides` are fields of `Sampling`. Raises `InfraFailure` if no server answered, `TokenMismatch` if ids,
-        logprobs and versions of the answer are inconsistent; the episode then ends without a reward.
+        `overrides` are fields of `Sampling`; an answer as long as their `max_new_tokens` is whole, as the caller wanted
+        it. Raises `InfraFailure` if no server answered, `TokenMismatch` if ids, logprobs and versions of the answer are
+        inconsistent; the episode then ends without a reward.
         """
         if segment.done:
             raise AgentError("generate() on a segment that is done; ask `segment.done` before each call")
@@ -189,7 +190,7 @@ class EpisodeLLM:
         except (InfraFailure, EpisodeRestart) as error:
             self.failure = error
             raise
-        self._append(segment, asked, generation)
+        self._append(segment, asked, generation, overrides.get("max_new_tokens"))
         text = self._decode(generation.token_ids)
         return Reply(generation.token_ids, text, generation.logprobs, generation.finish_reason)
 
@@ -264,12 +265,13 @@ class EpisodeLLM:
             split=self._lease.task.split,
         )
 
-    def _append(self, segment: SegmentBuilder, asked: tuple[int, int], generation: Generation) -> None:
+    def _append(
+        self, segment: SegmentBuilder, asked: tuple[int, int], generation: Generation, own_limit: int | None
+    ) -> None:
         if not any(known is segment for known in self.segments):
             self.segments.append(segment)
-        segment.append_sampled(
-            generation.token_ids, generation.logprobs, generation.version_spans, generation.finish_reason
-        )
+        reason = "stop" if len(generation.token_ids) == own_limit else generation.finish_reason
+        segment.append_sampled(generation.token_ids, generation.logprobs, generation.version_spans, reason)
         self.remember(asked, (segment.context_len, segment.context_hash), generation)
 
     def remember(self, asked: tuple[int, int], after: tuple[int, int], generation: Generation) -> None:

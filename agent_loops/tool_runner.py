@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 
 import xxhash
 
-from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure
+from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure, describe
 from penstock.agent_loops.journal import SESSIONS, EpisodeJournal
 from penstock.agent_loops.tracing import span
 from penstock.common import gather_or_cancel, nearest
@@ -84,6 +84,12 @@ def hash_of(calls: Sequence[ToolCall]) -> int:
     return xxhash.xxh3_64_intdigest(json.dumps(plain, sort_keys=True, default=repr).encode())
 
 
+MALFORMED = "malformed"
+KEPT_ERRORS, MAX_ERROR = 3, 400
+MAX_NAME = 40
+"""Characters of a name that a model made up."""
+
+
 @dataclass(slots=True)
 class ToolCounts:
     calls: int = 0
@@ -95,6 +101,18 @@ class ToolCounts:
     """Sums of `ToolResult.metrics`."""
     final_answer: str | None = None
     """Text of the last result that was `final`."""
+    error_texts: list[str] = field(default_factory=list)
+    """The first `KEPT_ERRORS` results that were errors, cut."""
+    faults: Counter[str] = field(default_factory=Counter)
+    """Calls that came to nothing, by what was wrong with them."""
+
+    @property
+    def fault(self) -> str:
+        """The commonest of `faults`, in words; empty where every call was answered."""
+        if not self.faults:
+            return ""
+        words, count = self.faults.most_common(1)[0]
+        return f"every call {words}" if words == MALFORMED and count == self.calls else words
 
     def add(self, results: Sequence[ToolResult]) -> None:
         """One turn's."""
@@ -102,6 +120,8 @@ class ToolCounts:
         self.errors += sum(result.is_error for result in results)
         self.reward += sum(result.reward or 0.0 for result in results)
         self.texts.extend(result.text for result in results)
+        errors = [result.text[:MAX_ERROR] for result in results if result.is_error]
+        self.error_texts += errors[: KEPT_ERRORS - len(self.error_texts)]
         finals = [result.text for result in results if result.final]
         self.final_answer = finals[-1] if finals else self.final_answer
         for key, value in ((key, value) for result in results for key, value in result.metrics.items()):
@@ -150,6 +170,9 @@ class ToolBox:
             raise
         self._states.past.extend(one for one in named if not self._problem_with(one.call))
         self.counts.add(results)
+        self.counts.faults.update(
+            fault for call, result in zip(calls, results, strict=True) if (fault := self._fault_of(call, result))
+        )
         return results
 
     async def rewards(self) -> Mapping[str, float]:
@@ -192,6 +215,15 @@ class ToolBox:
                 return await self._execute(named, state)
             except SandboxLost as error:
                 raise InfraFailure("sandbox", f"lost twice in one call: {error}") from error
+
+    def _fault_of(self, call: ToolCall, result: ToolResult) -> str:
+        if call.error:
+            return MALFORMED
+        if call.name not in self._tools:
+            return f"no tool named {call.name[:MAX_NAME]}"
+        if self._problem_with(call):
+            return f"wrong arguments for {call.name}"
+        return f"{call.name} answered with an error" if result.is_error else ""
 
     def _problem_with(self, call: ToolCall) -> str | None:
         if call.error:
@@ -391,7 +423,7 @@ async def as_infra(name: str, work: Awaitable[T]) -> T:
     except SandboxError as error:
         raise InfraFailure("sandbox", str(error)) from error
     except Exception as error:
-        raise InfraFailure(f"tool {name}", f"{type(error).__name__}: {error}") from error
+        raise InfraFailure(f"tool {name}", describe(error)) from error
 
 
 async def within(name: str, deadline_s: float, work: Awaitable[T]) -> T:

@@ -11,7 +11,7 @@ watch        the loop's beat         its own thread                   names code
 
 Shutdown, healthy (cancellation): admission stops, episodes are cancelled, leave their tools to the next owner and hand
 their leases back with their journals, within DRAIN_DEADLINE_S. Crashed (kill -9): leases expire and other workers
-resume from the journals. Either way no sampled token is lost.
+resume from the journals. Either way nothing that was journaled is lost; an answer under way is sampled again.
 """
 
 from __future__ import annotations

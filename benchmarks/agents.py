@@ -4,7 +4,7 @@
 
 A worker process, a Redis queue, an engine and a tool that answer after a log-normal time. The mean time grows with
 the number of episodes, so that at every level as many turns end per second and only the number of episodes that wait
-differs. Each level has a process of its own, each round all levels, in changing order.
+differs. Each level has a separate process, each round all levels, in changing order.
 
     cpu       seconds on a core of the whole worker process (its threads, its Redis client), per turn
     memory    of one episode that waits for the model: by what Python has allocated, with all episodes in the same turn,
@@ -153,5 +153,5 @@ def _of_the_work() -> dict[str, Any]:
         "tool_result_chars": RESULT_CHARS,
         "turns_per_episode": f"geometric, mean {1 / LAST_TURN:g}",
         "traced_in_turn": HELD_TURN,
-        "ledger": "redis, a process of its own, not counted",
+        "ledger": "redis, a separate process, not counted",
     }

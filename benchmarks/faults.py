@@ -1,6 +1,10 @@
 """Many kills of redis-server, of the trainer in every gap and of agent workers: what is lost, what is twice?
 
-penstock bench faults --json; PENSTOCK_FAULT_KILLS (200) of Redis and of the trainer each, PENSTOCK_FAULT_SEED.
+Beside the kills: rows that end their workers, second heads, second trainers, a Redis whose clock steps by up to an
+hour, whose payloads vanish, and which once loads its file for two minutes.
+
+penstock bench faults --json; PENSTOCK_FAULT_KILLS (200) of Redis and of the trainer each, half as many of workers;
+PENSTOCK_FAULT_SEED; PENSTOCK_FAULT_LOAD_S (120).
 """
 
 from __future__ import annotations
@@ -10,51 +14,67 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from itertools import cycle, islice
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "transfer_queue"))
 
 from faults.account import Account
-from faults.havoc import kill_redis
-from faults.plan import ANYWHERE, GAPS
-from faults.stage import Stage
+from faults.intruders import Wedged
+from faults.mix import play_mix
+
+from penstock.transfer_queue import QueueError
 
 KILLS_PER_STAGE = 25
 """A new stage has other limits: its group size, staleness, overage policy, filter and quota are random."""
-REDIS_PAUSE_S, WORKER_PAUSE_S = 1.2, 3.0
+OF_ACCOUNTS = ("acknowledged", "trained", "steps", "owed", "poison_rows", "lost_payloads")
+OF_COUNTS = ("strangers_refused", "trainers_fenced", "clock_steps", "payloads_deleted", "loads", "loaded_s")
+
+
+@dataclass
+class Campaign:
+    """What all stages came to."""
+
+    accounts: list[Account] = field(default_factory=list)
+    restarts: Counter[str] = field(default_factory=Counter)
+    wedged: int = 0
+    broken: list[str] = field(default_factory=list)
+    """What ended stages before their account could be drawn up."""
+
+    def figures(self) -> dict[str, Any]:
+        wrong = [text for account in self.accounts for text in (*account.lost, *account.twice, *account.wrong)]
+        kills = sum((Counter(account.kills) for account in self.accounts), Counter[str]())
+        return {
+            **{name: sum(getattr(account, name) for account in self.accounts) for name in OF_ACCOUNTS},
+            "lost": sum(len(account.lost) for account in self.accounts),
+            "twice": sum(len(account.twice) for account in self.accounts),
+            "wedged": self.wedged,
+            "wrong": [*wrong, *self.broken],
+            **{name: sum(account.counts.get(name, 0) for account in self.accounts) for name in OF_COUNTS},
+            "kills": dict(sorted(kills.items())),
+            "restarts": dict(self.restarts),
+        }
 
 
 def measure() -> dict[str, Any]:
     kills = int(os.environ.get("PENSTOCK_FAULT_KILLS", "200"))
     seed = int(os.environ.get("PENSTOCK_FAULT_SEED", random.randrange(10**6)))
-    return asyncio.run(_measure(kills, seed))
+    load_s = float(os.environ.get("PENSTOCK_FAULT_LOAD_S", "120"))
+    return asyncio.run(_measure(kills, seed, load_s))
 
 
-async def _measure(kills: int, seed: int) -> dict[str, Any]:
-    began, accounts = time.monotonic(), []
-    gaps = cycle([*GAPS, ANYWHERE])
-    restarts = {"worker": 0, "trainer": 0, "redis": 0}
+async def _measure(kills: int, seed: int, load_s: float) -> dict[str, Any]:
+    began, campaign, done = time.monotonic(), Campaign(), 0
     for number, count in enumerate(_portions(kills)):
-        account, started = await _one_stage(seed + number, count, list(islice(gaps, count)))
-        accounts.append(account)
-        restarts = {name: restarts[name] + started[name] for name in restarts}
-        print(f"{time.monotonic() - began:.0f} s: {account.line}", file=sys.stderr, flush=True)
-    wrong = [text for account in accounts for text in (*account.lost, *account.twice, *account.wrong)]
-    figures = {
-        **{name: sum(getattr(account, name) for account in accounts) for name in ("acknowledged", "trained", "steps")},
-        "owed": sum(account.owed for account in accounts),
-        "lost": sum(len(account.lost) for account in accounts),
-        "twice": sum(len(account.twice) for account in accounts),
-        "wrong": wrong,
-        "kills": _kills(accounts),
-        "restarts": restarts,
-        "took_s": round(time.monotonic() - began, 1),
-    }
+        line = await _one_stage(campaign, seed + number, count, done, load_s if number == 0 else 0.0)
+        done += count
+        print(f"{time.monotonic() - began:.0f} s: {line}", file=sys.stderr, flush=True)
+    figures = {**campaign.figures(), "took_s": round(time.monotonic() - began, 1)}
     setup = {"seed": seed, "redis_kills": kills, "trainer_kills": kills, "appendfsync": "always and everysec by turns"}
-    return {"bench": "faults", "ratio": {}, "figures": figures, "setup": setup}
+    return {"bench": "faults", "ratio": {}, "figures": figures, "setup": {**setup, "load_s": load_s}}
 
 
 def _portions(kills: int) -> Iterator[int]:
@@ -63,19 +83,17 @@ def _portions(kills: int) -> Iterator[int]:
         kills -= KILLS_PER_STAGE
 
 
-async def _one_stage(seed: int, kills: int, gaps: list[str]) -> tuple[Account, dict[str, int]]:
-    async with Stage(seed, fsync=("always", "everysec")[seed % 2]) as stage:
-        stage.chance.shuffle(gaps)
-        workers_killed = max(1, round(kills * REDIS_PAUSE_S / WORKER_PAUSE_S))
-        account = await stage.play(
-            stage.every(REDIS_PAUSE_S, lambda: kill_redis(stage.server, stage.chance), name="redis", times=kills),
-            stage.every(WORKER_PAUSE_S, stage.kill_worker, times=workers_killed),
-            gaps=gaps,
-        )
-        account.wrong += [f"{key} is left in Redis" for key in await stage.leftovers()]
-        return account, {**stage.troupe.restarts, "redis": kills}
-
-
-def _kills(accounts: list[Account]) -> dict[str, int]:
-    names = sorted({name for account in accounts for name in account.kills})
-    return {name: sum(account.kills.get(name, 0) for account in accounts) for name in names}
+async def _one_stage(campaign: Campaign, seed: int, kills: int, first_gap: int, load_s: float) -> str:
+    try:
+        account, restarts = await play_mix(seed, kills, first_gap=first_gap, load_s=load_s)
+    except* Wedged as wedges:
+        campaign.wedged += 1
+        line = str(wedges.exceptions)
+    except* (AssertionError, QueueError) as errors:
+        line = f"seed {seed}: {errors.exceptions}"
+        campaign.broken.append(line)
+    else:
+        campaign.accounts.append(account)
+        campaign.restarts.update(restarts)
+        line = "\n".join([account.line, *account.lost, *account.twice, *account.wrong])
+    return line

@@ -66,6 +66,8 @@ class JournaledEpisode:
     lease: Lease
     turn: int = 0
     context: int = 0
+    entries: int = 0
+    """In its journal."""
 
 
 Samples = dict[int, list[float]]
@@ -107,7 +109,8 @@ async def _take_turn(queue: TransferQueue, episode: JournaledEpisode) -> float:
     entries = _entries(episode)
     began = time.perf_counter()
     for entry in entries:
-        await queue.journal(episode.lease, entry)
+        await queue.journal(episode.lease, entry, episode.entries)
+        episode.entries += 1
     return time.perf_counter() - began
 
 

@@ -52,6 +52,8 @@ WARM_UP_STEPS = 2
 POLL_S = 0.005
 STEP_TIMEOUT_S = 300.0
 FREED_TIMEOUT_S = 60.0
+NEVER_EXPIRES = -1
+"""What Redis says of the time that such a key has left."""
 
 
 def measure() -> dict[str, Any]:
@@ -88,6 +90,7 @@ class Footprint:
 
     used_bytes: int
     keys: list[str]
+    """Those that stay; the answer to a lease, kept for a client that asks again, expires by itself."""
 
 
 class Store:
@@ -116,8 +119,8 @@ class Store:
         async with asyncio.timeout(FREED_TIMEOUT_S):
             while not await self._at_rest():  # noqa: ASYNC110 - another process: there is no event
                 await asyncio.sleep(0.1)
-        keys = sorted([key.decode() async for key in self._client.scan_iter(count=1000)])
-        return Footprint(await self.used_bytes(), keys)
+        keys = [key async for key in self._client.scan_iter(count=1000) if await self._client.ttl(key) == NEVER_EXPIRES]
+        return Footprint(await self.used_bytes(), sorted(key.decode() for key in keys))
 
     async def _at_rest(self) -> bool:
         info = await self._client.info()

@@ -5,9 +5,11 @@
     client   load generator ─► RolloutClient ─► sidecar ─► engine
     bare     load generator ───────────────────────────► the same engine process, over its own streaming route
 
-Both generators are processes that parse every id and logprob. Rounds take turns: in each, every side has the same load
-once. Then a small model, where the engine is quick and HTTP is what counts; and two servers under episodes of several
-turns, sticky and not, with the engine's own counters of prefix hits.
+Both generators are processes that parse every id and logprob. Beside the `hf` engine a third side, `generate`, gives
+the same requests to `transformers.generate` as one batch; `hf_over_generate` compares tokens per CPU second of the two
+processes. Rounds take turns: in each, every side has the same load once. Then a small model, where the engine is quick
+and HTTP is what counts; and two servers under episodes of several turns, sticky and not, with the engine's own counters
+of prefix hits.
 
 Environment: PENSTOCK_BENCH_ENGINE (vllm; hf, sglang), PENSTOCK_BENCH_ROUNDS (5), PENSTOCK_BENCH_MODEL (56m; a name of
 `support.model.SIZES` or a model folder), PENSTOCK_BENCH_DTYPE (bfloat16), PENSTOCK_BENCH_CONCURRENCY (1,16,64,256),
@@ -26,7 +28,15 @@ from typing import Any
 import uvloop
 
 from benchmarks.support.comparison import say
-from benchmarks.support.engine_load import EngineSide, Level, alone_side, bare_side, client_side, measure_levels
+from benchmarks.support.engine_load import (
+    EngineSide,
+    Level,
+    alone_side,
+    bare_side,
+    client_side,
+    generate_side,
+    measure_levels,
+)
 from benchmarks.support.measure import processor
 from benchmarks.support.model import SIZES, save_model
 from benchmarks.support.prefix_hits import measure_prefix_hits
@@ -72,6 +82,7 @@ class RolloutExtent:
             "max_concurrent": most + 1,
             "kv_cache_tokens": 2 * CONTEXT + 2 * most * (PROMPT_TOKENS + self.answer_tokens),
             "request_timeout_s": 600.0,
+            "threads": 1,
             **engine_args(self.engine),
         }
 
@@ -113,6 +124,9 @@ class Bench:
                 child = await load_process(server)
                 stack.push_async_callback(child.stop)
                 sides.append(make(child, server, self.extent.engine, self.extent.rollout(), path))
+            if self.extent.engine == "hf":
+                sides.append(await generate_side(server, self.extent.rollout(), path))
+                stack.push_async_callback(sides[-1].child.stop)
             return await measure_levels(sides, levels, self.extent.rounds)
 
     async def prefix_hits(self) -> dict[str, Any]:
@@ -152,6 +166,8 @@ def _ratios(figures: dict[str, Any]) -> dict[str, float]:
             ratios[f"first_token_over_bare_engine_{many}{suffix}"] = round(
                 client["first_p50_ms"] / bare["first_p50_ms"], 3
             )
+            if "hf_over_generate" in sides:
+                ratios[f"hf_over_generate_{many}{suffix}"] = sides["hf_over_generate"]
     if "sticky" in figures["prefix"]:
         hits = {name: figures["prefix"][name]["hit_rate"] for name in ("sticky", "not_sticky")}
         ratios["prefix_hits_sticky_over_not"] = round(hits["sticky"] / max(hits["not_sticky"], 1e-3), 2)

@@ -8,7 +8,7 @@ padded_by_length   the same with rows of like length together
 trl                TRL's GRPOTrainer, from `scripts/setup-trl`; its answers are given to it, so it generates nothing
 
 One model, one batch of log-normal lengths, one update per step, on every side the same gradient (figure `grad_norm`).
-Each side is a process of its own; they train in turn, in changing order. A token counts once, padding never.
+Each side is a separate process; they train in turn, in changing order. A token counts once, padding never.
 
 Environment: PENSTOCK_BENCH_ROUNDS (3), PENSTOCK_BENCH_MODEL (9m; a name of `support.model.SIZES`),
 PENSTOCK_BENCH_DTYPE (float32), PENSTOCK_BENCH_THREADS (1), PENSTOCK_BENCH_ROWS (32), PENSTOCK_BENCH_MEAN_TOKENS (128),

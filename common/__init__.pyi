@@ -6,12 +6,15 @@ from .concurrency import gather_or_cancel as gather_or_cancel
 from .files import FileLock as FileLock
 from .files import FileLocked as FileLocked
 from .files import JsonlTail as JsonlTail
+from .files import NotPrivate as NotPrivate
 from .files import append_jsonl as append_jsonl
 from .files import atomic_path as atomic_path
 from .files import end_last_line as end_last_line
 from .files import fsync_path as fsync_path
 from .files import fsync_tree as fsync_tree
 from .files import last_by as last_by
+from .files import open_private as open_private
+from .files import private_folder as private_folder
 from .files import read_jsonl as read_jsonl
 from .files import rewrite_jsonl as rewrite_jsonl
 from .files import write_atomically as write_atomically
@@ -43,6 +46,8 @@ from .process import environment_without_secrets as environment_without_secrets
 from .process import guard_command as guard_command
 from .process import handles_signal as handles_signal
 from .process import kill_group as kill_group
+from .process import process_has_ended as process_has_ended
+from .process import process_identity as process_identity
 from .process import raise_open_files as raise_open_files
 from .process import signal_tree as signal_tree
 from .prometheus import Metrics as Metrics

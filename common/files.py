@@ -1,6 +1,7 @@
 """Files that are whole or absent, line files that grow, and locks that end with their holder. Standard library only.
 
 write_atomically, atomic_path          a reader sees the old file or the new one
+private_folder, open_private           in places where every user may write, as /dev/shm
 fsync_path, fsync_tree, write_synced   what survives a power cut
 read_jsonl, append_jsonl, JsonlTail    one JSON object per line; a line cut short by a crash is expected
 FileLock                               flock: the kernel releases it when the holder dies, however it dies
@@ -10,16 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 logger = logging.getLogger(__name__)
 LOCK_POLL_S = 0.2
@@ -93,6 +96,65 @@ def _parts(content: str | bytes | Iterable[bytes]) -> Iterable[bytes]:
     if isinstance(content, str):
         return (content.encode(),)
     return (content,) if isinstance(content, bytes) else content
+
+
+# private -----------------------------------------------------------------------------------------------------------
+class NotPrivate(OSError):
+    """A path may be another user's; the message has the path, its kind, owner and mode, and what to do."""
+
+
+def private_folder(path: Path) -> Path:
+    """Makes `path`, mode 0700, or accepts this user's folder there which nobody else may enter; returns it.
+
+    Missing parents are made likewise. Whoever could write into the folder could exchange what is read from it, so
+    anything else under that name raises `NotPrivate`: another user's folder, a link, one that is open to others.
+    """
+    if not path.parent.exists():
+        private_folder(path.parent)
+    try:
+        # Made closed: a folder that is closed later may have a stranger's files, or open descriptors, by then.
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise _not_private(path, found, "a folder of this user alone, mode 0700") from None
+    return path
+
+
+def open_private(path: Path, mode: Literal["xb", "a+b"], *, buffering: int = -1) -> IO[bytes]:
+    """Opens a file of this user alone, mode 0600: ``xb`` a new one, ``a+b`` also one that is there.
+
+    Links are not followed. Raises `NotPrivate` where the name has something else.
+    """
+    try:
+        return open(path, mode, buffering=buffering, opener=_open_own)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ELOOP, errno.EISDIR, errno.EACCES):
+            raise
+        raise _not_private(path, path.lstat(), "a new file of this user") from error
+
+
+def _open_own(path: str, flags: int) -> int:
+    # Not blocking: the open of a pipe that nobody else opens would not return.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
+            raise _not_private(Path(path), found, "a file of this user alone, under one name")
+        os.fchmod(descriptor, 0o600)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _not_private(path: Path, found: os.stat_result, wanted: str) -> NotPrivate:
+    what = f"{stat.filemode(found.st_mode)}, owner uid {found.st_uid}, {found.st_nlink} links"
+    return NotPrivate(
+        errno.EPERM,
+        f"{path}: found {what}; needed is {wanted} (uid {os.geteuid()}). Whoever made it could read or exchange what"
+        " this run keeps there: look who it was, and remove it",
+    )
 
 
 # line files --------------------------------------------------------------------------------------------------------

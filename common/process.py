@@ -4,6 +4,7 @@ die_with_parent()                      called by a process of ours at its start
 guard_command(command)                 wraps a foreign command, see `guard`
 kill_group(pid), ProcessTable.now()    whatever a process started
 describe_exit(returncode)              an exit status in words
+process_identity(), process_has_ended  a process among all that ever ran
 environment_without_secrets()          for a process that needs none of ours
 """
 
@@ -14,6 +15,7 @@ import ctypes
 import os
 import re
 import resource
+import secrets
 import signal
 import sys
 from collections import defaultdict
@@ -27,7 +29,7 @@ MAX_OPEN_FILES = 65536
 SECRETS = re.compile(r"^PENSTOCK_|(?<!^HF)(?<!^HUGGING_FACE_HUB)_(TOKEN|PASSWORD|SECRET|API_KEY)$")
 """Names of variables that a foreign process must not get. A hub token stays: engines read models with it."""
 _PR_SET_PDEATHSIG = 1
-_STATE, _PARENT, _USER_TICKS, _SYSTEM_TICKS = 0, 1, 11, 12
+_STATE, _PARENT, _USER_TICKS, _SYSTEM_TICKS, _START = 0, 1, 11, 12, 19
 """Fields of /proc/PID/stat after the name in brackets, see proc(5)."""
 
 
@@ -145,6 +147,35 @@ def command_line(pid: int) -> bytes:
     with contextlib.suppress(OSError):
         return (PROC / str(pid) / "cmdline").read_bytes()
     return b""
+
+
+def process_identity() -> str:
+    """This process in one word that no other process has or had: boot of its machine, namespace, pid and start.
+
+    Elsewhere than on Linux: its pid and a random number, which `process_has_ended` cannot judge.
+    """
+    place = _namespace()
+    if not place:
+        return f"{os.getpid()}:{secrets.token_hex(8)}"
+    return f"{place}:{os.getpid()}:{_stat(PROC / 'self')[_START]}"
+
+
+def process_has_ended(identity: str) -> bool:
+    """Whether the process of that `process_identity` has ended. False where it is of another machine or namespace."""
+    place, _, process = identity.rpartition(":")
+    place, _, pid = place.rpartition(":")
+    if not place or place != _namespace():
+        return False
+    fields = _stat(PROC / pid)
+    return not fields or fields[_START] != process or fields[_STATE] in ("Z", "X")
+
+
+def _namespace() -> str:
+    """The boot of this machine and the namespace of its pids; empty elsewhere than on Linux."""
+    with contextlib.suppress(OSError):
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{(PROC / 'self/ns/pid').stat().st_ino}"
+    return ""
 
 
 def _stat(entry: Path) -> list[str]:

@@ -5,10 +5,12 @@ from .app import make_app as make_app
 from .app import serve_page as serve_page
 from .config import DashboardConfig as DashboardConfig
 from .live import Pulse as Pulse
+from .live import rollout_idle as rollout_idle
 from .metrics import Devices as Devices
 from .metrics import MetricsFile as MetricsFile
 from .metrics import advise as advise
 from .metrics import columns as columns
+from .metrics import flat_rewards as flat_rewards
 from .metrics import newest_row as newest_row
 from .metrics import staleness as staleness
 from .runs import RunFiles as RunFiles

@@ -132,18 +132,48 @@ class Split:
     rollout_share: float | None
     """Of all devices, to be given to rollouts."""
     advice: str
+    warning: str = ""
+    """Why nothing is learnt, where rewards say so."""
 
 
 def advise(rows: Sequence[Mapping[str, Any]], rollout_idle: float | None, devices: Devices) -> Split:
     """From rows of ``metrics.jsonl``, oldest first, without the first step, which waits for everything to start."""
     recent = [row for row in rows[1:] if row.get("wall_s")][-RECENT_STEPS:]
     wall_s, wait_s = sum(row["wall_s"] for row in recent), sum(row.get("wait_s", 0.0) for row in recent)
+    warning = flat_rewards(rows)
     if not wall_s:
-        return Split(0, None, rollout_idle, None, "No step to judge by yet.")
+        return Split(0, None, rollout_idle, None, "No step to judge by yet.", warning)
     bubble = min(1.0, wait_s / wall_s)
     made, trained = (1 - (rollout_idle or 0.0)) * devices.rollout, (1 - bubble) * devices.trainer
     share = made / (made + trained) if made + trained else None
-    return Split(len(recent), bubble, rollout_idle, share, _words(bubble, rollout_idle, share, devices))
+    return Split(len(recent), bubble, rollout_idle, share, _words(bubble, rollout_idle, share, devices), warning)
+
+
+FLAT_STEPS = 3
+"""Steps in a row whose rewards are all equal before that is said."""
+FLAT = 1e-6
+"""Standard deviation of rewards below which they are equal: sums of squares are rounded."""
+
+
+def flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Says that all rewards of the newest steps are equal, with the commonest fault of their episodes; else empty."""
+    flat: list[Mapping[str, Any]] = []
+    for row in reversed(rows):
+        if row.get("reward_std", 1.0) > FLAT:
+            break
+        flat.append(row)
+    if len(flat) < FLAT_STEPS:
+        return ""
+    zero = all(abs(row["reward"]) <= FLAT for row in flat)
+    faults: Counter[str] = Counter()
+    for row in flat:
+        faults.update(row.get("faults", {}))
+    episodes = sum(row.get("episodes", 0) for row in flat)
+    said = f"All rewards of each of the last {len(flat)} steps are {'0' if zero else 'equal'}: nothing is learnt"
+    if not faults:
+        return f"{said}. No episode had a fault: look at what the reward compares (trajectories, penstock rehearse)."
+    cause, count = faults.most_common(1)[0]
+    return f"{said}. Commonest cause: {cause} ({count} of {episodes} episodes)."
 
 
 def _words(bubble: float, idle: float | None, share: float | None, devices: Devices) -> str:

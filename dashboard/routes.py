@@ -104,6 +104,11 @@ def _add_numbers(router: APIRouter, folders: RunFolders, pulse: Pulse) -> None:
         """The resolved recipe by dotted keys."""
         return dict(plain(flat(folders.run(run).config())))
 
+    @router.get("/{run}/end")
+    def end(run: str) -> dict[str, Any]:
+        """Why a run ended, and its summary.json; empty of one that has not."""
+        return dict(plain(folders.run(run).end()))
+
     @router.get("/{run}/metrics")
     def metrics(run: str, name: Annotated[list[str] | None, Query()] = None, points: Points = 400) -> dict[str, Any]:
         """The named columns (`name` as often as wanted), and the names of all there are."""
@@ -127,12 +132,14 @@ def _add_numbers(router: APIRouter, folders: RunFolders, pulse: Pulse) -> None:
 def _add_trajectories(router: APIRouter, folders: RunFolders) -> None:
     @router.get("/{run}/trajectories")
     def trajectories(run: str, page: Annotated[Page, Query()]) -> dict[str, Any]:
-        """One page of those that match; ``pending`` step files are not read yet."""
-        index = folders.run(run).index
+        """One page of those that match; ``pending`` step files are not read yet; ``trained`` episodes there were."""
+        files = folders.run(run)
+        index = files.index
         pending = index.refresh(REFRESH_S)
         wanted = Wanted(**page.model_dump(exclude={"offset", "limit"}))
         total, rows = index.page(wanted, page.offset, page.limit)
-        return {"total": total, "pending": pending, "generation": index.generation, "rows": rows}
+        trained = sum(row.get("episodes", 0) for row in files.metrics.rows())
+        return {"total": total, "trained": trained, "pending": pending, "generation": index.generation, "rows": rows}
 
     @router.get("/{run}/trajectory", response_model=None)
     def trajectory(run: str, episode: str, step: int) -> Response:

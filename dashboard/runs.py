@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -63,6 +64,10 @@ class RunFiles:
         file = self.root / "metrics.jsonl"
         return max(0.0, time.time() - file.stat().st_mtime) if file.exists() else 0.0
 
+    def end(self) -> dict[str, Any]:
+        """How the run ended: ``ended`` (why, in words; None where nothing says so) and its ``summary``."""
+        return {"ended": _json_of(self.root / "ended.json").get("why"), "summary": _json_of(self.root / "summary.json")}
+
     def overview(self) -> dict[str, Any]:
         """A line of the list of runs."""
         file = self.root / "metrics.jsonl"
@@ -80,6 +85,15 @@ class RunFiles:
             if self._index is not None:
                 self._index.close()
                 self._index = None
+
+
+def _json_of(file: Path) -> dict[str, Any]:
+    """Empty where there is no such file, or one that is being written."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class RunFolders:

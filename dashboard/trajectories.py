@@ -156,8 +156,11 @@ ABSENT: Mapping[str, Any] = {
 
 
 def page_record(record: Mapping[str, Any], parser_name: str) -> dict[str, Any]:
-    """The record with ``pieces`` (the text of each token, where it was recorded) and ``calls`` in each run."""
-    parser = _parser(parser_name)
+    """The record with ``pieces`` (the text of each token, where it was recorded) and ``calls`` in each run.
+
+    `parser_name`: of the run; the record's own goes before it.
+    """
+    parser = _parser(str(record.get("extra", {}).get("parser", parser_name)))
     segments = [
         {**segment, "prompt": as_text(segment["prompt"]), "runs": [_run(run, parser) for run in segment["runs"]]}
         for segment in record["segments"]

@@ -12,6 +12,7 @@ import typer
 
 from penstock.deploy.commands import compose, config, data, kubernetes, queue, ray, slurm
 from penstock.deploy.commands.bench import bench
+from penstock.deploy.commands.clean import clean
 from penstock.deploy.commands.dashboard import dashboard
 from penstock.deploy.commands.doctor import doctor
 from penstock.deploy.commands.export import export
@@ -42,6 +43,7 @@ app.add_typer(slurm.app, name="slurm")
 train_app = typer.Typer(invoke_without_command=True)
 app.add_typer(train_app, name="train")
 app.command()(bench)
+app.command()(clean)
 app.command(name="redis-server")(redis_server)
 app.command(name="ledger", hidden=True)(redis_server)  # the name of 0.1
 app.command()(search_server)

@@ -24,12 +24,15 @@ from pathlib import Path
 
 import yaml
 
+from penstock.common import Backoff
 from penstock.deploy.config import ConfigError, RunConfig, parse_config
+from penstock.deploy.processes import RestartBudget
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import (
     BatchLog,
     Limits,
     NoSuchRun,
+    QueueError,
     QueueUnavailable,
     RedisServer,
     RedisTransferQueue,
@@ -186,8 +189,13 @@ def limits_of(config: RunConfig) -> Limits:
 
 
 @contextlib.asynccontextmanager
-async def own_redis(config: RunConfig, run: RunDir, token: str) -> AsyncIterator[RunConnection]:
-    """A redis-server that lives as long as the run, with a user for each role; started again when it dies."""
+async def own_redis(
+    config: RunConfig, run: RunDir, token: str
+) -> AsyncIterator[tuple[RunConnection, asyncio.Task[None]]]:
+    """A redis-server that lives as long as the run, with a user for each role.
+
+    The task starts it again when it dies, and ends by raising `RedisLost`.
+    """
     password = secrets.token_urlsafe(32)
     roles = await _role_passwords()
     users = role_users(config.name, roles)
@@ -198,7 +206,7 @@ async def own_redis(config: RunConfig, run: RunDir, token: str) -> AsyncIterator
     await server.start()
     keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
     try:
-        yield RunConnection(server.url, config.name, password, token, role_passwords=roles)
+        yield RunConnection(server.url, config.name, password, token, role_passwords=roles), keeper
     finally:
         keeper.cancel()
         await asyncio.wait([keeper])
@@ -214,23 +222,61 @@ async def _role_passwords() -> dict[str, str]:
     return {role: secrets.token_urlsafe(32) for role in ROLES}
 
 
+LOOK_S = 0.2
+
+
+class RedisLost(QueueError):
+    """The run's redis-server died and cannot be kept alive."""
+
+    @property
+    def why(self) -> str:
+        """For the run's summary."""
+        return str(self)
+
+
+FAILED_STARTS = 5
+"""In a row; then redis-server is given up."""
+RESTARTS, RESTARTS_WITHIN_S = 60, 600.0
+"""Deaths that are outlived: more in that time, and what kills it does so whenever it has started."""
+_START_BACKOFF = Backoff(0.5, 10.0)
+
+
 async def keep_alive(server: RedisServer) -> None:
-    """Redis killed from outside comes back with its append-only file; clients retry meanwhile. Raises `QueueError`."""
+    """Redis killed from outside comes back with its append-only file; clients retry meanwhile.
+
+    Raises `RedisLost` where it does not come up again, or dies again and again.
+    """
+    budget = RestartBudget(RESTARTS, RESTARTS_WITHIN_S)
     while True:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(LOOK_S)
         if server.alive:
             continue
+        if not budget.spend():
+            raise RedisLost(f"redis-server died again and again ({budget.used_up}); see {server.log_file}")
         logger.warning("redis-server ended unexpectedly; restarting it from its append-only file")
-        await server.restart()
+        await _start_again(server)
 
 
-LOOK_S = 0.2
+async def _start_again(server: RedisServer) -> None:
+    pauses = _START_BACKOFF.pauses()
+    while True:
+        try:
+            await server.restart()
+        except (QueueError, OSError) as error:
+            if pauses.failures + 1 >= FAILED_STARTS:
+                raise RedisLost(
+                    f"redis-server ended and did not come up again in {FAILED_STARTS} attempts: {error}"
+                ) from error
+            logger.error("redis-server did not come up again: %s", error)
+        else:
+            return
+        await pauses.sleep()
 
 
 async def serve(server: RedisServer, linger_while: Path | None, linger_s: float) -> None:
     """Until cancelled, and then while the file is there: the head takes its ``connect.env`` away when it is done.
 
-    Raises `QueueError` where redis-server does not come up, or not again.
+    Raises `QueueError` where redis-server does not come up, `RedisLost` where it does not again.
     """
     await server.start()
     logger.info("queue at %s:%d and loopback", server.host, server.port)

@@ -17,22 +17,24 @@ import logging
 import os
 import secrets
 import signal
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from penstock.common import rewrite_jsonl
+from penstock.common import NotPrivate, process_identity, rewrite_jsonl
 from penstock.datasets import materialise
-from penstock.deploy.config import RunConfig, dump_config
-from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection, limits_of, own_redis, redis_login
+from penstock.deploy.config import ConfigError, RunConfig, dump_config
+from penstock.deploy.connection import TOKEN_VARIABLE, RedisLost, RunConnection, limits_of, own_redis, redis_login
+from penstock.deploy.head import describe_found, identity_of, run_headed
+from penstock.deploy.lives import LivesFile
 from penstock.deploy.plan import ADDED, page_roles, roles_of
 from penstock.deploy.processes import RoleFailed, RoleProcess
-from penstock.deploy.report import Reporter, StalledRun
-from penstock.deploy.run_dir import RunDir, RunLock, remove_weights
+from penstock.deploy.report import Reporter, StalledRun, VersionRefused, restarts_of
+from penstock.deploy.run_dir import HEAD_LINE, RunDir, RunLock
 from penstock.deploy.summary import write_summary
 from penstock.deploy.supervisor import LocalPlacement, Placement, Supervisor
 from penstock.deploy.telemetry import head_served
-from penstock.transfer_queue import RedisTransferQueue, check_step_bytes
+from penstock.deploy.weights_folder import remove_weights, weights_entered
+from penstock.transfer_queue import Limits, QueueUnavailable, RedisTransferQueue, TransferQueue, check_step_bytes
 
 logger = logging.getLogger("penstock.run")
 
@@ -40,8 +42,8 @@ logger = logging.getLogger("penstock.run")
 async def launch(config: RunConfig, *, resume: bool = False, placement: Placement | None = None) -> Path:
     """Run to the end and return the path of summary.json. No placement: this machine.
 
-    Raises `ConfigError`, `QueueError`, `RoleFailed`, `StalledRun`, and `Interrupted` after a first Ctrl-C or SIGTERM;
-    however it ends, its processes are stopped and what was trained is summed up.
+    Raises `ConfigError`, `QueueError`, `RoleFailed`, `StalledRun`, `VersionRefused`, and `Interrupted` after a first
+    Ctrl-C or SIGTERM; however it ends, its processes are stopped and what was trained is summed up.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -59,13 +61,24 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
     with RunLock(run, resume=resume):
         run.logs.mkdir(exist_ok=True)
         config = _for_all_roles(config, run)
-        run.config.write_text(dump_config(config))
-        async with _queue(config, run) as (link, queue), _cleaned(config), placement.open(config, run):
-            limits = limits_of(config)
-            check_step_bytes(limits, config.agent.max_response_tokens)
-            await queue.create_run(limits, dump_config(config))
-            await _run_roles(config, run, link, queue, placement)
+        limits = limits_of(config)
+        check_step_bytes(limits, config.agent.max_response_tokens)
+        async with _queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
+            found = await _enter(config, run, queue, limits)
+            # Files that a head which was refused must not take from the one that lives.
+            run.config.write_text(dump_config(config))
+            async with _connect_file(link, run), _weights(config, link.token), placement.open(config, run):
+                await _run_roles(
+                    config, run, link, queue, placement, keepers=[*keepers, keeping], found=found if resume else ""
+                )
     return run.summary
+
+
+async def _enter(config: RunConfig, run: RunDir, queue: TransferQueue, limits: Limits) -> str:
+    """Creates the run, or enters its own in the queue; returns what was found there. Raises `RunTaken`."""
+    identity = identity_of(config, run)
+    found = await queue.create_run(limits, dump_config(config), identity)
+    return describe_found(found, await queue.status(), identity)
 
 
 def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
@@ -79,49 +92,72 @@ def _for_all_roles(config: RunConfig, run: RunDir) -> RunConfig:
 
 
 @contextlib.asynccontextmanager
-async def _queue(config: RunConfig, run: RunDir) -> AsyncIterator[tuple[RunConnection, RedisTransferQueue]]:
-    """A connection to the run's Redis: the one the recipe names, or one of our own that ends with the run."""
+async def _queue(
+    config: RunConfig, run: RunDir
+) -> AsyncIterator[tuple[RunConnection, RedisTransferQueue, list[asyncio.Task[None]]]]:
+    """A connection to the run's Redis: the one the recipe names, or one of our own, with its keeper."""
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
     url = config.transfer_queue.url
     if url:
         username, password = redis_login()
         link = RunConnection(url, config.name, password, token, username)
-        async with _connected(link, config, run) as queue:
-            yield link, queue
+        async with _connected(link, config) as queue:
+            yield link, queue, []
         return
-    async with own_redis(config, run, token) as link, _connected(link, config, run) as queue:
-        yield link, queue
+    async with own_redis(config, run, token) as (link, keeper), _connected(link, config) as queue:
+        yield link, queue, [keeper]
 
 
 @contextlib.asynccontextmanager
-async def _connected(link: RunConnection, config: RunConfig, run: RunDir) -> AsyncIterator[RedisTransferQueue]:
+async def _connected(link: RunConnection, config: RunConfig) -> AsyncIterator[RedisTransferQueue]:
     queue = await link.connect(config.transfer_queue)
-    with os.fdopen(os.open(run.connect_env, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(link.shell_lines())
     try:
         yield queue
     finally:
-        run.connect_env.unlink(missing_ok=True)
         await queue.close()
 
 
 @contextlib.asynccontextmanager
-async def _cleaned(config: RunConfig) -> AsyncIterator[None]:
-    """Removes published weights from this machine's shared memory at the end of the run."""
+async def _connect_file(link: RunConnection, run: RunDir) -> AsyncIterator[None]:
+    with os.fdopen(os.open(run.connect_env, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(f"{link.shell_lines()}{HEAD_LINE}{process_identity()}\n")
     try:
         yield
     finally:
-        remove_weights(config)
+        run.connect_env.unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def _weights(config: RunConfig, token: str) -> AsyncIterator[None]:
+    """The folder of published weights in this machine's shared memory, until the end of the run.
+
+    Raises `ConfigError` where its name has something that is not this user's alone.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(weights_entered(config, token))
+        except NotPrivate as error:
+            raise ConfigError(str(error.strerror)) from error
+        stack.callback(remove_weights, config)
+        yield
 
 
 async def _run_roles(
-    config: RunConfig, run: RunDir, link: RunConnection, queue: RedisTransferQueue, placement: Placement
+    config: RunConfig,
+    run: RunDir,
+    link: RunConnection,
+    queue: RedisTransferQueue,
+    placement: Placement,
+    *,
+    keepers: Sequence[asyncio.Task[None]],
+    found: str,
 ) -> None:
-    started = time.time()
+    """`keepers` end where this head has lost the run, or its redis-server. `found`: what the run continues from."""
+    lives = LivesFile(run.lives)
     supervisor = Supervisor(
         lambda role: placement.place(role, run), lambda kind, number: ADDED[kind](config, link, number)
     )
-    reporter = Reporter(config, run, queue, supervisor.members)
+    reporter = Reporter(config, run, queue, supervisor.members, lives, found=found)
     page = [RoleProcess(role.spec(run.logs)) for role in page_roles(config, run, link)]
     beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
     watchers = [
@@ -134,8 +170,8 @@ async def _run_roles(
         for role in roles_of(config, link):
             supervisor.add(role)
         async with head_served(config, run, link, queue, lambda: [*supervisor.members, *page]):
-            await supervisor.run(watchers)
-    except (RoleFailed, StalledRun) as error:
+            await supervisor.run([*watchers, *keepers])
+    except (RoleFailed, StalledRun, VersionRefused, RedisLost) as error:
         why = error.why
         raise
     finally:
@@ -145,9 +181,15 @@ async def _run_roles(
         await asyncio.gather(*(p.stop() for p in page))
         await asyncio.gather(*watchers, *beside, return_exceptions=True)
         reporter.close()
+        total = lives.total(restarts_of(supervisor.members))
         if why:
             rewrite_jsonl(run.ended, [{"version": reporter.steps_done, "why": why}])
-        await write_summary(config, run, queue, wall_s=time.time() - started, members=supervisor.members)
+        try:
+            await write_summary(config, run, queue, total)
+        except QueueUnavailable as error:
+            if not why:
+                raise
+            logger.error("no summary without the queue: %s", error)
 
 
 async def _beside(process: RoleProcess) -> None:
@@ -186,4 +228,4 @@ class Interrupted(Exception):
     """Ctrl-C or SIGTERM: the run was stopped in order and can be resumed."""
 
 
-__all__ = ["Interrupted", "StalledRun", "launch"]
+__all__ = ["Interrupted", "StalledRun", "VersionRefused", "launch"]

@@ -11,7 +11,7 @@ from penstock.agent_loops import SPLIT, EnvCheck, Policy, check_env
 from penstock.datasets import materialise
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import TOKEN_VARIABLE
-from penstock.trainer import DatasetRow, load_rows
+from penstock.trainer import DataError, DatasetRow, load_rows
 
 
 def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[DatasetRow]:
@@ -21,6 +21,17 @@ def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[DatasetRow]:
         raise ConfigError(f"--split {split}: this recipe has {', '.join(sources)}")
     with tempfile.TemporaryDirectory() as folder:
         return load_rows(materialise(sources[split], Path(folder)), limit)
+
+
+def full_reward(row: DatasetRow) -> float:
+    """What an answer that is right in every way earns: `extra_info.full_reward` of the row, else 1.
+
+    Raises `DataError` where that is no number.
+    """
+    given = row.extra_info.get("full_reward", 1.0)
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise DataError(f"extra_info.full_reward must be a number, found {given!r}: it is what a right answer earns")
+    return float(given)
 
 
 async def rehearse_recipe(

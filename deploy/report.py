@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,26 +19,40 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from penstock.common import JsonlTail, rewrite_jsonl
-from penstock.dashboard import Pulse, RunFiles, advise, flat
+from penstock.dashboard import Pulse, RunFiles, advise, flat, flat_rewards, rollout_idle
 from penstock.deploy.config import RunConfig
+from penstock.deploy.lives import LivesFile
 from penstock.deploy.run_dir import RunDir
-from penstock.deploy.supervisor import StalledRun, SupervisedRole, Watchdog
+from penstock.deploy.supervisor import StalledRun, SupervisedRole, VersionRefused, Watchdog
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue
 
-__all__ = ["Reporter", "StalledRun", "describe"]
+__all__ = ["Reporter", "StalledRun", "VersionRefused", "describe"]
 
 
 class Reporter:
     """Draws a progress bar on a terminal, or prints one line per step elsewhere."""
 
-    def __init__(self, config: RunConfig, run: RunDir, queue: TransferQueue, members: Sequence[SupervisedRole]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunDir,
+        queue: TransferQueue,
+        members: Sequence[SupervisedRole],
+        lives: LivesFile,
+        *,
+        found: str = "",
+    ) -> None:
+        """`found`: what the run continues from; empty for a new one."""
         self._console = Console(stderr=True, highlight=False)
         self._config = config
         self._run = run
         self._queue = queue
         self._roles = RolesFile(run.roles, members)
+        self._members, self._lives = members, lives
         self._watchdog = Watchdog(config, members, self._say)
         self._metrics = JsonlTail(run.metrics)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
+        self._said_flat = False
         self.steps_done = 0
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -46,17 +61,20 @@ class Reporter:
             self._task = self._bar.add_task("starting", total=config.trainer.steps)
         self._say(f"run {config.name}: {describe(config)}")
         self._say(f"  folder: {run.root}")
+        if found:
+            self._say(f"  found: {found}")
         if config.dashboard.enabled:
             where = f"port {config.dashboard.port}" if config.dashboard.port else "its port is in logs/dashboard.log"
             self._say(f"  page: {config.dashboard.host}, {where}; its token is PENSTOCK_TOKEN in connect.env")
 
     async def run(self) -> None:
-        """Until cancelled; raises `StalledRun`."""
+        """Until cancelled; raises `StalledRun`, `VersionRefused`."""
         while True:
             await asyncio.sleep(1.0)
             status, servers = await self._ask()
             self._show(self._metrics.read(), status)
             self._roles.write()
+            self._lives.write(restarts_of(self._members))
             await self._watchdog.look(self.steps_done, status, servers)
 
     def close(self) -> None:
@@ -76,6 +94,7 @@ class Reporter:
             if row["step"] >= self.steps_done:  # a replayed step was reported before
                 self._say_step(row)
                 self.steps_done = row["step"] + 1
+                self._say_flat(row)
         if self._bar is not None:
             self._bar.update(self._task, completed=self.steps_done, description=_pipeline(status))
 
@@ -85,6 +104,14 @@ class Reporter:
             f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  tokens {row['tokens']}  "
             f"train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s"
         )
+
+    def _say_flat(self, row: dict[str, Any]) -> None:
+        """Once for each stretch of steps whose rewards are all equal."""
+        self._recent.append(row)
+        warning = flat_rewards(self._recent)
+        if warning and not self._said_flat:
+            self._say(f"  {warning}")
+        self._said_flat = bool(warning)
 
     def _say(self, line: str) -> None:
         console = self._bar.console if self._bar is not None else self._console
@@ -142,6 +169,11 @@ class RolesFile:
         self._path.unlink(missing_ok=True)
 
 
+def restarts_of(members: Iterable[SupervisedRole]) -> dict[str, int]:
+    """Role to how often it was started again, in this life of the run."""
+    return {member.spec.name: member.restarts for member in members}
+
+
 def read_roles(path: Path) -> dict[str, dict[str, Any]]:
     """Role → ``state`` and ``restarts``; empty where the run has no such file."""
     with contextlib.suppress(FileNotFoundError, ValueError):
@@ -159,6 +191,7 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
     live = await pulse.of(run)
     config, rows = flat(files.config()), files.metrics.rows()
     status: Row = live.get("status", {})
+    split = advise(rows, rollout_idle(files, rows, live.get("status")), files.devices)  # as the page does
     steps = config.get("trainer.steps")
     done = max(len(rows), int(status.get("version", 0)))
     servers = live.get("servers", [])
@@ -176,7 +209,8 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
         "bound_groups": _bound(config),
         "servers": servers,
         "waiting": who_waits(status, servers, config) if live["alive"] else [],
-        "advice": advise(rows, None, files.devices).advice,
+        "advice": split.advice,
+        "warning": "; ".join(filter(None, (split.warning, refusals(servers)))) or None,
         "roles": _roles(files.root),
     }
 
@@ -247,6 +281,11 @@ def _rolling_out(status: Row, servers: Sequence[Row], config: Row) -> str:
     if bound is not None and in_system >= bound:
         return f"agent workers: wait for the trainer, {in_system} of {bound} groups are in the system (max_staleness)"
     return f"agent workers: idle while {groups['queued']} groups are queued"
+
+
+def refusals(servers: Sequence[Row]) -> str:
+    """Of servers that could not load the newest version; empty where there are none."""
+    return "; ".join(f"{server['server_id']}: {server['refusal']}" for server in servers if server["refusal"])
 
 
 def _mean(rows: Sequence[Row], name: str) -> float | None:

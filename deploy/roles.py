@@ -12,14 +12,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.common import FileLock, die_with_parent, metrics_token, raise_open_files
+from penstock.common import FileLock, NotPrivate, die_with_parent, metrics_token, raise_open_files
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection, limits_of
 from penstock.deploy.plan import TRAINER_STOP_S
 from penstock.deploy.processes import STOP_FILE_VARIABLE
-from penstock.deploy.run_dir import RunDir, local_weights_dir, weights_dir
+from penstock.deploy.run_dir import RunDir
 from penstock.deploy.stacks import answer_with_stacks
 from penstock.deploy.telemetry import MetricsTarget, metrics_served, with_spans
+from penstock.deploy.weights_folder import local_weights_dir, weights_dir, weights_entered
 from penstock.sandbox import SandboxConfig
 from penstock.transfer_queue import RunContext, TransferQueue
 
@@ -50,7 +51,9 @@ def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: boo
             runner.run(_until_stopped(main()))
         except FatalError as reason:
             _write_stop_file(str(reason))
-            logging.getLogger("penstock").exception("a restart of this role would not help")
+            # An OSError may come from anywhere; what other causes say is all that there is to know.
+            traced = reason if isinstance(reason.__cause__, OSError) else None
+            logging.getLogger("penstock").error("%s\na restart of this role would not help", reason, exc_info=traced)
             raise SystemExit(1) from None
 
 
@@ -59,7 +62,8 @@ class FatalError(Exception):
 
 
 @contextlib.contextmanager
-def _fatal(*kinds: type[Exception]) -> Iterator[None]:
+def fatal(*kinds: type[Exception]) -> Iterator[None]:
+    """Raises `FatalError` for these."""
     try:
         yield
     except kinds as error:
@@ -125,12 +129,13 @@ async def rollout(
         log_dir=RunDir.of(config).logs,
         host=host or config.rollout.host,
         port=config.rollout.port if port is None else port,
-        fetch_dir=local_weights_dir(config) / f"fetched-by-{name}",
+        fetch_dir=local_weights_dir(config, link.token) / f"fetched-by-{name}",
         evaluates=evaluates,
         metrics_token=metrics_token(link.token),
         mount=mount(recorded),
     )
-    with _fatal(EngineError, OSError):  # the sidecar has restarted its engine as often as it may
+    # The sidecar has restarted its engine as often as it may; `NotPrivate` is an `OSError`.
+    with fatal(EngineError, OSError), weights_entered(config, link.token):
         await _closing(queue, with_spans("rollout", run.name, name, serve(job)))
 
 
@@ -156,7 +161,7 @@ async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
     )
     spans = with_spans("agent", run.name, name, run_worker(job))
     work = _watched(config, link, MetricsTarget("", run.name, "agent", name), job.metrics.registry, spans)
-    with _fatal(AgentError, SandboxError, ToolConfigError):
+    with fatal(AgentError, SandboxError, ToolConfigError):
         await _closing(client, _closing(queue, work))
 
 
@@ -168,12 +173,13 @@ async def train_rank(link: RunConnection) -> None:
         BadJob,
         BatchTimeout,
         DataError,
+        PayloadsLost,
         TrainerMetrics,
         TrainingDiverged,
         TrainJob,
         train,
     )
-    from penstock.transfer_queue import TooManyFiltered
+    from penstock.transfer_queue import TooManyFiltered, TrainerFenced
 
     # Also where nothing is spilled (any more): an earlier life of the run may have spilled what is to be replayed.
     queue, config = await link.join(with_batch_log=True)
@@ -187,13 +193,14 @@ async def train_rank(link: RunConnection) -> None:
         eval_data=config.data.eval,
         eval_limit=config.data.eval_limit,
         shuffle=config.data.shuffle,
-        weights_dir=weights_dir(config),
+        weights_dir=weights_dir(config, link.token),
         transport=config.rollout.weight_transport,
         weights_full_every=config.rollout.weights_full_every,
         weights_host=config.rollout.weights_host,
         weights_port=config.rollout.weights_port,
         temperature=config.agent.temperature,
         publish_dtype=config.rollout.dtype,
+        lost_payloads=config.transfer_queue.lost_payloads,
         spill=config.transfer_queue.spill,
         stop_timeout_s=TRAINER_STOP_S,
         settings=config.model_dump(mode="json"),
@@ -203,9 +210,10 @@ async def train_rank(link: RunConnection) -> None:
     if os.environ.get("RANK", "0") == "0":
         work = _watched(config, link, MetricsTarget("", run.name, "trainer", "trainer"), metrics.registry, work)
     final = (BadJob, BadBatch, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered)
-    with _fatal(*final):
+    with fatal(*final, PayloadsLost, TrainerFenced, NotPrivate):
         async with sole_trainer(run_dir):
-            await _closing(queue, work)
+            with weights_entered(config, link.token):
+                await _closing(queue, work)
 
 
 async def sandbox(config: SandboxConfig, host: str, port: int) -> None:

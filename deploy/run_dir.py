@@ -1,4 +1,4 @@
-"""The files of a run: its folder, the lock against a second run in it, and the folders of its published weights."""
+"""The files of a run: its folder, and the lock against a second run in it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from xxhash import xxh3_64_hexdigest
-
-from penstock.common import FileLock
+from penstock.common import FileLock, process_has_ended
 from penstock.deploy.config import ConfigError, RunConfig
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - files there belong to one run, mode 0600, and the run removes them
+HEAD_LINE = "# head: "
+"""In connect.env, before the `process_identity` of the `penstock run` that wrote it."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,11 @@ class RunDir:
     @property
     def config(self) -> Path:
         return self.root / "config.yaml"
+
+    @property
+    def identity(self) -> Path:
+        """The run's id, which the queue knows it by; made with the folder."""
+        return self.root / "run.id"
 
     @property
     def connect_env(self) -> Path:
@@ -111,6 +115,11 @@ class RunDir:
         return self.root / "roles.json"
 
     @property
+    def lives(self) -> Path:
+        """Wall time and restarts of each `penstock run` of this run."""
+        return self.root / "lives.json"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 
@@ -129,13 +138,15 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         root = self._root
-        used = root.exists() and any(root.iterdir())
+        used = root.exists() and any(root.iterdir()) and not _is_untrained(root)
         root.mkdir(parents=True, exist_ok=True)
         if not self._lock.try_acquire():
             raise ConfigError(f"name: a run called {root.name!r} is running in {root}; choose another name=…")
         if used and not self._resume:
             self._lock.release()
             raise ConfigError(f"name: {root} holds an earlier run; --resume continues it, name=… starts another")
+        if not self._resume:
+            _forget_untrained(root)
         return self
 
     def __exit__(
@@ -144,23 +155,44 @@ class RunLock:
         self._lock.release()
 
 
-def weights_dir(config: RunConfig) -> Path:
-    """Shared memory, also where HTTP serves them; or the run's folder on a shared disk."""
-    if config.rollout.weight_transport == "disk":
-        return RunDir.of(config).root / "weights"
-    return local_weights_dir(config)
+def _is_untrained(root: Path) -> bool:
+    """A run ended here, or was killed, and trained no step."""
+    run = RunDir(root)
+    files = (run.metrics, run.steps, run.evaluations)
+    folders = (run.checkpoints, run.batches, run.trajectories, root / "model")
+    return (
+        (run.config.exists() or run.identity.exists())
+        and not _may_live(run)
+        and not any(file.exists() and file.stat().st_size for file in files)
+        and not any(folder.exists() and any(folder.rglob("*.*")) for folder in folders)
+    )
 
 
-def local_weights_dir(config: RunConfig) -> Path:
-    """Where servers of this machine keep what they fetched or merged; under a shared disk not that disk.
+def _may_live(run: RunDir) -> bool:
+    """A living run has a connect.env, which names its head: the lock may say nothing of one on another machine."""
+    try:
+        text = run.connect_env.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    head = next((line.removeprefix(HEAD_LINE) for line in text.splitlines() if line.startswith(HEAD_LINE)), "")
+    return not process_has_ended(head)
 
-    Runs of one name in two folders have two of them: the first to end would take the other's weights away.
-    """
-    place = xxh3_64_hexdigest(bytes(RunDir.of(config).root))[:8]
-    return SHARED_MEMORY / f"penstock-{config.name}-{place}"
 
-
-def remove_weights(config: RunConfig) -> None:
-    """Both folders, of this machine; no role of the run reads them any more."""
-    for directory in {weights_dir(config), local_weights_dir(config)}:
-        shutil.rmtree(directory, ignore_errors=True)
+def _forget_untrained(root: Path) -> None:
+    """What a run leaves that trained no step; its logs stay, new lines come behind them."""
+    run = RunDir(root)
+    if not _is_untrained(root):
+        return
+    for folder in (run.redis, run.metric_addresses):
+        shutil.rmtree(folder, ignore_errors=True)
+    for file in (
+        run.connect_env,
+        run.config,
+        run.ended,
+        run.summary,
+        run.roles,
+        run.lives,
+        run.timeline,
+        run.weight_updates,
+    ):
+        file.unlink(missing_ok=True)

@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 
 from penstock.common import last_by, read_jsonl, rewrite_jsonl
+from penstock.dashboard import flat_rewards
 from penstock.deploy.config import RunConfig
+from penstock.deploy.lives import LivesTotal
 from penstock.deploy.run_dir import RunDir
-from penstock.deploy.supervisor import SupervisedRole
 from penstock.transfer_queue import Status, TransferQueue, WeightUpdate
 
 
-async def write_summary(
-    config: RunConfig, run: RunDir, queue: TransferQueue, *, wall_s: float, members: Sequence[SupervisedRole]
-) -> dict[str, Any]:
-    """Collect, write and return the summary. Also draws the reward curve."""
+async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, total: LivesTotal) -> dict[str, Any]:
+    """Collect, write and return the summary, of all lives. Also draws the reward curve."""
     rows = last_by(read_jsonl(run.metrics), "step")
     status, updates = await queue.status(), await queue.updates()
     rewrite_jsonl(run.weight_updates, map(asdict, updates))
@@ -29,14 +28,16 @@ async def write_summary(
         "name": config.name,
         "steps": len(rows),
         "ended": _why_ended(run),
-        "wall_s": round(wall_s, 1),
+        "lives": total.lives,
+        "wall_s": round(total.wall_s, 1),
         **_learning(rows, read_jsonl(run.evaluations)),
+        "rewards_warning": flat_rewards(rows) or None,
         **_accounts(last_by(read_jsonl(run.steps), "step"), status, await queue.held()),
         **_tokens(rows),
         "checkpoints_damaged": rows[-1].get("checkpoints_damaged", 0) if rows else 0,
         **_updates(updates),
         "wait_s": {key: round(seconds, 2) for key, seconds in sorted(status.waits_s.items())},
-        "restarts": {m.spec.name: m.restarts for m in members},
+        "restarts": dict(total.restarts),
     }
     run.summary.write_text(json.dumps(summary, indent=2) + "\n")
     if rows:
@@ -64,6 +65,7 @@ REASONS = {
     "episodes_filtered": "filtered",
     "episodes_unrewarded": "unrewarded",
     "episodes_buried": "group_failed",
+    "episodes_payload_lost": "payload_lost",
 }
 """Key in summary.json, which users' scripts read, and the queue's state of an episode."""
 

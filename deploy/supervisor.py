@@ -168,6 +168,39 @@ class StalledRun(Exception):
         """In one line."""
 
 
+class VersionRefused(Exception):
+    """No rollout server can load the newest version: what they sample grows older until the run stands still."""
+
+    def __init__(self, version: int, servers: Sequence[ServerInfo]) -> None:
+        names, reason = ", ".join(server.server_id for server in servers), servers[0].refusal
+        super().__init__(
+            f"no rollout server can load version {version} ({names}): {reason}. Where a tensor is named, trainer and "
+            "engine know this model by different tensors: another rollout.engine or model; where a file or checksum "
+            "is, another rollout.weight_transport or rollout.weights_dir. --resume publishes the version again"
+        )
+
+    @property
+    def why(self) -> str:
+        return str(self)
+
+
+class RefusalCheck:
+    """Called once a second, before anything else is made of the queue's answers."""
+
+    def __init__(self) -> None:
+        self._suspect: int | None = None
+        """The version that every server refused at the last look."""
+
+    def look(self, status: Status | None, servers: Sequence[ServerInfo]) -> None:
+        """Raises `VersionRefused` at the second look in a row: a version may be replaced between two answers."""
+        serving = [server for server in servers if not server.evaluates]
+        refused = status is not None and serving and all(server.refused == status.version for server in serving)
+        version = status.version if status is not None and refused else None
+        if version is not None and version == self._suspect:
+            raise VersionRefused(version, serving)
+        self._suspect = version
+
+
 class Watchdog:
     """`look` is called once a second by the reporter."""
 
@@ -175,6 +208,7 @@ class Watchdog:
         self._config = config
         self._processes = processes
         self._say = say
+        self._refusals = RefusalCheck()
         self._fingerprint: tuple[int, ...] = ()
         self._quiet_since = time.monotonic()
         self._seen: set[str] = set()
@@ -183,7 +217,8 @@ class Watchdog:
         """CPU time of each role's tree when it became quiet, by pid; None while things move."""
 
     async def look(self, steps_done: int, status: Status | None, servers: Sequence[ServerInfo]) -> None:
-        """Raises `StalledRun` where nothing has moved for too long and `stall_action` is to stop."""
+        """Raises `VersionRefused`; `StalledRun` where nothing has moved for too long and `stall_action` is to stop."""
+        self._refusals.look(status, servers)
         if status is not None and self._moved(steps_done, status, servers):
             self._begin_again()
             return

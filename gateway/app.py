@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.types import ASGIApp
 
 from penstock.agent_loops import AgentConfig, AgentError, ChatTokens, allow_imports_from
-from penstock.agent_loops.chat import chat_of, verify_template
+from penstock.agent_loops.chat import chat_of, tools_problem, verify_template
 from penstock.agent_loops.rewards import RewardFunction, load_reward
 from penstock.common import LimitBody
 from penstock.gateway.context import GatewayContext, detokenizer, longest_token
@@ -19,6 +21,8 @@ from penstock.gateway.routes import make_router
 from penstock.gateway.sessions import SessionManager, opens
 from penstock.rollout_server import RolloutClient, Sidecar
 from penstock.transfer_queue import RunContext
+
+log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 """A context of a million tokens, escaped, is some 6 MB; a body is read whole before it is looked at."""
@@ -29,7 +33,7 @@ class GatewayJob:
     """Settings of the recording."""
 
     run: RunContext
-    """`model` is also the model's name for clients."""
+    """The last part of `model`, a folder or a hub's name, is the model's name for clients."""
     config: AgentConfig
     request_timeout_s: float
 
@@ -84,8 +88,8 @@ class Gateway:
             queue=self._job.run.queue,
             client=self._client,
             chat=chat,
-            detokenizer=detokenizer(chat, self._job.config.parser),
-            model=self._job.run.model,
+            detokenizer=detokenizer(chat),
+            model=Path(self._job.run.model).name or self._job.run.model,
             context_limit=lambda: sidecar.info.max_model_len if sidecar.info else None,
             longest_token=longest_token(chat.tokenizer),
             draining=lambda: sidecar.draining,
@@ -97,6 +101,8 @@ class Gateway:
         allow_imports_from(run.recipe_dir.resolve())
         chat = chat_of(run.model, config)
         verify_template(chat)
+        if problem := tools_problem(chat):
+            log.warning("requests with tools are refused: %s", problem)
         return chat, load_reward(config, run.recipe_dir)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from penstock.agent_loops import AgentConfig, ChatTokens, GenerateClient, Mismatches
 from penstock.agent_loops.rewards import RewardFunction
-from penstock.gateway.wire import Detokenizer, call_syntax, token_bytes_of
+from penstock.gateway.errors import UnknownModel
+from penstock.gateway.wire import CallSyntax, Detokenizer, token_bytes_of
 from penstock.transfer_queue import TransferQueue
 
 MAX_TOKENIZING = 2
@@ -26,7 +27,7 @@ class GatewayContext:
     chat: ChatTokens
     detokenizer: Detokenizer
     model: str
-    """Name of the model for clients."""
+    """Name of the model for clients, besides `AgentConfig.capture.model_aliases`."""
     context_limit: Callable[[], int | None] = lambda: None
     """Limit of context and answer together, in tokens; None until an engine is up."""
     longest_token: int | None = None
@@ -38,17 +39,30 @@ class GatewayContext:
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TOKENIZING))
     """Held for a long request while a thread tokenizes it."""
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All names of the model, its own first."""
+        return (self.model, *(name for name in self.config.capture.model_aliases if name != self.model))
+
+    def check_model(self, name: str) -> None:
+        """Raises `UnknownModel`."""
+        if name not in self.models:
+            raise UnknownModel(
+                f"the model {name!r} does not exist here; served: {', '.join(self.models)} "
+                "(agent.capture.model_aliases adds names)"
+            )
+
 
 def longest_token(tokenizer: Any) -> int:
     """Characters of the longest token as the vocabulary spells it, byte for byte: no text of it is longer."""
     return max(map(len, tokenizer.get_vocab()))
 
 
-def detokenizer(chat: ChatTokens, parser: str) -> Detokenizer:
+def detokenizer(chat: ChatTokens) -> Detokenizer:
     """How this model's token ids become text and tool calls."""
     return Detokenizer(
         decode=chat.decode,
         token_bytes=token_bytes_of(chat.tokenizer),
         end_ids=frozenset(chat.stop_token_ids),
-        syntax=call_syntax(parser),
+        syntax=CallSyntax(chat.parser),
     )

@@ -4,6 +4,7 @@ GatewayError
 ├── Gone            410  the episode has ended, or another lease of it was given
 ├── NoEpisode       404  the handle names no episode
 ├── NotNow          503  nothing to lease, no server, queue away: the same request later may work
+├── UnknownModel    404  the request names a model that is not served here
 ├── Conflict        409  the episode is not ready for this; the message says what to do first
 ├── TooLong         400  the context leaves the model no room to answer
 └── NotRecordable   501  this model has no tokenizer or chat template that can be continued exactly
@@ -47,6 +48,12 @@ class NoEpisode(GatewayError):
     status = 404
 
 
+class UnknownModel(GatewayError):
+    """The request names a model that is not served here."""
+
+    status = 404
+
+
 class NotNow(GatewayError):
     """The queue, the servers or this server cannot serve it now; asking again may help."""
 
@@ -82,6 +89,8 @@ def refusal_of(error: InvalidRequest | GatewayError) -> Refusal:
     """Maps an error to its HTTP response."""
     if isinstance(error, InvalidRequest):
         return Refusal(400, invalid_request_body(error))
+    if isinstance(error, UnknownModel):
+        return Refusal(error.status, error_body(error.status, str(error), "model", "model_not_found"))
     code = "context_length_exceeded" if isinstance(error, TooLong) else None
     headers = {"Retry-After": "1"} if isinstance(error, NotNow) else {}
     return Refusal(error.status, error_body(error.status, str(error), code=code), headers)

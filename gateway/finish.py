@@ -16,6 +16,7 @@ from penstock.agent_loops import (
     continuity,
     to_trajectory,
 )
+from penstock.agent_loops.chat import name_of
 from penstock.gateway.errors import Conflict, Gone, NotNow
 from penstock.gateway.journal import own_limit
 from penstock.gateway.prefix_tree import Turn
@@ -185,14 +186,16 @@ async def _reward(episode: GatewaySession, outputs: Sequence[AgentLoopOutput]) -
     last = last_turn(episode)
     assert last is not None
     decode, task = episode.context.chat.decode, episode.lease.task
-    output = outputs[episode.history.segments.index(last.segment)]
+    texts = [decode(one.response_ids.tolist(), special=False) for one in outputs]
     further = {
+        "segments": texts,
         "final_text": decode(last.choice.token_ids, special=False),
         "num_turns": len(episode.history.turns),
         "tool_calls": tool_calls_of(episode),
         "tool_rewards": {},
     }
-    score = await episode.context.reward.score(task, decode(output.response_ids.tolist(), special=False), further)
+    solution, tokens = texts[episode.history.segments.index(last.segment)], [one.tokens for one in outputs]
+    score = await episode.context.reward.score_once(task, solution, further, tokens, episode.record)
     return score.reward, score.metrics
 
 
@@ -221,6 +224,7 @@ def _numbers(episode: GatewaySession, outputs: Sequence[AgentLoopOutput]) -> dic
 def _notes(episode: GatewaySession) -> dict[str, Any]:
     return {
         "agent": "openai client",
+        "parser": name_of(episode.context.chat.parser),
         "worker": episode.context.worker,
         "attempt": episode.lease.attempt,
         RECORDED: episode.handle,

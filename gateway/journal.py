@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from penstock.agent_loops import (
     EpisodeJournal,
     EpisodeLLM,
+    KeptScore,
     TokenMismatch,
     from_entry,
     since_last_restart,
@@ -157,6 +159,8 @@ def _dump(value: Any) -> str:
 
 NOTED = "noted"
 """Key in an entry's data: facts of the episode other than answers (reward, truncation)."""
+SCORE = "score"
+"""Among these facts: what the reward function gave; `reward` is what a client posted."""
 
 
 class SessionJournal:
@@ -165,19 +169,20 @@ class SessionJournal:
     Raises `TokenMismatch` where the journal of `lease` cannot be restored.
     """
 
-    def __init__(self, context: GatewayContext, lease: Lease) -> None:
+    def __init__(self, context: GatewayContext, lease: Lease, journal: EpisodeJournal) -> None:
+        """`lease.journal`: the entries to restore; further ones are appended to `journal`, which may hold others."""
         chat = context.chat.for_episode(new_budget(context.config))
         sampling = usual_sampling(context.config, chat.stop_token_ids, lease)
         self.lease = lease
         self.budget = chat.budget
         self.history = PrefixTree(chat)
         self.facts: dict[str, Any] = {}
-        """``reward``, ``turn_rewards``, ``truncated``, as journaled last."""
+        """``reward``, ``turn_rewards``, ``truncated``, ``score``, as journaled last."""
         self.detokenizer = context.detokenizer
         self.unsure = False
         """The queue may hold an answer that is unknown here: the last write failed."""
         self._context = context
-        self._journal = EpisodeJournal(context.queue, lease)
+        self._journal = journal
         self.llm = EpisodeLLM(context.client, lease, self._journal, sampling, chat.decode)
         self._bodies = MessageStore()
         self._writing = asyncio.Lock()
@@ -202,6 +207,16 @@ class SessionJournal:
         if any(self.facts.get(name) != value for name, value in facts.items()):
             await self._journal.append(JournalEntry(kind=JournalKind.TOOLS, data={NOTED: facts}))
             self.facts.update(facts)
+
+    @property
+    def score(self) -> KeptScore | None:
+        """The reward function's, as journaled last; what it scored may have been continued since."""
+        kept = self.facts.get(SCORE)
+        return KeptScore(**kept) if kept else None
+
+    async def keep_score(self, score: KeptScore) -> None:
+        """Raises `QueueError`."""
+        await self.note(**{SCORE: asdict(score)})
 
     async def resolve_in_thread(self, resolved: ResolvedRequest) -> PrefixMatch:
         """`resolved.resolve`, beside the event loop. Raises `NotRenderable`."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Agent = Callable[["openai.AsyncOpenAI", Task], Awaitable[float | None]]
 MODEL = "policy"
-"""The model in `client.models.list()`; requests may name any model."""
+"""Name of the model for agents inside a worker, besides `agent.capture.model_aliases`."""
 
 
 class OpenAIAgentLoop(AgentLoopBase):
@@ -70,7 +70,8 @@ class OpenAIAgentLoop(AgentLoopBase):
         """The session counts calls, ids and budget; the rest of the episode reads them there."""
         super().equip(services, lease, journal)
         entries = journal.hand_over((ANSWER, NOTED))
-        self.recorded = GatewaySession(_context_of(services), replace(lease, journal=entries), "", alone=True)
+        lease = replace(lease, journal=entries)
+        self.recorded = GatewaySession(_context_of(services), lease, "", own_journal=journal)
         self.llm, self.chat = self.recorded.llm, self.recorded.history.chat
         self.llm.segments = self.recorded.history.segments
 
@@ -137,7 +138,7 @@ def _context_of(services: WorkerServices) -> GatewayContext:
         queue=services.queue,
         client=services.client,
         chat=services.chat,
-        detokenizer=_text_of(services.chat, services.config.parser),
+        detokenizer=_text_of(services.chat),
         model=MODEL,
         reward=services.reward,
         mismatches=services.mismatches,
@@ -145,9 +146,9 @@ def _context_of(services: WorkerServices) -> GatewayContext:
 
 
 @lru_cache(maxsize=4)
-def _text_of(chat: ChatTokens, parser: str) -> Detokenizer:
+def _text_of(chat: ChatTokens) -> Detokenizer:
     """Cached per worker, because it reads the whole vocabulary."""
-    return detokenizer(chat, parser)
+    return detokenizer(chat)
 
 
 def _number(reward: Any) -> float | None:

@@ -78,8 +78,11 @@ class RecordingTransport(httpx2.AsyncBaseTransport):
             self._note(error)
 
     def _models(self, path: str) -> dict[str, Any]:
-        model = model_body(self._episode.context.model, 0)
-        return model_list_body([model]) if path == "/v1/models" else model
+        context, name = self._episode.context, path.removeprefix("/v1/models").removeprefix("/")
+        if not name:
+            return model_list_body([model_body(known, 0) for known in context.models])
+        context.check_model(name)
+        return model_body(name, 0)
 
     def _note(self, error: InvalidRequest | GatewayError) -> None:
         if self.failure is None and isinstance(error, NotNow | Gone):

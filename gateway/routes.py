@@ -122,12 +122,14 @@ def _add_openai_routes(router: APIRouter, manager: FindManager, version: Callabl
     @_with_refusals
     async def models(request: Request, handle: str) -> Response:
         episode = await (await manager()).find(handle)
-        return JSONResponse(model_list_body([_model(episode, version())]))
+        return JSONResponse(model_list_body([_model(episode, name, version()) for name in episode.context.models]))
 
     @router.get("/episodes/{handle}/v1/models/{model:path}")
     @_with_refusals
     async def model(request: Request, handle: str, model: str) -> Response:
-        return JSONResponse(_model(await (await manager()).find(handle), version()))
+        episode = await (await manager()).find(handle)
+        episode.context.check_model(model)
+        return JSONResponse(_model(episode, model, version()))
 
 
 def _asking(manager: FindManager, parse: Callable[[Any], CompletionRequest]) -> Route:
@@ -168,8 +170,8 @@ def _opened(episode: GatewaySession, url: str, token: str) -> dict[str, Any]:
     }
 
 
-def _model(episode: GatewaySession, version: int) -> dict[str, Any]:
-    return model_body(episode.context.model, 0, max_model_len=episode.context.context_limit(), policy_version=version)
+def _model(episode: GatewaySession, name: str, version: int) -> dict[str, Any]:
+    return model_body(name, 0, max_model_len=episode.context.context_limit(), policy_version=version)
 
 
 def _outcome(given: FinishBody) -> Outcome | None:

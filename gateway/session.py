@@ -23,15 +23,17 @@ from penstock.agent_loops import (
     TRUNCATED_LENGTH,
     TRUNCATED_TURNS,
     Budget,
+    EpisodeJournal,
     InfraFailure,
     TokenMismatch,
     Watch,
 )
+from penstock.agent_loops.chat import tools_problem
 from penstock.common import gather_or_cancel
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.errors import Gone, TooLong, to_client_error, unexpected_end
 from penstock.gateway.journal import SessionJournal, head_of, recorded_choice, sampling_key
-from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, Turn
+from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, Turn, as_json
 from penstock.gateway.requests import InFlightAnswers, PendingAnswer, Replay, resolve_request
 from penstock.gateway.wire import AnswerReader, Choice, CompletionRequest, InvalidRequest, answer_id
 from penstock.gateway.wire.types import Api
@@ -45,16 +47,18 @@ LONG = 20_000
 class GatewaySession:
     """Recording of one leased episode. Raises `TokenMismatch` where its journal cannot be restored."""
 
-    def __init__(self, context: GatewayContext, lease: Lease, handle: str, *, alone: bool = False) -> None:
+    def __init__(
+        self, context: GatewayContext, lease: Lease, handle: str, *, own_journal: EpisodeJournal | None = None
+    ) -> None:
         """Args:
-        alone: the agent runs in this process, from its start, and no other process records under this lease. The
-            journal answers the agent's repeated requests in order; each further one is a new sample.
+        own_journal: the agent runs in this process, from its start, and no other process records under this lease.
+            `lease.journal` answers the agent's repeated requests in order; each further one is a new sample.
         """
         self.context, self.lease, self.handle = context, lease, handle
-        self._alone = alone
-        self.record = SessionJournal(context, lease)
+        self._alone = own_journal is not None
+        self.record = SessionJournal(context, lease, own_journal or EpisodeJournal(context.queue, lease))
         self.history, self.llm, self.facts = self.record.history, self.record.llm, self.record.facts
-        self.replay = Replay(self.history.turns.values() if alone else ())
+        self.replay = Replay(self.history.turns.values() if self._alone else ())
         self.gone: str | None = None
         """Why no requests are accepted any more."""
         self.broken: Outcome | None = None
@@ -67,12 +71,16 @@ class GatewaySession:
 
     # a request -----------------------------------------------------------------------------------------------------
     async def answer(self, request: CompletionRequest, *, retried: bool = False) -> PendingAnswer:
-        """The answer to `request`, new or recorded. Raises `InvalidRequest`, `TooLong`, `Gone`, `NotNow`.
+        """The answer to `request`, new or recorded. Raises `InvalidRequest` and each `GatewayError`.
 
         Args:
             retried: the client marks this request as a retry.
         """
         self.check_open()
+        self.context.check_model(request.model)
+        _check_template_settings(request, self.context.config.template_settings)
+        if request.reads_calls and (problem := tools_problem(self.context.chat)):
+            raise InvalidRequest("tools", problem)
         self.active_at = time.monotonic()
         match = await self._resolve(request)
         key = (match.asked, sampling_key(request))
@@ -322,3 +330,15 @@ def _watch(call: PendingAnswer, reader: AnswerReader, index: int) -> Watch:
         return kept if ends_here else None
 
     return watch
+
+
+def _check_template_settings(request: CompletionRequest, of_run: Mapping[str, Any]) -> None:
+    """All prompts of a run are rendered alike: else no conversation could be continued token for token. A client may
+    say the run's own settings again. Raises `InvalidRequest`."""
+    for name, value in request.template_settings.items():
+        if name not in of_run or as_json(value) != as_json(of_run[name]):
+            raise InvalidRequest(
+                f"chat_template_kwargs.{name}",
+                f"is not the run's: agent.template_settings is {as_json(dict(of_run))}, for every request of it",
+                "unsupported_parameter",
+            )

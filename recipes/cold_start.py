@@ -8,9 +8,9 @@
 
 What is learned is token for token what an episode of the recipe would hold: prompts, tools and results as the agent
 loop renders them, loss on what the model writes alone. A policy's episodes are played with the recipe's real tools
-first, and only those that earned the full reward are shown. Demonstrations are JSON lines with `messages` (OpenAI's
-form, calls as `tool_calls`). The model, dtype, parallelism and pack size are the recipe's; the folder that is written
-is a model like any other.
+first, and only those that earned the full reward are shown (`extra_info.full_reward` of the row, else 1); what is
+dropped, and why, is printed. Demonstrations are JSON lines with `messages` (OpenAI's form, calls as `tool_calls`). The
+model, dtype, parallelism and pack size are the recipe's; the folder that is written is a model like any other.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,16 +30,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.agent_loops import AgentError, Budget, ChatTokens, load_object
+from penstock.agent_loops import AgentError, Budget, ChatTokens, EnvCheck, load_object
 from penstock.agent_loops.chat import chat_of
-from penstock.deploy import ConfigError, RunConfig, load_config, rehearse_recipe, rows_of
+from penstock.deploy import ConfigError, RunConfig, full_reward, load_config, rehearse_recipe, rows_of
 from penstock.sandbox import SandboxError
 from penstock.tools import ToolConfigError, close_tools, make_tools
 from penstock.trainer import DataError, Outputs, Pack, Ranks, Row, TrainerConfig, make_row, pack_rows, save_final_model
 from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.transfer_queue import Segment
+from penstock.transfer_queue import OutcomeKind, Segment, Trajectory
 
-FULL_REWARD = 1.0
+CAUSES = 5
+"""Of dropped demonstrations that are named."""
 RANKS_TIMEOUT_S = 1800.0
 """One rank may play episodes or load a model for so long while another waits for it."""
 UNBOUNDED = 1 << 30
@@ -91,11 +94,33 @@ def played(config: RunConfig, options: argparse.Namespace) -> list[Segment]:
     """Episodes of a policy that earned the full reward. Each rank plays all: the same policy says the same."""
     rows = rows_of(config, "train", options.rows)
     found = asyncio.run(rehearse_recipe(config, load_object(options.policy, Path.cwd()), rows))
-    shown = [one for one in found.trajectories if one.reward == FULL_REWARD]
+    wanted = [full_reward(row) for row in rows]
+    shown = [one for one in found.trajectories if one.reward == wanted[row_of(one)]]
+    dropped = why_dropped(found, wanted)
     if not shown:
-        causes = {letter.outcome.reason for letter in found.failures} or {"its answers are not right"}
-        raise BadDemonstration(f"{options.policy} solved none of {len(rows)} rows: {', '.join(sorted(causes))}")
+        raise BadDemonstration(f"{options.policy} solved none of {len(rows)} rows: {listed(dropped)}")
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"{len(shown)} of {len(rows)} episodes are shown; dropped: {listed(dropped)}")
     return [segment for one in shown for segment in one.segments]
+
+
+def why_dropped(found: EnvCheck, wanted: Sequence[float]) -> Counter[str]:
+    """Episodes that are not shown, by cause."""
+    causes = Counter(f"failed ({letter.outcome.component}: {letter.outcome.reason})" for letter in found.failures)
+    for one in found.trajectories:
+        full = wanted[row_of(one)]
+        if one.reward != full:
+            ended = "" if one.outcome.kind is OutcomeKind.COMPLETED else f", {one.outcome.kind} ({one.outcome.reason})"
+            causes[f"with reward {one.reward:g}, not {full:g}{ended}"] += 1
+    return causes
+
+
+def row_of(one: Trajectory) -> int:
+    return int(one.task_id.rpartition("/")[2])
+
+
+def listed(dropped: Counter[str]) -> str:
+    return "; ".join(f"{count} {cause}" for cause, count in dropped.most_common(CAUSES)) or "none"
 
 
 def read(path: Path, config: RunConfig) -> Iterator[Segment]:

@@ -17,6 +17,7 @@ from .protocol import GenerateRequest as GenerateRequest
 from .protocol import Generation as Generation
 from .protocol import ImageRef as ImageRef
 from .protocol import Sampling as Sampling
+from .protocol import VersionsDisproved as VersionsDisproved
 from .protocol import fit_request as fit_request
 from .protocol import join_chunks as join_chunks
 from .protocol import slice_spans as slice_spans

@@ -28,6 +28,7 @@ from penstock.rollout_server.protocol import (
     GenerateRequest,
     Generation,
     Span,
+    VersionsDisproved,
     extend_spans,
 )
 from penstock.rollout_server.routing import PendingRequest, Registry, Router
@@ -82,12 +83,14 @@ class RolloutClient:
         is never ``abort``. Closing the generator early aborts the request in the engine.
 
         Raises:
+            VersionsDisproved: a server disproved the versions of tokens that were handed on; drop the whole answer.
             EngineError: not retryable where the request is invalid; retryable, with the last cause, where `timeout_s`
                 or the request's `deadline_s` expired.
         """
-        return self._stream(AnswerBuilder(request))
+        return self._stream(AnswerBuilder(request), may_take_back=False)
 
-    async def _stream(self, answer: AnswerBuilder) -> AsyncGenerator[Chunk]:
+    async def _stream(self, answer: AnswerBuilder, *, may_take_back: bool = True) -> AsyncGenerator[Chunk]:
+        """`may_take_back`: the reader keeps no chunk, so that disproved tokens may be sampled again."""
         timeout_s = min(self.timeout_s, answer.request.deadline_s or self.timeout_s)
         deadline = time.monotonic() + timeout_s
         cause, avoid, failures = "", "", 0
@@ -106,6 +109,11 @@ class RolloutClient:
             except _Broken as error:
                 cause, failures = str(error), failures + 1
                 avoid = error.url if error.blame != "nobody" else ""
+                if error.disproved and answer.take_back() and not may_take_back:
+                    raise VersionsDisproved(cause) from error
+            if answer.finish_reason is None and answer.finish_by_content():
+                yield Chunk(finish_reason=answer.finish_reason)
+                return
             if failures:
                 await asyncio.sleep(min(BACKOFF.pause_s(failures), max(0.0, deadline - time.monotonic())))
 
@@ -169,7 +177,7 @@ class RolloutClient:
         """Reports the failure to the router, and names the server in the error."""
         cause = f"{server.server_id} at {server.url}: {error or type(error).__name__}"
         known = error if isinstance(error, _Broken) else _Broken("", "gone")
-        broken = _Broken(cause, known.blame, url=server.url)
+        broken = _Broken(cause, known.blame, url=server.url, disproved=known.disproved)
         if known.blame == "full":
             self.refused += 1
             self._router.full(pending, known.retry_after_s)
@@ -226,10 +234,12 @@ class AnswerBuilder:
         self.finish_reason: FinishReason | None = None
         self._server_versions: set[int] = set()
         self._resumes = False
+        self._before_server = (0, 0, False)
 
     def next_request(self, deadline_s: float) -> GenerateRequest:
         """The request for the next server: the context holds the prompt and all tokens sampled so far."""
         self._server_versions, self._resumes = set(), bool(self.token_ids)
+        self._before_server = (len(self.token_ids), self.resumed, self.continued_over_update)
         if not self.token_ids:
             return self.request.model_copy(update={"deadline_s": deadline_s})
         left = self.request.sampling.max_new_tokens - len(self.token_ids)
@@ -248,19 +258,30 @@ class AnswerBuilder:
         self.continued_over_update |= len(self._server_versions) > 1
         # "abort" comes from the engine, not from the policy: the answer continues at another server.
         self.finish_reason = None if chunk.finish_reason == "abort" else chunk.finish_reason
-        self._finish_by_content()
         if not chunk.token_ids and self.finish_reason is None:
             return None
         return chunk.model_copy(update={"finish_reason": self.finish_reason})
 
-    def _finish_by_content(self) -> None:
-        """A server may die between the last token and its finish reason: the tokens show that the answer is whole."""
-        if self.finish_reason is not None or not self.token_ids:
-            return
-        if self.token_ids[-1] in self.request.sampling.stop_token_ids:
+    def take_back(self) -> int:
+        """Removes what the current server sent, whose versions it disproved; returns how many tokens."""
+        kept, self.resumed, self.continued_over_update = self._before_server
+        removed = len(self.token_ids) - kept
+        del self.token_ids[kept:], self.logprobs[kept:]
+        self.spans = [(version, start, min(end, kept)) for version, start, end in self.spans if start < kept]
+        self.finish_reason = None
+        return removed
+
+    def finish_by_content(self) -> bool:
+        """Ends an answer whose tokens show that it is whole; returns whether they do.
+
+        A server may die between the last token and its finish reason. Called only once the server is gone: until then
+        its report may disprove the versions of its tokens.
+        """
+        if self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.request.sampling.max_new_tokens:
             self.finish_reason = "length"
+        return self.finish_reason is not None
 
     def build(self) -> Generation:
         """The finished answer."""
@@ -279,9 +300,17 @@ class AnswerBuilder:
 class _Broken(Exception):
     """The answer does not continue at this server; another one may have it. `blame` is what the router learns."""
 
-    def __init__(self, message: str, blame: Blame = "answer", retry_after_s: float = 1.0, url: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        blame: Blame = "answer",
+        retry_after_s: float = 1.0,
+        url: str = "",
+        *,
+        disproved: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.blame, self.retry_after_s, self.url = blame, retry_after_s, url
+        self.blame, self.retry_after_s, self.url, self.disproved = blame, retry_after_s, url, disproved
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> Exception:
@@ -309,7 +338,9 @@ def _parse(line: bytes) -> Chunk:
         raise _Broken(f"half a line: {line[:80]!r}") from error
     if "error" in value:
         error_detail = value["error"]
-        raise _Broken(error_detail["message"], "nobody" if error_detail.get("field") == "deadline_s" else "answer")
+        field = error_detail.get("field")
+        blame: Blame = "nobody" if field == "deadline_s" else "answer"
+        raise _Broken(error_detail["message"], blame, disproved=field == "version_spans")
     value["version_spans"] = [tuple(span) for span in value["version_spans"]]
     return Chunk.model_construct(**value)
 

@@ -117,6 +117,13 @@ class EngineError(Exception):
         self.retryable = retryable
 
 
+class VersionsDisproved(EngineError):
+    """The server's own report gives other versions to tokens that were handed on.
+
+    No token of this server's part of the answer may be trained on: its version is unknown.
+    """
+
+
 class BadRequest(EngineError):
     """The request is invalid at every server. `field` names the cause in it."""
 

@@ -20,6 +20,7 @@ from penstock.rollout_server.protocol import (
     EngineError,
     EngineInfo,
     GenerateRequest,
+    VersionsDisproved,
     fit_request,
     join_chunks,
     refuse_truncation,
@@ -175,6 +176,8 @@ async def _merge(chunks: AsyncGenerator[Chunk], deadline: float | None) -> Async
             if chunk.finish_reason or time.monotonic() - flushed > FLUSH_S:
                 yield held
                 held, flushed = None, time.monotonic()
+    except VersionsDisproved:
+        raise
     except EngineError:
         if held:
             yield held

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fastapi import APIRouter, FastAPI, Request
@@ -41,6 +42,7 @@ from penstock.rollout_server.protocol import (
     Health,
     ModelEntry,
     ModelList,
+    VersionsDisproved,
     versions_of,
 )
 from penstock.rollout_server.request_queue import DeadlineExceeded, NotServing, QueueFull, TooOld
@@ -178,7 +180,9 @@ def _add_health(app: FastAPI, sidecar: Sidecar, model: str) -> None:
     async def models() -> ModelList:
         """The model, its context length and the policy version."""
         length = sidecar.info.max_model_len if sidecar.info else None
-        return ModelList(data=[ModelEntry(id=model, max_model_len=length, policy_version=sidecar.version)])
+        return ModelList(
+            data=[ModelEntry(id=Path(model).name or model, max_model_len=length, policy_version=sidecar.version)]
+        )
 
 
 def refusal(error: Exception) -> JSONResponse:
@@ -271,7 +275,11 @@ def chunk_line(chunk: Chunk) -> bytes:
 
 def error_line(error: Exception) -> bytes:
     """The last line of an answer that broke off."""
-    field = "deadline_s" if isinstance(error, DeadlineExceeded) else ""
+    field = ""
+    if isinstance(error, DeadlineExceeded):
+        field = "deadline_s"
+    elif isinstance(error, VersionsDisproved):
+        field = "version_spans"
     return _line({"error": {"field": field, "message": str(error)}})
 
 

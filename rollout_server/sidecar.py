@@ -37,6 +37,8 @@ STABLE_S = 300.0
 """An engine that ran this long has its restarts forgotten."""
 BACKOFF = Backoff(0.5, 15.0, jitter=(0.8, 1.2))
 STRAGGLER_DRAIN_S = 20.0
+MOST_REFUSAL = 500
+"""Characters of a refusal in the registry."""
 
 
 class NewEngine(Protocol):
@@ -180,13 +182,13 @@ class Sidecar:
             await self.engine.stop()
 
     async def _pull(self, engine: Engine) -> None:
-        before = self.weights.version
+        before = (self.weights.version, self.weights.refused)
         try:
             held = await self.weights.pull(engine)
         finally:
             if self.pin is not None:
                 self.pin.moved()
-        if self.weights.version != before:
+        if (self.weights.version, self.weights.refused) != before:
             self._registration.changed.set()
         if held and not self.open:
             self._open()
@@ -219,6 +221,7 @@ class Sidecar:
             async with asyncio.timeout(PROBE_TIMEOUT_S), aclosing(engine.generate(request)) as chunks:
                 async for _ in chunks:
                     self.requests.sampled()
+                    return  # an empty one as well: the token may be held back until the weights are verified
         except TimeoutError as error:
             raise EngineError(f"an idle engine sampled no token in {PROBE_TIMEOUT_S:g} s") from error
 
@@ -247,13 +250,18 @@ class Sidecar:
         return self.weights.pulls >= wanted
 
     def _entry(self) -> ServerInfo | None:
-        """The entry in the registry; None before the first engine is open, and while draining."""
-        self._registered = self._registered or self.open
+        """The entry in the registry; None before the first engine is open or has refused its weights, and while
+        draining."""
+        refused = self.weights.refused
+        self._registered = self._registered or self.open or refused is not None
         if not self._registered or self.draining:
             return None
         self.metrics.version.set(self.version)
         tokens, evaluates = self.requests.in_flight_tokens, self.pin is not None
-        return ServerInfo(self.name, self.url, self.version, self.in_flight, self.open, tokens, evaluates)
+        number, cause = (None, "") if refused is None else (refused.version, self.weights.cause[:MOST_REFUSAL])
+        return ServerInfo(
+            self.name, self.url, self.version, self.in_flight, self.open, tokens, evaluates, number, cause
+        )
 
     # answers -------------------------------------------------------------------------------------------------------
     def admit(self, request: GenerateRequest) -> GenerateRequest:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.sandbox.protocol import SandboxError
 
-MODULES = ("capture", "children", "interpreter", "shell", "persistent", "calls", "driver")
+MODULES = ("capture", "children", "interpreter", "shell", "persistent", "memory", "calls", "driver")
 """In import order: each finds those before it in `sys.modules`."""
 PACKAGE = "penstock.sandbox.inside"
 

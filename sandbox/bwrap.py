@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 from penstock.sandbox.box import BoxCommand, ProcessBox
-from penstock.sandbox.bundle import compile_driver, driver_command
+from penstock.sandbox.bundle import compile_driver, driver_command, open_blob
 from penstock.sandbox.cgroups import CgroupMaker, open_cgroups
 from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.inside import memory
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot
 from penstock.sandbox.protocol import SandboxError
 from penstock.sandbox.seccomp import build_filter
@@ -32,6 +34,11 @@ _UIDS_PER_WORKER = 1024
 _ENTER_CGROUPS = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
 _SHM_BYTES = 16 << 20
 
+_UNMAPPED_ZERO = " --dev-bind /dev/full /dev/zero"
+"""Reads the same; a shared map of the real one would be memory that no process and no file shows."""
+_WMEM_MAX = Path("/proc/sys/net/core/wmem_max")
+
+DELEGATE = "delegate a cgroup v2 (`systemd-run --user --scope -p Delegate=yes penstock …`)"
 INSTALL = "bubblewrap is missing: `apt-get install bubblewrap` (or `dnf install bubblewrap`)"
 ALLOW_NAMESPACES = (
     "allow user namespaces: `sysctl -w user.max_user_namespaces=10000`, on Debian also "
@@ -58,9 +65,15 @@ class BwrapSandbox(DriverSandbox):
         """
         super().__init__(config, queue_timeout_s)
         self._features = probe()
-        self._filter = build_filter()
-        self._driver = compile_driver(PYTHON)
         self._cgroups, self._why_no_cgroups = _cgroups(owner, config)
+        self._filter = build_filter(countable=self._cgroups is None)
+        self._driver = compile_driver(PYTHON)
+        self._why_uncounted = "" if self._cgroups else self._prove_countable()
+        if self._why_uncounted and not config.memory_unbounded:
+            raise SandboxError(
+                f"the memory of a box cannot be bounded here: no cgroup ({self._why_no_cgroups}), and"
+                f" {self._why_uncounted}; {DELEGATE}, or accept it with sandbox.memory_unbounded: true"
+            )
         self.containment = self._describe()
         logger.log(logging.INFO if self._cgroups else logging.WARNING, "sandbox: %s", self.containment)
 
@@ -84,14 +97,30 @@ class BwrapSandbox(DriverSandbox):
             argv = ["/bin/sh", "-c", _ENTER_CGROUPS, "box", *cgroup.join_files, "--", *argv]
         return await ProcessBox.start(BoxCommand(tuple(argv), tuple(blobs), cgroup=cgroup))
 
+    def _prove_countable(self) -> str:
+        """Why the first process of a box cannot count what the box holds; empty where it can."""
+        if self._filter is None:
+            return f"no system-call filter is known for {platform.machine()}"
+        source = Path(memory.__file__).read_text(encoding="utf-8")
+        program = open_blob(self._filter)
+        box = [part.replace("{1}", str(program)) for part in self._bwrap()]
+        prove = f"{source}\ntry: require_countable()\nexcept UncountableMemory as error: raise SystemExit(str(error))"
+        command = [*(_as_uid(0) if os.geteuid() == 0 else []), *box, "--", PYTHON, "-I", "-S", "-c", prove]
+        try:
+            return _run_box(command, (program,)) or ""
+        finally:
+            os.close(program)
+
     def _bwrap(self) -> list[str]:
         files = _FILES.format(shm_bytes=_SHM_BYTES, tmp_bytes=self.config.tmp_mb << 20)
+        if self._cgroups is None:
+            files += _UNMAPPED_ZERO
         seccomp = ["--seccomp", "{1}"] if self._filter is not None else []
         options = [*_WALLS.split(), *self._features, *_ENVIRONMENT.split()]
         return ["bwrap", *options, *_system_folders(), *files.split(), *seccomp]
 
     def _settings(self) -> dict[str, object]:
-        """Without cgroups the nearest that rlimits can do: memory per process, processes per user namespace."""
+        """Without cgroups: memory counted by the driver, and by rlimits per process; processes per user namespace."""
         settings: dict[str, object] = {
             "boxed": True,
             "cpu_s": self.config.cpu_s,
@@ -99,6 +128,8 @@ class BwrapSandbox(DriverSandbox):
         }
         if self._cgroups is None:
             settings |= {"processes": self.config.pids, "address_space": self.config.memory_mb << 20}
+            if not self._why_uncounted:
+                settings |= {"memory_bytes": self.config.memory_mb << 20, "send_bytes": _most_send_bytes()}
         return settings
 
     def _describe(self) -> str:
@@ -108,16 +139,18 @@ class BwrapSandbox(DriverSandbox):
         if "--disable-userns" not in self._features:
             walls.append("nested user namespaces are held by seccomp alone (bwrap older than 0.8)")
         if self._cgroups is not None:
-            walls.append(f"cgroup v{self._cgroups.version} for memory, processes and CPU")
+            limited = "memory, processes and CPU" if self._cgroups.limits_cpu else "memory and processes, not for CPU"
+            walls.append(f"cgroup v{self._cgroups.version} for {limited}")
+        elif not self._why_uncounted:
+            counted = "memory counted by the box's first process, processes by rlimit, CPU share not limited"
+            walls.append(f"no cgroup ({self._why_no_cgroups}): {counted}")
         else:
             weaker = "rlimits only: memory is limited per process, not per box, and CPU share not at all"
-            walls.append(f"{weaker} ({self._why_no_cgroups})")
+            walls.append(f"{weaker} ({self._why_no_cgroups}; {self._why_uncounted})")
         return "; ".join(walls)
 
 
 def _cgroups(owner: str, config: SandboxConfig) -> tuple[CgroupMaker | None, str]:
-    if os.geteuid() != 0:
-        return None, "not root"
     cgroups, reason = open_cgroups(owner, config)
     if cgroups is not None and (count := cgroups.reap()):
         logger.warning("sandbox: cleared away %d boxes that an earlier process of %s left", count, owner)
@@ -158,12 +191,23 @@ def probe() -> tuple[str, ...]:
     raise SandboxError(f"bwrap cannot make a box here ({second}); {ALLOW_NAMESPACES}")
 
 
+def _most_send_bytes() -> int:
+    """Of one socket: the kernel takes what is asked for twice, for its own book-keeping."""
+    return 2 * int(_WMEM_MAX.read_text(encoding="ascii"))
+
+
 def _try_box(*options: str) -> str | None:
     """None where it worked, else what bwrap said."""
     box = ["bwrap", "--unshare-all", "--unshare-user", *options, *_system_folders(), "--proc", "/proc", "--dev", "/dev"]
-    command = [*(_as_uid(0) if os.geteuid() == 0 else []), *box, "--", "/usr/bin/true"]
+    return _run_box([*(_as_uid(0) if os.geteuid() == 0 else []), *box, "--", "/usr/bin/true"])
+
+
+def _run_box(command: list[str], descriptors: tuple[int, ...] = ()) -> str | None:
+    """None where it ended with 0, else what it wrote to stderr."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False, pass_fds=descriptors
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return None if done.returncode == 0 else done.stderr.decode("utf-8", "replace").strip() or f"exit {done.returncode}"

@@ -2,16 +2,22 @@
 
     <hierarchy>/penstock/<owner>/<pid>-<start>-<maker>-<slot>      pid, start: of the process that made it
 
+Root uses the machine's hierarchy. An ordinary user, and root in a container, use the group that they are in, or one
+above it, where version 2 is delegated to them (``systemd-run --user --scope -p Delegate=yes``).
+
 The name says who made a group and whether that process still lives, so the next start of the same owner can clear
 away what a killed one left. Only groups under ``penstock/`` are ever touched.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +27,10 @@ from penstock.sandbox.config import SandboxConfig
 
 ROOT = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
-_V1 = ("memory", "pids", "cpu")
+_CONTROLLERS = ("memory", "pids", "cpu")
+_NEEDED = frozenset({"memory", "pids"})
+_MEMBERS = "penstock-members"
+"""Beside ``penstock/``: takes the processes of a delegated group, which may have processes or subgroups, not both."""
 _ATTEMPTS = 5
 _SERIAL = itertools.count()
 
@@ -89,6 +98,11 @@ class CgroupMaker:
             else:
                 parent.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def limits_cpu(self) -> bool:
+        """Version 2 may be delegated without it."""
+        return self.version == 1 or "cpu" in _controllers(self.parents[0].parent.parent)
+
     def _limit(self, directories: tuple[Path, ...]) -> None:
         memory, processes, cpu = directories if self.version == 1 else directories * 3
         memory_bytes, quota_us = str(self.config.memory_mb << 20), str(int(self.config.cpus * _PERIOD_US))
@@ -96,7 +110,8 @@ class CgroupMaker:
         if self.version == 2:
             _write(memory / "memory.max", memory_bytes)
             _write(memory / "memory.swap.max", "0", optional=True)
-            _write(cpu / "cpu.max", f"{quota_us} {_PERIOD_US}")
+            if self.limits_cpu:
+                _write(cpu / "cpu.max", f"{quota_us} {_PERIOD_US}")
             return
         _write(memory / "memory.limit_in_bytes", memory_bytes)
         _write(memory / "memory.memsw.limit_in_bytes", memory_bytes, optional=True)
@@ -119,28 +134,86 @@ class CgroupMaker:
             _remove_directory(parent.parent)
 
 
-def open_cgroups(owner: str, config: SandboxConfig, root: Path = ROOT) -> tuple[CgroupMaker | None, str]:
-    """The maker for `owner`, or None and the reason in words."""
+def open_cgroups(
+    owner: str, config: SandboxConfig, root: Path = ROOT, membership: str | None = None
+) -> tuple[CgroupMaker | None, str]:
+    """The maker for `owner`, or None and the reason in words. `membership`: this process's /proc/self/cgroup."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", owner).strip(".") or "run"
-    if (root / "cgroup.controllers").exists():
-        maker = CgroupMaker(2, (root / "penstock" / name,), config)
-    elif all((root / controller).is_dir() for controller in _V1):
-        maker = CgroupMaker(1, tuple(root / controller / "penstock" / name for controller in _V1), config)
-    else:
-        return None, f"no cgroup hierarchy with {', '.join(_V1)} under {root}"
+    if not (root / "cgroup.controllers").exists():
+        if not all((root / controller).is_dir() for controller in _CONTROLLERS):
+            return None, f"no cgroup hierarchy with {', '.join(_CONTROLLERS)} under {root}"
+        return _proven(CgroupMaker(1, tuple(root / c / "penstock" / name for c in _CONTROLLERS), config))
+    reason = f"no cgroup below {root} is delegated to uid {os.geteuid()}"
+    for group in _usable(root, membership):
+        maker, reason = _proven(CgroupMaker(2, (group / "penstock" / name,), config))
+        if maker is not None:
+            return maker, ""
+    return None, reason
+
+
+def _proven(maker: CgroupMaker) -> tuple[CgroupMaker | None, str]:
+    """A box's first process enters its group by itself: the right to make groups is not the right to enter them."""
     try:
-        maker.make(0).remove()
-    except OSError as error:
+        cgroup = maker.make(0)
+        enter = ["/bin/sh", "-c", 'for file; do echo $$ > "$file" || exit; done', "box", *cgroup.join_files]
+        entered = subprocess.run(enter, capture_output=True, text=True, timeout=20, check=False)
+        cgroup.remove()
+    except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"cgroups are not writable ({error})"
     maker.close()
+    if entered.returncode != 0:
+        return None, f"cgroups cannot be entered ({entered.stderr.strip()})"
     return maker, ""
+
+
+def _usable(root: Path, membership: str | None) -> Iterator[Path]:
+    """Groups below which this process may make others, as far as rights and controllers tell; nearest first."""
+    if membership is None:
+        membership = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    own = next((line[3:] for line in membership.splitlines() if line.startswith("0::")), "/").strip("/")
+    group = root / own
+    if ".." in group.parts or not group.is_dir():  # as another namespace sees it
+        group = root
+    above = [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
+    for candidate in [root, *above[:-1]] if os.geteuid() == 0 else above:
+        if os.access(candidate / "cgroup.procs", os.W_OK) and _controllers(candidate) >= _NEEDED:
+            yield candidate
+
+
+def _controllers(group: Path) -> set[str]:
+    try:
+        return set((group / "cgroup.controllers").read_text(encoding="ascii").split())
+    except OSError:
+        return set()
 
 
 def _delegate(owner: Path) -> None:
     """Version 2: every level must hand the controllers down before its children can use them."""
-    for level in (owner.parent.parent, owner.parent, owner):
+    top = owner.parent.parent
+    wanted = " ".join(f"+{name}" for name in _CONTROLLERS if name in _controllers(top))
+    for level in (top, owner.parent, owner):
         level.mkdir(exist_ok=True)
-        _write(level / "cgroup.subtree_control", "+memory +pids +cpu")
+        _hand_down(level, wanted)
+
+
+def _hand_down(level: Path, controllers: str) -> None:
+    """Raises `OSError`, EBUSY where processes are born in the group faster than they can be moved."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _write(level / "cgroup.subtree_control", controllers)
+        except OSError as error:
+            if error.errno != errno.EBUSY or attempt == _ATTEMPTS - 1:
+                raise
+        _move_members(level)
+    return None
+
+
+def _move_members(group: Path) -> None:
+    members = group / _MEMBERS
+    members.mkdir(exist_ok=True)
+    for pid in _read_pids(group):
+        with contextlib.suppress(ProcessLookupError):
+            _write(members / "cgroup.procs", str(pid))
 
 
 def process_start(pid: int) -> str:

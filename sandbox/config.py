@@ -51,6 +51,9 @@ class SandboxConfig(BaseModel):
         description="Backend docker: OCI runtime by the engine's name for it, as `runsc` (gVisor); none: its default.",
     )
     memory_mb: int = Field(256, gt=0, description="Memory of one box, all its processes and /tmp together.")
+    memory_unbounded: bool = Field(
+        False, description="Allow boxes where no limit for a whole box's memory can be had; else the start is refused."
+    )
     pids: int = Field(64, gt=0, description="Processes and threads in one box.")
     cpus: float = Field(1.0, gt=0, description="CPU share of one box.")
     cpu_s: int = Field(30, gt=0, description="CPU seconds of one process in a box.")

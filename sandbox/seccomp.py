@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 _LOAD, _JUMP_EQ, _JUMP_GE, _JUMP_SET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_AND, _JUMP_ALWAYS = 0x54, 0x05
 _OFFSET_NUMBER, _OFFSET_ARCH, _OFFSET_ARG0 = 0, 4, 16
 _NEW_NAMESPACES = 0x7E020000
 """All CLONE_NEW* flags of clone()."""
@@ -27,12 +28,23 @@ mount_setattr: the same numbers on every architecture."""
 _CLONE3 = 435
 
 
+_MAP_HUGETLB, _MAP_ANONYMOUS, _MAP_SHARED = 0x40000, 0x20, 0x01
+_SOCK_TYPE, _SOCK_DGRAM, _SOCK_RAW = 0xF, 2, 3
+_AF_UNIX, _AF_NETLINK = 1, 16
+_COUNTED_PROTOCOLS = (0, 6, 17)
+"""The family's own choice, TCP, UDP: buffers of others (ping, MPTCP, UDP-Lite) are in no figure."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Arch:
     audit: int
     clone: int
     socket: int
     prlimit: int
+    mmap: int
+    socketpair: int
+    uncountable: tuple[int, ...]
+    """Calls that hold memory where no process and no file shows it."""
     denied: tuple[int, ...]
 
 
@@ -42,6 +54,9 @@ _ARCHES = {
         clone=56,
         socket=41,
         prlimit=302,
+        mmap=9,
+        socketpair=53,
+        uncountable=(319, 447, 29, 68, 64, 278),  # memfd_create memfd_secret shmget msgget semget vmsplice
         # ptrace syslog pivot_root chroot acct settimeofday mount umount2 swapon swapoff reboot iopl ioperm init_module
         # delete_module quotactl kexec_load add_key request_key keyctl unshare perf_event_open fanotify_init
         # name_to_handle_at open_by_handle_at setns process_vm_readv process_vm_writev kcmp finit_module
@@ -56,6 +71,9 @@ _ARCHES = {
         clone=220,
         socket=198,
         prlimit=261,
+        mmap=222,
+        socketpair=199,
+        uncountable=(279, 447, 194, 186, 190, 75),
         # the same calls by their generic numbers; iopl and ioperm do not exist
         denied=(
             *(117, 116, 41, 51, 89, 170, 40, 39, 224, 225, 142, 105, 106, 60, 104, 217, 218, 219, 97, 241, 262),
@@ -65,8 +83,11 @@ _ARCHES = {
 }
 
 
-def build_filter(machine: str | None = None) -> bytes | None:
-    """The program as bwrap's ``--seccomp`` reads it; None on an architecture whose numbers are not listed here."""
+def build_filter(machine: str | None = None, *, countable: bool = False) -> bytes | None:
+    """The program as bwrap's ``--seccomp`` reads it; None on an architecture whose numbers are not listed here.
+
+    `countable`: refuses also what would hold memory that `inside.memory` cannot count.
+    """
     arch = _ARCHES.get(machine or platform.machine())
     if arch is None:
         return None
@@ -75,8 +96,12 @@ def build_filter(machine: str | None = None) -> bytes | None:
     program += [_step(_LOAD, _OFFSET_NUMBER), _step(_JUMP_GE, _X32_BIT, 0, 1), deny]
     # its flags lie in memory where a filter cannot look; glibc falls back to clone
     program += [_step(_JUMP_EQ, _CLONE3, 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
-    for number in (*arch.denied, *_SINCE_424):
+    for number in (*arch.denied, *_SINCE_424, *(arch.uncountable if countable else ())):
         program += [_step(_JUMP_EQ, number, 0, 1), deny]
+    if countable:
+        program += _on_call(arch.mmap, _shared_memory(deny))
+        program += _on_call(arch.socketpair, _uncounted_sockets(deny))
+        program += _on_call(arch.socket, _uncounted_sockets(deny))
     # of others it asks for nothing but their uid: code could starve the box's first process, and we would be blamed
     program += [_step(_JUMP_EQ, arch.prlimit, 0, 4), _step(_LOAD, _OFFSET_ARG0), _step(_JUMP_EQ, 0, 1, 0)]
     program += [deny, _step(_RETURN, _ALLOW)]
@@ -86,6 +111,40 @@ def build_filter(machine: str | None = None) -> bytes | None:
     for family in _FAMILIES:
         program += [_step(_JUMP_EQ, family, 0, 1), _step(_RETURN, _ALLOW)]
     return b"".join([*program, deny])
+
+
+def _on_call(number: int, steps: list[bytes]) -> list[bytes]:
+    """`steps` for the call `number` alone; what they do not decide goes on with the number loaded again."""
+    return [_step(_JUMP_EQ, number, 0, len(steps) + 1), *steps, _step(_LOAD, _OFFSET_NUMBER)]
+
+
+def _shared_memory(deny: bytes) -> list[bytes]:
+    """Of mmap(): huge pages, and maps that are shared without a file; their pages may be in no process at all."""
+    return [
+        *(_step(_LOAD, _argument(3)), _step(_JUMP_SET, _MAP_HUGETLB, 0, 1), deny),
+        *(_step(_JUMP_SET, _MAP_ANONYMOUS, 0, 2), _step(_JUMP_SET, _MAP_SHARED, 0, 1), deny),
+    ]
+
+
+def _uncounted_sockets(deny: bytes) -> list[bytes]:
+    """Of socket() and socketpair(): unix datagrams, which outlive the sender that they are counted with, and protocols
+    of the internet families without figures."""
+    unix = [_step(_LOAD, _argument(1)), _step(_AND, _SOCK_TYPE)]
+    unix += [_step(_JUMP_EQ, _SOCK_DGRAM, 1, 0), _step(_JUMP_EQ, _SOCK_RAW, 0, 1), deny]
+    internet = [_step(_LOAD, _argument(2))]
+    for index, protocol in enumerate(_COUNTED_PROTOCOLS):
+        internet.append(_step(_JUMP_EQ, protocol, len(_COUNTED_PROTOCOLS) - index, 0))
+    internet.append(deny)
+    return [
+        *(_step(_LOAD, _OFFSET_ARG0), _step(_JUMP_EQ, _AF_NETLINK, len(unix) + len(internet) + 2, 0)),
+        *(_step(_JUMP_EQ, _AF_UNIX, 0, len(unix) + 1), *unix),
+        *(_step(_JUMP_ALWAYS, len(internet)), *internet),
+    ]
+
+
+def _argument(index: int) -> int:
+    """Where its lower half lies (both architectures are little-endian)."""
+    return _OFFSET_ARG0 + 8 * index
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -15,7 +15,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from penstock.sandbox import Sandbox, Session
-from penstock.sandbox.swe import PatchError, SweEnvironment, SweLimits, SweTask, SweTaskError, grade
+from penstock.sandbox.swe import (
+    REFERENCE_RUNS,
+    PatchError,
+    SweEnvironment,
+    SweLimits,
+    SweTask,
+    SweTaskError,
+    grade,
+)
 from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult
 from penstock.tools.editor import EditorTool
 from penstock.tools.episode_box import BoxTool, EpisodeBox
@@ -37,7 +45,8 @@ class SweSettings(SweLimits):
 
     @property
     def limits(self) -> SweLimits:
-        return SweLimits(**{name: getattr(self, name) for name in SweLimits.model_fields})
+        given = {name: getattr(self, name) for name in SweLimits.model_fields}
+        return SweLimits(**given | ({"after_a_hang": True} if self.reward == "share" else {}))
 
 
 class SweTools(ToolGroup):
@@ -117,7 +126,8 @@ class _SweTool(BoxTool):
         super().__init__(sandbox)
         self._swe = settings
         self.create_timeout_s = SETTING_UP_S
-        self.reward_timeout_s = (1 + settings.decoys) * settings.tests_timeout_s + SETTING_UP_S
+        runs = 1 + 2 * settings.decoys + REFERENCE_RUNS  # each plan may have to be proven first
+        self.reward_timeout_s = runs * settings.tests_timeout_s + SETTING_UP_S
 
     def _box_of(self, task: Task) -> SweBox:
         try:

@@ -1,3 +1,4 @@
+from .agreement import BatchesDiffer as BatchesDiffer
 from .bad_batch import BadBatches as BadBatches
 from .bad_batch import BadDump as BadDump
 from .batch import BadBatch as BadBatch
@@ -39,6 +40,7 @@ from .engine import Flops as Flops
 from .engine import Outputs as Outputs
 from .engine import Update as Update
 from .engine import peak_tflops as peak_tflops
+from .evaluate import Evaluator as Evaluator
 from .evaluate import by_version as by_version
 from .export import export_checkpoint as export_checkpoint
 from .export import save_final_model as save_final_model
@@ -73,7 +75,9 @@ from .packing import join_rows as join_rows
 from .packing import pack_rows as pack_rows
 from .packing import split_by_budget as split_by_budget
 from .publish import Publisher as Publisher
+from .publish import PublishTimeout as PublishTimeout
 from .recorder import Recorder as Recorder
+from .recorder import kept_of as kept_of
 from .recorder import mask_runs as mask_runs
 from .recorder import readable_trajectory as readable_trajectory
 from .recorder import token_ends as token_ends
@@ -84,6 +88,7 @@ from .saver import Spiller as Spiller
 from .sinks.async_sink import AsyncSink as AsyncSink
 from .sinks.prometheus import TrainerMetrics as TrainerMetrics
 from .source import BatchTimeout as BatchTimeout
+from .source import PayloadsLost as PayloadsLost
 from .stopping import NothingToTrain as NothingToTrain
 from .stopping import Stopping as Stopping
 from .stopping import TrainingDiverged as TrainingDiverged

@@ -205,7 +205,15 @@ class TrainerConfig(BaseModel):
     keep_checkpoints: int = Field(2, gt=0, description="Newest checkpoints kept.")
     stop: StopConfig = StopConfig()
     eval_every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")
+    eval_timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="An evaluation of which no episode ends for so long is given up, so that later ones can start.",
+    )
     batch_timeout_s: float = Field(300.0, gt=0, description="A batch not ready by then stops the run, cause told.")
+    publish_timeout_s: float = Field(
+        900.0, gt=0, description="Writing one version of the weights; a disk that takes longer stops the trainer."
+    )
     max_bad_steps: int = Field(
         3,
         ge=0,
@@ -215,7 +223,9 @@ class TrainerConfig(BaseModel):
         1, ge=0, description="Batches with NaN or infinite gradients that are kept for a replay, each with all weights."
     )
     max_restarts: int = Field(3, ge=0, description="Restarts of the trainer after a crash, within restart_window_s.")
-    save_trajectories: int = Field(8, ge=0, description="Trajectories written out per step for people to read.")
+    save_trajectories: int = Field(
+        8, ge=0, description="Trajectories kept per step to read: the best, the worst, a sample."
+    )
     sinks: tuple[str, ...] = Field(
         ("tensorboard",),
         description="Where the numbers go besides metrics.jsonl: tensorboard, wandb, or package.module:function.",

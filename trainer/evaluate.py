@@ -30,12 +30,19 @@ class Evaluator:
     """Only rank 0 evaluates. Without rows every method is a no-op."""
 
     def __init__(
-        self, queue: TransferQueue, rows: Sequence[DatasetRow], recorder: Recorder, timeline: Timeline | None = None
+        self,
+        queue: TransferQueue,
+        rows: Sequence[DatasetRow],
+        recorder: Recorder,
+        timeline: Timeline | None = None,
+        idle_timeout_s: float = 1800.0,
     ) -> None:
+        """`idle_timeout_s`: an evaluation of which no episode ends for so long is given up."""
         self._queue = queue
         self._timeline = timeline or Timeline()
         self._rows = rows
         self._recorder = recorder
+        self._idle_timeout_s = idle_timeout_s
         self._task: asyncio.Task[None] | None = None
         self._version = -1
 
@@ -88,13 +95,28 @@ class Evaluator:
             for number, row in enumerate(self._rows)
         ]
         await self._queue.submit(tasks)
-        # Bounded by `finish`, and by the end of the run.
-        while await self._still_out(split):  # noqa: ASYNC110 - the event is in another process
-            await asyncio.sleep(POLL_S)
+        await self._until_done(split, version)
         trajectories, _ = await self._queue.results(split)
         result = summarise(trajectories, len(tasks)) | by_version(trajectories, version)
         await asyncio.to_thread(self._recorder.evaluation, version, result, time.monotonic() - began)
         await self._queue.drop_split(split)
+
+    async def _until_done(self, split: str, version: int) -> None:
+        """Until every episode ended, or none did for `idle_timeout_s`: what is still out then counts as failed."""
+        before, changed = -1, time.monotonic()
+        while out := await self._still_out(split):
+            if out != before:
+                before, changed = out, time.monotonic()
+            if time.monotonic() - changed > self._idle_timeout_s:
+                logger.error(
+                    "the evaluation of version %d is given up: none of its last %d episodes ended within %.0f s "
+                    "(trainer.eval_timeout_s); they count as failed",
+                    version,
+                    out,
+                    self._idle_timeout_s,
+                )
+                return
+            await asyncio.sleep(POLL_S)
 
     async def _still_out(self, split: str) -> int:
         counts = (await self._queue.status()).other_splits.get(split, {})

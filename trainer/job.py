@@ -43,6 +43,8 @@ class TrainJob:
     """The sampling temperature of training episodes: the engine's logprobs are those of logits / temperature."""
     eval_timeout_s: float = 600.0
     """How long the end of the run waits for the last evaluation."""
+    lost_payloads: Literal["drop", "strict"] = "drop"
+    """Episodes of a step whose payload is gone: dropped and counted, or the trainer ends."""
     spill: bool = False
     """Trained trajectories wait for their commit in the queue's batch log, which `run.queue` then has."""
     stop_timeout_s: float = 60.0

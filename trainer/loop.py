@@ -24,7 +24,8 @@ async def train(job: TrainJob) -> None:
     stopped; then write ``final_model/``.
 
     Cancelled, it finishes the step under way, saves, commits and raises `CancelledError`, all within
-    `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`, `BadBatch`, `TrainingDiverged`, `QueueError`.
+    `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`, `BadBatch`, `BatchesDiffer`, `TrainingDiverged`,
+    `QueueError`; of the queue's, `TrainerFenced` and `TooManyFiltered` are permanent.
     """
     check_job(job)
     stop = asyncio.Event()

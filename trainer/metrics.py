@@ -19,7 +19,9 @@ from penstock.trainer.batch import StepBatch
 from penstock.trainer.distributed import Ranks, merge_by_name
 from penstock.trainer.engine import Update
 from penstock.trainer.stopping import tokens_without_logprob
+from penstock.transfer_queue import OutcomeKind, Trajectory
 
+MAX_FAULTS = 5
 MEANS = ("kl_k3",)
 COUNTS = (
     "tokens",
@@ -51,9 +53,18 @@ def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor) 
     tally.count("segments", len(batch.rows))
     for trajectory in batch.trajectories:
         tally.count(f"outcome/{trajectory.outcome.kind}", 1)
+        if fault := fault_of(trajectory):
+            tally.count(f"fault/{fault}", 1)
         for name, value in trajectory.metrics.items():
             tally.add(f"episode/{name}", value)
     _tally_tokens(tally, batch)
+
+
+def fault_of(trajectory: Trajectory) -> str:
+    """What was wrong with an episode, in words; empty where it came to its end and every call was answered."""
+    outcome = trajectory.outcome
+    ended = "" if outcome.kind is OutcomeKind.COMPLETED else f"{outcome.kind} ({outcome.reason})"
+    return str(trajectory.extra.get("fault") or ended)
 
 
 def _tally_tokens(tally: MetricAccumulator, batch: StepBatch) -> None:
@@ -85,7 +96,14 @@ def step_metrics(batch: StepBatch, totals: Totals, updates: Sequence[Update | No
         **_lengths(totals),
         **{name: number for name, number in totals.counts.items() if name.startswith("outcome/")},
         **{name: totals.mean(name) for name in totals.names("episode/")},
+        "faults": _faults(totals),
     }
+
+
+def _faults(totals: Totals) -> dict[str, int]:
+    """Episodes by what was wrong with them, the commonest first."""
+    found = {name.removeprefix("fault/"): n for name, n in totals.counts.items() if name.startswith("fault/")}
+    return dict(sorted(found.items(), key=lambda one: -one[1])[:MAX_FAULTS])
 
 
 def _reward(totals: Totals) -> dict[str, float]:

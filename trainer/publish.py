@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +24,10 @@ from penstock.trainer.distributed import Ranks, TorchThread
 from penstock.trainer.engine import Engine
 from penstock.trainer.job import TrainJob
 from penstock.trainer.timeline import Timeline, Track
-from penstock.transfer_queue import Announcement
-from penstock.weight_sync import WeightFiles
+from penstock.transfer_queue import Announcement, TrainerFenced
+from penstock.weight_sync import Manifest, WeightFiles
 
+T = TypeVar("T")
 POLL_S = 0.1
 """Between two looks of the other ranks whether rank 0 has published."""
 
@@ -39,6 +43,7 @@ class Publisher:
         self._queue = job.run.queue
         self._timeline = timeline or Timeline()
         self._dtype = getattr(torch, job.publish_dtype)
+        self._write_timeout_s = job.config.publish_timeout_s
         self._engine = engine
         self._ranks = ranks
         self._in_torch = in_torch
@@ -85,7 +90,7 @@ class Publisher:
             self._task = asyncio.create_task(work, name=f"publish version {version}")
 
     async def settle(self) -> None:
-        """Wait until what was announced is out; raises what went wrong (no space, queue away)."""
+        """Wait until what was announced is out; raises what went wrong (no space, queue away, `TrainerFenced`)."""
         if self._task is not None:
             began = time.monotonic()
             try:
@@ -135,24 +140,42 @@ class Publisher:
     async def _write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
         assert self._files is not None
         began = time.monotonic()
-        settings = self._engine.adapter_settings
-        if settings is None:
-            manifest = await asyncio.to_thread(self._files.write, version, _taken(weights))
-        else:
-            manifest = await asyncio.to_thread(self._files.write_adapter, version, _taken(weights), settings)
+        manifest = await self._written(self._files, version, weights)
         announcement = Announcement(
             version, self._files.with_broadcast(manifest, await self._ready(self._files)).as_dict()
         )
         if renew:
             logger.warning("the weights of version %d were gone; written again to %s", version, self._files.directory)
             await self._queue.renew_manifest(announcement)
-        else:
-            await self._queue.publish_version(announcement)
+        elif not await self._queue.publish_version(announcement):
+            raise TrainerFenced(
+                f"version {version} was published by another trainer of this run: the number names its weights, "
+                "and this trainer's are another set"
+            )
         self._newest = announcement
         self.last_s = time.monotonic() - began
         async with self._changed:
             self._out = max(self._out, version)
             self._changed.notify_all()
+
+    async def _written(self, files: WeightFiles, version: int, weights: list[tuple[str, Tensor]]) -> Manifest:
+        """Raises `PublishTimeout`; the version is not announced then."""
+        settings = self._engine.adapter_settings
+
+        def write() -> Manifest:
+            if settings is None:
+                return files.write(version, _taken(weights))
+            return files.write_adapter(version, _taken(weights), settings)
+
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                return await _in_daemon_thread(write, f"write version {version}")
+        except TimeoutError:
+            raise PublishTimeout(
+                f"version {version} was not written to {files.directory} within {self._write_timeout_s:g} s: the disk "
+                "hangs or is too slow; choose another rollout.weights_dir or rollout.weight_transport, or raise "
+                "trainer.publish_timeout_s"
+            ) from None
 
     def _copied(self) -> list[tuple[str, Tensor]]:
         """The weights as they are now; under LoRA the adapter's alone, in float32: servers round once, when they add it
@@ -187,6 +210,25 @@ class Publisher:
         current = await self._queue.latest_version()
         if current is not None and (moved := files.moved(current.manifest)) is not None:
             await self._queue.renew_manifest(Announcement(current.version, moved.as_dict()))
+
+
+class PublishTimeout(RuntimeError):
+    """A version could not be written in time; the text names the folder and the keys."""
+
+
+async def _in_daemon_thread(work: Callable[[], T], name: str) -> T:
+    """As `asyncio.to_thread`, but the process can end while `work` hangs in the kernel."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # who gives up waiting leaves `work` a future that it can still settle
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised by whoever awaits
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 def _taken(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

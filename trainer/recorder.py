@@ -96,8 +96,18 @@ class Recorder:
             sink.close()
 
     def _readable(self, batch: StepBatch, advantages: Tensor) -> list[dict[str, Any]]:
-        chosen = zip(batch.trajectories, advantages.tolist(), strict=True)
-        return [readable_trajectory(t, a, self._tokenizer) for t, a in list(chosen)[: self._save_trajectories]]
+        weights = advantages.tolist()
+        chosen = kept_of([t.reward for t in batch.trajectories], self._save_trajectories)
+        return [readable_trajectory(batch.trajectories[n], weights[n], self._tokenizer) for n in chosen]
+
+
+def kept_of(rewards: Sequence[float | None], count: int) -> list[int]:
+    """`count` places in order: the best, the worst, and the others evenly among those between. Ties: the first."""
+    ranked = sorted(range(len(rewards)), key=lambda place: -(rewards[place] or 0.0))
+    if count >= len(ranked) or count < 2:
+        return sorted(ranked[:count])
+    last = len(ranked) - 1
+    return sorted({ranked[round(number * last / (count - 1))] for number in range(count)})
 
 
 def _tokenizer(model: str) -> Any:

@@ -158,6 +158,8 @@ class Saver:
             await asyncio.wrap_future(future)
             if not self._ranks.is_rank0:
                 return
+            # A checkpoint of a trainer that was replaced would stand for the steps of the one in its place.
+            await self._queue.check_training()
             await asyncio.to_thread(self._store.seal, found.step, found.data_cursor, found.ranks, found.batches)
             # A step counts as trained when its version is out; the queue commits trained steps only.
             await publisher.until_published(found.step)

@@ -9,8 +9,9 @@ The task waits for the queue, polling with a growing pause. Its deadline counts 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +20,24 @@ from penstock.common import Backoff
 from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_cost, share_of, without_greedy
 from penstock.trainer.data import Feeder
 from penstock.trainer.job import TrainJob, needs_of_advantage
-from penstock.transfer_queue import Batch
+from penstock.transfer_queue import BadPayload, Batch
 
 POLL = Backoff(0.02, 0.25)
 REMIND_S = 5.0
+READS, READ_AGAIN = 3, Backoff(0.5, 2.0)
+"""A payload that cannot be read so often is gone; a slot of a cluster that moves comes back."""
+logger = logging.getLogger(__name__)
 
 
 class BatchTimeout(RuntimeError):
     """No batch within trainer.batch_timeout_s; the message has the queue's cause and state."""
+
+
+class PayloadsLost(RuntimeError):
+    """Payloads of a fixed step are gone, and transfer_queue.lost_payloads is ``strict`` or nothing is left of the step.
+
+    The message has the command.
+    """
 
 
 class BatchSource:
@@ -61,7 +72,8 @@ class BatchSource:
             self._task = asyncio.create_task(self._fetch(step), name=f"batch of step {step}")
 
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
-        """The batch of `step`; None where `stop` was set first. Raises `BatchTimeout`, `BadBatch`, `QueueError`."""
+        """The batch of `step`; None where `stop` was set first. Raises `BatchTimeout`, `BadBatch`, `PayloadsLost`,
+        `QueueError`."""
         self.prefetch(step)
         assert self._task is not None
         self._waiting_since = time.monotonic()
@@ -84,6 +96,14 @@ class BatchSource:
 
     async def _fetch(self, step: int) -> StepBatch:
         batch = await self._lease(step)
+        for _ in range(READS):
+            try:
+                return await self._read(batch)
+            except BadPayload as error:
+                batch = await self._without_lost(batch, error)
+        return await self._read(batch)
+
+    async def _read(self, batch: Batch) -> StepBatch:
         costs = await self._costs(batch) if self._world > 1 else None
         share = share_of(batch, self._rank, self._world, self._job.config.minibatches, costs)
         ids = [episode for group in share for episode in batch.groups[group]]
@@ -91,6 +111,46 @@ class BatchSource:
         bound = self._job.limits.max_staleness
         made = await asyncio.to_thread(make_step_batch, batch, share, trajectories, bound, self._model)
         return without_greedy(made) if "greedy" in needs_of_advantage(self._job.config) else made
+
+    async def _without_lost(self, batch: Batch, error: BadPayload) -> Batch:
+        """The batch again, without the episodes whose payload is gone for good; every rank finds the same ones.
+
+        A node of a cluster that lost its disk, or a replica that took over too early, loses payloads of episodes that
+        the index still has. Their step is fixed: trained with them or not at all.
+        """
+        lost = await self._unreadable([episode for group in batch.groups for episode in group])
+        if not lost:
+            return batch
+        named = f"step {batch.step}: the payloads of {len(lost)} episodes are gone ({', '.join(lost[:5])}): {error}"
+        if self._job.lost_payloads == "strict":
+            raise PayloadsLost(
+                f"{named}. transfer_queue.lost_payloads is strict; to drop and count them and go on: "
+                "penstock run RECIPE --resume transfer_queue.lost_payloads=drop"
+            ) from error
+        try:
+            dropped = await self._queue.drop_lost(batch.step, lost)
+        except BadPayload as nothing_left:
+            raise PayloadsLost(
+                f"{nothing_left}. Begin a run with a new name from this one's weights (`penstock train export`)"
+            ) from nothing_left
+        logger.error("%s; %d episodes are dropped from the step", named, dropped)
+        return await self._lease(batch.step)
+
+    async def _unreadable(self, episode_ids: Sequence[str]) -> list[str]:
+        """Those that cannot be read in `READS` attempts."""
+        pauses = READ_AGAIN.pauses()
+        for attempt in range(READS):
+            if attempt:
+                await pauses.sleep()
+            episode_ids = [episode for episode in episode_ids if not await self._is_readable(episode)]
+        return list(episode_ids)
+
+    async def _is_readable(self, episode_id: str) -> bool:
+        try:
+            await self._queue.read([episode_id])
+        except BadPayload:
+            return False
+        return True
 
     async def _costs(self, batch: Batch) -> list[float]:
         """By group; every rank asks the queue for the same, and decides alike. Response lengths only: those of prompts

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from penstock.trainer.agreement import check_same_batch
 from penstock.trainer.bad_batch import BadBatches
 from penstock.trainer.batch import GREEDY_MEMBER, BadBatch, StepBatch
 from penstock.trainer.data import DataStream, Feeder, load_rows
@@ -108,7 +111,10 @@ class Trainer:
             yield parts
 
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
-        """The step's batch; None on all ranks where any was told to stop. Raises `BadBatch` on all ranks."""
+        """The step's batch, one and the same on all ranks; None on all where any was told to stop.
+
+        Raises `BadBatch` and `BatchesDiffer` on all ranks.
+        """
         batch, problem = None, ""
         with self.timeline.during(Track.STEPS, "wait", step):
             try:
@@ -116,7 +122,11 @@ class Trainer:
             except BadBatch as error:
                 problem = str(error)
         await self.in_torch(raise_together, self.ranks, problem)
-        return None if await self.in_torch(self.ranks.any, batch is None) else batch
+        if await self.in_torch(self.ranks.any, batch is None):
+            return None
+        assert batch is not None
+        await self.in_torch(check_same_batch, self.ranks, batch)
+        return batch
 
     async def work(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """In the torch thread; a phase of the step under way."""
@@ -193,7 +203,15 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.ended(self.step, self.over or f"all {self.step} steps are trained")
 
+    async def _claim(self) -> None:
+        """Fence off every earlier trainer of the run, also one that is alive because its lock lapsed."""
+        queue = self.job.run.queue
+        holder = f"the trainer on {socket.gethostname()}, process {os.getpid()}"
+        epoch = await queue.claim_training(holder) if self.ranks.is_rank0 else None
+        queue.join_training(int(await self.in_torch(self.ranks.from_rank0, epoch)))
+
     async def _resume(self) -> None:
+        await self._claim()
         self.step = await self.saver.restore()
         if self.ranks.is_rank0:
             again = await self.job.run.queue.rewind(self.step)
@@ -231,7 +249,7 @@ def first_rank_parts(job: TrainJob, timeline: Timeline) -> tuple[Feeder, Recorde
     feeder = Feeder(job.run.queue, job.limits, rows, stream, job.config.steps, sampling=sampling)
     stopping, sinks = Stopping(job.config.stop), [*job.watchers, *_sinks(job)]
     recorder = Recorder(job.run_dir, job.run.model, job.config.save_trajectories, stopping, sinks)
-    return feeder, recorder, Evaluator(job.run.queue, eval_rows, recorder, timeline)
+    return feeder, recorder, Evaluator(job.run.queue, eval_rows, recorder, timeline, job.config.eval_timeout_s)
 
 
 def _sinks(job: TrainJob) -> list[MetricSink]:

@@ -28,9 +28,11 @@ from .types import Batch as Batch
 from .types import DataCursor as DataCursor
 from .types import DeadLetter as DeadLetter
 from .types import FieldValues as FieldValues
+from .types import Head as Head
 from .types import Ids as Ids
 from .types import JournalEntry as JournalEntry
 from .types import JournalKind as JournalKind
+from .types import JournalMismatch as JournalMismatch
 from .types import Lease as Lease
 from .types import LeaseLost as LeaseLost
 from .types import LengthDecile as LengthDecile
@@ -42,6 +44,9 @@ from .types import Outcome as Outcome
 from .types import OutcomeKind as OutcomeKind
 from .types import QueueError as QueueError
 from .types import QueueUnavailable as QueueUnavailable
+from .types import RunIdentity as RunIdentity
+from .types import RunRecord as RunRecord
+from .types import RunTaken as RunTaken
 from .types import Segment as Segment
 from .types import ServerInfo as ServerInfo
 from .types import Spans as Spans
@@ -49,6 +54,7 @@ from .types import Status as Status
 from .types import StepError as StepError
 from .types import Task as Task
 from .types import TooManyFiltered as TooManyFiltered
+from .types import TrainerFenced as TrainerFenced
 from .types import Trajectory as Trajectory
 from .types import Waiting as Waiting
 from .types import WeightUpdate as WeightUpdate

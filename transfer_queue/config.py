@@ -16,7 +16,7 @@ class TransferQueueConfig(BaseModel):
     )
     appendfsync: Literal["everysec", "always"] = Field("everysec", description="AOF durability of the started Redis.")
     start_timeout_s: float = Field(
-        60.0, gt=0, description="The started Redis must answer, or load more of its file, within this time."
+        60.0, gt=0, description="A Redis that starts must answer, or load more of its file, within this time."
     )
     min_group: int = Field(2, ge=1, description="A group is trained without failed members if this many have rewards.")
     max_attempts: int = Field(3, ge=1, description="Infrastructure failures per episode before it is a dead letter.")
@@ -39,6 +39,9 @@ class TransferQueueConfig(BaseModel):
     )
     compression: Literal["none", "zstd"] = Field("none", description="How trajectories are packed in the queue.")
     spill: bool = Field(True, description="Trained, uncommitted trajectories wait on the trainer's disk, not in Redis.")
+    lost_payloads: Literal["drop", "strict"] = Field(
+        "drop", description="A payload of a fixed step is gone: drop and count its episode, or stop the run."
+    )
     overage: Literal["wait", "mask", "drop"] = Field(
         "wait", description="What happens to groups about to pass the staleness bound when a batch ships."
     )

@@ -6,6 +6,7 @@ transitions; this class implements the protocol on top of it.
 
 from __future__ import annotations
 
+import copy
 import secrets
 import time
 from collections import Counter, deque
@@ -32,13 +33,18 @@ from penstock.transfer_queue.types import (
     DataCursor,
     DeadLetter,
     FieldValues,
+    Head,
     JournalEntry,
+    JournalMismatch,
     Lease,
     LeaseLost,
     Limits,
     NoSuchRun,
     Outcome,
     QueueError,
+    RunIdentity,
+    RunRecord,
+    RunTaken,
     ServerInfo,
     Status,
     StepError,
@@ -64,21 +70,48 @@ class MemoryTransferQueue:
         self._clock = clock
         self._batch_log = batch_log
         self._registry_ttl_s = registry_ttl_s
+        self._epoch = 0
         self._forget_everything()
 
     def _forget_everything(self) -> None:
         self._state = MemoryState(self._clock)
         self._config: str | None = None
+        self._identity = RunIdentity("", "", "")
+        self._created = 0.0
+        self._head: tuple[str, float] = ("", 0.0)
         self._servers: dict[str, tuple[ServerInfo, float]] = {}
         self._updates: deque[WeightUpdate] = deque(maxlen=KEPT_UPDATES)
         self._waits: Counter[str] = Counter()
 
-    async def create_run(self, limits: Limits, config: str) -> None:
+    async def create_run(self, limits: Limits, config: str, identity: RunIdentity | None = None) -> RunRecord | None:
         check_limits(limits)
-        if self._config is not None and self._state.limits != limits:
-            raise QueueError(f"the run exists with other limits: {self._state.limits}, not {limits}")
-        self._state.limits = limits
-        self._config = config
+        found = None
+        if self._config is not None:
+            if self._is_another(config, identity):
+                raise RunTaken("in memory", self._identity, identity or RunIdentity("", "", ""))
+            if self._state.limits != limits:
+                raise QueueError(f"the run exists with other limits: {self._state.limits}, not {limits}")
+            found = RunRecord(self._identity, self._clock() - self._created)
+        else:
+            self._created = self._clock()
+        self._state.limits, self._config, self._identity = limits, config, identity or self._identity
+        return found
+
+    def _is_another(self, config: str, identity: RunIdentity | None) -> bool:
+        if identity is None or not self._identity.run_id:
+            return self._config != config
+        return (identity.run_id, identity.model) != (self._identity.run_id, self._identity.model)
+
+    async def claim_head(self, holder: str, ttl_s: float, dead: str = "") -> Head | None:
+        known, until = self._head
+        if known not in ("", holder, dead) and until > self._clock():
+            return Head(known, until - self._clock())
+        self._head = holder, self._clock() + ttl_s
+        return None
+
+    async def release_head(self, holder: str) -> None:
+        if self._head[0] == holder:
+            self._head = ("", 0.0)
 
     async def config(self) -> str:
         if self._config is None:
@@ -92,6 +125,12 @@ class MemoryTransferQueue:
 
     async def close(self) -> None:
         return None
+
+    def beside(self) -> MemoryTransferQueue:
+        """Another client of the run that this one has created, with a trainer epoch of its own."""
+        other = copy.copy(self)
+        other._epoch = 0
+        return other
 
     def _member(self, episode_id: str) -> GroupMember | None:
         task_id, index = split_episode(episode_id)
@@ -176,9 +215,15 @@ class MemoryTransferQueue:
                 lost.append(lease.episode_id)
         return lost
 
-    async def journal(self, lease: Lease, entry: JournalEntry) -> None:
-        size = journal_cost(len(encode_journal(entry)))
+    async def journal(self, lease: Lease, entry: JournalEntry, position: int) -> None:
+        packed = encode_journal(entry)
+        size = journal_cost(len(packed))
         _, member = self._state.owned(lease.episode_id, lease.fence)
+        kept = [known for known, _ in member.journal]
+        if position < len(kept) and encode_journal(kept[position]) == packed:
+            return
+        if position != len(kept):
+            raise JournalMismatch(lease.episode_id, position, len(kept))
         member.journal.append((entry, size))
         member.tokens += 0 if entry.ids is None else len(entry.ids)
 
@@ -225,8 +270,21 @@ class MemoryTransferQueue:
         member.state, member.fence = "queued", self._state.new_fence()
 
     # steps and versions ----------------------------------------------------------------------------------------------
-    async def lease_batch(self, step: int) -> Batch | Waiting:
+    async def claim_training(self, holder: str) -> int:
         await self.config()
+        self._epoch = self._state.new_fence()
+        self._state.epoch, self._state.trainer = self._epoch, holder
+        return self._epoch
+
+    def join_training(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    async def check_training(self) -> None:
+        await self.config()
+        self._state.check_epoch(self._epoch)
+
+    async def lease_batch(self, step: int) -> Batch | Waiting:
+        await self.check_training()
         state, per_step = self._state, self._state.limits.groups_per_step
         if step in state.batches:
             return Batch(step, [state.groups[task_id].rewarded_episodes() for task_id in state.batches[step]])
@@ -276,6 +334,7 @@ class MemoryTransferQueue:
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         if self._batch_log is None:
             raise QueueError("spill: this queue was made without a batch log")
+        await self.check_training()
         if step >= self._state.version:
             raise StepError(f"spill of step {step}: version {step + 1} is not published")
         trained = {
@@ -291,7 +350,37 @@ class MemoryTransferQueue:
         self._state.counts["spilled"] += len(held)
         return len(held)
 
+    async def drop_lost(self, step: int, episode_ids: Sequence[str]) -> int:
+        await self.check_training()
+        state, gone = self._state, set(episode_ids)
+        if step not in state.batches:
+            raise StepError(
+                f"lost payloads of step {step}: fixed steps are {state.committed_step} to {state.next_step - 1}"
+            )
+        groups = [state.groups[name] for name in state.batches[step]]
+        kept = [group for group in groups if state.keeps_enough(group, gone)]
+        if not kept:
+            raise BadPayload(f"step {step}: the payloads of too many episodes are gone, no group of it is left")
+        leaving = [name for group in groups for name in group.rewarded_episodes() if group not in kept or name in gone]
+        for name in leaving:
+            self._forget_payload(name)
+        state.batches[step] = [group.task.task_id for group in kept]
+        state.counts["payload_lost"] += len(leaving)
+        # Its publication counted them as trained; the account would have them in two places.
+        state.counts["trained"] -= len(leaving) if step < state.version else 0
+        state.counts["payload_lost_groups"] += len(groups) - len(kept)
+        for group in groups:
+            if group not in kept:
+                del state.groups[group.task.task_id]
+        return len(leaving)
+
+    def _forget_payload(self, episode_id: str) -> None:
+        member = self._member(episode_id)
+        assert member is not None
+        member.payload, member.spilled, member.reward = None, False, None
+
     async def publish_version(self, announcement: Announcement) -> bool:
+        await self.check_training()
         version = announcement.version
         if version <= self._state.version:
             return False
@@ -305,12 +394,14 @@ class MemoryTransferQueue:
         return True
 
     async def renew_manifest(self, announcement: Announcement) -> bool:
+        await self.check_training()
         if announcement.version != self._state.version:
             return False
         self._state.announcement = announcement
         return True
 
     async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
+        await self.check_training()
         state, known = self._state, batches or {}
         for lost in range(state.next_step, step):
             if lost not in known:

@@ -22,6 +22,7 @@ from penstock.transfer_queue.types import (
     Outcome,
     OutcomeKind,
     Task,
+    TrainerFenced,
 )
 
 JOURNALS_KEPT = 100
@@ -57,6 +58,9 @@ class MemoryState:
         """Worker → when it first lost a lease of its last death, and how many it held then."""
         self.emptying: tuple[str, float] = ("", 0.0)
         """The worker that is given nothing more until a suspect fits it, and until when."""
+        self.epoch = 0
+        self.trainer = ""
+        """Holder of `epoch`."""
         self._seq = 0
         self._fence = 0
 
@@ -114,6 +118,7 @@ class MemoryState:
             "committed": self.counts["committed_groups"],
             "dropped_over_age": self.counts["dropped_over_age"],
             "filtered": self.counts["filtered_groups"],
+            "payload_lost": self.counts["payload_lost_groups"],
             "submitted": self.counts["submitted"],
         }
 
@@ -148,6 +153,13 @@ class MemoryState:
         self._fence += 1
         return self._fence
 
+    def check_epoch(self, epoch: int) -> None:
+        """Raises `TrainerFenced` where a later one was claimed."""
+        if epoch < self.epoch:
+            whose = f"trainer epoch {epoch}" if epoch else "a trainer without an epoch"
+            raise TrainerFenced(f"{whose}: {self.trainer} has claimed the run, epoch {self.epoch}")
+        self.epoch = epoch
+
     def owned(self, episode_id: str, fence: int) -> tuple[MemoryGroup, GroupMember]:
         """The member that `fence` owns. An expired lease that was not given to another worker is resumed."""
         task_id, index = split_episode(episode_id)
@@ -166,7 +178,7 @@ class MemoryState:
 
     def take_back_expired(self) -> None:
         now = self.clock()
-        for group, index, member in list(self.leased()):
+        for group, index, member in sorted(self.leased(), key=lambda one: one[0].episode(one[1])):
             if member.expires_at <= now:
                 member.lost_together = self._count_loss(member.worker, now)
                 member.lost_by.append(member.worker)
@@ -278,6 +290,12 @@ class MemoryState:
             self.lengths[bucket_of(member.tokens)] += member.state in ("queued", "leased")
             self.over_age_lengths[bucket_of(member.tokens)] += member.state != "failed"
         del self.groups[group.task.task_id]
+
+    def keeps_enough(self, group: MemoryGroup, gone: set[str]) -> bool:
+        """Whether a group of a fixed step can be trained without the episodes that are gone."""
+        before = group.rewarded_episodes()
+        left = len([name for name in before if name not in gone])
+        return left == len(before) or left >= max(1, min(self.limits.min_group, len(group.members)))
 
     def ship(self, group: MemoryGroup, step: int) -> None:
         for member in group.members:

@@ -10,7 +10,7 @@ States of a group (all episodes of one task) in split ``train``:
 States of an episode: queued → leased → ended (completed | failed), and leased → queued again when its lease runs out,
 is released, or failed with attempts left. Failures and lost leases are counted per episode and limited.
 
-All times are the queue's (Redis TIME), never a client's clock.
+All times are the queue's, never a client's clock; in Redis they follow its TIME, but for steps of it.
 
 **Admission (invariant 3).** Let c = current version = number of published steps, G = groups per step, η =
 max_staleness. A group admitted by a worker whose server holds version u has all tokens at version ≥ u, so it must ship
@@ -39,10 +39,13 @@ from penstock.transfer_queue.types import (
     DataCursor,
     DeadLetter,
     FieldValues,
+    Head,
     JournalEntry,
     Lease,
     Limits,
     Outcome,
+    RunIdentity,
+    RunRecord,
     ServerInfo,
     Status,
     Task,
@@ -57,8 +60,22 @@ class TransferQueue(Protocol):
     repeated: a client that lost the reply calls again, and nothing is counted twice."""
 
     # the run -------------------------------------------------------------------------------------------------------
-    async def create_run(self, limits: Limits, config: str) -> None:
-        """Create the run, or check that the existing run has the same limits. `config` is the resolved YAML."""
+    async def create_run(self, limits: Limits, config: str, identity: RunIdentity | None = None) -> RunRecord | None:
+        """Create the run (None), or enter the existing one: `config`, the resolved YAML, replaces its own.
+
+        Raises `QueueError` where its limits differ, and `RunTaken` where it is another run: one with another id or
+        model, or, where one of the two has no identity, with another configuration. Nothing is changed then.
+        """
+
+    async def claim_head(self, holder: str, ttl_s: float, dead: str = "") -> Head | None:
+        """Own the run of this name for `ttl_s`, or renew that: None; otherwise the head that owns it.
+
+        `holder` names one process. `dead`: a holder that is known to have ended; its lease counts as over. The run need
+        not exist.
+        """
+
+    async def release_head(self, holder: str) -> None:
+        """Ignored where another one owns the run."""
 
     async def config(self) -> str:
         """The resolved YAML of the run. Raises `NoSuchRun`."""
@@ -96,8 +113,12 @@ class TransferQueue(Protocol):
     async def renew(self, leases: Iterable[Lease]) -> list[str]:
         """Extend leases by the TTL; returns ids of episodes that the worker no longer owns."""
 
-    async def journal(self, lease: Lease, entry: JournalEntry) -> None:
-        """Append an entry and renew the lease. Raises `LeaseLost`."""
+    async def journal(self, lease: Lease, entry: JournalEntry, position: int) -> None:
+        """Append an entry and renew the lease. `position` is the number of entries before it; a repeat is a no-op.
+
+        Raises `LeaseLost`, and `JournalMismatch` where the journal has another number of entries: fewer after a machine
+        crash, more where another process with this fence has appended.
+        """
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         """Store the trajectory; the journal is deleted. Raises `LeaseLost`, `BadPayload`. A repeat is a no-op."""
@@ -109,6 +130,21 @@ class TransferQueue(Protocol):
         """Return an episode to the queue; the journal is kept, no attempt counted. Lost leases are ignored."""
 
     # trainer -------------------------------------------------------------------------------------------------------
+    async def claim_training(self, holder: str) -> int:
+        """Become the run's trainer, in `holder`'s name: returns an epoch above every earlier one, which this client
+        carries from now on.
+
+        Every call that writes steps or versions (`lease_batch`, `publish_version`, `renew_manifest`, `spill`, `commit`)
+        carries its client's epoch and raises `TrainerFenced` where a later one has been claimed: of two trainers that
+        are alive, one writes. A client without an epoch is refused as soon as there is one.
+        """
+
+    def join_training(self, epoch: int) -> None:
+        """Carry the epoch that another rank of this trainer has claimed."""
+
+    async def check_training(self) -> None:
+        """Before a write outside the queue, such as a checkpoint's. Raises `TrainerFenced`."""
+
     async def lease_batch(self, step: int) -> Batch | Waiting:
         """The groups of `step`. Once fixed, the answer is the same for every rank and after every crash."""
 
@@ -135,6 +171,14 @@ class TransferQueue(Protocol):
         step that is not trained.
         """
 
+    async def drop_lost(self, step: int, episode_ids: Sequence[str]) -> int:
+        """Take episodes whose payload cannot be read out of the fixed `step`, so that it can be trained without them.
+
+        A group that keeps fewer than `min_group` members leaves with them. All of them count as ``payload_lost``.
+        Returns their number; episodes that are not in the step are skipped. Raises `StepError` for a step that is not
+        fixed or is committed, and `BadPayload` where nothing would be left of it.
+        """
+
     async def publish_version(self, announcement: Announcement) -> bool:
         """Make `version` current: step `version − 1` counts as trained. False (no-op) for a version already published.
 
@@ -146,7 +190,9 @@ class TransferQueue(Protocol):
         """Replace the manifest of the CURRENT version (its file was lost with a machine). False if not current."""
 
     async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
-        """Steps below `step` are in a durable checkpoint: their payloads are deleted. Twice is a no-op.
+        """Steps below `step` are in a durable checkpoint: what they hold is deleted, in pieces. Twice is a no-op.
+
+        A client that dies in between has committed: the next commit deletes the rest.
 
         `batches` (step → groups, from the checkpoint) lets a queue that lost its last second in a machine crash catch
         up: steps that are in the checkpoint and unknown to the queue count as trained, and their groups are removed

@@ -200,8 +200,28 @@ class NoSuchRun(QueueError):
     """The queue holds no run of this name (yet)."""
 
 
+class RunTaken(QueueError):
+    """The queue holds another run of this name; the message has the identities of both, and what to do."""
+
+    def __init__(self, name: str, theirs: RunIdentity, ours: RunIdentity) -> None:
+        super().__init__(
+            f"run {name} is another run: in the queue {theirs}; here {ours}. Choose another name=…, continue that run "
+            "from its own folder, or delete it (`penstock queue drop`)"
+        )
+
+
 class LeaseLost(QueueError):
     """The fencing token is outdated: another worker owns the episode. Stop working on it."""
+
+
+class JournalMismatch(QueueError):
+    """An entry was appended at a position that is not the journal's end. Fewer entries: the queue lost the newest with
+    its machine, append them again. More: another process that has the lease's fence appended; `adopt` reads them."""
+
+    def __init__(self, episode_id: str, position: int, kept: int) -> None:
+        super().__init__(f"{episode_id}: journal entry {position}: the journal has {kept} entries")
+        self.kept = kept
+        """Entries that the queue holds."""
 
 
 class BadPayload(QueueError):
@@ -210,6 +230,10 @@ class BadPayload(QueueError):
 
 class StepError(QueueError):
     """A step number from the past, or out of order."""
+
+
+class TrainerFenced(QueueError):
+    """A later trainer has claimed the run. Permanent: this one must end without writing anything more."""
 
 
 class TooManyFiltered(QueueError):
@@ -246,6 +270,43 @@ class Limits:
     """The run stops if more than this many steps' worth of groups are filtered for one step; 0 = no limit."""
     quotas: Mapping[str, int] = field(default_factory=dict)
     """data_source → maximum of its groups that are unshipped (admitted or ready); other sources are unbounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """Which run this is. Two runs of one name in one queue differ in at least the first."""
+
+    run_id: str
+    """Made once, kept in the run's folder."""
+    config_hash: str
+    """Of the resolved YAML; a run that is resumed may have other settings."""
+    model: str
+    """Name of the model without its folder; a run keeps it."""
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} {value or 'none'}"
+            for name, value in (("id", self.run_id), ("configuration", self.config_hash), ("model", self.model))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A run that the queue holds already."""
+
+    identity: RunIdentity
+    """As it was before this call."""
+    age_s: float
+    """Since its creation, by the queue's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The process that owns a run: `penstock run`."""
+
+    holder: str
+    left_s: float
+    """Until its lease ends, unless it renews it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +365,10 @@ class ServerInfo:
     """Tokens of the requests in flight: prompts and the expected rest of the responses."""
     evaluates: bool = False
     """Serves only evaluation episodes, and keeps its version while an evaluation runs."""
+    refused: int | None = None
+    """The newest version, where the server has refused to load it."""
+    refusal: str = ""
+    """Why, for people."""
     age_s: float = field(default=0.0, compare=False)
     """Age of the heartbeat by the queue's clock when the registry was read; set by the queue only."""
 
@@ -349,7 +414,7 @@ class LengthDecile:
 
 EPISODE_TOTALS = (
     *("completed", "failed", "retried", "expired", "trained", "committed", "masked", "spilled"),
-    *("dropped", "filtered", "unrewarded", "group_failed"),
+    *("dropped", "filtered", "unrewarded", "group_failed", "payload_lost"),
 )
 """Keys of `Status.episodes` that count what ever happened."""
 
@@ -364,12 +429,14 @@ class Status:
     committed_step: int
     """Steps below this are in a durable checkpoint."""
     groups: Mapping[str, int]
-    """queued, admitted, ready, shipped, trained, committed, dropped_over_age, filtered, dead, submitted"""
+    """queued, admitted, ready, shipped, trained, committed, dropped_over_age, filtered, dead, payload_lost,
+    submitted"""
     episodes: Mapping[str, int]
     """queued, leased; and ever: completed (acknowledged), failed (given up), retried, expired (leases lost), trained
     (in published steps), committed, masked (trained although over-age, with their old tokens masked), spilled; and
     finished ones that will not be trained, by reason: dropped (over-age), filtered (rewards all equal), unrewarded (its
-    group continued without it), group_failed (its group died). completed = committed + held + these four."""
+    group continued without it), group_failed (its group died), payload_lost (its step was fixed
+    and its payload gone). completed = committed + held + these five."""
     bytes: int
     """Bytes of the run in the store: tasks, journals, payloads and bookkeeping; within 10 % of Redis's figure."""
     waits_s: Mapping[str, float]

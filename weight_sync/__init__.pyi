@@ -15,6 +15,7 @@ from .file_format import checksum as checksum
 from .file_format import dtype_name as dtype_name
 from .file_format import verify_tensors as verify_tensors
 from .file_format import write_tensors as write_tensors
+from .file_reader import open_published as open_published
 from .http_client import Downloader as Downloader
 from .http_server import FileServer as FileServer
 from .http_server import PeerServer as PeerServer

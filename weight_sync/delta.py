@@ -28,10 +28,10 @@ import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from penstock.weight_sync.file_format import DELTA, Section, Written, raw_bytes, write_file
-from penstock.weight_sync.manifest import WeightsRefused
+from penstock.weight_sync.file_reader import FileReader
+from penstock.weight_sync.manifest import ChainFile, WeightsRefused
 
 Encoding = Literal["gaps8", "gaps16", "gaps32", "bitmap", "whole"]
 ENCODINGS: tuple[str, ...] = get_args(Encoding)
@@ -144,7 +144,7 @@ def _largest(code: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """One change, as it was read: bytes not yet verified."""
+    """One change, as it was read."""
 
     name: str
     encoding: Encoding
@@ -196,17 +196,23 @@ def write_delta(path: Path, changes: Mapping[str, Change], base_state: str, *, d
     return write_file(path, sections, metadata, durable=durable)
 
 
-def read_delta(path: Path) -> Delta:
-    """Raises `WeightsRefused` where this is no delta file, or one of a later format."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            _check_format(path, metadata)
-            # The clones are what gets checked: pages of a mapped file could still change before they are applied.
-            index, values = (raw_bytes(file.get_tensor(name).clone()) for name in ("index", "values"))
-            return Delta(path, metadata["base_state"], _parts(json.loads(metadata["changes"]), index, values))
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise WeightsRefused(f"cannot read the delta {path}: {error!r}") from error
+def read_delta(file: ChainFile, descriptor: int | None = None) -> Delta:
+    """A delta whose every byte is what was announced; `descriptor` as in `FileReader`.
+
+    Raises `WeightsRefused` where it is not, naming the tensor, and where it is in a later format.
+    """
+    with FileReader(file, descriptor) as opened:
+        path, metadata = Path(file.place), opened.metadata
+        _check_format(path, metadata)
+        sections = dict(opened.tensors())
+        try:
+            index, values = (raw_bytes(sections[name]) for name in ("index", "values"))
+            delta = Delta(path, metadata["base_state"], _parts(json.loads(metadata["changes"]), index, values))
+        except (KeyError, ValueError, TypeError) as error:
+            raise WeightsRefused(f"cannot read the delta {path}: {error!r}") from error
+        delta.verify()
+        opened.verify_whole()
+        return delta
 
 
 def _check_format(path: Path, metadata: Mapping[str, str]) -> None:

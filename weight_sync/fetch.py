@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.weight_sync.manifest import SERVED, Manifest
+from penstock.common import NotPrivate, private_folder
+from penstock.weight_sync.manifest import SERVED, Manifest, WeightsUnreachable
 
 if TYPE_CHECKING:
     from penstock.weight_sync.http_client import Downloader
@@ -61,7 +62,10 @@ class Fetcher:
         from penstock.weight_sync.http_client import Downloader
         from penstock.weight_sync.http_server import PeerServer
 
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            private_folder(self._folder)
+        except NotPrivate as error:
+            raise WeightsUnreachable(str(error.strerror)) from error
         self._peers = PeerServer(self._folder, self._token, self._host)
         return Downloader(self._folder, self._token, serves=self._peers.start())
 

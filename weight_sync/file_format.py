@@ -1,11 +1,12 @@
 """Ordinary safetensors, written whole or not at all, with what is needed to check the file by itself.
 
 The file appears under its name by an atomic rename and is never written again: a reader sees a whole version or none;
-a writer that dies in the middle leaves only a ``.tmp`` that the next one removes. ``__metadata__`` says what it is:
+a writer that dies in the middle leaves only a ``.tmp`` that the next one removes. Its mode is 0600. ``__metadata__``
+says what it is:
 
     full    {"penstock": "full/1", "xxh3": "{name: hex}"}
-    delta   {"penstock": "delta/1", …}                       see `delta_file`
-    adapter {"penstock": "adapter/1", "xxh3": "{name: hex}", "adapter": "{config, base}"}   see `adapter`
+    delta   {"penstock": "delta/1", …}                       see `delta`
+    adapter {"penstock": "adapter/1", "xxh3": "{name: hex}", "adapter": "{config, base}"}   see `lora`
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import torch
 import xxhash
 
-from penstock.common import atomic_path
+from penstock.common import atomic_path, open_private
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsRefused
 
 HEADROOM_BYTES = 16 << 20
@@ -32,7 +33,7 @@ DELTA = "delta/1"
 ADAPTER = "adapter/1"
 PIECE_BYTES = 1 << 20
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-_CODES = {
+CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -74,7 +75,7 @@ class Section:
 
     @classmethod
     def of_tensor(cls, name: str, tensor: torch.Tensor) -> Section:
-        return cls(name, _CODES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, [raw_bytes(tensor)])
+        return cls(name, CODES[tensor.dtype], tuple(tensor.shape), tensor.nbytes, [raw_bytes(tensor)])
 
     @classmethod
     def of_bytes(cls, name: str, pieces: Sequence[memoryview]) -> Section:
@@ -84,7 +85,7 @@ class Section:
     @classmethod
     def computed(cls, name: str, dtype: torch.dtype, shape: Sequence[int], make: Callable[[], torch.Tensor]) -> Section:
         """A tensor that `make` gives once its turn comes, of that dtype and shape."""
-        return cls(name, _CODES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, _made(make))
+        return cls(name, CODES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, _made(make))
 
 
 def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str], *, durable: bool) -> Written:
@@ -96,7 +97,7 @@ def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str],
     size = len(header) + sum(section.nbytes for section in sections)
     _check_space(path.parent, size)
     try:
-        with atomic_path(path, durable=durable) as temporary, temporary.open("wb") as file:
+        with atomic_path(path, durable=durable) as temporary, open_private(temporary, "xb") as file:
             digest = _write_all(file, header, sections)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -105,7 +106,7 @@ def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str],
     return Written(path, size, digest)
 
 
-def write_tensors(file: BinaryIO, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(file: IO[bytes], tensors: Mapping[str, torch.Tensor]) -> None:
     """A whole version into an open file that has no reader yet; returns no checksums."""
     sections = [Section.of_tensor(name, tensor) for name, tensor in tensors.items()]
     _write_all(file, _header(sections, {}), sections)
@@ -115,7 +116,7 @@ def _made(make: Callable[[], torch.Tensor]) -> Iterator[memoryview]:
     yield raw_bytes(make())
 
 
-def _write_all(file: BinaryIO, header: bytes, sections: list[Section]) -> str:
+def _write_all(file: IO[bytes], header: bytes, sections: list[Section]) -> str:
     digest = xxhash.xxh3_64()
     for piece in _pieces(header, sections):
         file.write(piece)
@@ -211,10 +212,11 @@ class PartialFile:
     """A file being received: the bytes so far and their checksum. `close` keeps them for the next attempt."""
 
     def __init__(self, path: Path) -> None:
+        """Raises `NotPrivate` where `path` is not this user's file."""
         self.path = path
         self._digest = xxhash.xxh3_64()
         self.length = 0
-        self._file = path.open("a+b", buffering=0)
+        self._file = open_private(path, "a+b", buffering=0)
         self._file.seek(0)
         while piece := self._file.read(PIECE_BYTES):  # of an earlier life
             self._count(piece)

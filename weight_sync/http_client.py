@@ -9,7 +9,8 @@
     trainer away ────► peers that it named earlier
 
 A file arrives in a ``.part`` named after its checksum. After a cut, also after this process was killed, the fetch
-continues from the bytes that are there, at the next source. A complete file with the right checksum is renamed.
+continues from the bytes that are there, at the next source. A complete file with the right checksum is renamed. One
+that an earlier life has renamed is compared again: a name is no proof.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from safetensors import SafetensorError, safe_open
-
-from penstock.common import Backoff, bearer_headers
+from penstock.common import Backoff, NotPrivate, bearer_headers, private_folder
 from penstock.weight_sync.broadcast import receive_broadcast
 from penstock.weight_sync.delta import read_delta
 from penstock.weight_sync.file_format import DELTA, PIECE_BYTES, PartialFile, checksum
+from penstock.weight_sync.file_reader import FileReader
 from penstock.weight_sync.manifest import LOCAL_NAME, SERVED, ChainFile, Manifest, WeightsRefused, WeightsUnreachable
 from penstock.weight_sync.scheduler import AVOID, SERVES
 
@@ -49,25 +49,25 @@ DEADLINE_S = 300.0
 def verify_whole(file: ChainFile, part: PartialFile) -> None:
     """Raises `WeightsRefused` and deletes the file where it is not what was announced."""
     if part.length != file.bytes or part.xxh3 != file.xxh3:
+        here = replace(file, place=str(part.path), bytes=part.length, xxh3="")
         try:
-            raise WeightsRefused(f"version {file.version}: {file.place}: {_find_damage(part.path)}")
+            raise WeightsRefused(f"version {file.version}: {file.place}: {_find_damage(here)}")
         finally:
             part.path.unlink(missing_ok=True)
 
 
-def _find_damage(path: Path) -> str:
+def _find_damage(file: ChainFile) -> str:
     """In words, with the tensor's name; files know the checksums of what they hold."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("penstock") != DELTA:
-                wanted = json.loads(metadata["xxh3"])
-                wrong = [name for name in wanted if checksum(file.get_tensor(name)) != wanted[name]]
+        with FileReader(file) as opened:
+            if opened.metadata.get("penstock") != DELTA:
+                wanted = json.loads(opened.metadata["xxh3"])
+                wrong = [name for name, tensor in opened.tensors() if checksum(tensor) != wanted[name]]
                 return f"tensor {wrong[0]!r} is not what was announced" if wrong else "its header is damaged"
-        read_delta(path).verify()
+        read_delta(file)
     except WeightsRefused as error:
         return str(error)
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError) as error:
         return f"its header is damaged: {error!r}"
     return "its header is damaged"
 
@@ -254,6 +254,8 @@ class Downloader:
         self._closed = threading.Event()
         self._fetch = FileFetch(token, serves, self._closed)
         self._bytes_by_rounds = 0
+        self._verified: dict[str, Stamp | None] = {}
+        """By name, the files that this process compared with their checksums, as they were then."""
 
     @property
     def bytes_received(self) -> dict[str, int]:
@@ -269,11 +271,14 @@ class Downloader:
         if manifest.transport not in SERVED:
             return manifest
         *before, own = manifest.files
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._forget_others(manifest.files)
         give_up_at = time.monotonic() + self._deadline_s
-        own = self._have(own, give_up_at, manifest.broadcast)  # first: a broadcast does not wait
-        here = (*(self._have(file, give_up_at) for file in before), own)
+        try:
+            private_folder(self.directory)
+            self._forget_others(manifest.files)
+            own = self._have(own, give_up_at, manifest.broadcast)  # first: a broadcast does not wait
+            here = (*(self._have(file, give_up_at) for file in before), own)
+        except NotPrivate as error:
+            raise WeightsUnreachable(f"version {manifest.version}: {error.strerror}") from error
         return replace(manifest, transport="shm", files=here, broadcast="")
 
     def close(self) -> None:
@@ -286,8 +291,12 @@ class Downloader:
 
     def _have(self, file: ChainFile, give_up_at: float, broadcast_url: str = "") -> ChainFile:
         path = self.directory / local_name(file)
-        if not path.is_file():
+        if _stamp(path) is None or _stamp(path) != self._verified.get(path.name):
+            with contextlib.suppress(FileNotFoundError):
+                # An earlier life's, or exchanged since: its name proves nothing, so its bytes are compared again.
+                path.rename(_part_of(path))
             self._bring(file, path, give_up_at, broadcast_url)
+            self._verified[path.name] = _stamp(path)
             self._fetch.tell(file)
         return replace(file, place=str(path))
 
@@ -295,7 +304,7 @@ class Downloader:
         """Until the file is whole and right. One that is not is asked for again, unless all of it is the trainer's."""
         lied: set[str] = set()
         while True:
-            with contextlib.closing(PartialFile(path.with_name(f"{path.name}.part"))) as part:
+            with contextlib.closing(PartialFile(_part_of(path))) as part:
                 # Of an earlier life, or of other servers: not the trainer's word.
                 others = part.length > 0 or (bool(broadcast_url) and self._take_part(broadcast_url, file, part))
                 asked = self._fetch.run(file, path.name, part, give_up_at, lied)
@@ -322,9 +331,26 @@ class Downloader:
         for path in self._files():
             if path.name.removesuffix(".part") not in needed:
                 path.unlink(missing_ok=True)
+                self._verified.pop(path.name, None)
 
     def _files(self) -> list[Path]:
         return [path for path in self.directory.glob("*-weights-*") if path.is_file()]
+
+
+Stamp = tuple[int, int, int, int]
+"""Device, inode, bytes, and time of the last change: another file, or another content, has another one."""
+
+
+def _stamp(path: Path) -> Stamp | None:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
 
 
 def local_name(file: ChainFile) -> str:

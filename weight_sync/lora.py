@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from penstock.common import private_folder
 from penstock.weight_sync.file_format import FULL, Section, describe, dtype_name, verify_tensor, write_file
 from penstock.weight_sync.manifest import ChainFile, Manifest, TensorEntry, WeightsRefused, WeightsUnreachable, state_of
 from penstock.weight_sync.reader import read_verified
@@ -288,7 +289,7 @@ class Merger:
             raise WeightsUnreachable(f"version {version}: not merged: {error}") from error
 
     def _write(self, version: int, changes: Changes, base: ModelFolder, give_up_at: float) -> Manifest:
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(self.directory)
         described: list[TensorEntry] = []
 
         def make(name: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from penstock.common import private_folder
 from penstock.weight_sync.delta import Change, find_change, words_of, write_delta
 from penstock.weight_sync.file_format import ADAPTER, FULL, NamedTensors, Section, Written, describe, write_file
 from penstock.weight_sync.lora import AdapterConfig, ModelFolder, changes_of, check_base
@@ -63,7 +64,11 @@ class WeightPublisher:
         """The files of the version written last."""
         self._last: Tensors = {}
         """Its tensors: our own copies, because the caller may still change those that it gave."""
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._durable:
+            # On a shared disk, in the run's folder: who may enter that, and as which user, is that disk's matter.
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        else:
+            private_folder(self.directory)
         for leftover in self.directory.glob("*.tmp"):
             leftover.unlink(missing_ok=True)
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from penstock.weight_sync.delta import read_delta
 from penstock.weight_sync.file_format import verify_names, verify_tensor, verify_tensors
-from penstock.weight_sync.manifest import ChainFile, Manifest, TensorEntry, WeightsRefused
+from penstock.weight_sync.file_reader import FileReader
+from penstock.weight_sync.manifest import ChainFile, Manifest, WeightsRefused
 
 logger = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
@@ -32,22 +30,23 @@ class WeightReader:
         self.bytes_read = 0
         """Of all files so far."""
 
-    def read(self, manifest: Manifest) -> Tensors:
+    def read(self, manifest: Manifest, own: int | None = None) -> Tensors:
         """The version's tensors. The next `read` may change them in place; no other code may.
 
+        `own`: descriptor of the version's own file, where the caller has opened it (`open_published`).
         Raises `WeightsRefused` naming the tensor (or the file) that is missing, truncated or different.
         """
         files = manifest.files
         behind = self._links_behind_held(files)
         try:
-            tensors = self._read(manifest, files[-behind:] if behind else []) if behind < len(files) else None
+            tensors = self._read(manifest, files[-behind:] if behind else [], own) if behind < len(files) else None
         except WeightsRefused as error:
             # A file in between is gone or damaged: what is held is of no use, the full version may be.
             logger.warning("version %d is read from its full version on: %s", manifest.version, error)
             tensors = None
         if tensors is None:
             self.forget()
-            tensors = self._read(manifest, files)
+            tensors = self._read(manifest, files, own)
         if manifest.deltas_follow:
             self._held, self._state = tensors, manifest.state
         else:
@@ -65,18 +64,22 @@ class WeightReader:
                 return behind
         return len(files)
 
-    def _read(self, manifest: Manifest, files: Sequence[ChainFile]) -> Tensors:
+    def _read(self, manifest: Manifest, files: Sequence[ChainFile], own: int | None) -> Tensors:
         tensors, self._held = self._held, {}
         # Until the end is verified this is no version: half an update must never be the base of the next.
         state, self._state = self._state, None
         for file in files:
-            _check_size(file, manifest.version)
+            descriptor = own if file is manifest.files[-1] else None
+            if file.base_version is not None:
+                _apply(file, descriptor, state, tensors)
+            elif file is manifest.files[-1]:
+                tensors = _read_full_verified(manifest, file, descriptor)
+            else:
+                tensors = _read_full(file)
             self.bytes_read += file.bytes
-            if file.base_version is None and file is files[-1]:
-                return _read_full_verified(manifest, file)
-            tensors = _read_full(file) if file.base_version is None else _apply(file, state, tensors)
             state = file.state
-        verify_tensors(manifest, tensors)
+        if not files or files[-1].base_version is not None:
+            verify_tensors(manifest, tensors)
         return tensors
 
 
@@ -85,44 +88,28 @@ def read_verified(manifest: Manifest) -> Tensors:
     return WeightReader().read(manifest)
 
 
-def _apply(file: ChainFile, state: str | None, tensors: Tensors) -> Tensors:
-    delta = read_delta(Path(file.place))
+def _apply(file: ChainFile, descriptor: int | None, state: str | None, tensors: Tensors) -> None:
+    """Changes `tensors` in place."""
+    delta = read_delta(file, descriptor)
     if delta.base_state != state:
         raise WeightsRefused(f"{file.place} changes other weights than those of version {file.base_version}")
-    delta.verify()
     delta.apply(tensors)
-    return tensors
 
 
 def _read_full(file: ChainFile) -> Tensors:
-    try:
-        with safe_open(Path(file.place), framework="pt") as opened:
-            return {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError) as error:
-        raise WeightsRefused(f"version {file.version}: cannot read {file.place}: {error}") from error
+    with FileReader(file) as opened:
+        tensors = dict(opened.tensors())
+        opened.verify_whole()
+        return tensors
 
 
-def _read_full_verified(manifest: Manifest, file: ChainFile) -> Tensors:
+def _read_full_verified(manifest: Manifest, file: ChainFile, descriptor: int | None) -> Tensors:
     """Tensor by tensor: the check finds each one still in the processor's cache."""
-    try:
-        with safe_open(Path(file.place), framework="pt") as opened:
-            verify_names(manifest, opened.keys())
-            return {name: _read_one(opened, manifest.version, entry) for name, entry in manifest.entries.items()}
-    except (OSError, SafetensorError) as error:
-        raise WeightsRefused(f"version {manifest.version}: cannot read {file.place}: {error}") from error
-
-
-def _read_one(opened: Any, version: int, entry: TensorEntry) -> torch.Tensor:
-    # The clone is what gets checked: pages of a mapped file could still change, or go, before they are copied.
-    tensor: torch.Tensor = opened.get_tensor(entry.name).clone()
-    verify_tensor(version, entry, tensor)
-    return tensor
-
-
-def _check_size(file: ChainFile, version: int) -> None:
-    try:
-        found = Path(file.place).stat().st_size
-    except OSError as error:
-        raise WeightsRefused(f"version {version}: {file.place}: {error.strerror}") from error
-    if found != file.bytes:
-        raise WeightsRefused(f"version {version}: {file.place} has {found} bytes, the manifest says {file.bytes}")
+    with FileReader(file, descriptor) as opened:
+        verify_names(manifest, opened.names)
+        tensors = {}
+        for name, tensor in opened.tensors():
+            verify_tensor(manifest.version, manifest.entries[name], tensor)
+            tensors[name] = tensor
+        opened.verify_whole()
+        return tensors

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
@@ -115,6 +115,14 @@ class MayMove(Protocol):
     async def __call__(self) -> bool: ...
 
 
+def _parsed(newest: Announcement) -> Manifest:
+    """Raises `WeightsRefused`, also for a manifest of another version: it would never be held, and loaded for ever."""
+    manifest = Manifest.parse(newest.manifest)
+    if manifest.version != newest.version:
+        raise WeightsRefused(f"the manifest is of version {manifest.version}")
+    return manifest
+
+
 class WeightUpdater:
     """`begin` with each new engine, then `pull` again and again. Not for several callers at once."""
 
@@ -184,22 +192,26 @@ class WeightUpdater:
         """Whether the engine has these weights, wherever their file is now."""
         if newest.version != self.version or self._loaded is None:
             return newest.version == self.version
-        return newest.manifest.get("tensors") == self._loaded.manifest.get("tensors")
+        return (
+            isinstance(newest.manifest, Mapping) and newest.manifest.get("tensors") == self._loaded.manifest["tensors"]
+        )
 
     async def _load(self, engine: WeightLoader, newest: Announcement) -> None:
         began = time.monotonic()
         try:
-            manifest = await self._fetch(Manifest.parse(newest.manifest))
+            manifest = await self._fetch(_parsed(newest))
             fetched_s = time.monotonic() - began
             report = await engine.load_weights(manifest)
         except WeightsUnreachable as error:
             self._retry_at = time.monotonic() + RETRY_FETCH_S
-            self._failed("unreachable", newest, f"weights not fetched, version {self.version} stays: {error}")
+            self._failed(
+                "unreachable", newest, f"version {newest.version} not fetched, version {self.version} stays: {error}"
+            )
             return
         except WeightsRefused as error:
             self.refused, self._refusals = newest, self._refusals + 1
             self._metrics.refused.inc()
-            self._failed("refused", newest, f"weights refused, version {self.version} stays: {error}")
+            self._failed("refused", newest, f"version {newest.version} refused, version {self.version} stays: {error}")
             return
         await self._took(report.model_copy(update={"fetch_s": report.fetch_s + fetched_s}), newest)
 

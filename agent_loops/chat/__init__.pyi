@@ -1,3 +1,4 @@
+from .calls import name_of as name_of
 from .chat import ChatTokens as ChatTokens
 from .chat import chat_of as chat_of
 from .chat import new_budget as new_budget
@@ -7,4 +8,5 @@ from .template import MARK as MARK
 from .template import ChatTemplate as ChatTemplate
 from .template import Message as Message
 from .verification import TemplateVerification as TemplateVerification
+from .verification import tools_problem as tools_problem
 from .verification import verify_template as verify_template

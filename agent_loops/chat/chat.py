@@ -6,10 +6,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.agent_loops.chat.calls import NoParser, choose_parser
 from penstock.agent_loops.chat.images import NAMED, parts_of, take, with_images
 from penstock.agent_loops.chat.model_files import generation_stops, load_processor, load_tokenizer
 from penstock.agent_loops.chat.rendering import Rendering, key_of
-from penstock.agent_loops.chat.template import Message
+from penstock.agent_loops.chat.template import ChatTemplate, Message
 from penstock.agent_loops.chat.thinking import OldThinking, ThinkingHistory, thinks, written_again
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import AgentError, TemplateError
@@ -17,7 +18,7 @@ from penstock.agent_loops.llm import Reply
 from penstock.agent_loops.segment import Budget, MessageDelta, SegmentBuilder
 from penstock.rollout_server import ImageRef
 from penstock.tools import ToolResult
-from penstock.tools.parsers import ParsedTurn, ToolCall, ToolCallParser, get_parser
+from penstock.tools.parsers import ParsedTurn, ToolCall, ToolCallParser
 
 
 class ChatTokens:
@@ -77,6 +78,8 @@ class ChatTokens:
     def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> SegmentBuilder:
         """A new segment: the prompt by the chat template, up to the model's answer. Raises `TemplateError`."""
         self._tools.update({tool["function"]["name"]: tool for tool in tools if "function" in tool})
+        if tools and isinstance(self.parser, NoParser):
+            raise TemplateError(self.parser.problem)
         messages = take(messages, self._images)
         return self._begin(self.rendering.prompt(key_of(messages, tools)), messages, tools)
 
@@ -185,7 +188,7 @@ def chat_of(model: str, config: AgentConfig) -> ChatTokens:
     tokenizer = load_tokenizer(model)
     return ChatTokens(
         tokenizer,
-        get_parser(config.parser),
+        choose_parser(config.parser, ChatTemplate(tokenizer, config.template_settings)),
         template_settings=config.template_settings,
         thinking_history=config.thinking_history,
         stop_ids=generation_stops(model),

@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from functools import lru_cache
+from typing import Any
 
+from penstock.agent_loops.chat.calls import PROBE, check_calls_are_read
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.chat.images import with_images
 from penstock.agent_loops.chat.template import ChatTemplate, Message
 from penstock.agent_loops.errors import TemplateError
-from penstock.tools.parsers import ParserName, ToolCall, ToolCallParser, get_parser
+from penstock.tools.parsers import ToolCall
 
 Tools = Sequence[Any]
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
@@ -75,9 +77,7 @@ def verify_template(chat: ChatTokens, tools: Tools = ()) -> TemplateVerification
 
 def _verify(chat: ChatTokens, tools: Tools) -> TemplateVerification:
     if tools:
-        _check_tools_are_shown(chat, tools)
-        _check_tool_results_are_shown(chat, tools)
-        _check_calls_are_parsed(chat, tools)
+        _check_tools(chat, tools)
     found = _Findings()
     for case in conversations(chat.template, tools, images=chat.rendering.places is not None):
         _try(chat, tools, case, found)
@@ -123,6 +123,22 @@ def _try(chat: ChatTokens, tools: Tools, case: TemplateCase, found: _Findings) -
         found.rewritten.append(case.name)
 
 
+def _check_tools(chat: ChatTokens, tools: Tools) -> None:
+    _check_tools_are_shown(chat, tools)
+    _check_tool_results_are_shown(chat, tools)
+    check_calls_are_read(chat.parser, chat.template, tools)
+
+
+@lru_cache(maxsize=4)
+def tools_problem(chat: ChatTokens) -> str:
+    """Why this model can be given no tools at all; empty where it can. For tools that are not known at start."""
+    try:
+        _check_tools(chat, [PROBE])
+    except TemplateError as error:
+        return str(error)
+    return ""
+
+
 def _check_tools_are_shown(chat: ChatTokens, tools: Tools) -> None:
     text = chat.template.render([USER], tools, prompt=True)
     missing = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
@@ -140,23 +156,6 @@ def _check_tool_results_are_shown(chat: ChatTokens, tools: Tools) -> None:
         raise TemplateError("the model's chat template ignores messages of role tool: the model would read no results")
     if chat.continuation.delta([result], [call], tools) != delta:
         raise TemplateError("the chat template shows tools again after a call; such results cannot be spliced")
-
-
-def _check_calls_are_parsed(chat: ChatTokens, tools: Tools) -> None:
-    call = ToolCall(tools[0]["function"]["name"], {"probe": "1 < 2"})
-    text = chat.template.reply_with_call(tools, call)
-    if text is None or _reads(chat.parser, text, call):
-        return
-    parsers = {name: get_parser(name) for name in get_args(ParserName)}
-    fits = [name for name, parser in parsers.items() if _reads(parser, text, call)]
-    mine = next((name for name, one in parsers.items() if type(one) is type(chat.parser)), type(chat.parser).__name__)
-    fix = f"set agent.parser={fits[0]}, which reads them" if fits else f"no parser of {', '.join(parsers)} does"
-    raise TemplateError(f"agent.parser={mine} does not read this model's calls: {fix}; the template writes {text!r}")
-
-
-def _reads(parser: ToolCallParser, text: str, call: ToolCall) -> bool:
-    found = [(one.name, one.arguments) for one in parser.parse(text).calls]
-    return found == [(call.name, call.arguments)]
 
 
 def _difference(spliced: str, wanted: str) -> str:

@@ -41,6 +41,9 @@ class BaseReward(ABC):
     """One object per agent worker, asked by all its episodes at once; made with the recipe's settings as keywords."""
 
     needs_sandbox: bool = False
+    journaled: bool = True
+    """The score is kept in the episode's journal: a worker that takes the episode over does not ask again. False for
+    what costs less than a call of the queue and always gives the same."""
 
     def __init__(self, sandbox: Sandbox | None = None) -> None:
         self.sandbox = sandbox
@@ -49,16 +52,27 @@ class BaseReward(ABC):
     async def score(self, answer: Answer) -> Value:
         """Raises `InfraFailure`, or any other exception, on infrastructure failure; cancelled at its deadline."""
 
+    def is_journaled(self, data_source: str) -> bool:
+        """Whether scores of such rows are kept."""
+        return self.journaled
+
     async def close(self) -> None:
         """Releases processes and connections; awaited once, when the worker ends."""
 
 
 class FunctionReward(BaseReward):
-    """Calls a plain function in a thread; one that cannot run there (signal handlers) in the event loop."""
+    """Calls a plain function in a thread; one that cannot run there (signal handlers) in the event loop.
 
-    def __init__(self, compute_score: Callable[..., Any], name: str = "compute_score") -> None:
+    Its scores are journaled, because it may ask a service, unless it has an attribute ``journaled = False``.
+    """
+
+    def __init__(
+        self, compute_score: Callable[..., Any], name: str = "compute_score", *, journaled: bool = True
+    ) -> None:
         """Raises `LoadError` where the function does not take verl's four arguments."""
         super().__init__()
+        function = compute_score.func if isinstance(compute_score, partial) else compute_score
+        self.journaled = bool(getattr(function, "journaled", journaled))
         _check_signature(compute_score, name)
         self._compute_score = compute_score
         self._name = name

@@ -65,7 +65,7 @@ class Judge(BaseReward):
             template: the prompt, with {question}, {reference} and {answer} where wanted.
             pattern: regular expression whose first group is the score; its last match counts.
             scale: lowest and highest score.
-            part: `solution`, the whole response, or `final_text`, the last turn alone.
+            part: `solution`, the last segment's response, `segments`, those of all, or `final_text`, the last turn.
             request: further fields of the request; the defaults are temperature 0 and max_tokens 512.
             limits: see `ScoreService`: timeout_s, concurrency, per_minute, retries, cache_entries.
         """

@@ -37,6 +37,8 @@ MAX_ANSWER_BYTES = 1 << 20
 class Maths(BaseReward):
     """`right` or `wrong`; metrics `unreadable` (no answer was found) and `too_costly`."""
 
+    journaled = False
+
     def __init__(
         self,
         sandbox: Sandbox | None = None,

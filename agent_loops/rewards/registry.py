@@ -1,26 +1,31 @@
 """The run's reward: rewards by name, by verl's `data_source` names, and the one that `agent.reward` names.
 
-`RewardFunction` applies the deadline and turns every exception into a failure: an error is never a low score.
+`RewardFunction` applies the deadline and turns every exception into a failure: an error is never a low score. A score
+is kept in the episode's journal before the episode is completed: after a crash in between nobody is asked again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import xxhash
 
 from penstock.agent_loops.config import AgentConfig, RewardChoice
-from penstock.agent_loops.errors import InfraFailure, LoadError
+from penstock.agent_loops.errors import InfraFailure, LoadError, describe
+from penstock.agent_loops.journal import KeptScore
 from penstock.agent_loops.loader import load_object, nearest
 from penstock.agent_loops.rewards.base import Answer, BaseReward, FunctionReward, Value
+from penstock.agent_loops.segment import little_endian
 from penstock.sandbox import Sandbox, SandboxError, Session
 from penstock.tools import ToolInfraError
-from penstock.transfer_queue import Task
+from penstock.transfer_queue import Segment, Task
 
 REWARD_DEADLINE_S = 60.0
 BY_SOURCE = "by_data_source"
@@ -34,7 +39,7 @@ REWARDS = {
     "reward_server": f"{PACKAGE}.reward_server:RewardServer",
     "judge": f"{PACKAGE}.judge:Judge",
 }
-"""Name → path, imported when it is used."""
+"""Name → path, imported when it is used. The functions among them are rules: their scores are not journaled."""
 DATA_SOURCES = {
     "openai/gsm8k": "gsm8k",
     "gsm8k": "gsm8k",
@@ -64,6 +69,16 @@ class Score:
     """``reward/NAME`` for each further number it returned."""
 
 
+class ScoreKeeper(Protocol):
+    """An episode's journal."""
+
+    @property
+    def score(self) -> KeptScore | None: ...
+
+    async def keep_score(self, score: KeptScore) -> None:
+        """Raises `QueueError`."""
+
+
 class RewardFunction:
     """Calls a `BaseReward`, or a function in verl's ``compute_score`` shape: sync or async, number or dict."""
 
@@ -72,11 +87,13 @@ class RewardFunction:
         reward: BaseReward | Callable[..., Any],
         name: str = "compute_score",
         timeout_s: float = REWARD_DEADLINE_S,
+        settings: str = "",
     ) -> None:
-        """Raises `LoadError` where a function does not take verl's arguments."""
+        """`settings` distinguishes rewards of one name. Raises `LoadError` where a function lacks verl's arguments."""
         self._reward = reward if isinstance(reward, BaseReward) else FunctionReward(reward, name)
         self._name = name
         self._timeout_s = timeout_s
+        self._settings = settings
 
     async def score(self, task: Task, solution: str, further: Mapping[str, Any]) -> Score:
         """`further` joins the row's `extra_info`. Raises `InfraFailure`: never a silent 0."""
@@ -93,9 +110,36 @@ class RewardFunction:
             if isinstance(error, TimeoutError) and deadline.expired():
                 reason = f"{self._name} took longer than {self._timeout_s:g} s"
             else:
-                reason = f"{self._name} raised {type(error).__name__}: {error}"
+                reason = f"{self._name} raised {describe(error)}"
             raise InfraFailure("reward", reason) from error
         return _to_score(value, self._name)
+
+    async def score_once(
+        self, task: Task, solution: str, further: Mapping[str, Any], segments: Sequence[Segment], keeper: ScoreKeeper
+    ) -> Score:
+        """As `score`, but what a dead owner of the episode recorded for the same ids and row is not computed again.
+
+        Raises `QueueError` as well.
+        """
+        if not self._reward.is_journaled(task.data_source):
+            return await self.score(task, solution, further)
+        digest = self._digest(task, further, segments)
+        kept = keeper.score
+        if kept is None or kept.of != digest:
+            score = await self.score(task, solution, further)
+            kept = KeptScore(digest, score.reward, score.metrics)
+            await keeper.keep_score(kept)
+        return Score(kept.reward, kept.metrics)
+
+    def _digest(self, task: Task, further: Mapping[str, Any], segments: Sequence[Segment]) -> str:
+        """Of all that the reward may look at, and of the reward's name and settings: a resumed run may have others."""
+        row = [task.task_id, task.data_source, task.ground_truth, task.extra_info, further]
+        digest = xxhash.xxh3_128(repr((self._name, self._settings, row)).encode())
+        for segment in segments:
+            for ids in (segment.prompt_ids, segment.response_ids):
+                digest.update(f":{len(ids)}:".encode())
+                digest.update(little_endian(ids))
+        return digest.hexdigest()
 
     async def close(self) -> None:
         await self._reward.close()
@@ -113,9 +157,10 @@ def load_reward(config: AgentConfig, recipe_dir: Path, sandbox: Sandbox | None =
     if not name:
         return None
     if name == BY_SOURCE:
-        return RewardFunction(BySource(given.sources, recipe_dir, sandbox), name, given.timeout_s)
-    choice = RewardChoice(name=name, settings=given.settings)
-    return RewardFunction(make_reward(choice, recipe_dir, sandbox), name, given.timeout_s)
+        reward: BaseReward = BySource(given.sources, recipe_dir, sandbox)
+    else:
+        reward = make_reward(RewardChoice(name=name, settings=given.settings), recipe_dir, sandbox)
+    return RewardFunction(reward, name, given.timeout_s, given.model_dump_json(exclude={"timeout_s"}))
 
 
 def check_reward(config: AgentConfig, data_sources: Iterable[str]) -> None:
@@ -193,7 +238,8 @@ def make_reward(choice: RewardChoice, recipe_dir: Path, sandbox: Sandbox | None)
                 raise ValueError("it needs a sandbox, and this process has none")
             return found(sandbox, **choice.settings)
         if callable(found):
-            return FunctionReward(partial(found, **choice.settings) if choice.settings else found, choice.name)
+            function = partial(found, **choice.settings) if choice.settings else found
+            return FunctionReward(function, choice.name, journaled=choice.name not in REWARDS)
     except (TypeError, ValueError) as error:
         raise LoadError(f"reward {choice.name!r} with settings {choice.settings}: {error}") from error
     raise LoadError(f"reward {choice.name!r} is not a function")
@@ -226,6 +272,9 @@ class BySource(BaseReward):
 
     async def score(self, answer: Answer) -> Value:
         return await self._reward_for(answer.data_source).score(answer)
+
+    def is_journaled(self, data_source: str) -> bool:
+        return self._reward_for(data_source).is_journaled(data_source)
 
     async def close(self) -> None:
         for reward in self._made.values():

@@ -11,7 +11,7 @@ from penstock.agent_loops.rewards.service import ScoreService
 from penstock.sandbox import Sandbox
 
 TOKEN_VARIABLE = "PENSTOCK_REWARD_TOKEN"  # noqa: S105 - the name of a variable
-FINAL, WHOLE = "final_text", "solution"
+FINAL, WHOLE, ALL = "final_text", "solution", "segments"
 
 
 class RewardServer(BaseReward):
@@ -31,7 +31,7 @@ class RewardServer(BaseReward):
         Args:
             url: of the server, such as ``http://127.0.0.1:8900``.
             key_variable: environment variable that holds the server's token.
-            part: `solution`, the whole response, or `final_text`, the last turn alone.
+            part: `solution`, the last segment's response, `segments`, those of all, or `final_text`, the last turn.
             limits: see `ScoreService`: timeout_s, concurrency, per_minute, retries, cache_entries.
         """
         super().__init__(sandbox)
@@ -51,11 +51,13 @@ class RewardServer(BaseReward):
 
 
 def checked_part(part: str) -> str:
-    if part not in (FINAL, WHOLE):
-        raise ValueError(f"part is {part!r}: {WHOLE} or {FINAL}")
+    if part not in (FINAL, WHOLE, ALL):
+        raise ValueError(f"part is {part!r}: {WHOLE}, {ALL} or {FINAL}")
     return part
 
 
 def text_of(answer: Answer, part: str) -> str:
-    """What of the episode is shown: the whole response, tool results included, or its last turn."""
+    """What is shown: the last segment's response with tool results, those of all segments, or the last turn."""
+    if part == ALL:
+        return "\n\n".join(answer.extra_info.get(ALL, [answer.solution]))
     return str(answer.extra_info.get(FINAL, answer.solution)) if part == FINAL else answer.solution

@@ -1,4 +1,4 @@
-"""A Python module as a process of its own that answers questions: one JSON line in, one JSON line out.
+"""A Python module as a separate process that answers questions: one JSON line in, one JSON line out.
 
     benchmark ── {"do": …} ──► stdin   child
               ◄── {…} ───────── stdout      (what it prints goes to stderr)

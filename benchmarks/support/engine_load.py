@@ -61,6 +61,13 @@ def alone_side(child: Child, server: Server, engine: str, settings: dict[str, An
     return EngineSide("bare", child, server, {"do": "alone", "settings": settings, "model": model}, owns_engine=True)
 
 
+async def generate_side(server: Server, settings: dict[str, Any], model: str) -> EngineSide:
+    """`transformers.generate` in a separate process: all requests of a level as one batch."""
+    child = await Child.module("benchmarks.support.generate_child", env={"OMP_NUM_THREADS": str(settings["threads"])})
+    question = {"do": "generate", "model": model, "dtype": settings["dtype"], "threads": settings["threads"]}
+    return EngineSide("generate", child, server, question, owns_engine=True)
+
+
 async def measure_levels(sides: Sequence[EngineSide], levels: Sequence[Level], rounds: int) -> dict[str, Any]:
     """concurrency → {side → figures, "tokens_over_bare"}. A first round warms up and is not counted."""
     taken: dict[int, dict[str, list[Round]]] = {one.concurrency: {side.name: [] for side in sides} for one in levels}
@@ -89,11 +96,19 @@ def _cell(by_side: dict[str, list[Round]]) -> dict[str, Any]:
     ratios = [client.took.tokens_per_s / bare.took.tokens_per_s for client, bare in pairs]
     cpu = [client.cpu_s_per_token / bare.cpu_s_per_token for client, bare in pairs]
     cell: dict[str, Any] = {name: _figures(rounds) for name, rounds in by_side.items()}
+    if "generate" in by_side:
+        cell["hf_over_generate"] = round(median(map(_over_generate, by_side["bare"], by_side["generate"])), 3)
     return cell | {
         "tokens_over_bare": round(median(ratios), 3),
         "cpu_over_bare": round(median(cpu), 3),
         "of_each_round": [round(one, 3) for one in ratios],
     }
+
+
+def _over_generate(engine: Round, generate: Round) -> float:
+    """Tokens per CPU second of the engine's process over those of the one that calls `generate`."""
+    of_engine = engine.took.tokens / engine.engine_cpu_s
+    return of_engine / (generate.took.tokens / generate.took.client_cpu_s)
 
 
 def _figures(rounds: Sequence[Round]) -> dict[str, float]:

@@ -141,7 +141,7 @@ async def _lease(run: Run, number: int) -> None:
 
 
 async def _journal(run: Run, number: int) -> None:
-    await run.queue.journal(run.leases[number], ENTRY)
+    await run.queue.journal(run.leases[number], ENTRY, 0)
 
 
 async def _renew(run: Run, number: int) -> None:

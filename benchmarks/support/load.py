@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 from benchmarks.support.measure import quantile
@@ -59,13 +60,17 @@ async def run_load(load: Load, stream: Stream, enough: asyncio.Event) -> Tally:
 
 
 async def _caller(load: Load, number: int, stream: Stream, enough: asyncio.Event, tally: Tally) -> None:
-    chance = random.Random(f"{load.seed}/{number}")
-    asked = 0
-    while asked < load.waves or (load.waves == 0 and not enough.is_set()):
-        # Ids of its own for each request: nothing is answered from another one's prefix.
-        ids = [chance.randrange(2, load.vocab) for _ in range(load.prompt_tokens)]
+    for ids in islice(prompts(load, number), load.waves or None):
+        if load.waves == 0 and enough.is_set():
+            break
         await _one(Ask(ids, load.answer_tokens), stream, tally)
-        asked += 1
+
+
+def prompts(load: Load, number: int) -> Iterator[list[int]]:
+    """Of caller `number`, without end. Ids of its own for each: nothing is answered from another one's prefix."""
+    chance = random.Random(f"{load.seed}/{number}")
+    while True:
+        yield [chance.randrange(2, load.vocab) for _ in range(load.prompt_tokens)]
 
 
 async def _one(ask: Ask, stream: Stream, tally: Tally) -> None:

@@ -138,7 +138,7 @@ def engine_args(engine: str) -> dict[str, Any]:
 
 
 async def load_process(server: Server, cores: set[int] | None = None) -> Child:
-    """A generator of load, as a process of its own, that may ask this server's run."""
+    """A generator of load, as a separate process, that may ask this server's run."""
     child = await Child.module("benchmarks.support.load_child", env=server.link.environment())
     if cores:
         os.sched_setaffinity(child.pid, cores)

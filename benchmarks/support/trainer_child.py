@@ -1,4 +1,4 @@
-"""One side of `penstock bench trainer` as a process of its own: its memory is its own, and it waits while others train.
+"""One side of `penstock bench trainer` as a separate process: its memory is its own, and it waits while others train.
 
 python -m benchmarks.support.trainer_child SIDE SETTINGS(JSON)
 """

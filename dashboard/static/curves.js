@@ -78,7 +78,7 @@ export async function curves(root, { run, repeat, params, go }) {
     drawn.splice(CHARTS.findIndex(([title]) => title.startsWith("staleness")) + 1, 0, bars);
     grid.replaceChildren(...drawn);
     own.replaceChildren(...(picked ? [draw([picked, [picked]])] : []));
-    advice.textContent = split.advice;
+    advice.textContent = `${split.warning} ${split.advice}`.trim();
     seen = rows;
   }, EVERY_MS);
 }

@@ -1,6 +1,8 @@
 // The pipeline as it is now: what waits where, which server holds which version, who waits for whom.
 
 import { get, of } from "./api.js";
+import { lineChart } from "./chart.js";
+import { columns } from "./curves.js";
 import { bytes, h, number, percent, seconds, table, visible } from "./dom.js";
 
 const REMEMBER_S = 30;
@@ -154,12 +156,47 @@ function swaps({ updates }) {
 async function split(run, box) {
   const told = await get(of(run, "split"));
   box.replaceChildren(
+    told.warning ? h("p", { class: "bad", id: "warning" }, visible(told.warning)) : null,
     h("p", { class: "advice" }, told.advice),
     h(
       "small",
       {},
       `trainer waits ${percent(told.bubble)}, rollouts held back ${percent(told.rollout_idle)}, over the last ${told.steps} steps`,
     ),
+  );
+}
+
+const ENDED = {
+  steps: "steps",
+  wall_s: "seconds",
+  reward_first: "reward of the first steps",
+  reward_last: "reward of the last steps",
+  eval_reward: "evaluation's reward",
+  episodes_trained: "episodes trained",
+  episodes_failed: "episodes failed",
+  lost: "episodes lost",
+  staleness_max: "most staleness, versions",
+};
+
+/** How a run ended: why, what it came to, and its rewards. */
+async function ending(run, box) {
+  const { ended, summary } = await get(of(run, "end"));
+  const { names } = await get(of(run, "metrics"), { points: 10 });
+  const wanted = columns(["reward", "eval/reward"], names);
+  const { steps, series } = await get(of(run, "metrics"), { name: wanted });
+  const rows = Object.entries(ENDED)
+    .filter(([name]) => typeof summary[name] === "number")
+    .map(([name, said]) => [said, number(summary[name])]);
+  for (const [role, count] of Object.entries(summary.restarts ?? {}))
+    if (count) rows.push([`restarts of ${visible(role)}`, number(count)]);
+  const curve = lineChart(
+    "reward",
+    wanted.map((name) => ({ name, x: steps, y: series[name] })),
+  );
+  box.replaceChildren(
+    h("p", { id: "ended" }, ended ? `Ended: ${visible(ended)}` : "Nothing says how it ended: it was killed, or it runs elsewhere."),
+    ...(rows.length ? [table(["", ""], rows)] : []),
+    ...(steps.length ? [h("div", { class: "charts" }, curve)] : []),
   );
 }
 
@@ -170,7 +207,8 @@ export async function overview(root, { run, repeat }) {
     held = h("div"),
     swapped = h("div"),
     counted = h("div");
-  const advice = h("section", { id: "advice" });
+  const advice = h("section", { id: "advice" }),
+    end = h("section", { id: "end", hidden: true });
   const live = h(
     "section",
     { id: "live", hidden: true },
@@ -183,15 +221,15 @@ export async function overview(root, { run, repeat }) {
     h("h3", {}, "Counts"),
     counted,
   );
-  root.append(h("h2", {}, "Pipeline"), state, live, h("h2", {}, "Split"), advice);
+  root.append(h("h2", {}, "Pipeline"), state, end, live, h("h2", {}, "Split"), advice);
   const samples = [];
   repeat(() => split(run, advice), 5000);
   await repeat(async () => {
     const now = await get(of(run, "live"));
     live.hidden = !now.alive;
-    state.textContent = now.alive
-      ? ""
-      : `Not alive: ${visible(now.cause)}. Curves and trajectories show what it wrote.`;
+    state.textContent = now.alive ? "" : `Not alive: ${visible(now.cause)}.`;
+    if (!now.alive && end.hidden) await ending(run, end);
+    end.hidden = now.alive;
     if (!now.alive) return;
     if (samples.at(-1)?.at_unix_s !== now.at_unix_s) samples.push(now);
     while (samples.length > 2 && now.at_unix_s - samples[0].at_unix_s > REMEMBER_S) samples.shift();

@@ -36,6 +36,14 @@ function cells(row) {
   ];
 }
 
+const HEADINGS = ["step", "reward", "outcome", "size", "versions", "time", "episode", "snippet"];
+const SAID = { size: "turns, tokens", snippet: "last answer" };
+
+function headings() {
+  const named = HEADINGS.map((name) => h("span", { class: name, role: "columnheader" }, SAID[name] ?? name));
+  return h("div", { class: "headings", role: "row" }, named);
+}
+
 function form(params, changed) {
   const field = (name, attributes) =>
     h("input", { name, value: params.get(name) ?? "", oninput: changed, ...attributes });
@@ -97,7 +105,8 @@ export async function trajectories(root, { run, params, go, keys, repeat, signal
   const load = async (offset, limit) => {
     const told = await get(of(run, "trajectories"), { ...filters, offset, limit });
     [generation, pending] = [told.generation, told.pending];
-    state.textContent = `${number(told.total)} trajectories${pending ? `; reading ${number(pending)} more step files …` : ""}`;
+    const of_all = told.trained ? ` kept of ${number(told.trained)} trained episodes (trainer.save_trajectories)` : "";
+    state.textContent = `${number(told.total)} trajectories${of_all}${pending ? `; reading ${number(pending)} more step files …` : ""}`;
     return told;
   };
   const open = (row, index) => {
@@ -118,7 +127,7 @@ export async function trajectories(root, { run, params, go, keys, repeat, signal
     }, WAIT_MS);
   });
   signal.addEventListener("abort", () => clearTimeout(typing));
-  root.append(search, h("div", { class: "line" }, state, more), rows.box);
+  root.append(search, h("div", { class: "line" }, state, more), headings(), rows.box);
   keys({
     ...rows.keys(),
     "/": () => search.elements.text.focus(),

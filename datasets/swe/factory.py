@@ -144,7 +144,7 @@ class Factory:
         self._sandbox = sandbox
         self._out = out
         self._settings = settings
-        self._quick = settings.limits.model_copy(update={"decoys": 0})
+        self._quick = settings.limits.model_copy(update={"decoys": 0, "after_a_hang": True})
         self._store = TreeStore(out / "repositories" / f"{package.name}.git")
         self._counts: Counter[str] = Counter()
         self._committed: set[str] = set()
@@ -169,7 +169,7 @@ class Factory:
         probe = self._task(self._package.name, mutants.folder, base, ("none",))
         probe = replace(probe, test_command=f"{WIDE} {probe.test_command}", fail_to_pass=await self._collect(probe))
         runs = [await grade(self._sandbox, probe, b"", self._quick) for _ in range(2)]
-        if reason := next((run.reason for run in runs if run.reason), ""):
+        if reason := next((run.doubt for run in runs if run.doubt), ""):
             raise PackageError(f"package {self._package.name}: its tests do not run: {reason}\n{runs[0].output}")
         passing = tuple(test for test in probe.fail_to_pass if all(run.outcomes[test] == "passed" for run in runs))
         if not passing:
@@ -245,7 +245,7 @@ class Factory:
     def _verdict(self, probe: SweTask, found: Grade) -> str:
         """A mutant that hangs, or keeps a file from being imported, says too little of what is wrong."""
         outcomes = [found.outcomes[test] for test in probe.fail_to_pass]
-        if found.reason or set(outcomes) - {"passed", "failed"}:
+        if found.doubt or set(outcomes) - {"passed", "failed"}:
             return "unclear"
         failed = outcomes.count("failed")
         if not failed:

@@ -8,23 +8,26 @@ import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from penstock.deploy.config import ConfigError
-from penstock.deploy.connection import PASSWORD_VARIABLE, RUN_VARIABLE, USER_VARIABLE, RunConnection
+from penstock.deploy.connection import PASSWORD_VARIABLE, RUN_VARIABLE, URL_VARIABLE, USER_VARIABLE, RunConnection
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, exposition, version_lags
 from penstock.transfer_queue.redis import RIGHTS, setuser_commands
 
 app = typer.Typer(
-    help="Look into a run's queue, fix it, remove it. `source runs/NAME/connect.env` first.", no_args_is_help=True
+    help="Look into a run's queue, fix it, remove it. Where runs/NAME is elsewhere, source its connect.env first.",
+    no_args_is_help=True,
 )
 letters = typer.Typer(help="Failed episodes, with their cause.", no_args_is_help=True)
 app.add_typer(letters, name="dead-letters")
 
 Answer = TypeVar("Answer")
-RunArgument = Annotated[str | None, typer.Argument(help="Name of the run [PENSTOCK_RUN].")]
+RunArgument = Annotated[str | None, typer.Argument(help="Name of the run, or its folder [PENSTOCK_RUN].")]
+RUNS = Path("runs")
 
 
 @app.command()
@@ -32,10 +35,16 @@ def status(
     run: RunArgument = None,
     prometheus: Annotated[bool, typer.Option("--prometheus", help="Prometheus's text format.")] = False,
 ) -> None:
-    """Counts by state, versions, ages, bytes, waits, and rollout servers with their lag, as JSON."""
+    """Counts by state, versions, ages, bytes, waits, and rollout servers with their lag, as JSON.
+
+    Of a run that ended: its summary.json, since its queue ended with it.
+    """
+    if not prometheus and (summary := _summary_of_ended(run)) is not None:
+        print(json.dumps(summary, indent=2))
+        return
     found, servers = _ask(run, _status_and_servers)
     if prometheus:
-        print(exposition(RunConnection.from_environment(run=run).run, found, servers).decode(), end="")
+        print(exposition(_connection(run).run, found, servers).decode(), end="")
         return
     lags = version_lags(found, servers)
     listed = {s.server_id: {**_plain(s), "version_lag": lags[s.server_id]} for s in servers}
@@ -52,7 +61,7 @@ def export(
     """Serve the queue's numbers to Prometheus, with the run's token as bearer credentials, until interrupted."""
     from penstock.deploy.telemetry import serve_queue_metrics
 
-    _run(lambda: serve_queue_metrics(RunConnection.from_environment(run=run), host, port, every_s))
+    _run(lambda: serve_queue_metrics(_connection(run), host, port, every_s))
 
 
 @app.command()
@@ -135,11 +144,46 @@ def _mistake(error: Exception) -> typer.Exit:
 
 
 async def _asked(run: str | None, question: Callable[[TransferQueue], Awaitable[Answer]]) -> Answer:
-    queue = await RunConnection.from_environment(run=run).connect()
+    queue = await _connection(run).connect()
     try:
         return await question(queue)
     finally:
         await queue.close()
+
+
+def _connection(run: str | None) -> RunConnection:
+    """As the environment says, else as the run's folder does. Raises `ConfigError`."""
+    if run is None or (os.environ.get(URL_VARIABLE) and Path(run).name == run):
+        return RunConnection.from_environment(run=run)
+    folder = _folder(run)
+    try:
+        return RunConnection.from_lines((folder / "connect.env").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not folder.is_dir():
+            return RunConnection.from_environment(run=run)
+        raise ConfigError(
+            f"run {folder.name} is not running: its queue ended with it. `penstock status {run}` and "
+            f"{folder / 'summary.json'} say what it left; {folder / 'connect.env'} is there while it runs"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{folder / 'connect.env'} cannot be read: {error}") from error
+
+
+def _folder(run: str) -> Path:
+    return Path(run) if Path(run).name != run else RUNS / run
+
+
+def _summary_of_ended(run: str | None) -> dict[str, Any] | None:
+    """None where it is not known to have ended: no summary, or a queue to ask."""
+    name = run or os.environ.get(RUN_VARIABLE, "")
+    folder = _folder(name)
+    if not name or (folder / "connect.env").exists():
+        return None
+    try:
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return {"run": folder.name, "alive": False, **summary}
 
 
 def _plain(value: Any) -> Any:

@@ -29,7 +29,12 @@ def rehearse(
     policy: Annotated[str, typer.Option(help="FILE.py:function that returns the model's next text.")],
     rows: Annotated[int, typer.Option(min=0, help="The first rows only; 0 takes all.")] = 64,
     split: Annotated[str, typer.Option(help="train or eval.")] = "train",
-    expect: Annotated[float | None, typer.Option(help="Exit with 1 if an episode got another reward.")] = None,
+    expect: Annotated[
+        str | None,
+        typer.Option(
+            help="A number, or full (extra_info.full_reward of each row, else 1): exit with 1 on another reward."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Run a recipe's tasks with a scripted policy: real loop, tools, boxes, servers and reward; no model, no training.
@@ -47,13 +52,29 @@ def rehearse(
 
     try:
         config = load_config(recipe, overrides or [])
-        found = asyncio.run(_play(config, _policy(policy), rows_of(config, split, rows), quiet=as_json))
+        played = rows_of(config, split, rows)
+        wanted = _expected(expect, played)
+        found = asyncio.run(_play(config, _policy(policy), played, quiet=as_json))
     except (ConfigError, AgentError, SandboxError, ToolConfigError, DataError) as error:
         typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(2) from None
-    unexpected = [one for one in found.trajectories if expect is not None and one.reward != expect]
-    typer.echo(json.dumps(_figures(found)) if as_json else _told(found, unexpected))
+    unexpected = [one for one in found.trajectories if wanted and one.reward != wanted[_row(one.task_id) - 1]]
+    typer.echo(json.dumps(_figures(found)) if as_json else _told(found, unexpected, wanted))
     raise typer.Exit(1 if unexpected or found.failures else 0)
+
+
+def _expected(expect: str | None, rows: list[DatasetRow]) -> list[float]:
+    """Of each row; empty where nothing is expected. Raises `ConfigError`, `DataError`."""
+    from penstock.deploy.rehearsal import full_reward
+
+    if expect is None:
+        return []
+    if expect == "full":
+        return [full_reward(row) for row in rows]
+    try:
+        return [float(expect)] * len(rows)
+    except ValueError:
+        raise ConfigError(f"--expect {expect}: give a number, or full") from None
 
 
 def _policy(spec: str) -> Policy:
@@ -90,7 +111,7 @@ def _figures(found: EnvCheck) -> dict[str, Any]:
     }
 
 
-def _told(found: EnvCheck, unexpected: list[Any]) -> str:
+def _told(found: EnvCheck, unexpected: list[Any], wanted: list[float]) -> str:
     figures = _figures(found)
     reward = "".join(f"  {name} {value:.3f}" for name, value in figures["reward"].items())
     outcomes = ", ".join(f"{name} {count}" for name, count in figures["outcomes"].items())
@@ -101,7 +122,15 @@ def _told(found: EnvCheck, unexpected: list[Any]) -> str:
         f"{figures['tool_errors']:.2f} with an error, {figures['response_tokens']:.0f} tokens, "
         f"{figures['latency_s']:.2f} s",
     ]
-    lines += [f"unexpected reward {one.reward:g} in row {_row(one.task_id)}" for one in unexpected[:SHOWN]]
+    lines += [
+        f"unexpected reward {one.reward:g} in row {row}, {wanted[row - 1]:g} was expected"
+        for one in unexpected[:SHOWN]
+        if (row := _row(one.task_id))
+    ]
+    if len(unexpected) > SHOWN:
+        lines.append(f"unexpected rewards in {len(unexpected) - SHOWN} more rows")
+    errors = [(_row(one.task_id), text) for one in found.trajectories for text in one.extra["tool_error_texts"]]
+    lines += [f"tool error in row {row}: {' '.join(text.split())}" for row, text in errors[:SHOWN]]
     lines += [
         f"failed in row {_row(letter.episode_id)}: {letter.outcome.component}: {letter.outcome.reason}"
         for letter in found.failures[:SHOWN]

@@ -28,7 +28,7 @@ def run_recipe(
     """Returns the exit status: 0 done, 1 the run failed, 2 the recipe is wrong, 130 interrupted."""
     from penstock.deploy.launcher import Interrupted, launch
     from penstock.deploy.processes import RoleFailed
-    from penstock.deploy.report import StalledRun, describe
+    from penstock.deploy.report import StalledRun, VersionRefused, describe
 
     try:
         config = load_config(recipe, overrides)
@@ -42,7 +42,7 @@ def run_recipe(
         summary = asyncio.run(launch(config, resume=resume, placement=placement))
     except ConfigError as error:
         return _complain(str(error), 2)
-    except (RoleFailed, StalledRun, QueueError) as error:
+    except (RoleFailed, StalledRun, VersionRefused, QueueError) as error:
         return _complain(str(error), 1)
     except (Interrupted, KeyboardInterrupt):
         where = f" --on ray{f' --ray-address {ray_address}' if ray_address else ''}" if on_ray else ""

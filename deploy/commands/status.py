@@ -146,6 +146,8 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
                 for name, role in state["roles"].items())  # fmt: skip
         yield f"roles     {'; '.join(listed)}"
     yield f"advice    {state['advice']}"
+    if state["warning"]:
+        yield f"warning   {state['warning']}"
 
 
 def _servers(servers: list[dict[str, Any]]) -> Table:

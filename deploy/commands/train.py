@@ -10,10 +10,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.common import die_with_parent
+from penstock.common import NotPrivate, die_with_parent
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import RunConnection
-from penstock.deploy.run_dir import local_weights_dir
+from penstock.deploy.weights_folder import hold_folder, local_weights_dir
 from penstock.trainer import RANKS_FILE_VARIABLE, TrainerConfig
 
 NODES_VARIABLE = "PENSTOCK_TRAIN_NODES"
@@ -81,7 +81,7 @@ def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, 
     if (rendezvous.nodes, trainer.ranks) == (1, 1):
         environment = {name: value for name, value in environment.items() if name not in TORCHRUN_TELLS}
     else:
-        folder = _new_folder(local_weights_dir(config))
+        folder = _new_folder(local_weights_dir(config, link.token))
         words += ["-m", "torch.distributed.run", *rendezvous.arguments(trainer.ranks, link.run, folder)]
         if rendezvous.nodes == 1:
             environment |= {RANKS_FILE_VARIABLE: str(folder / "ranks"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -89,8 +89,15 @@ def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, 
 
 
 def _new_folder(weights: Path) -> Path:
-    """For this life's ranks alone: what an earlier one left in its files is not for them. It goes with the weights."""
-    weights.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """For this life's ranks alone: what an earlier one left in its files is not for them. It goes with the weights.
+
+    Raises `ConfigError` where the weights' folder is not this user's alone.
+    """
+    try:
+        held = hold_folder(weights)
+    except NotPrivate as error:
+        raise ConfigError(str(error.strerror)) from error
+    os.set_inheritable(held, True)  # torchrun, which this process becomes, holds it from then on
     return Path(tempfile.mkdtemp(prefix="ranks-", dir=weights))
 
 

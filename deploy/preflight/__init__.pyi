@@ -37,6 +37,7 @@ from .settings import check_algorithm as check_algorithm
 from .settings import check_correction as check_correction
 from .settings import check_engine as check_engine
 from .settings import check_lengths as check_lengths
+from .settings import check_packing as check_packing
 from .settings import check_sampling as check_sampling
 from .settings import check_training_engine as check_training_engine
 from .settings import check_training_job as check_training_job

@@ -91,17 +91,18 @@ SAMPLE: Mapping[str, Any] = {
     "final_answer": None,
     "tool_rewards": {},
     "final_text": ANSWER,
+    "segments": [ANSWER],
 }
 """What a worker tells a reward beside the row."""
 
 
 def check_reward(config: RunConfig) -> Check | None:
-    """Rewards in the box and their settings, and under by_data_source whether every row has one."""
+    """That the reward loads, a user's function too, and under by_data_source whether every row has one."""
     from penstock.agent_loops import LoadError
-    from penstock.agent_loops.rewards import BY_SOURCE, REWARDS, check_reward
+    from penstock.agent_loops.rewards import check_reward
 
-    if config.agent.reward not in (*REWARDS, BY_SOURCE):
-        return None  # a function of the user's: loaded by the workers, and by `check_score`
+    if not config.agent.reward or not config.agent.workers:
+        return None  # loops or tools give the rewards, or episodes are leased by somebody else
     try:
         check_reward(config.agent, data_sources(config))
     except LoadError as error:

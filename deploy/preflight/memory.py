@@ -30,7 +30,7 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.plan import has_gpu
 from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config, read_weights
-from penstock.deploy.run_dir import SHARED_MEMORY
+from penstock.deploy.weights_folder import SHARED_MEMORY
 from penstock.trainer import TrainerConfig
 from penstock.transfer_queue import BYTES_PER_TOKEN
 

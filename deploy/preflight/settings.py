@@ -113,6 +113,24 @@ def check_training_engine(config: RunConfig) -> Check | None:
     return Check("trainer.engine", True, found)
 
 
+def check_packing(config: RunConfig) -> Check | None:
+    """The engine itself is asked, in a separate process: it loads the model, or a small copy of it."""
+    if importlib.util.find_spec("torch") is None or config.trainer.engine != "fsdp":
+        return None
+    from penstock.trainer.engines.fsdp import try_model
+
+    name, found = "packed training", try_model(config.model)
+    if found.refused:
+        return Check(
+            name, False, found.refused, "choose another model: no setting of trainer.engine fsdp trains this one"
+        )
+    if found.skipped:
+        return skipped(name, f"the trainer tries it when it starts; here {found.skipped}")
+    return Check(
+        name, True, "rows of a pack do not see each other" + (", tried on a small copy" if found.copied else "")
+    )
+
+
 def check_lengths(config: RunConfig) -> Check:
     room = config.rollout.max_model_len - config.agent.max_response_tokens
     return Check(

@@ -15,7 +15,7 @@ What a route does (names as they are exported here):
     yield stream.start(); yield stream.feed(i, delta); yield stream.finish(choice); yield stream.end()   # bytes of SSE
     yield stream.fail(status, message)        # instead of end(), where the answer broke off
 
-`Detokenizer(decode, token_bytes, end_ids, call_syntax)` converts this model's ids to text.
+`Detokenizer(decode, token_bytes, end_ids, syntax)` converts this model's ids to text.
 
 Exact signatures:
 
@@ -27,7 +27,7 @@ Exact signatures:
         decode = lambda ids: chat.decode(ids)              special tokens kept
         token_bytes = token_bytes_of(tokenizer)            once per process
         end_ids = frozenset(chat.stop_token_ids)
-        syntax = call_syntax(config.parser)
+        syntax = CallSyntax(chat.parser)
     AnswerReader(request, head, index, detokenizer): .feed(ids, logprobs) -> TextDelta, .stopped, .finish(reason)
     read_answer(request, head, index, detokenizer, (ids, logprobs, reason)) -> Choice      the same, from a journal
     message_of(choice) -> dict                             the message in `messages` when the client sends it back

@@ -185,6 +185,9 @@ class ChatBody(ChoicesBody):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Not OpenAI's; refused where they are not the run's agent.template_settings."
+    )
 
 
 FIELDS = BodyFields(
@@ -218,6 +221,7 @@ def parse_chat(body: Any, *, images: bool = False) -> CompletionRequest:
         model=chat.model,
         messages=messages,
         tools=tuple(tool_schema(function) for function in functions),
+        template_settings=chat.chat_template_kwargs or {},
         tool_choice=chat.tool_choice or "auto",
         parallel_tool_calls=chat.parallel_tool_calls is not False,
         n=chat.n or 1,

@@ -219,7 +219,7 @@ class CallSyntax:
 
 
 def call_syntax(parser: str) -> CallSyntax:
-    """The syntax of the parser named in `agent.parser`. Raises `ValueError` naming the nearest one."""
+    """The syntax of a parser by its name. Raises `ValueError` naming the nearest one."""
     return CallSyntax(get_parser(parser))
 
 

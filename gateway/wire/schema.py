@@ -167,7 +167,7 @@ HARMLESS = frozenset(
 )
 """Ignored on every route: OpenAI's bookkeeping, which does not change the sampled tokens."""
 OTHER_DISTRIBUTION = "tokens would be sampled from another distribution than the policy's"
-UNCONSTRAINED = "sampling is not constrained to a format"
+UNCONSTRAINED = "sampling is not constrained to a format; ask for it in the prompt and check the answer"
 ONE_LOGPROB = "engines report the sampled token's log-probability alone"
 TEXT_ONLY = "answers are text"
 NOT_THE_MODELS = "the served model has no such setting"
@@ -176,7 +176,10 @@ PENALTIES: dict[str, Refused] = {
     "logit_bias": Refused(OTHER_DISTRIBUTION, ({},)),
     "presence_penalty": Refused(OTHER_DISTRIBUTION, (0,)),
     "frequency_penalty": Refused(OTHER_DISTRIBUTION, (0,)),
+    "repetition_penalty": Refused(OTHER_DISTRIBUTION, (1,)),
+    "min_p": Refused(f"{OTHER_DISTRIBUTION}; temperature, top_p and top_k are supported", (0,)),
 }
+"""OpenAI's, and those that clients of vLLM and SGLang send beside them."""
 
 
 class StreamOptions(WireModel):
@@ -261,8 +264,15 @@ def check_tool_choice(choice: Any) -> None:
     """Raises `InvalidRequest` for a choice that would force the model."""
     if choice not in (None, "auto", "none"):
         raise InvalidRequest(
-            "tool_choice", "only 'auto' and 'none' are supported: sampling is not constrained", "unsupported_parameter"
+            "tool_choice",
+            f"{_shown(choice)} is not supported here: sampling is not constrained, so no call can be forced; "
+            "use 'auto' or 'none', and ask for the call in the prompt",
+            "unsupported_parameter",
         )
+
+
+def _shown(choice: Any) -> str:
+    return repr(choice) if isinstance(choice, str) else "a named tool"
 
 
 class ContentPart(WireModel):

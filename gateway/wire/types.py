@@ -36,13 +36,15 @@ class CompletionRequest:
 
     api: Api
     model: str
-    """As the client wrote it; not checked."""
+    """As the client wrote it; the session checks it."""
     messages: tuple[Mapping[str, Any], ...] = ()
     """As a chat template takes them; empty for /v1/completions. Of /v1/responses: this request's items only."""
     prompt: str | tuple[int, ...] | None = None
     """/v1/completions only: text, or exact ids."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """In the shape of `BaseTool.schema`."""
+    template_settings: Mapping[str, Any] = field(default_factory=dict)
+    """/v1/chat/completions only: what the chat template is to be given; the session refuses others than the run's."""
     tool_choice: Literal["auto", "none"] = "auto"
     """``none``: tools are rendered into the prompt all the same, calls in the answer stay text."""
     parallel_tool_calls: bool = True

@@ -3,6 +3,9 @@ from .checkpoint import find_model as find_model
 from .checkpoint import tensor_shapes as tensor_shapes
 from .checkpoint import vocab_size as vocab_size
 from .hf import HFEngine as HFEngine
+from .hf_attention import UnsupportedArguments as UnsupportedArguments
+from .hf_attention import attend_by_request as attend_by_request
+from .hf_attention import use_attention_by_request as use_attention_by_request
 from .hf_batch import PAGE_TOKENS as PAGE_TOKENS
 from .hf_batch import Batcher as Batcher
 from .hf_sampling import Record as Record
@@ -33,4 +36,4 @@ from .verify_loaded import Comparison as Comparison
 from .verify_loaded import compare_held as compare_held
 from .vllm import VLLM as VLLM
 from .vllm import VLLMStream as VLLMStream
-from .vllm_worker import end_where_different as end_where_different
+from .vllm_worker import say_what_differs as say_what_differs

@@ -7,16 +7,12 @@
 Batches are never pipelined (`use_async_batching=False`): when a pause is granted no step is under way, so every token
 was sampled either wholly before or wholly after the swap.
 
-Attention on a CPU: transformers computes all requests of a batch as one sequence under a block-diagonal mask. With n
-requests of context L that is n²·L scores where n·L are needed, nine tenths of a step at 64 requests.
-`attend_by_request` lets each request attend to its own slice of the keys and reads no mask: 2.5 times the tokens per
-second at 64 requests.
-
 The functions on the KV cache, all but `Reused`, may be called only while decoding is paused.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -24,65 +20,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.hf_sampling import Live, LiveRequests, Record, Sampler
-from penstock.rollout_server.protocol import Sampling
+from penstock.rollout_server.protocol import Chunk, Sampling
 
 logger = logging.getLogger(__name__)
-PAGE_TOKENS = 32
+PAGE_TOKENS = 16
+"""Prefixes are found again by whole pages: half a page of every prompt is computed once more."""
 STEP_TOKENS = 256
 """Tokens of one forward pass: all that decode, filled up with prompts cut to fit."""
-
-
-def install() -> None:
-    """Put `attend_by_request` in place of ``sdpa`` in this process; it hands on what is not continuous batching."""
-    AttentionInterface.register("sdpa", attend_by_request)
-
-
-def attend_by_request(  # noqa: PLR0917 (the signature is transformers')
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    cache: Any = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """query [1, H, Q, D]; key, value [1, KV, Q, D]: all requests' new tokens, end to end. Returns [1, Q, H, D]."""
-    if cache is None or list(kwargs["cu_seq_lens_k"]) != ["full_attention"]:
-        # No paged cache, or sliding windows, which only the stock mask knows.
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, cache=cache, **kwargs
-        )
-    query_ends, key_ends = kwargs["cu_seq_lens_q"].tolist(), kwargs["cu_seq_lens_k"]["full_attention"].tolist()
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    output = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
-    for i in range(len(query_ends) - 1):
-        q, k = slice(query_ends[i], query_ends[i + 1]), slice(key_ends[i], key_ends[i + 1])
-        output[0, q] = _attend(query[:, :, q], key[:, :, k], value[:, :, k], scaling)
-    return output, None
-
-
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """One request: query [1, H, q, D] are the last q positions of key, value [1, KV, k, D]. Returns [q, H, D]."""
-    _, heads, q, dim = query.shape
-    kv_heads, k = key.shape[1], key.shape[2]
-    if q == 1:
-        # Heads that share keys stand as queries of one kv head: nothing is repeated, nothing masked.
-        grouped = query.reshape(1, kv_heads, heads // kv_heads, dim)
-        return scaled_dot_product_attention(grouped, key, value, scale=scale).reshape(1, heads, dim)
-    mask = None if q == k else torch.ones(q, k, dtype=torch.bool, device=query.device).tril(k - q)
-    attended = scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=heads > kv_heads
-    )
-    return attended[0].transpose(0, 1)
 
 
 class Reused:
@@ -150,11 +99,16 @@ class Batcher(LiveRequests[Live]):
         super().__init__(on_finish)
         self.sampler = Sampler(seed)
         self.steps = 0
+        self._computing: dict[tuple[int, ...], str] = {}
+        """Whole pages of a prompt → the request that computes them."""
+        self._waiting: dict[str, tuple[str, list[int], Sampling]] = {}
+        """Requests that start when another one, the first, has computed the pages of their common prompt."""
         self._pause_mode = config.pause
         self._manager = model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=True, eos_token_id=-1),
             continuous_batching_config=_batching_config(config, seed),
         )
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._manager.warmup()
         self._processor = self._manager.batch_processor
         self.reused = Reused(self._processor.cache)
@@ -175,14 +129,55 @@ class Batcher(LiveRequests[Live]):
         if names:
             records = [self._record_of(name) for name in names]
             output_ids[0, : len(names)] = self.sampler.draw(scores[0, : len(names)], records)
+            if self._waiting and self._loop is not None:
+                self._loop.call_soon_threadsafe(self._start_waiting)
 
     def _record_of(self, name: str) -> Record:
         live = self._live.get(name)
         return live.record if live else Record(Sampling(), 0)
 
     def add(self, name: str, token_ids: list[int], sampling: Sampling) -> None:
-        """Queue a request; its tokens come out of `collect`."""
+        """Queue a request; its tokens come out of `collect`.
+
+        A prompt whose pages are being computed for another request waits for them: those of a group are computed once.
+        """
+        self._loop = asyncio.get_running_loop()
         self._live[name] = Live(Record(sampling, len(token_ids)))
+        self._admit(name, token_ids, sampling)
+
+    def _admit(self, name: str, token_ids: list[int], sampling: Sampling) -> None:
+        pages = tuple(token_ids[: len(token_ids) // PAGE_TOKENS * PAGE_TOKENS])
+        first = self._computing.get(pages)
+        if first is not None and self._computes(first):
+            self._waiting[name] = (first, token_ids, sampling)
+            return
+        if pages:
+            self._computing[pages] = name
+        self._start(name, token_ids, sampling)
+
+    def _computes(self, name: str) -> bool:
+        """The request is not yet through its prompt."""
+        live = self._live.get(name)
+        return live is not None and not (live.record.samples or live.finish_reason or live.error)
+
+    def _start_waiting(self) -> None:
+        """Start those whose first request has sampled a token; where it ended before that, one of them is the first."""
+        self._computing = {pages: name for pages, name in self._computing.items() if self._computes(name)}
+        for name, (first, token_ids, sampling) in list(self._waiting.items()):
+            if self._computes(first):
+                continue
+            del self._waiting[name]
+            if self._record_of(first).samples:
+                self._start(name, token_ids, sampling)
+            else:
+                self._admit(name, token_ids, sampling)
+
+    def collect(self, *, only_ended: bool = False) -> list[tuple[str, Chunk | str]]:
+        """As `LiveRequests.collect`."""
+        self._start_waiting()  # before those that ended are forgotten
+        return super().collect(only_ended=only_ended)
+
+    def _start(self, name: str, token_ids: list[int], sampling: Sampling) -> None:
         self._manager.register_result_handler(name, self._finished)
         stops = list(sampling.stop_token_ids) or [-1]
         self._manager.add_request(
@@ -191,8 +186,9 @@ class Batcher(LiveRequests[Live]):
 
     def cancel(self, name: str) -> None:
         """Free the request's place and KV before the next step. Unknown names are fine."""
-        if self._live.pop(name, None) is None:
+        if self._live.pop(name, None) is None or self._waiting.pop(name, None) is not None:
             return
+        self._start_waiting()
         self._manager.output_router.result_handlers.pop(name, None)
         self._manager.cancel_request(name)
         admit_again(self._processor.scheduler)

@@ -33,7 +33,7 @@ import torch
 import transformers
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines import hf_batch as hf_attention
+from penstock.rollout_server.engines.hf_attention import use_attention_by_request
 from penstock.rollout_server.engines.hf_batch import Batcher
 from penstock.rollout_server.engines.hf_vision import VisionBatcher
 from penstock.rollout_server.protocol import EngineInfo, ImageRef, Sampling
@@ -104,7 +104,7 @@ class HFServer:
     """One connection's worth of engine. `run` returns when the owner is gone."""
 
     def __init__(self, config: RolloutConfig, model_path: str, seed: int) -> None:
-        hf_attention.install()
+        use_attention_by_request()
         torch.set_num_threads(config.threads)
         self.config = config
         self._sees = hasattr(transformers.AutoConfig.from_pretrained(model_path), "vision_config")

@@ -8,6 +8,9 @@
     └─ fetch_s ───────┘                 │ └ load_s ┘                     │
                                         └─ pause_s ──────────────────────┘
 
+Where `verifies_late`, decoding continues while the server's weights are verified, and what is sampled meanwhile is held
+back here: handed on if they are the version's, else dropped with the server.
+
 New requests wait at `admission` meanwhile. Each carries `cache_salt`, so that the prefix cache never gives keys and
 values of older weights to a request that began under newer ones; nothing has to be flushed. Any failure that leaves the
 server in an unknown state ends it: half a version never samples.
@@ -18,6 +21,7 @@ server in an unknown state ends it: half a version never samples.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Collection, Iterator
@@ -32,6 +36,7 @@ from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo, GenerateRequest, Sampling, fit_request
 from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 
+logger = logging.getLogger(__name__)
 HEALTH_S = 15.0
 """A busy machine may keep a sound server from answering for seconds; ending it would cost far more than waiting."""
 QUIET_TURNS = 10
@@ -93,6 +98,7 @@ class HttpEngine(ABC):
     async def stop(self) -> None:
         """End the server and everything it started; open answers break off."""
         await self.server.stop()
+        await self.weights.until_verified()
 
     async def healthy(self) -> bool:
         """The process lives and what samples in it answers, within `HEALTH_S`."""
@@ -127,6 +133,8 @@ class HttpEngine(ABC):
     @asynccontextmanager
     async def _answer(self, request: GenerateRequest, deadline: float) -> AsyncGenerator[AsyncGenerator[Chunk]]:
         stream = self._send(request)
+        if not self.weights.verified:
+            stream.hold()
         self.streams.add(stream)
         try:
             async with aclosing(stream.chunks(deadline - time.monotonic())) as chunks:
@@ -182,6 +190,8 @@ class HttpWeights(ABC, Generic[Fetched]):
 
     version_path: ClassVar[str]
     """Tells `weight_version`."""
+    verifies_late: ClassVar[bool] = False
+    """`_verify` is done after `_resume`, while what is sampled is held back."""
 
     def __init__(
         self, config: RolloutConfig, model: str, server: ChildServer, streams: Collection[AnswerStream]
@@ -189,10 +199,13 @@ class HttpWeights(ABC, Generic[Fetched]):
         self.config, self.model, self.server, self.streams = config, model, server, streams
         self.shapes = tensor_shapes(model)
         self.version = 0
+        self.verified = True
+        """What the server holds was found to be `version`; False while that is being looked at, and if it is not."""
         self.admission = Admission()
         self._loads = 0
         """A version that comes a second time with other weights must not find the first one's prefixes."""
         self._one_at_a_time = asyncio.Lock()
+        self._verifying: asyncio.Task[None] | None = None
 
     @abstractmethod
     async def _look(self) -> list[str]:
@@ -240,6 +253,7 @@ class HttpWeights(ABC, Generic[Fetched]):
         async with self._one_at_a_time:
             begin = time.monotonic()
             async with self._fetch(manifest) as fetched:
+                await self.until_verified()  # tokens of two versions on trial could not be distinguished
                 fetch_s = time.monotonic() - begin
                 pause_s, load_s, in_flight = await self._swap_or_end(manifest.version, fetched)
         return LoadReport(version=self.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight)
@@ -276,11 +290,35 @@ class HttpWeights(ABC, Generic[Fetched]):
         if (reported := await self._server_version()) != version:
             raise EngineError(f"{self.server.name} reports version {reported} after loading {version}")
         await self._settle()
-        await self._verify(fetched)
+        if not self.verifies_late:
+            await self._verify(fetched)
         self.version = version
         self._loads += 1
+        if self.verifies_late:
+            self.verified = False
+            for stream in self.streams:
+                stream.hold()
         await self._resume()
+        if self.verifies_late:
+            self._verifying = asyncio.create_task(self._release_or_end(fetched), name=f"verify version {version}")
         return time.monotonic() - stands_since, load_s, in_flight
+
+    async def _release_or_end(self, fetched: Fetched) -> None:
+        """Hand on what was held back, or end the server, which drops it."""
+        try:
+            await self._verify(fetched)
+        except (EngineError, OSError) as error:
+            logger.error("what was sampled since version %d was loaded is dropped: %s", self.version, error)
+            await self.server.stop()
+            return
+        self.verified = True
+        for stream in self.streams:
+            stream.release()
+
+    async def until_verified(self) -> None:
+        """The last load was verified, or its server has ended."""
+        if self._verifying is not None:
+            await asyncio.wait({self._verifying})
 
     async def _settle(self) -> None:
         """Receive everything that was sampled before the pause: tokens are labelled with the version of that moment.

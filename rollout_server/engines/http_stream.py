@@ -6,7 +6,8 @@
 
 Servers report version spans only with the last event. Tokens whose version is certain on receipt are passed on before
 it; others wait for it (empty chunks show meanwhile that the server samples). The report verifies the labels of each
-answer: a difference is an error, never a guess.
+answer: a difference is an error, never a guess. Tokens of weights that are still being compared wait for that verdict
+in the same way, between `hold` and `release`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from penstock.rollout_server.protocol import Chunk, EngineError, FinishReason, slice_spans
+from penstock.rollout_server.protocol import Chunk, EngineError, FinishReason, VersionsDisproved, slice_spans
 
 
 class NotAdmitted(EngineError):
@@ -53,6 +54,8 @@ class AnswerStream(ABC):
         self._logprobs: list[float] = []
         self._certain = 0
         """Positions below have a version that nothing can change any more."""
+        self._held_from: int | None = None
+        """Positions from here on were sampled by weights that may be other ones than their version's."""
         self._emitted = 0
         self._handed_out = False
         """The consumer heard of the first tokens."""
@@ -72,6 +75,8 @@ class AnswerStream(ABC):
         deadline = time.monotonic() + timeout_s
         while True:
             await self._wait(deadline, timeout_s)
+            if isinstance(self._error, VersionsDisproved):
+                raise self._error  # before `_take`: what is left has no known version either
             if chunk := self._take():
                 yield chunk
             if self._error is not None:
@@ -88,9 +93,18 @@ class AnswerStream(ABC):
         if self._timer is not None:
             self._timer.cancel()
 
+    def hold(self) -> None:
+        """What is received from now on is handed on after `release` only; where that never comes, not at all."""
+        if self._held_from is None:
+            self._held_from = self.received
+
+    def release(self) -> None:
+        self._held_from = None
+        self._news.set()
+
     def break_off(self, why: str) -> None:
         """The server goes; called before its client is closed, which would leave the reader waiting for ever."""
-        if not self.ended:
+        if not self.ended or (self._error is None and self._free < self.received):
             self._error = EngineError(f"{self.engine} broke off the answer: {why}")
             self._reader.cancel()
             self._news.set()
@@ -124,7 +138,9 @@ class AnswerStream(ABC):
     def _believe(self, reported: list[tuple[int, int]]) -> None:
         """What was handed on already must agree with the server's versions."""
         if slice_spans(reported, 0, self._emitted) != slice_spans(self._cuts, 0, self._emitted):
-            raise EngineError(f"(position, version) on receipt {self._cuts} differ from {self.engine}'s own {reported}")
+            raise VersionsDisproved(
+                f"(position, version) on receipt {self._cuts} differ from {self.engine}'s own {reported}"
+            )
         self._cuts = reported
 
     async def _wait(self, deadline: float, timeout_s: float) -> None:
@@ -133,8 +149,7 @@ class AnswerStream(ABC):
                 await self._news.wait()
         except TimeoutError as error:
             raise EngineError(f"no answer within {timeout_s} s") from error
-        if not self.ended:
-            self._news.clear()
+        self._news.clear()
 
     def _wake(self) -> None:
         """Wakes the consumer: for the first tokens and for the end at once, else once per `COALESCE_S`."""
@@ -147,18 +162,23 @@ class AnswerStream(ABC):
         self._timer = None
         self._news.set()
 
+    @property
+    def _free(self) -> int:
+        """Positions below may be handed on."""
+        return self._certain if self._held_from is None else min(self._certain, self._held_from)
+
     def _take(self) -> Chunk | None:
-        """Everything certain that was not yet handed on; None where nothing was received."""
+        """Everything that may be handed on and was not yet; None where nothing was received."""
         if not self._token_ids and self.finish_reason is None:
             return None
-        start, end, self._emitted, self._handed_out = self._emitted, self._certain, self._certain, True
+        start, end, self._emitted, self._handed_out = self._emitted, self._free, self._free, True
         token_ids, self._token_ids = self._token_ids[: end - start], self._token_ids[end - start :]
         logprobs, self._logprobs = self._logprobs[: end - start], self._logprobs[end - start :]
         return Chunk(
             token_ids=token_ids,
             logprobs=logprobs,
             version_spans=slice_spans(self._cuts, start, end),
-            finish_reason=self.finish_reason,
+            finish_reason=self.finish_reason if end == self.received else None,
         )
 
     async def _read(self, http: aiohttp.ClientSession, body: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from penstock.rollout_server.engines.http_stream import AnswerStream, version_of
 from penstock.rollout_server.engines.server_process import ChildServer
 from penstock.rollout_server.engines.sglang_server import SGLangServer
 from penstock.rollout_server.protocol import BadRequest, EngineError, FinishReason, GenerateRequest, Sampling
-from penstock.weight_sync import Manifest, WeightsRefused
+from penstock.weight_sync import Manifest
 
 ABORT_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 """How long the server may take to note that an answer is not wanted any more."""
@@ -112,14 +112,21 @@ class VersionReader:
 
         The descriptor is the caller's to close. A trainer that deletes the file meanwhile changes nothing.
         """
-        tensors = self._reader.read(manifest)
-        check_complete(manifest, self._shapes)
+        from penstock.weight_sync import open_published
+
         if manifest.base_version is not None:
+            tensors = self._reader.read(manifest)
+            check_complete(manifest, self._shapes)
             return file_in_memory(tensors), tensors
+        # Opened before it is checked: opened again afterwards, the name could have another file.
+        file = open_published(manifest.files[-1])
         try:
-            return os.open(manifest.place, os.O_RDONLY | os.O_CLOEXEC), tensors
-        except OSError as error:
-            raise WeightsRefused(f"version {manifest.version}: {manifest.place}: {error.strerror}") from error
+            tensors = self._reader.read(manifest, file)
+            check_complete(manifest, self._shapes)
+        except BaseException:
+            os.close(file)
+            raise
+        return file, tensors
 
 
 def file_in_memory(tensors: Mapping[str, Any]) -> int:

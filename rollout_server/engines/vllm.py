@@ -173,7 +173,11 @@ class VLLMWeights(HttpWeights[Manifest]):
     """By our weight-transfer engine in vLLM's workers (`vllm_worker`), which receives manifests."""
 
     version_path = "/weight_info"
+    verifies_late = True
+    """Comparing every parameter would take longer than loading them."""
     _world_size = 1
+    _compared = Path()
+    """Where the workers say how they found what they hold since the last load."""
 
     async def _look(self) -> list[str]:
         await self.server.call("POST", "/update_weight_version", {"new_version": "0"})
@@ -184,11 +188,12 @@ class VLLMWeights(HttpWeights[Manifest]):
     async def _fetch(self, manifest: Manifest) -> AsyncGenerator[Manifest]:
         """The workers read and verify in the background: what is left of it later would lengthen the pause."""
         check_complete(manifest, self.shapes)
-        report = Path(tempfile.mkdtemp(prefix="read-", dir=self.server.folder))
+        report = self._folder("read-")
         await self.server.call("POST", "/start_weight_update")
         try:
             await self._update(manifest, "fetch", report=str(report))
-            await self._until_read(report)
+            if refusal := await self._until_said(report, "read the weights"):
+                raise WeightsRefused(refusal)
         except WeightsRefused:
             await self.server.call("POST", "/finish_weight_update")  # ends the session, without a label
             raise
@@ -196,23 +201,29 @@ class VLLMWeights(HttpWeights[Manifest]):
             shutil.rmtree(report, ignore_errors=True)
         yield manifest
 
-    async def _until_read(self, report: Path) -> None:
-        """Every worker has said how its reading ended. Raises `WeightsRefused` with what the first one says."""
+    def _folder(self, prefix: str) -> Path:
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=self.server.folder))
+
+    async def _until_said(self, report: Path, what: str) -> str:
+        """The first complaint, or empty once every worker has none. Raises `EngineError` where one did not `what`."""
         deadline = time.monotonic() + self.config.start_timeout_s
-        while len(said := _said(report)) < self._world_size:
+        while True:
+            said = _said(report)
+            if any(said) or len(said) >= self._world_size:
+                return next(filter(None, said), "")
             if not self.server.alive or time.monotonic() > deadline:
-                raise EngineError(f"vLLM's workers did not read the weights; {self.server.cause()}")
+                raise EngineError(f"vLLM's workers did not {what}; {self.server.cause()}")
             await asyncio.sleep(READ_POLL_S)
-        if refusal := next(filter(None, said), None):
-            raise WeightsRefused(refusal)
 
     async def _pause(self) -> None:
         await self.server.call("POST", f"/pause?{PAUSES[self.config.pause]}")  # returns when vLLM is idle
 
     async def _load(self, version: int, fetched: Manifest) -> None:
+        self._compared = self._folder("held-")
         try:
-            await self._update(fetched, "load")
+            await self._update(fetched, "load", report=str(self._compared))
         except EngineError as error:
+            shutil.rmtree(self._compared, ignore_errors=True)
             # Of several ranks one may have refused what the others loaded: then the server must end.
             _, refused, reason = str(error).partition(REFUSED)
             if refused and self._world_size == 1:
@@ -221,7 +232,13 @@ class VLLMWeights(HttpWeights[Manifest]):
         await self.server.call("POST", "/finish_weight_update", {"weight_version": str(version)})
 
     async def _verify(self, fetched: Manifest) -> None:
-        """The workers loaded verified bytes by vLLM's own layer-wise reload, which fails where one is left over."""
+        """Each worker compares what it holds since the load with the verified bytes."""
+        try:
+            complaint = await self._until_said(self._compared, "compare the weights that they hold")
+        finally:
+            shutil.rmtree(self._compared, ignore_errors=True)
+        if complaint:
+            raise EngineError(f"a worker of vLLM {complaint}")
 
     async def _resume(self) -> None:
         await self.server.call("POST", "/resume")

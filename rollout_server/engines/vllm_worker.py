@@ -8,7 +8,8 @@ One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeigh
     /pause
     /update_weights {manifest…, "phase": "load"}     takes the thread's result: loads it, or raises WeightsRefused
     /finish_weight_update {"weight_version": …}      the label
-    /resume
+    /resume                                          the thread compares what the layers hold with what it had read;
+                                                     the verdict is a file in the folder `report` of that call
 
 vLLM's layer-wise reload replaces parameters by placeholders as soon as it begins, so it begins only after every byte
 was verified: a refused version leaves the old weights as they were. Each worker loads full tensors through the model's
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -60,8 +60,9 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     """`Manifest.as_dict`, with a path."""
     phase: Literal["fetch", "load"]
     report: str = ""
-    """Folder in which each worker says, by a file of its process number, how its reading ended: why it refuses, or
-    nothing. vLLM's routes have no answer that could say it while decoding continues."""
+    """Folder in which each worker says, by a file of its process number, how its reading (of the phase ``fetch``) or
+    its comparison (of ``load``) ended: what is wrong, or nothing. vLLM's routes have no answer that could say it while
+    decoding continues."""
 
 
 class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -96,7 +97,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         if update_info.phase == "fetch":
             self._fetch(manifest, update_info.report)
         else:
-            self._load(manifest.version, self._take_fetched(manifest))
+            self._load(manifest.version, self._take_fetched(manifest), update_info.report)
 
     def finish_weight_update(self) -> None:
         """Nothing is left to do: `receive_weights` finalised the layers, so that no half-loaded state outlives it."""
@@ -131,13 +132,13 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         except WeightsRefused as error:
             raise WeightsRefused(REFUSED + str(error)) from error
 
-    def _load(self, version: int, tensors: Tensors) -> None:
+    def _load(self, version: int, tensors: Tensors, report: str) -> None:
         initialize_layerwise_reload(self.model)
         self.model.load_weights(self._without_tied_head(tensors))
         finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_heads(self.model)
         # After the fetch, before the next one: nobody changes `tensors` or the parameters meanwhile.
-        self._reader.submit(end_where_different, self.model, version, tensors)
+        self._reader.submit(say_what_differs, self.model, version, tensors, report)
 
     def _without_tied_head(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         # One parameter under two names: loaded twice it would count twice, and its layer would be complete too early.
@@ -151,20 +152,29 @@ def _say(folder: Path, text: str) -> None:
         write_atomically(folder / str(os.getpid()), text)
 
 
-def end_where_different(model: torch.nn.Module, version: int, tensors: Tensors) -> None:
-    """In the reader's thread, while decoding continues: a worker that holds other values than were published ends.
+def say_what_differs(model: torch.nn.Module, version: int, tensors: Tensors, report: str) -> None:
+    """In the reader's thread, while decoding continues: does this worker hold what was published?
 
-    Its death is what vLLM and the sidecar notice by themselves, and its last words are in the engine's log.
+    It says so in the folder `report`: the sidecar hands on what is sampled once all workers have, and ends them all
+    where one does not. It is not for this worker to end itself: vLLM's routes then never answer a call under way.
     """
+    verdict = ""
     try:
         found = compare_held(model.named_parameters(), tensors)
-    except RuntimeError:  # torch's own; the weights that were loaded are no worse for it
+    except RuntimeError:  # torch's own, of a dtype that it cannot compare; the weights are no worse for it
         logger.exception("version %d: what this worker holds could not be compared", version)
-        return
-    if found.different:
-        logger.critical("version %d: parameter %s holds other values; this worker ends", version, found.different)
-        os.kill(os.getpid(), signal.SIGKILL)
-    logger.info("version %d: %d parameters hold it, %d cannot be compared", version, found.equal, found.incomparable)
+    except BaseException as error:  # a verdict must come, or the sidecar would wait for it until its deadline
+        verdict = f"could not compare what it holds: {error!r}"
+        raise
+    else:
+        if found.different:
+            logger.critical("version %d: parameter %s holds other values", version, found.different)
+            verdict = f"holds other values in parameter {found.different}"
+        else:
+            counts = version, found.equal, found.incomparable
+            logger.info("version %d: %d parameters hold it, %d cannot be compared", *counts)
+    finally:
+        _say(Path(report), verdict)
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:

@@ -3,6 +3,7 @@ from .engine import IMAGE_NAME as IMAGE_NAME
 from .engine import DockerEngine as DockerEngine
 from .engine import DockerImage as DockerImage
 from .engine import find_image as find_image
+from .engine import require_memory_limit as require_memory_limit
 from .exec_session import Program as Program
 from .sandbox import DockerSandbox as DockerSandbox
 from .sandbox import describe as describe

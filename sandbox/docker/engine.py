@@ -169,6 +169,16 @@ def require_runtime(engine: DockerEngine, runtime: str | None) -> None:
         )
 
 
+def require_memory_limit(engine: DockerEngine, allowed: bool) -> None:
+    """Raises `SandboxError` where a container's memory has no limit, unless that is `allowed`."""
+    if not engine.limits_memory and not allowed:
+        raise SandboxError(
+            "docker: this engine cannot limit a container's memory (a rootless one needs a delegated cgroup v2: "
+            "https://rootlesscontaine.rs/getting-started/common/cgroup2/), or accept it with "
+            "sandbox.memory_unbounded: true"
+        )
+
+
 ROOT = Path("/sys/fs/cgroup")
 _GROUPS = ("docker/{}", "system.slice/docker-{}.scope")
 """Where the engine's two cgroup drivers put a container."""

@@ -35,6 +35,7 @@ from penstock.sandbox.docker.engine import (
     connect,
     find_image,
     limits_socket_memory,
+    require_memory_limit,
     require_runtime,
     survey,
 )
@@ -80,6 +81,7 @@ class DockerSandbox(LimitedSandbox):
         try:
             engine = await survey(client)
             require_runtime(engine, self.config.runtime)
+            require_memory_limit(engine, self.config.memory_unbounded)
             if count := await clear_away(client, self._owner):
                 logger.warning("sandbox: removed %d containers that an earlier process of %s left", count, self._owner)
             return engine, await find_image(client, self.config.image)

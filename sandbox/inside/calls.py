@@ -19,6 +19,7 @@ from penstock.sandbox.inside import interpreter, shell
 from penstock.sandbox.inside.capture import OutputCapture
 from penstock.sandbox.inside.children import ChildTable, ForkedChild, become_command, kill_session
 from penstock.sandbox.inside.interpreter import OUTCOME_BYTES
+from penstock.sandbox.inside.memory import IDLE_LOOK_S, MemoryWatch
 from penstock.sandbox.inside.persistent import PersistentChild, PersistentChildren
 
 LONGEST_WAIT_S = 3600.0
@@ -81,15 +82,24 @@ class WatchedRun:
         self.capture.finish()
 
 
-def pump(run: WatchedRun, deadline: float, processes: ChildTable, interrupts: Handlers) -> str | None:
+def pump(
+    run: WatchedRun, deadline: float, processes: ChildTable, interrupts: Handlers, memory: MemoryWatch | None = None
+) -> str | None:
     """Move bytes until the run ends; returns the limit that it broke, if any. Raises what `interrupts` raise."""
     poller, handlers = select.poll(), _handlers(run, interrupts)
+    next_look = 0.0
     for fd in handlers:
         poller.register(fd, select.POLLOUT if fd == run.feed_fd else select.POLLIN)
     while run.exit_code is None and run.child.pid not in processes.exits:
         remaining_s = deadline - time.monotonic()
         if remaining_s <= 0:
             return "wall"
+        if memory is not None:
+            if time.monotonic() >= next_look:
+                if memory.exceeded():
+                    return "memory"
+                next_look = time.monotonic() + memory.pause_s
+            remaining_s = min(remaining_s, memory.pause_s)
         for fd, _ in poller.poll(min(remaining_s, LONGEST_WAIT_S) * 1000 + 1):
             if not handlers[fd]():
                 poller.unregister(fd)
@@ -158,6 +168,17 @@ class Calls:
         self.persistent = PersistentChildren(self.processes)
         self._interrupts = {self.processes.wakeup: self.processes.reap, control: hang_up}
         self._on_output = on_output
+        self._memory = (
+            MemoryWatch(settings["memory_bytes"], settings["send_bytes"]) if "memory_bytes" in settings else None
+        )
+        self.idle_look_s = IDLE_LOOK_S if self._memory is not None else None
+        """Between two calls of `look_idle`; None: only when a child ended."""
+
+    def look_idle(self) -> None:
+        """Reaps what ended, so that zombies do not fill the box, and ends what fills its memory between two calls."""
+        self.processes.reap()
+        if self._memory is not None and self._memory.exceeded():
+            self.persistent.kill_everything()
 
     def run(self, command: dict[str, Any]) -> dict[str, Any]:
         lost_before = set(self.persistent.unreported)
@@ -205,10 +226,11 @@ class Calls:
     def _watch(self, run: WatchedRun, timeout_s: float, kill: Callable[[], None]) -> dict[str, Any]:
         """The result of the run; what a limit ended is gone afterwards, with all that it had started."""
         started = time.monotonic()
-        broken = pump(run, started + timeout_s, self.processes, self._interrupts)
+        broken = pump(run, started + timeout_s, self.processes, self._interrupts, self._memory)
         if broken is not None:
             kill_session(run.child.pid)
             kill()
+        box_full = broken == "memory" and self._make_room()
         run.drain()
         duration_s = time.monotonic() - started
         outcome = verdict(run, self.processes, broken)
@@ -216,4 +238,13 @@ class Calls:
         if self.processes.boxed:
             remove_orphan_segments()
         stdout, stderr = run.capture.texts()
-        return {"stdout": stdout, "stderr": stderr, "duration_s": duration_s, **outcome}
+        return {"stdout": stdout, "stderr": stderr, "duration_s": duration_s, "box_full": box_full, **outcome}
+
+    def _make_room(self) -> bool:
+        """Ends what holds the box over its memory; True where its files alone do."""
+        assert self._memory is not None
+        for end in (self.processes.reap, self.persistent.kill_everything):
+            end()
+            if not self._memory.exceeded():
+                return False
+        return True

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 PR_SET_DUMPABLE = 4
 OPEN_FILES = 256
 NICENESS = 5
+LOCKED_BYTES = 64 << 10
+"""Pages that sockets send without a copy count against it, and against nothing else."""
 NO_CORE = 1
 """Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
 
@@ -110,6 +112,7 @@ def _apply_limits(limits: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"], limits["processes"]))
     if limits.get("address_space"):
         resource.setrlimit(resource.RLIMIT_AS, (limits["address_space"], limits["address_space"]))
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (LOCKED_BYTES, LOCKED_BYTES))
     os.nice(NICENESS)  # below the driver, which must get its turn to end them
     set_dumpable(True)
     if limits.get("boxed"):

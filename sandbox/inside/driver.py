@@ -42,13 +42,13 @@ class Control:
         self.fd = fd
         self.answers = answers
 
-    def receive(self, wakeup: int, reap: Callable[[], Any]) -> dict[str, Any]:
-        """The next command; reaps what ends meanwhile, so that zombies do not fill the box's process limit."""
+    def receive(self, wakeup: int, look: Callable[[], Any], look_s: float | None) -> dict[str, Any]:
+        """The next command; calls `look` when a child ends, and every `look_s` seconds."""
         poller = select.poll()
         poller.register(self.fd, select.POLLIN)
         poller.register(wakeup, select.POLLIN)
-        while self.fd not in [fd for fd, _ in poller.poll()]:
-            reap()
+        while self.fd not in [fd for fd, _ in poller.poll(None if look_s is None else look_s * 1000)]:
+            look()
         (size,) = LENGTH.unpack(self._read_exactly(LENGTH.size))
         command: dict[str, Any] = json.loads(self._read_exactly(size))
         return command
@@ -169,7 +169,7 @@ class BoxDriver:
         }
         self.control.send({"ready": True})
         while True:
-            command = self.control.receive(self.calls.processes.wakeup, self.calls.processes.reap)
+            command = self.control.receive(self.calls.processes.wakeup, self.calls.look_idle, self.calls.idle_look_s)
             self._id = command["id"]
             try:
                 answer = commands[command["do"]](command)

@@ -79,6 +79,10 @@ class PersistentChildren:
         """All that no resident started; the persistent too where those fork faster than they can be ended."""
         self._kill_all_but(self.children())
 
+    def kill_everything(self) -> None:
+        """All but the driver."""
+        self._kill_all_but([])
+
     def _kill_all_but(self, spared: list[ForkedChild]) -> None:
         if not spared or not self.processes.kill_all_but(spared):
             self.processes.kill_all()

@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from penstock.sandbox.protocol import Sandbox
 from penstock.sandbox.swe import scripts
-from penstock.sandbox.swe.decoys import Decoys, plan_decoys, put_decoys, read_hidden
+from penstock.sandbox.swe.decoys import (
+    BoxChanges,
+    Decoys,
+    names_in,
+    only_turned,
+    plan_decoys,
+    put_changes,
+    read_hidden,
+)
+from penstock.sandbox.swe.reference import Reference, Run, is_open, reference_of
 from penstock.sandbox.swe.report import Grade, summary
-from penstock.sandbox.swe.run_tests import Ran, Seal, check_runner, files_of_tests, run_tests
+from penstock.sandbox.swe.run_tests import GradingRun, Ran, Seal, check_runner, files_of_tests, run_tests
 from penstock.sandbox.swe.task import SweLimits, SweTask, SweTaskError, is_protected
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
 
 async def grade(
-    sandbox: Sandbox, task: SweTask, patch: bytes, limits: SweLimits | None = None, label: str = ""
+    sandbox: Sandbox, task: SweTask, patch: bytes | str, limits: SweLimits | None = None, label: str = ""
 ) -> Grade:
     """Whether the task's tests pass on its snapshot with `patch`. Nothing of the model's own box is used.
 
@@ -29,64 +38,99 @@ async def grade(
         SandboxError: the box failed: no verdict, never a 0.
         SweTaskError: the task is broken (hidden tests do not fit, no pytest in the box, …).
     """
-    limits = limits or SweLimits()
+    return (await _grade(sandbox, task, patch, limits or SweLimits(), label)).grade
+
+
+async def _grade(sandbox: Sandbox, task: SweTask, patch: bytes | str, limits: SweLimits, label: str) -> GradingRun:
+    """The verdict, with what the first run showed."""
     started = time.monotonic()
     label = label or f"{task.instance_id} grading"
-    first = await _in_box(sandbox, task, patch, limits, label, None)
+    patch = patch.encode("utf-8", "surrogateescape") if isinstance(patch, str) else patch
+
+    async def run(candidate: bytes, changes: BoxChanges) -> GradingRun:
+        return await _in_box(sandbox, task, candidate, limits, label, changes)
+
+    reference = reference_of(task) if task.patch.strip() and limits.decoys and files_of_tests(task) else None
+    if reference is not None and reference.data:
+        await reference.learn(run)
+    first = await run(patch, BoxChanges(hidden=reference.hidden if reference is not None else ()))
     found = first.grade
-    for plan in plan_decoys(task, found, first.files, limits.decoys):
-        again = await _in_box(sandbox, task, patch, limits, label, plan)
-        if doubt := plan.doubt(again.grade):
-            found = replace(found, reason=doubt)
+    for plan in await _plans(task, first, limits.decoys, reference, run):
+        again = await run(patch, plan.changes)
+        if doubt := plan.doubt(again.ran):
+            found = replace(found, doubt=doubt)
             break
-    return replace(found, duration_s=time.monotonic() - started)
+    return replace(first, grade=replace(found, duration_s=time.monotonic() - started))
 
 
-@dataclass(frozen=True, slots=True)
-class GradingRun:
-    grade: Grade
-    files: Mapping[str, bytes]
-    """Of hidden tests, as they lay in the box before any of the patch's code ran."""
+async def _plans(
+    task: SweTask, first: GradingRun, rounds: int, reference: Reference | None, run: Run
+) -> Sequence[Decoys]:
+    """Proven ones where tests take expectations from elsewhere than their own text; else what is certain."""
+    if not first.grade.share:
+        return []
+    proven: Sequence[Decoys] = ()
+    if reference is not None and (reference.data or _is_open(task, first.files)):
+        proven = await reference.plans(run, rounds)
+    return proven or plan_decoys(task, first.grade, first.files, rounds)
 
 
-async def _in_box(  # noqa: PLR0917 - called in two places
-    sandbox: Sandbox, task: SweTask, patch: bytes, limits: SweLimits, label: str, plan: Decoys | None
+def _is_open(task: SweTask, files: Mapping[str, bytes]) -> bool:
+    turned = only_turned(task.fail_to_pass, files)
+    return any(is_open(data, names_in(path, turned)) for path, data in files.items())
+
+
+async def _in_box(  # noqa: PLR0917 - called in one place
+    sandbox: Sandbox, task: SweTask, patch: bytes, limits: SweLimits, label: str, changes: BoxChanges
 ) -> GradingRun:
     """One run of the tests in a fresh box."""
     session = await sandbox.start(label, image=task.sandbox_image)
     try:
         workspace = await Workspace.find(session, task, limits)
         await workspace.place(task)
-        if plan is None:
+        if not changes.files:
             await check_runner(workspace, task)
-        return await _graded(workspace, task, patch, plan)
+        return await _graded(workspace, task, patch, changes)
     finally:
         await session.close()
 
 
-async def _graded(workspace: Workspace, task: SweTask, patch: bytes, plan: Decoys | None) -> GradingRun:
+async def _graded(workspace: Workspace, task: SweTask, patch: bytes, changes: BoxChanges) -> GradingRun:
     hidden = await _hidden_entries(workspace, task)
     try:
-        changed = await _entries(workspace, "model.patch", patch)
+        changed = await _model_entries(workspace, patch)
     except ScriptFailed as error:
-        return GradingRun(_nothing(task, f"the patch does not apply: {error}"), {})
+        return _nothing(task, f"the patch does not apply: {error}")
     guarded = [*(entry.path for entry in hidden), *files_of_tests(task)]
     dropped = [entry for entry in changed if is_protected(entry.path, guarded, task.protected)]
     kept = [entry for entry in changed if entry not in dropped]
     try:
         await _check_out(workspace, [*kept, *hidden])
     except ScriptFailed as error:  # the snapshot was laid out without it
-        return GradingRun(_nothing(task, f"the patch cannot be laid out: {error}"), {})
-    files = await put_decoys(workspace, plan) if plan is not None else await read_hidden(workspace, task)
+        return _nothing(task, f"the patch cannot be laid out: {error}")
+    files = await read_hidden(workspace, task, reference_of(task).data)
+    await put_changes(workspace, changes)
     await workspace.script(scripts.SCRUB)
-    ran = await _build_and_run(workspace, task)
+    ran = await _build_and_run(workspace, task, changes)
     paths = tuple(entry.path for entry in dropped)
     outcomes = summary(task, ran.outcomes)
-    found = replace(_nothing(task, ran.doubt), outcomes=outcomes, dropped=paths, output=ran.output, seconds=ran.seconds)
-    return GradingRun(found, files)
+    nothing = _nothing(task, ran.doubt).grade
+    found = replace(nothing, outcomes=outcomes, dropped=paths, output=ran.output, seconds=ran.seconds)
+    return GradingRun(found, ran, files)
 
 
-async def _build_and_run(workspace: Workspace, task: SweTask) -> Ran:
+async def _model_entries(workspace: Workspace, patch: bytes) -> list[TreeEntry]:
+    """A patch that was carried as text may have lost its last line end, or have got others. Raises `ScriptFailed`."""
+    try:
+        return await _entries(workspace, "model.patch", patch)
+    except ScriptFailed:
+        plain = patch.replace(b"\r\n", b"\n").rstrip(b"\n") + b"\n"
+        if plain == patch:
+            raise
+        return await _entries(workspace, "model.patch", plain)
+
+
+async def _build_and_run(workspace: Workspace, task: SweTask, changes: BoxChanges) -> Ran:
     if task.build_command:
         before = await Seal.of(workspace, task)
         argv = workspace.in_folder(task.build_command, workspace.variables(task))
@@ -96,7 +140,14 @@ async def _build_and_run(workspace: Workspace, task: SweTask) -> Ran:
             return Ran({}, "the build failed with this patch", said)
         if not await before.holds(workspace) or not await _mended(workspace, task):
             return Ran({}, "the build changed tests, or what steers them", said)
-    return await run_tests(workspace, task)
+    return await run_tests(workspace, task, changes, _needed(task, workspace.limits, changes))
+
+
+def _needed(task: SweTask, limits: SweLimits, changes: BoxChanges) -> Sequence[str]:
+    """Tests of which one that hangs decides the verdict; none where tests are expected to fail."""
+    if changes.files or changes.parameters:
+        return ()
+    return task.pass_to_pass if limits.after_a_hang else task.tests
 
 
 async def _mended(workspace: Workspace, task: SweTask) -> bool:
@@ -108,8 +159,9 @@ async def _mended(workspace: Workspace, task: SweTask) -> bool:
     return True
 
 
-def _nothing(task: SweTask, reason: str) -> Grade:
-    return Grade(task.instance_id, summary(task, {}), task.fail_to_pass, task.pass_to_pass, reason)
+def _nothing(task: SweTask, doubt: str) -> GradingRun:
+    found = Grade(task.instance_id, summary(task, {}), task.fail_to_pass, task.pass_to_pass, doubt)
+    return GradingRun(found, Ran({}, doubt, ""), {})
 
 
 # ---- what a patch makes of the snapshot
@@ -153,6 +205,9 @@ class TaskCheck:
     task: SweTask
     oracle: tuple[Grade, ...]
     null: tuple[Grade, ...]
+    open_to_cheats: tuple[str, ...] = field(default=())
+    """Of FAIL_TO_PASS, tests whose decoys change no expected value: they compare the other way round, or have none.
+    Code that reads what its caller expects passes these."""
 
     @property
     def flaky(self) -> tuple[str, ...]:
@@ -165,8 +220,8 @@ class TaskCheck:
         found = [f"the reference patch does not pass: {_failures(one)}" for one in self.oracle if not one.resolved][:1]
         if any(one.share > 0 for one in self.null):
             found.append("without a patch some of FAIL_TO_PASS passes")
-        if any(one.reason for one in self.null):
-            found.append(f"without a patch the tests do not run: {self.null[0].reason}")
+        if doubt := next((one.doubt for one in self.null if one.doubt), ""):
+            found.append(f"without a patch the tests do not run: {doubt}")
         broken = [test for test in self.task.pass_to_pass if any(one.outcomes[test] != "passed" for one in self.null)]
         if broken:
             found.append(f"without a patch these of PASS_TO_PASS fail: {', '.join(broken)}")
@@ -177,9 +232,17 @@ class TaskCheck:
 
 async def check_task(sandbox: Sandbox, task: SweTask, limits: SweLimits | None = None, times: int = 1) -> TaskCheck:
     """Grade the reference patch and no patch, `times` each. Raises what `grade` raises."""
-    oracle = [await grade(sandbox, task, task.patch, limits) for _ in range(times)]
+    limits = (limits or SweLimits()).model_copy(update={"after_a_hang": True})
+    oracle = [await _grade(sandbox, task, task.patch, limits, "") for _ in range(times)]
     null = [await grade(sandbox, task, b"", limits) for _ in range(times)]
-    return TaskCheck(task, tuple(oracle), tuple(null))
+    return TaskCheck(task, tuple(one.grade for one in oracle), tuple(null), _open_to_cheats(task, oracle[0]))
+
+
+def _open_to_cheats(task: SweTask, oracle: GradingRun) -> tuple[str, ...]:
+    reference = reference_of(task)
+    sources = {path: data for path, data in oracle.files.items() if path not in reference.data}
+    turned = only_turned(task.fail_to_pass, sources) - reference.reached
+    return tuple(test for test in task.fail_to_pass if test in turned)
 
 
 def _varies(grades: Sequence[Grade], test: str) -> bool:
@@ -188,4 +251,4 @@ def _varies(grades: Sequence[Grade], test: str) -> bool:
 
 def _failures(one: Grade) -> str:
     failed = [f"{test} {outcome}" for test, outcome in one.outcomes.items() if outcome != "passed"]
-    return one.reason or ", ".join(failed)
+    return one.doubt or ", ".join(failed)

@@ -11,6 +11,9 @@ from typing import Any
 
 from penstock.sandbox.swe.task import SweTask
 
+MAX_NAMED = 5
+"""Tests that a reason names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grade:
@@ -21,7 +24,7 @@ class Grade:
     """Of every test of the task: ``passed``, ``failed``, ``skipped``, or ``missing`` where it has no result."""
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
-    reason: str = ""
+    doubt: str = ""
     """Why nothing counts, where nothing counts: the patch does not apply, the run did not end, results were forged."""
     dropped: tuple[str, ...] = ()
     """Paths of the patch that grading did not take: hidden tests and what steers them."""
@@ -34,20 +37,36 @@ class Grade:
     @property
     def resolved(self) -> bool:
         """SWE-bench's word: every test of the task passed."""
-        tests = (*self.fail_to_pass, *self.pass_to_pass)
-        return not self.reason and all(self.outcomes.get(test) == "passed" for test in tests)
+        return not self.doubt and not self._others()
+
+    @property
+    def reason(self) -> str:
+        """Why the task is not resolved: `doubt`, or the tests that did not pass; empty where it is resolved."""
+        others = self._others()
+        if self.doubt or not others:
+            return self.doubt
+        named = ", ".join(f"{test} {self.outcomes.get(test, 'missing')}" for test in others[:MAX_NAMED])
+        more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+        return f"{len(others)} of {len(self._tests)} tests did not pass: {named}{more}"
+
+    @property
+    def _tests(self) -> tuple[str, ...]:
+        return (*self.fail_to_pass, *self.pass_to_pass)
+
+    def _others(self) -> list[str]:
+        return [test for test in self._tests if self.outcomes.get(test) != "passed"]
 
     @property
     def share(self) -> float:
         """Share of the failing tests that were repaired; 0 where another one broke."""
         kept = all(self.outcomes.get(test) == "passed" for test in self.pass_to_pass)
         repaired = sum(self.outcomes.get(test) == "passed" for test in self.fail_to_pass)
-        return repaired / len(self.fail_to_pass) if kept and not self.reason else 0.0
+        return repaired / len(self.fail_to_pass) if kept and not self.doubt else 0.0
 
     def report(self) -> dict[str, Any]:
         """In the shape of SWE-bench's ``report.json``."""
         groups = {"FAIL_TO_PASS": self.fail_to_pass, "PASS_TO_PASS": self.pass_to_pass}
-        applied = not self.reason.startswith("the patch")
+        applied = not self.doubt.startswith("the patch")
         return {
             "patch_successfully_applied": applied,
             "resolved": self.resolved,
@@ -55,7 +74,7 @@ class Grade:
         }
 
     def _split(self, tests: tuple[str, ...]) -> dict[str, list[str]]:
-        passed = {test for test in tests if not self.reason and self.outcomes.get(test) == "passed"}
+        passed = {test for test in tests if not self.doubt and self.outcomes.get(test) == "passed"}
         return {"success": [t for t in tests if t in passed], "failure": [t for t in tests if t not in passed]}
 
 
@@ -66,6 +85,10 @@ class Witnessed:
     ended: bool = False
     canaries: tuple[str, ...] | None = None
     """None: the run did not come to its tests."""
+    stopped: str = ""
+    """The test that hung, where the run ended behind it: what it had not come to cannot change the verdict."""
+    collected: tuple[tuple[str, Mapping[str, str]], ...] = ()
+    """Each test in order with digests of its parameters, where that was asked for."""
     outcomes: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -76,6 +99,8 @@ class Witnessed:
         wrong = [test for test in self.canaries if self.outcomes.get(test, "failed") != "failed"]
         if wrong:
             return "results were forged: tests that must fail did not"
+        if self.stopped and self.ended and self.outcomes.get(self.stopped) != "passed":
+            return ""
         if not self.ended or any(test not in self.outcomes for test in self.canaries):
             return "the run ended before its last test"
         return ""
@@ -89,6 +114,10 @@ def read_lines(data: bytes, key: bytes) -> Witnessed:
             seen.canaries = tuple(record["tests"])
         elif record["kind"] == "end":
             seen.ended = True
+        elif record["kind"] == "stopped":
+            seen.stopped = record["test"]
+        elif record["kind"] == "collected":
+            seen.collected = tuple((test, digests) for test, digests in record["tests"])
         elif record["kind"] == "test":
             earlier = seen.outcomes.get(record["test"], "passed")
             seen.outcomes[record["test"]] = record["outcome"] if earlier == "passed" else earlier

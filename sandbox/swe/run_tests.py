@@ -15,7 +15,8 @@ from pathlib import Path
 
 from penstock.sandbox.protocol import RunResult
 from penstock.sandbox.swe import scripts
-from penstock.sandbox.swe.report import Witnessed, read_lines
+from penstock.sandbox.swe.decoys import BoxChanges
+from penstock.sandbox.swe.report import Grade, Witnessed, read_lines
 from penstock.sandbox.swe.task import PytestCommand, SweTask, SweTaskError, is_protected
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
@@ -33,6 +34,19 @@ class Ran:
     """Why no outcome counts; empty where they do."""
     output: str
     seconds: Mapping[str, float] = field(default_factory=dict)
+    collected: tuple[tuple[str, Mapping[str, str]], ...] = ()
+    """Each test in order with digests of its parameters, where `BoxChanges.observe` asked for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradingRun:
+    """One run of a task's tests in a fresh box."""
+
+    grade: Grade
+    ran: Ran
+    """With every test of the files, under the ids that they had in this box."""
+    files: Mapping[str, bytes]
+    """Of hidden tests and their data, as they lay in the box before any of the patch's code ran."""
 
 
 def files_of_tests(task: SweTask) -> list[str]:
@@ -53,8 +67,8 @@ async def check_runner(workspace: Workspace, task: SweTask) -> None:
         raise SweTaskError(f"task {task.instance_id}: no pytest in its box: {(result.stderr or result.stdout)[-500:]}")
 
 
-async def run_tests(workspace: Workspace, task: SweTask) -> Ran:
-    """Raises `SandboxError`."""
+async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, needed: Sequence[str]) -> Ran:
+    """`needed`: tests of which one that hangs ends the run. Raises `SandboxError`."""
     command = PytestCommand.parse(task.test_command)
     if command is None:
         return await _run_each(workspace, task)
@@ -66,6 +80,10 @@ async def run_tests(workspace: Workspace, task: SweTask) -> Ran:
         "arguments": command.arguments,
         "files": files_of_tests(task),
         "test_timeout_s": workspace.limits.test_timeout_s,
+        "needed": list(needed),
+        "hidden": list(changes.hidden),
+        "observe": changes.observe,
+        "parameters": {"names": dict(changes.parameters), "odds": changes.odds, "seed": changes.seed},
     }
     launcher = await workspace.upload("run_pytest.py", _LAUNCHER.read_bytes())
     variables = {"PYTHONDONTWRITEBYTECODE": "1", **command.variables, **workspace.variables(task)}
@@ -88,7 +106,7 @@ def _conclude(result: RunResult, seen: Witnessed) -> Ran:
     doubt = seen.doubt()
     if doubt and result.exit_code is None:
         doubt = f"{doubt} (limit {result.limit})"
-    return Ran(seen.outcomes, doubt, output, seen.seconds)
+    return Ran(seen.outcomes, doubt, output, seen.seconds, seen.collected)
 
 
 async def _run_each(workspace: Workspace, task: SweTask) -> Ran:

@@ -34,7 +34,7 @@ class SweTask:
     test_patch: bytes = b""
     """Puts the hidden tests in, at grading only."""
     patch: bytes = b""
-    """The reference solution; read by `check_task` alone."""
+    """The reference solution: proves decoys, and `check_task` grades it. No box of a model holds it."""
     repository: Path | None = None
     """Folder of this machine, a git repository or plain files; None: the image has it at `image_folder`."""
     base_commit: str | None = None
@@ -153,6 +153,10 @@ class SweLimits(BaseModel):
     )
     test_timeout_s: float = Field(60.0, gt=0, description="One test; a longer one has failed and the next one runs.")
     tests_timeout_s: float = Field(1800.0, gt=0, description="All tests of one grading together.")
+    after_a_hang: bool = Field(
+        False,
+        description="Run the others though one of FAIL_TO_PASS hangs, for the share; one of PASS_TO_PASS ends it.",
+    )
     patch_bytes: int = Field(1 << 20, gt=0, le=16 << 20, description="A larger patch is not graded: it earns nothing.")
     decoys: int = Field(
         2,

@@ -152,6 +152,8 @@ def fork(copy: Path, output: int, action: Callable[[], int]) -> int:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         paths = [str(copy / "src"), str(copy)]
         os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+        # Bytecode is known by second and size: that of one mutant would be taken for the next one's.
+        os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
         sys.path[:0], sys.argv = paths, ["pytest"]
         code = action()
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from penstock.agent_loops import AgentConfig, ChatTokens, WorkerServices, find_l
 from penstock.agent_loops.rewards import RewardFunction
 from penstock.tools import BaseTool, ToolConfig, ToolResult
 from penstock.tools.parsers import get_parser
-from penstock.transfer_queue import JournalEntry, Lease, LeaseLost, Outcome, Task, Trajectory
+from penstock.transfer_queue import JournalEntry, JournalMismatch, Lease, LeaseLost, Outcome, Task, Trajectory
 
 TEMPLATES = Path(__file__).parent / "templates"
 CORPUS = [
@@ -144,9 +145,14 @@ class TinyQueue:
     async def renew(self, leases: list[Lease]) -> list[str]:
         return [lease.episode_id for lease in leases if self.fences[lease.episode_id] != lease.fence]
 
-    async def journal(self, lease: Lease, entry: JournalEntry) -> None:
+    async def journal(self, lease: Lease, entry: JournalEntry, position: int) -> None:
         self._check(lease)
+        if (kept := len(self.journals[lease.episode_id])) != position:
+            raise JournalMismatch(lease.episode_id, position, kept)
         self.journals[lease.episode_id].append(entry)
+
+    async def adopt(self, episode_id: str, fence: int) -> Lease:
+        return replace(self.held[episode_id], journal=tuple(self.journals[episode_id]))
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         self._check(lease)

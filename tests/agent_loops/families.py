@@ -70,6 +70,19 @@ FAMILIES = {
 }
 
 
+THINKS_FIRST = """{%- if tools %}{{ tools | tojson }}{%- endif %}
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{{ '<think></think>' }}{%- endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for key, value in call.function.arguments.items() %}
+{{- '<parameter=' + key + '>\n' + value + '\n</parameter>\n' }}{%- endfor %}
+{{- '</function>\n</tool_call>\n' }}{%- endfor %}{{ '<|im_end|>\n' }}
+{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
+"""As Nemotron 3: the generation prompt opens a thought in another way than old turns show it."""
+
+
 def given_files() -> list[Path]:
     """Templates that somebody wants to have tried."""
     return [Path(path) for path in os.environ.get(FILES_FROM, "").split(os.pathsep) if path]

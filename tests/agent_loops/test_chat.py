@@ -203,7 +203,7 @@ def test_a_template_that_refuses_the_tool_role_is_refused(chat_for):
 
 
 def test_verify_refuses_turn_dependent_delta(chat_for):
-    text = "{{ tools | tojson if tools else '' }}{%- for m in messages %}"
+    text = "{{ '<tool_call>' ~ tools | tojson if tools else '' }}{%- for m in messages %}"
     text += "{{ loop.index0 ~ m.role ~ ':' ~ m.content ~ '<|im_end|>' }}"
     text += "{%- endfor %}{%- if add_generation_prompt %}assistant:{%- endif %}"
     with pytest.raises(TemplateError, match=r"the splice has .* the template"):

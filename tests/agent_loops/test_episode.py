@@ -10,7 +10,7 @@ from penstock.agent_loops.rewards import BaseReward, RewardFunction
 from penstock.rollout_server import Generation
 from penstock.sandbox import SandboxError
 from penstock.tools import ToolUnavailable
-from penstock.transfer_queue import Outcome, OutcomeKind
+from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind
 
 
 @pytest.fixture
@@ -58,6 +58,22 @@ async def test_length_truncates(run, calculator, calling_policy):
     assert outcome == Outcome(OutcomeKind.TRUNCATED, "length")
     assert len(trajectory.segments[0].response_ids) == 5
     assert trajectory.reward == 0.0
+
+
+@pytest.mark.parametrize(("tokens", "ending"), [(5, COMPLETED), (3, Outcome(OutcomeKind.TRUNCATED, "length"))])
+async def test_own_limit_of_a_call_does_not_truncate(run, calling_policy, tokens, ending):
+    """As for clients of the gateway: an answer as long as its caller asked for is whole, and another may follow."""
+
+    class Brief(AgentLoopBase):
+        async def run(self, task):
+            segment = self.chat.start(task.messages)
+            reply = await self.llm.generate(segment, max_new_tokens=5)
+            assert (len(reply.ids), reply.finish_reason, segment.done) == (tokens, "length", ending != COMPLETED)
+            return segment.output(reward=1.0)
+
+    config = AgentConfig(max_response_tokens=tokens + (tokens == 5))
+    outcome, _, _ = await run(FakeClient(calling_policy()), loop=Brief, config=config)
+    assert outcome == ending
 
 
 async def test_the_deadline_keeps_what_was_sampled(run, calculator):
@@ -279,6 +295,25 @@ async def test_the_reward_function_sees_text_without_special_tokens(run):
     assert "reward/note" not in trajectory.metrics
 
 
+async def test_reward_sees_every_segment(run, chat_for):
+    class Two(AgentLoopBase):
+        async def run(self, task):
+            plan, answer = self.chat.start(task.messages), self.chat.start([{"role": "user", "content": "Go."}])
+            for segment in (plan, answer):
+                await self.llm.generate(segment)
+            return [plan.output(), answer.output()]
+
+    seen = {}
+
+    def judge(data_source, solution_str, ground_truth, extra_info):
+        seen.update(extra_info, solution=solution_str)
+        return 0.5
+
+    said = iter(["I add 12 and 34.<|im_end|>", "It is 46.<|im_end|>"])
+    await run(FakeClient(lambda context: chat_for().encode(next(said))), loop=Two, reward=RewardFunction(judge))
+    assert (seen["segments"], seen["solution"]) == (["I add 12 and 34.", "It is 46."], "It is 46.")
+
+
 @pytest.mark.parametrize(
     "error", [ToolUnavailable("judge", "busy"), SandboxError("gone"), InfraFailure("maths", "died")]
 )
@@ -292,3 +327,69 @@ async def test_episode_failed_reward_stores_nothing(run, error):
     assert (outcome.kind, outcome.component) == (OutcomeKind.INFRA_ERROR, getattr(error, "component", "sandbox"))
     assert trajectory is None
     assert [failed for _, failed in queue.failed] == [outcome]
+
+
+class Paid(BaseReward):
+    """Each time it is asked it gives another score."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    async def score(self, answer):
+        self.asked.append(answer.solution)
+        return {"score": float(len(self.asked)), "length": len(answer.solution)}
+
+
+def free_function(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+
+free_function.journaled = False
+
+
+@pytest.fixture
+def resumed(queue_of, tasks_of, parts_of, chat_for):
+    """One worker dies between the reward and `complete`; the next one runs the episode to its end."""
+
+    async def go(reward, between=lambda queue, client: None):
+        queue = queue_of(tasks_of())
+        complete, client = queue.complete, FakeClient(lambda context: chat_for().encode("It is 46.<|im_end|>"))
+        parts = parts_of(queue, client, reward=RewardFunction(reward))
+
+        async def dies(lease, trajectory):
+            raise asyncio.CancelledError
+
+        queue.complete = dies
+        with pytest.raises(asyncio.CancelledError):
+            await Episode(parts, queue.lease(tasks_of()[0])).run()
+        queue.complete = complete
+        between(queue, client)
+        await Episode(parts, queue.lease(tasks_of()[0])).run()
+        return queue.done["train/00000000"], queue
+
+    return go
+
+
+async def test_reward_of_dead_worker_is_in_the_journal(resumed):
+    paid = Paid()
+    trajectory, _ = await resumed(paid)
+    assert paid.asked == ["It is 46."]
+    assert (trajectory.reward, trajectory.metrics["reward/length"]) == (1.0, 9.0)
+
+
+async def test_journaled_reward_is_of_these_tokens_only(resumed, chat_for):
+    def sampled_anew(queue, client):
+        """The machine of the queue died with the answer; what was told since is left."""
+        queue.journals["train/00000000"] = [one for one in queue.journals["train/00000000"] if one.ids is None]
+        client.reply = lambda context: chat_for().encode("It is 47.<|im_end|>")
+
+    paid = Paid()
+    trajectory, _ = await resumed(paid, sampled_anew)
+    assert (paid.asked, trajectory.reward) == (["It is 46.", "It is 47."], 2.0)
+
+
+async def test_reward_that_costs_nothing_is_not_journaled(resumed):
+    trajectory, queue = await resumed(free_function)
+    assert trajectory.reward == 1.0
+    assert [one.ids is None for one in queue.journals["train/00000000"]] == [False], "one entry, the answer"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.agent_loops.families import FAMILIES, FILES_FROM, GIVEN, Family, given_files, tokenizer_of
+from tests.agent_loops.families import FAMILIES, FILES_FROM, GIVEN, THINKS_FIRST, Family, given_files, tokenizer_of
 
-from penstock.agent_loops import Budget, ChatTokens, Reply, TemplateError
-from penstock.agent_loops.chat import MARK, verify_template
+from penstock.agent_loops import AgentConfig, Budget, ChatTokens, Reply, TemplateError
+from penstock.agent_loops.chat import MARK, chat_of, verify_template
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall, get_parser
 
@@ -116,19 +116,6 @@ def test_families_turn_costs_its_delta_only(name, monkeypatch):
     assert set(costs) == {costs[0]}
 
 
-THINKS_FIRST = """{%- if tools %}{{ tools | tojson }}{%- endif %}
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\n' }}
-{%- if m.role == 'assistant' %}{{ '<think></think>' }}{%- endif %}{{ m.content }}
-{%- for call in m.tool_calls or [] %}
-{{- '<tool_call>\n<function=' + call.function.name + '>\n' }}
-{%- for key, value in call.function.arguments.items() %}
-{{- '<parameter=' + key + '>\n' + value + '\n</parameter>\n' }}{%- endfor %}
-{{- '</function>\n</tool_call>\n' }}{%- endfor %}{{ '<|im_end|>\n' }}
-{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
-"""As Nemotron 3: the generation prompt opens a thought in another way than old turns show it."""
-
-
 @pytest.mark.parametrize(("parser", "refused"), [("hermes", True), ("qwen3_coder", False)])
 def test_calls_behind_another_opening_are_checked(tmp_path, parser, refused):
     file = tmp_path / "thinks_first.jinja"
@@ -139,6 +126,63 @@ def test_calls_behind_another_opening_are_checked(tmp_path, parser, refused):
             verify_template(chat, TOOLS)
     else:
         assert verify_template(chat, TOOLS).conversations > 0
+
+
+ASKS = """{%- for tool in tools or [] %}{{ tool.function.name }}{%- endfor %}{%- if tools %}{{ ' SHOWN ' }}{%- endif %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + CALLS + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}"""
+"""SHOWN tells the model how to write calls, CALLS is what the template writes of them."""
+KIMI = "('<|call|>' + (m.tool_calls | tojson) + '<|end|>' if m.tool_calls else '')"
+
+
+def default_chat(folder: Path, template: str, eos: str = "<|im_end|>") -> ChatTokens:
+    """As a worker makes it of a model's folder, without a setting."""
+    file = folder / "asks.jinja"
+    file.write_text(template)
+    tokenizer_of(file, eos).save_pretrained(folder / "model")
+    return chat_of(str(folder / "model"), AgentConfig())
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "parser"),
+    [
+        *((FAMILIES[name].file.read_text(), FAMILIES[name].eos, FAMILIES[name].parser) for name in WITH_TOOLS),
+        (THINKS_FIRST, "<|im_end|>", "qwen3_coder"),
+        (ASKS.replace("SHOWN", "[TOOL_CALLS]").replace("CALLS +", ""), "<|im_end|>", "mistral"),
+    ],
+)
+def test_the_only_parser_that_reads_the_calls_is_chosen(tmp_path, caplog, template, eos, parser):
+    with caplog.at_level("INFO"):
+        chat = default_chat(tmp_path, template, eos)
+    assert type(chat.parser) is type(get_parser(parser))
+    assert verify_template(chat, TOOLS).conversations > 0
+    assert [line for line in caplog.messages if "agent.parser" in line and parser in line]
+
+
+@pytest.mark.parametrize(
+    ("template", "choices"),
+    [
+        (ASKS.replace("CALLS", KIMI), "mistral, deepseek"),
+        (ASKS.replace("CALLS +", ""), "mistral, deepseek"),
+        (ASKS.replace("SHOWN", "<tool_call>").replace("CALLS +", ""), "hermes, qwen3_coder, glm"),
+    ],
+)
+def test_tools_are_refused_where_no_parser_can_be_chosen(tmp_path, template, choices):
+    chat = default_chat(tmp_path, template)
+    assert verify_template(chat).conversations > 0, "without tools there is nothing to read"
+    for refused in (lambda: verify_template(chat, TOOLS), lambda: chat.start([USER], TOOLS)):
+        with pytest.raises(TemplateError, match=rf"agent\.parser.*{choices}"):
+            refused()
+
+
+@pytest.mark.parametrize(("shown", "parser"), [("<tool_call>", "hermes"), ("", "code")])
+def test_a_parser_that_is_set_is_proven_by_what_the_model_is_shown(tmp_path, shown, parser):
+    file = tmp_path / "asks.jinja"
+    file.write_text(ASKS.replace("SHOWN", shown).replace("CALLS +", ""))
+    tokenizer = tokenizer_of(file, "<|im_end|>")
+    assert verify_template(ChatTokens(tokenizer, get_parser(parser)), TOOLS).conversations > 0
+    with pytest.raises(TemplateError, match=r"agent\.parser=mistral is not proven.*writes no tool calls"):
+        verify_template(ChatTokens(tokenizer, get_parser("mistral")), TOOLS)
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_TOOLS if FAMILIES[name].parser != "hermes"])

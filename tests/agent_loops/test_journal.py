@@ -5,7 +5,7 @@ import pytest
 from penstock.agent_loops import SESSIONS, CallNames, EpisodeJournal, ToolBox, hash_of
 from penstock.tools import ToolConfig
 from penstock.tools.parsers import ToolCall
-from penstock.transfer_queue import JournalEntry, JournalKind
+from penstock.transfer_queue import JournalEntry, JournalKind, QueueUnavailable
 
 SAMPLED = JournalEntry(kind=JournalKind.SAMPLED, context_hash=7)
 
@@ -49,6 +49,55 @@ async def test_journal_keeps_sessions_and_rewards(next_owner):
     await second.restart("it strayed")
     third = next_owner()
     assert (third.sessions, third.tool_rewards) == ({}, None)
+
+
+async def test_journal_appends_lost_entries_again(queue_of, tasks_of):
+    """The queue lost its last second with its machine; the worker lived on. No later entry may follow the hole."""
+    (task,) = tasks_of()
+    queue = queue_of([task])
+    journal = EpisodeJournal(queue, queue.lease(task))
+    for number in range(3):
+        await journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=7, data={"results": [number]}))
+    del queue.journals[task.task_id][1:]
+    await journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=7, data={"results": [3]}))
+    again = EpisodeJournal(queue, queue.lease(task))
+    answers = [again.take(JournalKind.TOOLS, 7) for _ in range(4)]
+    assert [entry and entry.data["results"] for entry in answers] == [[0], [1], [2], [3]]
+
+
+async def test_journal_has_two_writers(queue_of, tasks_of):
+    """Two servers serve one episode with one fence: entries follow each other, and none is lost with a machine."""
+    (task,) = tasks_of()
+    queue = queue_of([task])
+    lease = queue.lease(task)
+    here, there = EpisodeJournal(queue, lease), EpisodeJournal(queue, lease)
+    for number, journal in enumerate((here, there, there, here)):
+        await journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=number))
+    del queue.journals[task.task_id][1:]
+    await here.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=4))
+    await there.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=5))
+    assert [entry.context_hash for entry in queue.journals[task.task_id]] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("executed", [True, False])
+async def test_journal_goes_on_after_an_unanswered_append(queue_of, tasks_of, executed):
+    (task,) = tasks_of()
+    queue = queue_of([task])
+    journal, put = EpisodeJournal(queue, queue.lease(task)), queue.journal
+    await journal.append(SAMPLED)
+
+    async def unanswered(lease, entry, position):
+        if executed:
+            await put(lease, entry, position)
+        raise QueueUnavailable("no answer")
+
+    queue.journal = unanswered
+    with pytest.raises(QueueUnavailable):
+        await journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=1))
+    queue.journal = put
+    await journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=2))
+    hashes = [entry.context_hash for entry in queue.journals[task.task_id]]
+    assert hashes == ([7, 1, 2] if executed else [7, 2])
 
 
 def test_names_of_calls_follow_what_is_asked_not_when():

@@ -48,7 +48,7 @@ async def test_a_function_that_raises_is_a_failure_of_the_reward(score_with):
     def broken(data_source, solution_str, ground_truth, extra_info):
         raise ValueError("no number in answer")
 
-    with pytest.raises(InfraFailure, match="ValueError: no number in answer") as failure:
+    with pytest.raises(InfraFailure, match=r"ValueError: no number in answer \(.*\.py, line \d+\)") as failure:
         await score_with(broken)
     assert failure.value.component == "reward"
 

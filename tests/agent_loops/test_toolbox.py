@@ -83,6 +83,23 @@ async def test_what_the_model_did_wrong_is_told_to_the_model(box_of, calculator,
     assert box.counts.errors == 1
 
 
+@pytest.mark.parametrize(
+    ("calls", "fault"),
+    [
+        ([ToolCall("", error="not JSON")] * 2, "every call malformed"),
+        ([ToolCall("python", {})], "no tool named python"),
+        ([ToolCall("calculator", {})], "wrong arguments for calculator"),
+        ([], ""),
+    ],
+)
+async def test_toolbox_names_the_commonest_fault(box_of, calculator, calls, fault):
+    box, _ = box_of(calculator)
+    await box.call_all(calls)
+    assert box.counts.fault == fault
+    assert len(box.counts.error_texts) == len(calls)
+    await box.release()
+
+
 async def test_a_call_past_its_deadline_reads_a_timeout(box_of):
     tool = Stateless()
     box, _ = box_of(tool, timeout_s=0.05)

@@ -94,6 +94,8 @@ async def test_the_rollout_servers(measure: Measure) -> None:
     measured = await measure("rollout", **ROLLOUT, PENSTOCK_BENCH_ENGINE="hf")
     _check_rollout(measured)
     assert "no counters" in measured["figures"]["prefix"]["not_measured"]
+    assert measured["ratio"]["hf_over_generate_4"] > 0
+    assert measured["figures"]["load"]["4"]["generate"]["client_cpu_s_per_1000"] > 0
 
 
 @pytest.mark.deep

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,14 @@ from penstock.common import (
     FileLock,
     FileLocked,
     JsonlTail,
+    NotPrivate,
     append_jsonl,
     atomic_path,
     end_last_line,
     fsync_tree,
     last_by,
+    open_private,
+    private_folder,
     read_jsonl,
     rewrite_jsonl,
     write_atomically,
@@ -43,6 +48,66 @@ def test_write_atomically_replaces(tmp_path: Path, durable: bool) -> None:
     assert path.read_bytes() == b"new"
     assert path.stat().st_mode & 0o777 == 0o600
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_private_folder_is_made_once_and_entered_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        private_folder(tmp_path / "a" / "b")
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")} == {0o700}
+
+
+def foreign_folder(path: Path) -> Path:
+    """Closed, and of another user: uid 12345, or root where we are not root."""
+    if os.geteuid():
+        return Path("/root")
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+    return path
+
+
+def open_folder(path: Path) -> Path:
+    path.mkdir()
+    path.chmod(0o770)
+    return path
+
+
+def linked_folder(path: Path) -> Path:
+    path.symlink_to(path.parent)
+    return path
+
+
+def file(path: Path) -> Path:
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("squat", "found"),
+    [(foreign_folder, "owner uid"), (open_folder, "drwxrwx---"), (linked_folder, "lrwx"), (file, "-rw")],
+)
+def test_private_folder_squatted(tmp_path: Path, squat: Callable[[Path], Path], found: str) -> None:
+    path = squat(tmp_path / "x")
+    with pytest.raises(NotPrivate) as told:
+        private_folder(path)
+    assert all(word in str(told.value) for word in (str(path), found, f"uid {path.lstat().st_uid}", "remove it"))
+
+
+def test_open_private_takes_its_own_file_only(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with open_private(path, "xb") as opened:
+        opened.write(b"one")
+    with pytest.raises(NotPrivate, match=str(path)):
+        open_private(path, "xb")
+    path.chmod(0o666)
+    with open_private(path, "a+b") as opened:
+        opened.write(b" two")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"one two", 0o600)
+    (tmp_path / "link").symlink_to(path)
+    os.link(path, tmp_path / "second")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "second", "pipe"):
+        with pytest.raises(NotPrivate, match=name):
+            open_private(tmp_path / name, "a+b")
 
 
 def test_atomic_path_failure_keeps_the_old(tmp_path: Path) -> None:

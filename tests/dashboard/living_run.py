@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ class LivingRun:
 
     async def _tell_servers(self) -> None:
         await self.queue.heartbeat(ServerInfo("rollout-0", "http://127.0.0.1:1", self.steps, 5, True, 900))
-        await self.queue.heartbeat(ServerInfo("rollout-1", "http://127.0.0.1:2", max(0, self.steps - 1), 2, True, 300))
+        behind = ServerInfo("rollout-1", "http://127.0.0.1:2", max(0, self.steps - 1), 2, True, 300)
+        refusal = f"version {self.steps} refused, version {behind.version} stays: no"
+        await self.queue.heartbeat(replace(behind, refused=self.steps, refusal=refusal))
 
     async def bury(self, reason: str) -> str:
         """A group that is given up; returns its first dead letter."""
@@ -113,7 +116,7 @@ class LivingRun:
             ids = np.array(self._ids("I will look."), dtype=np.int32)
             spans, logprobs = np.array([[0, 0, len(ids)]], dtype=np.int32), np.full(len(ids), -0.1, dtype=np.float32)
             entry = JournalEntry(JournalKind.SAMPLED, 3, 7, ids, logprobs, spans, {"finish_reason": "stop"})
-            await self.queue.journal(lease, entry)
+            await self.queue.journal(lease, entry, 0)
             await self.queue.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, reason, "sandbox"))
         (letter, *_) = await self.queue.dead_letters()
         return letter.episode_id

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from tests.dashboard.recorded import write_config, write_rows
 
-from penstock.dashboard import Devices, advise
+from penstock.dashboard import Devices, advise, flat_rewards
 
 
 def rows(wait_s: float, steps: int = 5) -> list[dict[str, float]]:
@@ -55,3 +55,34 @@ async def test_a_run_that_ended_is_judged_by_its_summary(page: httpx.AsyncClient
     (run / "summary.json").write_text(json.dumps({"wall_s": 100.0, "wait_s": {"agent:admission": 100.0}}))
     told = (await page.get("/api/runs/mine/split")).json()
     assert (told["rollout_idle"], told["rollout_share"]) == (0.5, pytest.approx(3 / 5))
+
+
+async def test_overview_of_an_ended_run(page: httpx.AsyncClient, tmp_path: Path) -> None:
+    run = tmp_path / "mine"
+    write_config(run, "agent: {workers: 2}\n")
+    assert (await page.get("/api/runs/mine/end")).json() == {"ended": None, "summary": {}}
+    (run / "ended.json").write_text('{"version": 3, "why": "all steps are done"}')
+    (run / "summary.json").write_text('{"steps": 3, "reward_last": 0.5}')
+    told = (await page.get("/api/runs/mine/end")).json()
+    assert told == {"ended": "all steps are done", "summary": {"steps": 3, "reward_last": 0.5}}
+
+
+def flat_rows(reward: float, steps: int, **faults: int) -> list[dict]:
+    return [{"reward": reward, "reward_std": 0.0, "episodes": 8, "faults": faults} for _ in range(steps)]
+
+
+def test_rewards_all_zero_name_the_commonest_cause() -> None:
+    said = flat_rewards(flat_rows(0.0, 4, **{"every call malformed": 6, "truncated (length)": 1}))
+    assert "last 4 steps are 0" in said
+    assert "every call malformed (24 of 32 episodes)" in said
+
+
+def test_rewards_equal_without_a_fault_point_to_the_reward() -> None:
+    assert "equal" in flat_rewards(flat_rows(1.0, 3))
+    assert "No episode had a fault" in flat_rewards(flat_rows(1.0, 3))
+
+
+def test_rewards_that_differ_need_no_warning() -> None:
+    differ = [{"reward": 0.5, "reward_std": 0.5, "episodes": 8}]
+    assert flat_rewards([*flat_rows(0.0, 9), *differ]) == ""
+    assert flat_rewards(flat_rows(0.0, 2)) == ""

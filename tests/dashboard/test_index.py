@@ -144,6 +144,15 @@ def test_a_line_that_is_no_trajectory_hides_no_other(tmp_path: Path) -> None:
     index.close()
 
 
+async def test_calls_are_read_by_the_parser_of_the_episode(page: httpx.AsyncClient, run: Path) -> None:
+    """`agent.parser: auto` names none; each episode says which one read it."""
+    write_config(run, "agent: {parser: auto}")
+    write_step(run, 2, [record("train/c#0", [said(CALL, 1)], parser="hermes")])
+    await page.get("/api/runs/mine/trajectories")
+    one = (await page.get("/api/runs/mine/trajectory", params={"episode": "train/c#0", "step": 2})).json()
+    assert [call["name"] for call in one["segments"][0]["runs"][0]["calls"]] == ["python"]
+
+
 async def test_over_http(page: httpx.AsyncClient, run: Path) -> None:
     told = (await page.get("/api/runs/mine/trajectories", params={"limit": 2, "offset": 1})).json()
     assert (told["total"], told["pending"], [row["episode"] for row in told["rows"]]) == (

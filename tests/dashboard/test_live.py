@@ -102,8 +102,8 @@ async def test_dead_letters_with_their_journal(page: httpx.AsyncClient, run: Mem
         sampled = JournalEntry(
             JournalKind.SAMPLED, 3, 7, np.array(ids, dtype=np.int32), logprobs, spans, {"finish_reason": "stop"}
         )
-        await run.journal(lease, sampled)
-        await run.journal(lease, JournalEntry(JournalKind.TOOLS, data={"results": ["<b>42</b>"]}))
+        await run.journal(lease, sampled, 0)
+        await run.journal(lease, JournalEntry(JournalKind.TOOLS, data={"results": ["<b>42</b>"]}), 1)
         await run.fail(lease, failed)
     listed = (await page.get("/api/runs/mine/dead-letters")).json()["letters"]
     lines = [(one["episode"], one["component"], one["attempts"], one["events"]) for one in listed]

@@ -69,11 +69,31 @@ async def test_ten_thousand_trajectories(open_tab: Callable[..., Any]) -> None:
     assert "text=the+NEEDLE" in tab.page.url
     await tab.press("Escape", "j", "Enter")
     await tab.page.wait_for_selector(".turn")
-    assert "the needle 4321" in await tab.text()
+    await tab.until("() => document.querySelector('#main').innerText.includes('the needle 4321')")
     await tab.press("2")
     await tab.page.wait_for_selector(".chart svg polyline")
     points = await tab.page.get_attribute(".chart .line", "points")
     assert 300 < len(points.split()) <= 400, "1,250 steps are thinned to what a screen shows"
+
+
+async def test_overview_of_an_ended_run_in_the_browser(runs_dir: Path, open_tab: Callable[..., Any]) -> None:
+    run = runs_dir / "over"
+    write_config(run, "trainer: {ranks: 1}\nrollout: {servers: 1}\n")
+    flat = {"reward": 0.0, "reward_std": 0.0, "episodes": 8, "faults": {"every call malformed": 8}}
+    write_rows(run, [{"step": step, "wall_s": 2.0, "wait_s": 0.0, **flat} for step in range(4)])
+    write_step(run, 3, [record("train/0#0", [said("answer", 3)], 0.0)])
+    (run / "ended.json").write_text('{"version": 4, "why": "all steps are done"}')
+    (run / "summary.json").write_text('{"steps": 4, "reward_last": 0.0, "restarts": {"agent-0": 2}}')
+    tab: Tab = await open_tab()
+    await tab.sign_in("looks")
+    await tab.go("#/over/overview", "#end .chart svg")
+    await tab.page.wait_for_selector("#warning")
+    told = await tab.text("main")
+    for words in ("Ended: all steps are done", "restarts of agent-0", "every call malformed (32 of 32 episodes)"):
+        assert words in told
+    await tab.go("#/over/trajectories", ".row .step")
+    assert "1 trajectories kept of 32 trained episodes" in await tab.text("#found")
+    assert "turns, tokens" in await tab.text(".headings")
 
 
 async def test_on_a_telephone_and_by_keys_alone(open_tab: Callable[..., Any]) -> None:

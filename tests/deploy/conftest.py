@@ -20,7 +20,7 @@ RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
 
 
 class LivingRun:
-    """A `penstock run` in a process of its own, and its parts by role."""
+    """A `penstock run` in a separate process, and its parts by role."""
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -56,6 +57,29 @@ async def test_status_is_json(queue: RedisTransferQueue) -> None:
     told = await invoke("queue", "status", "mine", "--prometheus")
     assert 'penstock_queue_groups{run="mine",state="queued"} 1.0' in told.stdout
     assert 'penstock_queue_server_version_lag{run="mine",server="s0"}' in told.stdout
+
+
+@pytest.mark.redis
+async def test_queue_status_finds_the_runs_folder(
+    queue: RedisTransferQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    names = ("PENSTOCK_QUEUE", "PENSTOCK_REDIS_PASSWORD", "PENSTOCK_TOKEN")
+    lines = "".join(f"export {name}={os.environ[name]}\n" for name in names)
+    (run / "connect.env").write_text(lines + "export PENSTOCK_RUN=mine\n")
+    for name in names:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    for given in ("mine", str(run)):
+        result = await invoke("queue", "status", given)
+        assert json.loads(result.stdout)["groups"]["queued"] == 1, result.output
+    (run / "connect.env").unlink()
+    (run / "summary.json").write_text('{"ended": "goal reached"}')
+    told = json.loads((await invoke("queue", "status", "mine")).stdout)
+    assert told == {"run": "mine", "alive": False, "ended": "goal reached"}
+    result = await invoke("queue", "dead-letters", "list", "mine")
+    assert (result.exit_code, "is not running" in result.stderr) == (2, True)
 
 
 @pytest.mark.redis

@@ -91,7 +91,7 @@ def test_the_lines_for_a_shell_are_safe_to_source() -> None:
 
 @pytest.mark.redis
 async def test_a_role_waits_for_a_run_that_has_not_begun(tmp_path: Path) -> None:
-    async with own_redis(CONFIG, RunDir(tmp_path), "token") as link:
+    async with own_redis(CONFIG, RunDir(tmp_path), "token") as (link, _):
         with pytest.raises(NoSuchRun, match="no run mine"):
             await link.of_role("agent").join()
         joining = asyncio.create_task(link.of_role("agent").join(wait_s=30))
@@ -106,7 +106,7 @@ async def test_a_role_waits_for_a_run_that_has_not_begun(tmp_path: Path) -> None
 
 @pytest.mark.redis
 async def test_the_runs_own_redis_knows_the_roles(tmp_path: Path) -> None:
-    async with own_redis(CONFIG, RunDir(tmp_path), "token") as link:
+    async with own_redis(CONFIG, RunDir(tmp_path), "token") as (link, _):
         assert set(link.role_passwords) == set(PASSWORDS)
         agent = link.of_role("agent")
         connection = await Connection.connect(agent.url, deadline_s=5, password=agent.password, username="agent")
@@ -123,6 +123,6 @@ async def test_an_older_redis_has_one_password(
     found = find_redis_server()
     monkeypatch.setattr("penstock.deploy.connection.find_redis_server", lambda: RedisBinary(found.path, (6, 2)))
     with caplog.at_level(logging.WARNING):
-        async with own_redis(CONFIG, RunDir(tmp_path), "token") as link:
+        async with own_redis(CONFIG, RunDir(tmp_path), "token") as (link, _):
             assert link.of_role("agent").environment() == link.environment()
     assert "older than 7.0: all roles share one password" in caplog.text

@@ -20,6 +20,9 @@ def right(snapshot):
 
 def lazy(snapshot):
     return "0.5"
+
+def wrong(snapshot):
+    return "0.5" if snapshot.turn else snapshot.call("python", code="raise KeyError('lost')")
 """
 pytestmark = pytest.mark.bwrap
 
@@ -48,6 +51,21 @@ def test_another_reward_is_told_row_by_row(policies: str) -> None:
     assert found.exit_code == 1
     assert "unexpected reward 0 in row 1" in found.stdout
     assert "unexpected reward 0 in row 2" in found.stdout
+
+
+def test_rehearse_shows_errors_and_expects_by_row(policies: str, tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "?"}], "data_source": "calculator",
+             "reward_model": {"ground_truth": "7"}, "extra_info": {"full_reward": full}}
+            for full in (0, 1.0)]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = f"data.train={tmp_path / 'rows.jsonl'}"
+    found = rehearse(given, "--policy", f"{policies}:wrong", "--expect", "full")
+    assert "tool error in row 1: " in found.stdout, found.output
+    assert "KeyError" in found.stdout
+    assert "row 1," not in found.stdout
+    assert "unexpected reward 0 in row 2, 1 was expected" in found.stdout
+    found = rehearse(given, "--policy", f"{policies}:wrong", "--expect", "much")
+    assert (found.exit_code, found.stderr.strip()) == (2, "--expect much: give a number, or full")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""A role that is told to stop more than once, as under a scheduler, still ends in order."""
+"""A role that is told to stop more than once still ends in order; one that refuses its job says so in one sentence."""
 
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,40 @@ run_role(main)
 """
 
 
+REFUSES = """
+from penstock.deploy import fatal, run_role
+
+async def main():
+    with fatal(ValueError, OSError):
+        {cause}
+
+run_role(main)
+"""
+ENVIRONMENT: Mapping[str, str] = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+
+
+@pytest.mark.parametrize(
+    ("cause", "traced"), [("raise ValueError('no such model')", False), ("open('/no such file')", True)]
+)
+def test_a_refused_job_is_one_sentence(cause: str, *, traced: bool, tmp_path: Path) -> None:
+    stop_file = tmp_path / "why.stop"
+    ran = subprocess.run(
+        [sys.executable, "-c", REFUSES.format(cause=cause)],
+        env={**ENVIRONMENT, "PENSTOCK_STOP_FILE": str(stop_file)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert ("Traceback" in ran.stderr) == traced, ran.stderr
+    assert stop_file.read_text().strip() in ran.stderr
+
+
 @pytest.mark.parametrize("more", [0, 2])
 def test_a_second_term_does_not_cut_off_the_first(more: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     role = subprocess.Popen(
-        [sys.executable, "-c", ROLE], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ROLE], env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert role.stdin is not None
     assert role.stdout is not None

@@ -75,7 +75,8 @@ def test_run_synchronous_over_http_resumes_after_ctrl_c(start_run, tmp_path: Pat
     assert run.process.wait(90) == 130
     assert_nothing_left(run, pids)
     summary = start_run("other", *words, cwd=tmp_path, resume=True).finish()
-    assert (summary["steps"], summary["staleness_max"]) == (3, 0)
+    assert f"found: run {(run.root / 'run.id').read_text().strip()}, begun" in run.log.read_text()
+    assert (summary["steps"], summary["staleness_max"], summary["lives"]) == (3, 0, 2)
     assert summary["weight_updates"] >= 2
     assert summary["logprob_abs_diff_mean"] <= 1e-3
     assert_accounts_balance(summary)
@@ -88,14 +89,18 @@ def test_run_synchronous_over_http_resumes_after_ctrl_c(start_run, tmp_path: Pat
 
 def assert_every_role_tells_its_numbers(run: LivingRun) -> None:
     """As Prometheus finds and asks them: `docs/telemetry.md` knows every name."""
-    targets = json.loads((run.root / "prometheus-targets.json").read_text())
+    everyone = {"head", "trainer", "rollout-0", "agent-0", "agent-1"}
+
+    def targets() -> list[dict[str, Any]]:
+        return json.loads((run.root / "prometheus-targets.json").read_text())
+
+    run.wait_for(lambda: {target["labels"]["name"] for target in targets()} == everyone)
     headers = {"Authorization": f"Bearer {(run.root / 'metrics.token').read_text()}"}
     told = {}
-    for target in targets:
+    for target in targets():
         text = httpx.get(f"http://{target['targets'][0]}/metrics", headers=headers, timeout=30).text
         names = set(re.findall(r"^# TYPE (penstock_\w+) \w+$", text, re.MULTILINE))
         told[target["labels"]["name"]] = {name for name in names if not name.endswith("_created")}
-    assert set(told) == {"head", "trainer", "rollout-0", "agent-0", "agent-1"}
     documented = set(re.findall(r"^\| `(penstock_\w+)` \|", DOCS.read_text(), re.MULTILINE))
     assert set().union(*told.values()) <= documented
     for role, name in (("head", "queue_version"), ("trainer", "trainer_metric"), ("agent-0", "agent_episodes_total")):

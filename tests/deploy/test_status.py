@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.dashboard.living_run import LivingRun
+from tests.dashboard.recorded import write_config, write_rows
 from typer.testing import CliRunner, Result
 
 from penstock.deploy import app
@@ -54,6 +55,7 @@ async def test_a_living_run(living: LivingRun) -> None:
         "agent workers: wait for tasks, none is queued",
     ]
     assert state["roles"]["trainer"]["restarts"] == 2
+    assert "rollout-1: version 3 refused, version 2 stays: no" in state["warning"]
     page = (await invoke(str(living.root))).stdout
     for words in ("mine  alive  step 3 of 50", "94 s left", "trainer running, 2 restarts", "rollout-1", "→ shipped 0"):
         assert words in page, page
@@ -65,6 +67,16 @@ async def test_what_a_held_episode_looks_like(living: LivingRun) -> None:
     state = await told(str(living.root))
     assert state["workers"]["agent-7"] == 4
     assert state["waiting"][1] == "agent workers: run 4 episodes, 7 requests are in flight"
+
+
+async def test_status_warns_of_flat_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_RUN", raising=False)
+    write_config(tmp_path / "flat", "trainer: {steps: 9}\n")
+    row = {"reward": 0.0, "reward_std": 0.0, "episodes": 4, "faults": {"no tool named python": 3}}
+    write_rows(tmp_path / "flat", [{"step": step, "wall_s": 1.0, **row} for step in range(3)])
+    state = await told(str(tmp_path / "flat"))
+    assert "no tool named python (9 of 12 episodes)" in state["warning"]
+    assert "warning   All rewards" in (await invoke(str(tmp_path / "flat"))).stdout
 
 
 async def test_a_run_that_ended_says_why(living: LivingRun) -> None:

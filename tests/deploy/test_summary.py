@@ -1,9 +1,11 @@
 import json
 from pathlib import Path
 
+from tests.deploy.conftest import RECIPE
+
 from penstock.common import last_by, read_jsonl
-from penstock.deploy import _accounts, _tokens, _updates
-from penstock.transfer_queue import Status, WeightUpdate
+from penstock.deploy import LivesFile, RunDir, _accounts, _tokens, _updates, limits_of, load_config, write_summary
+from penstock.transfer_queue import MemoryTransferQueue, Status, WeightUpdate
 
 
 def status(**episodes: int) -> Status:
@@ -53,3 +55,29 @@ def test_pauses_are_in_milliseconds() -> None:
     assert figures["weight_updates"] == 3
     assert figures["pause_ms_p50"] == 20.0
     assert figures["requests_in_flight_at_updates"] == 9
+
+
+async def test_summary_counts_all_lives_of_a_resumed_run(tmp_path: Path) -> None:
+    now = 1000.0
+    config = load_config(RECIPE, ["name=mine", f"runs_dir={tmp_path}"])
+    run = RunDir.of(config)
+    run.root.mkdir()
+    killed = LivesFile(run.lives, lambda: now)
+    now += 70
+    killed.write({"trainer": 2, "agent-0": 0})  # and then its supervisor is killed
+    now += 500
+    last = LivesFile(run.lives, lambda: now)
+    now += 30
+    last.write({"trainer": 1})
+    now += 1
+    queue = MemoryTransferQueue()
+    await queue.create_run(limits_of(config), "")
+    summary = await write_summary(config, run, queue, last.total({"trainer": 1, "rollout-0": 3}))
+    assert summary == json.loads(run.summary.read_text())
+    assert (summary["lives"], summary["wall_s"]) == (2, 101.0), "the time between them is not the run's"
+    assert summary["restarts"] == {"trainer": 3, "agent-0": 0, "rollout-0": 3}
+
+
+def test_a_damaged_lives_file_is_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "lives.json").write_text('[{"wall_s": 1')
+    assert LivesFile(tmp_path / "lives.json").total({}).lives == 1

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.deploy.conftest import RECIPE, assert_nothing_left
+from tests.deploy.conftest import RECIPE, REPOSITORY, assert_nothing_left
 
-from penstock.deploy import StalledRun, Watchdog, load_config
+from penstock.deploy import (
+    LocalPlacement,
+    Role,
+    RoleProcess,
+    RunDir,
+    StalledRun,
+    VersionRefused,
+    Watchdog,
+    launch,
+    load_config,
+)
 from penstock.transfer_queue import ServerInfo, Status
 
 HANGS = """
@@ -57,6 +69,68 @@ async def test_watchdog_returning_server_is_no_progress() -> None:
     with pytest.raises(StalledRun, match="no server is in the registry") as caught:
         await watchdog.look(0, NOTHING, [])
     assert "\n" not in caught.value.why
+
+
+def refusing(name: str, version: int | None, **changes: Any) -> ServerInfo:
+    server = replace(SERVER, server_id=name, refused=version, **changes)
+    return replace(server, refusal=f"version {version} refused, version 0 stays: tensor 'w' is missing")
+
+
+async def test_a_version_that_every_server_refuses_ends_the_run() -> None:
+    watchdog = Watchdog(load_config(RECIPE), [], lambda _: None)
+    newest, both = replace(NOTHING, version=2), [refusing("rollout-0", 2), refusing("rollout-1", 2)]
+    for servers in (
+        [],
+        [refusing("rollout-0", 2), replace(SERVER, server_id="rollout-1")],
+        [refusing("rollout-0", 1), refusing("rollout-1", 2)],
+        [refusing("rollout-eval", 2, evaluates=True)],
+    ):
+        for _ in range(3):
+            await watchdog.look(2, newest, servers)
+    await watchdog.look(2, newest, both)
+    await watchdog.look(2, replace(NOTHING, version=3), both)
+    await watchdog.look(2, newest, both)
+    with pytest.raises(VersionRefused) as caught:
+        await watchdog.look(2, newest, [*both, refusing("rollout-eval", None, evaluates=True)])
+    assert re.search(
+        r"version 2.*rollout-0, rollout-1.*tensor 'w' is missing.*rollout\.engine.*--resume", caught.value.why
+    )
+    assert "\n" not in caught.value.why
+
+
+REFUSING_ENGINE = """
+from penstock.weight_sync import WeightsRefused
+from penstock.rollout_server.engines.hf import HFEngine
+
+async def load_weights(self, manifest):
+    raise WeightsRefused(f"version {manifest.version}: tensor 'experts.gate_up_proj' does not belong to the model")
+
+HFEngine.load_weights = load_weights
+"""
+
+
+class RefusingServers(LocalPlacement):
+    """`folder` has a sitecustomize.py for the rollout servers."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._path = f"{folder}{os.pathsep}{REPOSITORY / 'src'}"
+
+    def place(self, role: Role, run: RunDir) -> RoleProcess:
+        env = {**role.env, "PYTHONPATH": self._path} if role.kind == "rollout" else role.env
+        return super().place(replace(role, env=env), run)
+
+
+@whole
+@pytest.mark.deep
+async def test_a_version_that_the_engine_does_not_know_ends_a_run(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(REFUSING_ENGINE)
+    small = ("groups_per_step=2", "group_size=2", "trainer.steps=30", "dashboard.enabled=false")
+    config = load_config(RECIPE, [f"runs_dir={tmp_path}", *small])
+    with pytest.raises(VersionRefused, match=r"rollout-0.*'experts\.gate_up_proj' does not belong to the model"):
+        await launch(config, placement=RefusingServers(tmp_path))
+    ended = json.loads((RunDir.of(config).root / "ended.json").read_text())
+    assert "experts.gate_up_proj" in ended["why"]
 
 
 @whole

@@ -82,7 +82,7 @@ async def converse(client: openai.AsyncOpenAI) -> None:
             said = {"role": "assistant", "content": await streamed(client, messages)}
         else:
             answer = await client.chat.completions.create(
-                model="m", messages=messages, tools=TOOLS, n=3 if turn == 0 else 1, logprobs=True, seed=turn
+                model="model", messages=messages, tools=TOOLS, n=3 if turn == 0 else 1, logprobs=True, seed=turn
             )
             choice = answer.choices[0]
             spelled = b"".join(bytes(one.bytes) for one in choice.logprobs.content)
@@ -92,7 +92,7 @@ async def converse(client: openai.AsyncOpenAI) -> None:
 
 
 async def streamed(client: openai.AsyncOpenAI, messages: list[Any]) -> str:
-    chunks = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS, stream=True)
+    chunks = await client.chat.completions.create(model="model", messages=messages, tools=TOOLS, stream=True)
     return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
 

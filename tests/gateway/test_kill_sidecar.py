@@ -76,9 +76,9 @@ async def ask(client: openai.AsyncOpenAI, messages: list[Any], *, stream: bool) 
     while True:
         try:
             if not stream:
-                answer: Any = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+                answer: Any = await client.chat.completions.create(model="model", messages=messages, tools=TOOLS)
                 return answer.choices[0].message
-            async with client.chat.completions.stream(model="m", messages=messages, tools=TOOLS) as events:
+            async with client.chat.completions.stream(model="model", messages=messages, tools=TOOLS) as events:
                 return (await events.get_final_completion()).choices[0].message
         except (openai.APIError, httpx.HTTPError):
             await asyncio.sleep(0.1)

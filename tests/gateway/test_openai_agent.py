@@ -34,7 +34,7 @@ def run(queue_of, tasks_of, parts_of, calling_policy):
 
 
 async def ask(client, messages, **fields):
-    return await client.chat.completions.create(model="any", messages=messages, **fields)
+    return await client.chat.completions.create(model="policy", messages=messages, **fields)
 
 
 async def uses_tools(client, task):
@@ -64,9 +64,9 @@ async def test_streams_and_the_responses_api_are_recorded_too(run, calling_polic
     heard = []
 
     async def agent(client, task):
-        async with client.chat.completions.stream(model="any", messages=list(task.messages)) as events:
+        async with client.chat.completions.stream(model="policy", messages=list(task.messages)) as events:
             heard.append((await events.get_final_completion()).choices[0].message.content)
-        heard.append((await client.responses.create(model="any", input="What is 12+34?")).output_text)
+        heard.append((await client.responses.create(model="policy", input="What is 12+34?")).output_text)
         heard.append([model.id async for model in client.models.list()])
 
     _, trajectory, _ = await run(agent, FakeClient(calling_policy(turns=0)))

@@ -16,11 +16,12 @@ import pytest
 from tests.gateway.conftest import TOOLS, USER, sampled, whole
 from tests.gateway.talking_engine import TalkingEngine, tool_result
 
-from penstock.agent_loops import AgentConfig
+from penstock.agent_loops import AgentConfig, CaptureConfig
 from penstock.gateway import GatewayJob, mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
 from penstock.transfer_queue import DataCursor, Limits, MemoryTransferQueue, RunContext, Task, Trajectory
 
+MODEL = "tiny-qwen"
 TOKEN = "a-token-of-this-run"
 RUN = {"Authorization": f"Bearer {TOKEN}"}
 CALL = {"role": "user", "content": "Call 1+2 and 30+4"}
@@ -67,13 +68,14 @@ class Server:
 
 @pytest.fixture
 async def server(tmp_path: Path, tokenizer_for: Callable[[str], Any]) -> AsyncIterator[Server]:
-    tokenizer_for("qwen2_5").save_pretrained(tmp_path / "model")
+    tokenizer_for("qwen2_5").save_pretrained(tmp_path / MODEL)
     queue = MemoryTransferQueue(registry_ttl_s=60.0)
     await queue.create_run(Limits(group_size=4, groups_per_step=2, max_staleness=8, lease_ttl_s=30.0), "config: 1")
     rows = [Task(f"train/{i}", "train", [USER], "sums", "46", extra_info={"level": 3}) for i in range(2)]
     await queue.submit(rows, cursor=DataCursor(0, 2))
-    config = AgentConfig(max_turns=50, max_response_tokens=20_000, max_new_tokens=400)
-    run = RunContext(queue, str(tmp_path / "model"), TOKEN, lease_ttl_s=30.0)
+    capture = CaptureConfig(model_aliases=["gpt-4o"])
+    config = AgentConfig(max_turns=50, max_response_tokens=20_000, max_new_tokens=400, capture=capture)
+    run = RunContext(queue, str(tmp_path / MODEL), TOKEN, lease_ttl_s=30.0)
     recorded = GatewayJob(run, config, request_timeout_s=20.0)
     engines: list[TalkingEngine] = []
 
@@ -213,8 +215,33 @@ async def test_responses_and_completions(server: Server) -> None:
         model=model, prompt="<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
     assert whole_text.choices[0].text == "You said: Hi 数🙂"
-    assert [entry.id async for entry in client.models.list()] == [model]
+    assert [entry.id async for entry in client.models.list()] == [MODEL, "gpt-4o"]
     assert [segment.num_turns for segment in (await server.finish(episode)).segments] == [2, 1]
+
+
+async def test_unknown_models_are_refused_and_aliases_are_not(server: Server) -> None:
+    episode = await server.open()
+    assert episode["model"] == MODEL, "no path of the server"
+    client = server.client(episode)
+    ways: list[Callable[[str], Any]] = [
+        lambda name: client.chat.completions.create(model=name, messages=[USER]),
+        lambda name: client.chat.completions.create(model=name, messages=[USER], stream=True),
+        lambda name: client.completions.create(model=name, prompt="x"),
+        lambda name: client.responses.create(model=name, input="x"),
+        client.models.retrieve,
+    ]
+    for ask in ways:
+        for name in ("gpt-4.1", "Tiny-Qwen", "/models/tiny-qwen"):
+            with pytest.raises(openai.NotFoundError) as refused:
+                await ask(name)
+            error = refused.value
+            assert (error.code, error.param, error.type) == ("model_not_found", "model", "invalid_request_error")
+            assert name in error.message
+            assert "tiny-qwen, gpt-4o" in error.message
+        for name in (MODEL, "gpt-4o"):
+            answered = await ask(name)
+            assert getattr(answered, "model", name) == name
+    assert (await client.models.retrieve("gpt-4o")).id == "gpt-4o"
 
 
 async def test_a_client_that_runs_out_of_patience_retries_into_the_same_answer(server: Server) -> None:
@@ -231,7 +258,7 @@ async def test_keys_open_their_own_episode_only(server: Server) -> None:
     one, two = await server.open(), await server.open()
     stranger = server.client({**two, "api_key": one["api_key"]})
     with pytest.raises(openai.AuthenticationError):
-        await stranger.chat.completions.create(model="x", messages=[USER])
+        await stranger.chat.completions.create(model=MODEL, messages=[USER])
     key = {"Authorization": f"Bearer {one['api_key']}"}
     for path in ("/episodes", "/generate", "/drain", f"/episodes/{two['handle']}/finish", "/episodes/", "/weights"):
         assert (await server.post(path, {}, key)).status_code == 401, path
@@ -275,7 +302,7 @@ async def test_refusals_have_a_status_and_a_cause(server: Server) -> None:
         (f"{path}/finish", {"outcome": "great"}, 400, "outcome"),
         (f"{path}/reward", {"reward": "high"}, 400, "reward"),
         (f"{path}/reward", {"reward": float("1e999")}, 400, "reward"),
-        (f"{path}/v1/chat/completions", {"model": "x"}, 400, "messages"),
+        (f"{path}/v1/chat/completions", {"model": MODEL}, 400, "messages"),
         (f"{path}/v1/chat/completions", [], 400, "JSON object"),
         ("/episodes", {"wait_s": -1}, 400, "wait_s"),
         ("/episodes/nonsense/finish", {}, 404, "no handle"),
@@ -285,10 +312,10 @@ async def test_refusals_have_a_status_and_a_cause(server: Server) -> None:
         async with httpx.AsyncClient(headers={**RUN, "Content-Type": "application/json"}) as http:
             response = await http.post(server.url + where, content=content)
         assert (response.status_code, words in response.json()["error"]["message"]) == (status, True), response.text
-    await server.client(episode).chat.completions.create(model="x", messages=[USER])
+    await server.client(episode).chat.completions.create(model=MODEL, messages=[USER])
     await server.finish(episode)
     with pytest.raises(openai.APIStatusError) as gone:
-        await server.client(episode).chat.completions.create(model="x", messages=[USER])
+        await server.client(episode).chat.completions.create(model=MODEL, messages=[USER])
     assert (gone.value.status_code, "is finished" in str(gone.value)) == (410, True)
 
 
@@ -337,10 +364,10 @@ async def test_a_client_that_went_away_in_mid_stream_leaves_a_record(server: Ser
     server.client(episode)
     server.engine.token_s = 0.01
     client = server.clients[-1]
-    stream = await client.chat.completions.create(model="x", messages=[USER], stream=True)
+    stream = await client.chat.completions.create(model=MODEL, messages=[USER], stream=True)
     async for _ in stream:
         break
     await stream.close()
-    again = await client.chat.completions.create(model="x", messages=[USER])
+    again = await client.chat.completions.create(model=MODEL, messages=[USER])
     assert again.choices[0].message.content.startswith("You said")
     assert len(server.engine.asked) == 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from tests.agent_loops.families import THINKS_FIRST
 from tests.gateway.conftest import TOOLS, USER, MakeBench, asked, back, call_text, sampled, say, whole
 
 from penstock.gateway import Gone, NotNow, TooLong
@@ -247,6 +249,31 @@ async def test_what_a_client_sets_goes_over_the_recipe(make_bench):
     assert bench.client.requests[1].sampling.temperature == 0.7
 
 
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [
+        (None, ""),
+        ({}, ""),
+        ({"enable_thinking": False}, ""),
+        ({"enable_thinking": False, "level": 2}, ""),
+        ({"enable_thinking": True}, "enable_thinking"),
+        ({"enable_thinking": 0}, "enable_thinking"),
+        ({"level": 2, "add_vision_id": True}, "add_vision_id"),
+    ],
+)
+async def test_template_settings_of_a_request_are_the_runs(make_bench, wanted: Any, named: str) -> None:
+    """A conversation that was rendered in two ways could not be continued token for token."""
+    bench = await make_bench("46", template_settings={"enable_thinking": False, "level": 2})
+    episode = await bench.open()
+    if not named:
+        assert (await say(episode, chat_template_kwargs=wanted)).content == "46"
+        return
+    with pytest.raises(InvalidRequest, match=rf"{named}.*agent\.template_settings is .*\"level\":2") as refused:
+        await say(episode, chat_template_kwargs=wanted)
+    assert (refused.value.field, refused.value.code) == (f"chat_template_kwargs.{named}", "unsupported_parameter")
+    assert bench.client.requests == []
+
+
 async def test_a_context_beyond_the_model_is_refused_and_the_episode_lives(make_bench):
     bench = await make_bench("Fine.")
     bench.manager.context = replace(bench.parts, context_limit=lambda: 100)
@@ -321,6 +348,17 @@ async def test_special_tokens_in_a_rewritten_history_open_no_turn(make_bench):
     special = [i for i in bench.client.requests[0].token_ids if i in chat.tokenizer.all_special_ids]
     plain = [i for i in chat.prompt_ids([{"role": "user", "content": "x"}]) if i in chat.tokenizer.all_special_ids]
     assert special == plain
+
+
+async def test_tools_are_refused_where_their_calls_would_be_lost(make_bench):
+    """The bench's parser is Hermes's."""
+    bench = await make_bench(template=THINKS_FIRST)
+    episode = await bench.open()
+    with pytest.raises(InvalidRequest, match=r"agent\.parser=hermes .*set agent\.parser=qwen3_coder") as refusal:
+        await say(episode, tools=TOOLS)
+    assert refusal.value.field == "tools"
+    assert (await say(episode, tools=TOOLS, tool_choice="none")).content
+    assert bench.client.requests
 
 
 async def test_messages_that_the_template_refuses_are_a_bad_request(make_bench):

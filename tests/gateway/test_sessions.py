@@ -98,11 +98,11 @@ async def test_a_choice_that_was_not_journaled_is_sampled_and_the_others_are_not
     journal = bench.queue.journal
     written = []
 
-    async def dies_after_one(lease, entry):
+    async def dies_after_one(lease, entry, position):
         if written:
             raise QueueUnavailable("killed here")
         written.append(entry)
-        await journal(lease, entry)
+        await journal(lease, entry, position)
 
     bench.queue.journal = dies_after_one
     with pytest.raises(NotNow):
@@ -146,6 +146,32 @@ async def test_a_reward_is_durable_and_the_last_one_counts(make_bench):
     await bench.manager.finish(episode.handle, None)
     (trajectory,) = await bench.queue.read([episode.lease.episode_id])
     assert (trajectory.reward, list(trajectory.turn_rewards)) == (0.5, [0.1, 0.2])
+
+
+async def test_reward_is_asked_once_for_one_conversation(make_bench):
+    """The sidecar dies between the reward and the queue's `complete`; another one finishes the episode."""
+    asked = []
+
+    async def judge(data_source, solution_str, ground_truth, extra_info):
+        asked.append(extra_info["segments"])
+        return {"score": len(asked) / 10, "raw": len(asked)}
+
+    async def gone(lease, trajectory):
+        raise QueueUnavailable("no answer")
+
+    bench = await make_bench("It is 46.", "Sure.", reward=RewardFunction(judge))
+    episode, complete = await bench.open(), bench.queue.complete
+    await say(episode)
+    for _ in range(2):
+        bench.queue.complete = gone
+        with pytest.raises(NotNow):
+            await bench.restart().finish(episode.handle, None)
+    assert asked == [["It is 46."]]
+    await say(await bench.restart().find(episode.handle), [MORE])
+    bench.queue.complete = complete
+    ending = await bench.restart().finish(episode.handle, None)
+    assert (asked[1:], ending.reward) == ([["It is 46.", "Sure."]], 0.2)
+    assert (await bench.queue.read([episode.lease.episode_id]))[0].metrics["reward/raw"] == 2.0
 
 
 async def test_without_a_reward_the_function_is_asked_and_without_one_it_is_a_conflict(make_bench):

@@ -259,9 +259,10 @@ async def rollout_server(
     model: str = "fake",
     token_s: float = 0.0,
     new_engine: Any = None,
+    up: bool = True,
     **job: Any,
 ) -> AsyncIterator[RunningServer]:
-    """A server with fake engines (or those of `new_engine`), up; cancelled at the end."""
+    """A server with fake engines (or those of `new_engine`), `up` unless it cannot be; cancelled at the end."""
     engines: list[Engine] = []
 
     def remember(config: RolloutConfig, model: str, log_dir: Path, seed: int) -> Engine:
@@ -273,7 +274,8 @@ async def rollout_server(
     server_job = ServerJob(name, run, log_dir=folder, **{"config": small_config(), "drain_s": 5.0, **job})
     running = RunningServer(queue, asyncio.create_task(serve(server_job, remember)), engines, name)
     try:
-        await running.up(server_job.config.start_timeout_s)
+        if up:
+            await running.up(server_job.config.start_timeout_s)
         yield running
     finally:
         running.task.cancel()

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from tests.rollout_server.conftest import (
@@ -34,6 +35,7 @@ from penstock.rollout_server import (
     Generation,
     RolloutClient,
     Sampling,
+    VersionsDisproved,
     join_chunks,
 )
 from penstock.transfer_queue import ServerInfo
@@ -72,6 +74,40 @@ async def test_a_whole_answer_from_one_server(client: RolloutClient, server: Run
     assert answer.version_spans == [(0, 0, 60)]
     assert (answer.finish_reason, answer.resumed, answer.continued_over_update) == ("length", 0, False)
     assert await client.best_version() == 0
+
+
+class DisprovedOnce(FakeEngine):
+    """Its first answer ends with the report that the versions of its tokens were wrong."""
+
+    contexts: ClassVar[list[list[int]]] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        self.contexts.append(request.token_ids)
+        async for chunk in super().generate(request):
+            if chunk.finish_reason and len(self.contexts) == 1:
+                yield chunk.model_copy(update={"finish_reason": None})
+                raise VersionsDisproved("versions on receipt differ from the engine's own")
+            yield chunk
+
+
+@pytest.mark.parametrize("token_s", [0.0, 0.01])
+async def test_disproved_tokens_are_taken_back(
+    client: RolloutClient, queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token_s: float
+) -> None:
+    monkeypatch.setattr(DisprovedOnce, "contexts", [])
+    async with rollout_server(queue, tmp_path, new_engine=partial(DisprovedOnce, token_s=token_s)):
+        answer = check(await client.generate(ask([4, 5], 60)))
+    assert DisprovedOnce.contexts == [[4, 5], [4, 5]]
+    assert (len(answer.token_ids), answer.version_spans, answer.resumed) == (60, [(0, 0, 60)], 0)
+
+
+async def test_disproved_tokens_end_a_stream(
+    client: RolloutClient, queue: StubQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DisprovedOnce, "contexts", [])
+    async with rollout_server(queue, tmp_path, new_engine=partial(DisprovedOnce, token_s=0.01)):
+        with pytest.raises(EngineError, match="differ from the engine's own"):
+            await collect(client, ask([4, 5], 60))
 
 
 async def collect(client: RolloutClient, request: GenerateRequest) -> tuple[list[Chunk], Chunk]:

@@ -87,7 +87,7 @@ async def test_a_server_that_missed_links_of_a_chain_takes_what_it_needs(tmp_pat
         manifest = publisher.write(10, {"w": weights}.items())
         Path(manifest.files[-2].place).unlink()
         queue.announced = Announcement(10, manifest.as_dict())
-        while "weights refused, version 8 stays" not in (await health(server))["cause"]:
+        while "refused, version 8 stays" not in (await health(server))["cause"]:
             await asyncio.sleep(0.02)
         assert "penstock_rollout_version_lag 2.0" in await metrics(server)
         assert (await health(server))["ok"]
@@ -132,7 +132,7 @@ async def test_a_trainer_that_is_away_is_waited_for_and_old_weights_serve(tmp_pa
     await files.stop()
     async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
         queue.announced = Announcement(1, publisher.write(1, {"w": torch.ones(9)}.items()).as_dict())
-        while "weights not fetched, version 0 stays" not in (await health(server))["cause"]:
+        while "not fetched, version 0 stays" not in (await health(server))["cause"]:
             await asyncio.sleep(0.02)
         assert (await health(server))["ok"]
         again = FileServer(tmp_path / "published", TOKEN, port=int(files.url.rpartition(":")[2]))

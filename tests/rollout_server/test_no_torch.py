@@ -58,7 +58,7 @@ said = {"torch": "torch" in sys.modules, "ids": list(prompt)}
 
 
 def said_by(program: str) -> tuple[dict[str, Any], str]:
-    """What a process of its own has found, and its stderr."""
+    """What a separate process has found, and its stderr."""
     whole = f"import json, sys\nmodel = sys.argv[1]\n{program}\nprint(json.dumps(said))"
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     ended = subprocess.run(

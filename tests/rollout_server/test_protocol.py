@@ -42,6 +42,8 @@ def test_a_server_that_died_before_saying_so_had_finished(ids: list[int], reason
     answer = AnswerBuilder(request(4))
     answer.next_request(9.0)
     answer.add(chunk(ids, 3))
+    assert answer.finish_reason is None  # until the server is gone, its report may disprove these tokens
+    assert answer.finish_by_content() is (reason is not None)
     assert answer.finish_reason == reason
 
 

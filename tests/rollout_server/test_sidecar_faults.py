@@ -31,8 +31,9 @@ from penstock.rollout_server import (
     RolloutClient,
     Sampling,
     bound_logs,
+    fake_manifest,
 )
-from penstock.transfer_queue import ServerInfo
+from penstock.transfer_queue import Announcement, ServerInfo
 from penstock.weight_sync import LoadReport, Manifest, WeightsRefused
 
 
@@ -196,6 +197,54 @@ async def test_pull_tries_refused_weights_again(queue: StubQueue, tmp_path: Path
         assert (response.json()["version"], response.json()["refused"], response.json()["cause"]) == (1, None, "")
         for wrong in ({"action": "push"}, {}, {"action": "pull", "version": 2}):
             assert (await post(server, "/weights", wrong)).status_code == 422
+
+
+WHOLE = fake_manifest(3)
+
+
+MALFORMED: list[Any] = [
+    {},
+    "weights",
+    [WHOLE],
+    {name: value for name, value in WHOLE.items() if name != "bytes"},
+    {**WHOLE, "version": 2},
+    {**WHOLE, "version": "three"},
+    {**WHOLE, "transport": ["shm"]},
+    {**WHOLE, "path": None},
+    {**WHOLE, "tensors": "w"},
+    {**WHOLE, "tensors": [["w", [1], "float32", "00"]]},
+    {**WHOLE, "chain": [{"version": 2}]},
+    {**WHOLE, "adapter": []},
+]
+
+
+async def test_malformed_announcements_are_refused_and_serving_goes_on(queue: StubQueue, tmp_path: Path) -> None:
+    async with rollout_server(queue, tmp_path) as server:
+        queue.announce(1)
+        await server.until(lambda: server.engine.loaded == [1])
+        for manifest in MALFORMED:
+            queue.announced = Announcement(3, manifest)
+            await server.until(lambda: queue.registered["s0"].refused == 3)
+            entry = queue.registered["s0"]
+            assert entry.refusal.startswith("version 3 refused, version 1 stays: "), manifest
+            assert (entry.version, entry.accepting) == (1, True)
+            queue.announced = Announcement(1, manifest)  # a queue that went back
+            await server.until(lambda: queue.registered["s0"].refused == 1)
+        assert (await post(server, "/generate", body(5))).status_code == 200
+        queue.announce(4)
+        await server.until(lambda: queue.registered["s0"].version == 4)
+        assert (queue.registered["s0"].refused, queue.registered["s0"].refusal) == (None, "")
+        assert (server.engine.loaded, len(server.engines)) == ([1, 4], 1)
+
+
+async def test_a_server_that_can_load_nothing_yet_says_so(queue: StubQueue, tmp_path: Path) -> None:
+    """It is in the registry, so that somebody hears of it, and takes no request."""
+    queue.announce(3, damaged="lm_head")
+    async with rollout_server(queue, tmp_path, up=False) as server:
+        await server.until(lambda: "s0" in queue.registered)
+        entry = queue.registered["s0"]
+        assert (entry.accepting, entry.refused) == (False, 3)
+        assert "'lm_head'" in entry.refusal
 
 
 async def refuse(server: RunningServer, versions: range) -> None:

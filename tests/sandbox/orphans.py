@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -91,13 +92,21 @@ def _belongs(folder: Path, uid: int, makers: list[Maker]) -> bool:
 def marked_processes() -> list[str]:
     """Living processes that carry the mark; any thread of one tells, since the first may have ended."""
     found = set()
-    for file in Path("/proc").glob("[0-9]*/task/*/cmdline"):
+    for file in _threads():
         try:
-            if MARK.encode() in file.read_bytes():
-                found.add(f"{file.parts[2]} {(file.parent / 'comm').read_text().strip()}")
-        except OSError:
+            if MARK.encode() in (file / "cmdline").read_bytes():
+                found.add(f"{file.parts[2]} {(file / 'comm').read_text().strip()}")
+        except OSError:  # ended meanwhile
             continue
     return sorted(found)
+
+
+def _threads() -> Iterator[Path]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(
+            OSError
+        ):  # the process ended meanwhile; a pattern over all of them would end the search
+            yield from list((folder / "task").iterdir())
 
 
 def _status(folder: Path) -> dict[str, str]:

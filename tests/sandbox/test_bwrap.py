@@ -14,6 +14,7 @@ from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups, box_processes
 from penstock.sandbox import BwrapSandbox, SandboxConfig, SandboxError, SandboxLost, make_sandbox
 
 pytestmark = pytest.mark.bwrap
+BY_UID = pytest.mark.skipif(os.geteuid() != 0, reason="a box's processes are found by its uid, which root alone gives")
 
 
 async def test_bwrap_boxes_do_not_see_each_other(sandbox: BwrapSandbox) -> None:
@@ -25,7 +26,7 @@ async def test_bwrap_boxes_do_not_see_each_other(sandbox: BwrapSandbox) -> None:
     )
     uid = (await one.run_python("import os\nos.getuid()")).stdout.strip()
     assert seen.stdout.split()[0] == "False"
-    assert seen.stdout.split()[1] != uid
+    assert seen.stdout.split()[1] != uid or os.geteuid() != 0
 
 
 async def test_bwrap_cpu_seconds_are_limited() -> None:
@@ -36,6 +37,7 @@ async def test_bwrap_cpu_seconds_are_limited() -> None:
     await sandbox.close()
 
 
+@BY_UID
 async def test_bwrap_closing_leaves_no_process_and_no_cgroup(sandbox: BwrapSandbox) -> None:
     sessions = [await sandbox.start(str(n)) for n in range(3)]
     await asyncio.gather(*(s.run(["sh", "-c", "setsid sleep 100 & sleep 0.01"]) for s in sessions))
@@ -45,6 +47,7 @@ async def test_bwrap_closing_leaves_no_process_and_no_cgroup(sandbox: BwrapSandb
     assert not box_cgroups(OWNER)
 
 
+@BY_UID
 async def test_bwrap_box_ended_from_outside_is_lost(sandbox: BwrapSandbox) -> None:
     session = await sandbox.start("victim")
     call = asyncio.create_task(session.run_python("while True: pass", timeout_s=30.0))
@@ -71,6 +74,7 @@ asyncio.run(main())
 """
 
 
+@BY_UID
 @pytest.mark.crash
 async def test_bwrap_boxes_end_with_a_killed_worker() -> None:
     owner = f"{OWNER}-killed"
@@ -92,19 +96,67 @@ async def test_bwrap_boxes_end_with_a_killed_worker() -> None:
     assert not box_cgroups(owner)
 
 
-async def test_bwrap_without_cgroups_rlimits_hold_and_it_is_said_aloud(
+def without_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.sandbox.bwrap.open_cgroups", lambda *_: (None, "a test says so"))
+
+
+async def test_bwrap_without_cgroups_counts_memory_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("penstock.sandbox.bwrap.open_cgroups", lambda *_: (None, "a test says so"))
+    without_cgroups(monkeypatch)
     with caplog.at_level(logging.WARNING):
-        sandbox = BwrapSandbox(CONFIG.model_copy(update={"pids": 16}), OWNER)
-    assert "rlimits only" in caplog.text
+        sandbox = BwrapSandbox(CONFIG.model_copy(update={"pids": 16, "memory_mb": 96}), OWNER)
+    assert "memory counted" in caplog.text
     assert "a test says so" in sandbox.containment
     session = await sandbox.start("weaker")
     assert "MemoryError" in (await session.run_python("x = b'x' * (4 << 30)")).stderr
     bomb = "import os\nn = 0\nwhile n < 100:\n    if os.fork() == 0:\n        import time; time.sleep(50)\n    n += 1"
     assert "BlockingIOError" in (await session.run_python(bomb)).stderr
+    other = await sandbox.start("together")
+    assert (await other.run_python(TOGETHER, timeout_s=20.0)).limit == "memory"
+    assert (await other.run_python("40 + 2")).stdout == "42\n"
     await sandbox.close()
+
+
+TOGETHER = """
+import os, time
+for _ in range(4):
+    if os.fork() == 0: break
+kept = bytes([1]) * (48 << 20)
+time.sleep(1000)
+"""
+
+
+async def test_bwrap_files_over_the_memory_end_the_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that still runs could be ended to make room."""
+    without_cgroups(monkeypatch)
+    sandbox = BwrapSandbox(CONFIG.model_copy(update={"tmp_mb": 512, "memory_mb": 64}), OWNER)
+    session = await sandbox.start("hoarder")
+    result = await session.run(["dd", "if=/dev/zero", "of=/tmp/hoard", "bs=1M", "count=400"], timeout_s=20.0)
+    assert (result.limit, result.files_lost) == ("memory", True)
+    assert (await session.run(["ls", "/tmp"])).stdout == ""
+    await sandbox.close()
+
+
+async def test_bwrap_a_large_program_may_start_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of vfork() runs in its parent's memory: it is no second holder of it."""
+    without_cgroups(monkeypatch)
+    sandbox = BwrapSandbox(CONFIG.model_copy(update={"memory_mb": 128}), OWNER)
+    session = await sandbox.start("large")
+    code = "import subprocess\nkept = bytes([1]) * (80 << 20)\nfor _ in range(40): subprocess.run(['true'])"
+    result = await session.run_python(code, timeout_s=30.0)
+    assert (result.exit_code, result.limit) == (0, None)
+    await sandbox.close()
+
+
+def test_bwrap_unbounded_memory_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_cgroups(monkeypatch)
+    monkeypatch.setattr("penstock.sandbox.bwrap.build_filter", lambda **_: None)
+    with pytest.raises(SandboxError, match=r"a test says so.*sandbox\.memory_unbounded"):
+        make_sandbox(SandboxConfig(), OWNER)
+    allowed = make_sandbox(SandboxConfig(memory_unbounded=True), OWNER)
+    assert isinstance(allowed, BwrapSandbox)
+    assert "memory is limited per process, not per box" in allowed.containment
 
 
 def test_bwrap_missing_bwrap_names_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

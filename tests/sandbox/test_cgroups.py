@@ -3,13 +3,22 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from penstock.sandbox import CgroupMaker, SandboxConfig, open_cgroups, process_start
 
 CONFIG = SandboxConfig(memory_mb=100, pids=10, cpus=0.5)
 
 
+def group_of(path: Path, controllers: str) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "cgroup.controllers").write_text(controllers)
+    (path / "cgroup.procs").touch()
+    return path
+
+
 def test_cgroups_version_2_delegates_and_sets_limits(tmp_path: Path) -> None:
-    (tmp_path / "cgroup.controllers").write_text("cpu memory pids")
+    group_of(tmp_path, "cpu memory pids")
     maker, reason = open_cgroups("my run/1", CONFIG, tmp_path)
     assert maker is not None
     assert (maker.version, reason) == (2, "")
@@ -19,6 +28,27 @@ def test_cgroups_version_2_delegates_and_sets_limits(tmp_path: Path) -> None:
     assert box.parent == tmp_path / "penstock" / "my_run_1"
     limits = {name: (box / name).read_text() for name in ("memory.max", "pids.max", "cpu.max")}
     assert limits == {"memory.max": str(100 << 20), "pids.max": "10", "cpu.max": "50000 100000"}
+
+
+def test_cgroups_a_delegated_group_serves_an_ordinary_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest one above the user's own process that has the controllers; CPU may be missing."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    group_of(tmp_path, "cpu memory pids").joinpath("cgroup.procs").unlink()
+    mine = group_of(tmp_path / "user.slice" / "mine.service", "memory pids")
+    group_of(mine / "job.scope", "pids")
+    maker, reason = open_cgroups("run", CONFIG, tmp_path, "0::/user.slice/mine.service/job.scope\n")
+    assert maker is not None, reason
+    assert maker.parents == (mine / "penstock" / "run",)
+    assert (mine / "cgroup.subtree_control").read_text() == "+memory +pids"
+    assert not maker.limits_cpu
+
+
+def test_cgroups_without_delegation_gives_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    group_of(tmp_path, "cpu memory pids").joinpath("cgroup.procs").unlink()
+    maker, reason = open_cgroups("run", CONFIG, tmp_path, "0::/\n")
+    assert maker is None
+    assert "delegated to uid 1000" in reason
 
 
 def test_cgroups_version_1_sets_each_limit_in_its_own_hierarchy(tmp_path: Path) -> None:

@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from penstock.sandbox import NoSuchImage, SandboxConfig
-from penstock.sandbox.docker import IMAGE_NAME, DockerEngine, DockerImage, container_spec, describe, find_image, uid_of
+from penstock.sandbox import NoSuchImage, SandboxConfig, SandboxError
+from penstock.sandbox.docker import (
+    IMAGE_NAME,
+    DockerEngine,
+    DockerImage,
+    container_spec,
+    describe,
+    find_image,
+    require_memory_limit,
+    uid_of,
+)
 from penstock.sandbox.inside import driver as confine
 
 ENGINE = DockerEngine(
@@ -104,3 +113,11 @@ def test_spec_names_of_images_are_let_through(name: str) -> None:
 async def test_spec_refuses_image_names_that_are_paths(name: str) -> None:
     with pytest.raises(NoSuchImage, match="no image's name"):
         await find_image(None, name)  # type: ignore[arg-type]
+
+
+def test_docker_engine_without_memory_limits_is_refused() -> None:
+    unlimited = replace(ENGINE, limits_memory=False)
+    with pytest.raises(SandboxError, match=r"sandbox\.memory_unbounded"):
+        require_memory_limit(unlimited, allowed=False)
+    require_memory_limit(unlimited, allowed=True)
+    require_memory_limit(ENGINE, allowed=False)

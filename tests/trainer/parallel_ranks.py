@@ -10,6 +10,7 @@ Ranks are forked once everything is imported, since importing it takes each of t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import signal
@@ -73,7 +74,10 @@ def leave(
 
 def write_threads(folder: Path) -> None:
     """The names of this process's threads, one a line."""
-    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    names = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            names.append((thread / "comm").read_text())
     (folder / f"threads_{os.environ['RANK']}").write_text("".join(names))
 
 

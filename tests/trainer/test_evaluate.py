@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trainer_support import make_trajectory
 
-from penstock.trainer import by_version
+from penstock.trainer import DatasetRow, Evaluator, by_version
+from penstock.transfer_queue import Limits, MemoryTransferQueue
 
 
 def test_one_version_sampled_all() -> None:
@@ -24,3 +27,27 @@ def test_servers_went_on_meanwhile() -> None:
 
 def test_nothing_was_sampled() -> None:
     assert by_version([], 3) == {}
+
+
+class Recorded:
+    """What a recorder is given."""
+
+    def __init__(self) -> None:
+        self.results: list[dict[str, float]] = []
+
+    def evaluation(self, version: int, result: dict[str, float], seconds: float) -> None:
+        self.results.append(result)
+
+
+async def test_evaluate_stuck_one_lets_the_next_start() -> None:
+    queue, recorder = MemoryTransferQueue(), Recorded()
+    await queue.create_run(Limits(2, 1, 0), "")
+    row = DatasetRow([{"role": "user", "content": "?"}], "test", "1", None, {})
+    made: Any = recorder
+    evaluator = Evaluator(queue, [row], made, idle_timeout_s=0.05)
+    assert evaluator.start(1)
+    assert not evaluator.start(2)
+    await evaluator.settle()  # no worker takes the episode
+    assert evaluator.start(2)
+    await evaluator.close()
+    assert recorder.results == [{"episodes": 0.0, "failed": 1.0}]

@@ -11,12 +11,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import transformers
+from safetensors.torch import load_file, save_file
 from tests.tiny_model import save_tiny_model
 from trainer_support import make_segment
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer import BadJob, Head, ModelLimits, Row, join_rows, make_row, number_tokens, pack_rows
-from penstock.trainer.engines.fsdp import UnsupportedAttention, load_policy, packed_attention
+from penstock.trainer.engines.fsdp import Trial, UnsupportedAttention, load_policy, packed_attention, try_copy
 
 pytestmark = pytest.mark.torch
 
@@ -152,6 +154,18 @@ def test_a_model_that_mixes_rows_is_refused(tmp_path: Path, monkeypatch: pytest.
         load_policy(save_tiny_model(tmp_path), 1.0)
 
 
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, value in (("layers.1.mlp.up_proj", "nan"), ("layers.0.self_attn.k_proj", "inf")):
+        tensors[f"model.{name}.weight"][0, 0] = float(value)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        BadJob, match=r"weights hold NaN.*first in model\.layers\.0\.self_attn\.k_proj\.weight and 1 more"
+    ):
+        load_policy(model, 1.0)
+
+
 @pytest.mark.parametrize("kind", ["Gemma2", "VaultGemma"])
 def test_attention_that_caps_its_scores_is_exact(tmp_path: Path, kind: str) -> None:
     save_tiny_model(tmp_path, kind, initializer_range=0.6, sliding_window=16, attn_logit_softcapping=1.0)
@@ -212,6 +226,21 @@ def test_models_that_cannot_be_packed_are_bad_jobs(
     with pytest.raises(BadJob, match=why) as refused:
         load_policy(model, 1.0)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [("Qwen3Moe", {"num_experts": 128, "vocab_size": 151_936}, ""), ("GptOss", {}, "s_aux"), ("Llama4", {}, "chunk")],
+)
+def test_of_a_large_model_a_small_copy_is_tried(tmp_path: Path, kind: str, changes: dict[str, Any], why: str) -> None:
+    """48 layers; the pad token lies beyond the copy's words."""
+    config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    config(hidden_size=256, num_hidden_layers=48, **changes, pad_token_id=151_643).save_pretrained(tmp_path)
+    if why:
+        with pytest.raises(BadJob, match=why):
+            try_copy(str(tmp_path))
+    else:
+        assert try_copy(str(tmp_path)) == Trial(copied=True)
 
 
 def test_a_model_of_an_unknown_kind_is_a_bad_job(tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ torch = pytest.importorskip("torch")
 
 from penstock.trainer import (
     Publisher,
+    PublishTimeout,
     Ranks,
     TorchThread,
     TrainerConfig,
     TrainJob,
 )
-from penstock.transfer_queue import Announcement, Limits, RunContext, ServerInfo
+from penstock.transfer_queue import Announcement, Limits, RunContext, ServerInfo, TrainerFenced
 from penstock.weight_sync import Downloader, Manifest, NoSpace, WeightFiles, read_verified
 
 pytestmark = pytest.mark.torch
@@ -140,6 +141,20 @@ async def test_the_version_that_is_written_is_the_one_of_its_step(
     assert read_verified(Manifest.parse(setting.queue.announced[0].manifest))["w"][0] == 1
 
 
+async def test_a_version_that_another_has_published_is_fatal(
+    open_setting: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = await open_setting()
+
+    async def refuse(_announcement: Announcement) -> bool:
+        return False
+
+    monkeypatch.setattr(setting.queue, "publish_version", refuse)
+    await setting.step(1)
+    with pytest.raises(TrainerFenced, match="version 1"):
+        await setting.publisher.settle()
+
+
 async def test_no_room_is_said_at_the_next_step_and_the_old_version_stays_announced(
     open_setting: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +169,20 @@ async def test_no_room_is_said_at_the_next_step_and_the_old_version_stays_announ
             await setting.publisher.settle()
     assert setting.queue.version == 1
     assert read_verified(Manifest.parse(setting.queue.announced[0].manifest))["w"][0] == 1
+
+
+async def test_publish_write_that_hangs_is_ended(
+    open_setting: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = await open_setting()
+    setting.publisher._write_timeout_s = 0.05
+    may_write = threading.Event()
+    monkeypatch.setattr(WeightFiles, "write", lambda *_: may_write.wait(30))
+    await setting.step(1)
+    with pytest.raises(PublishTimeout, match=r"trainer\.publish_timeout_s"):
+        await setting.publisher.settle()
+    may_write.set()
+    assert setting.queue.announced == []
 
 
 async def test_a_round_is_offered_to_the_servers_that_are_ready(

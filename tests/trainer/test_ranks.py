@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file
 from tests.tiny_model import save_poisoned_model as poisoned
 from trainer_support import make_job
-from two_ranks import job_of
+from two_ranks import OTHER, job_of
 
 from penstock.trainer import BadJob, CheckpointStore, Ranks, TrainerConfig, replay_dump, train
 from penstock.trainer.engines.fsdp import FSDPEngine
@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     stopping = {"stop": {"metric": "reward", "target": 0.0}, "checkpoint_every": 100}
     cases = {
         **{name: {"model": tiny_model, "settings": settings_of(name)} for name in ALGORITHMS},
-        **{name: {"model": tiny_model, "bad": name} for name in ("vocabulary", "turn rewards", "uneven")},
+        **{name: {"model": tiny_model, "bad": name} for name in ("vocabulary", "turn rewards", "uneven", *OTHER)},
         "nan": {"model": poisoned(tmp_path_factory.mktemp("model")), "bad": "nan"},
         "stopping": {"model": tiny_model, "settings": stopping},
     }
@@ -145,6 +145,29 @@ def test_what_one_rank_refuses_ends_both_with_its_cause(runs: Path, case: str, m
     assert first == second
     assert first.startswith(f"BadBatch: episode train/0000/00000001#0{message}")
     assert not threads_of_gloo(runs / case), "one of them could abort the ending interpreter"
+
+
+@pytest.mark.parametrize(
+    ("case", "held"),
+    [
+        (
+            "other groups",
+            ["rank 0: step 1, 2 groups, of its own train/0000/00000003 of 4, trains train/0000/00000003 of 4",
+             "rank 1: step 1, 2 groups, of its own train/0000/00000004 of 4, trains train/0000/00000002 of 4"],
+        ),
+        (
+            "other lengths",
+            [f"rank {rank}: step 1, 2 groups, of its own none, trains train/0000/00000003 of 4" for rank in range(2)],
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_hold_different_batches_do_not_train_them(runs: Path, case: str, held: list[str]) -> None:
+    first, second = endings(runs / case)
+    assert first == second
+    assert first.startswith("BatchesDiffer: step 1: ")
+    assert all(one in first for one in held), first
+    assert [line["step"] for line in metrics(runs / case)] == [0]
+    assert not threads_of_gloo(runs / case)
 
 
 def test_groups_that_ranks_cannot_share_evenly_give_one_ranks_results(

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 from trainer_support import make_trajectory
 
 from penstock.common import read_jsonl
-from penstock.trainer import Recorder, StopConfig, Stopping, mask_runs, readable_trajectory
+from penstock.trainer import Recorder, StopConfig, Stopping, kept_of, mask_runs, readable_trajectory
 
 pytestmark = pytest.mark.torch
 
@@ -47,3 +47,13 @@ def test_a_readable_trajectory_has_every_token_once() -> None:
     assert [run["versions"] for run in sampled] == [[[3, run["tokens"]]] for run in sampled]
     assert line["advantage"] == 0.5
     assert line["outcome"]["kind"] == "completed"
+
+
+def test_recorder_keeps_best_worst_and_sample() -> None:
+    rewards = [0.0] * 60 + [1.0, -1.0, 0.5, None]
+    kept = kept_of(rewards, 8)
+    assert len(kept) == 8
+    assert {60, 61} <= set(kept)
+    assert kept_of(rewards, 1) == [60]
+    assert kept_of(rewards[:3], 8) == [0, 1, 2]
+    assert kept_of(rewards, 0) == []

@@ -6,6 +6,8 @@ import asyncio
 import copy
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ pytest.importorskip("torch")
 
 from trainer_support import assert_books_balance, make_job, make_trajectory, write_rows
 
-from penstock.trainer import RecentBatches, TrainJob, train
-from penstock.transfer_queue import BatchLog, MemoryTransferQueue
+from penstock.trainer import PayloadsLost, RecentBatches, TrainJob, train
+from penstock.transfer_queue import Batch, BatchLog, MemoryTransferQueue, TrainerFenced
 from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
@@ -48,12 +50,20 @@ class DyingQueue(MemoryTransferQueue):
         super().__init__(clock=self.clock, batch_log=batch_log)
 
     crash_at: tuple[str, str, int] | None = None
+    lose_at: tuple[int, int] = (-1, 0)
+    """A step, and how many payloads of it are lost as soon as it is fixed, once."""
+    lost: Sequence[str] = ()
+    replace_at: tuple[str, int] | None = None
+    """Before this call another trainer claims the run, once."""
 
     durable_until: tuple[str, int] | None = None
     """The last call whose effect is on disk."""
     _durable: Any = None
 
     async def _call(self, name: str, number: int, *arguments: Any) -> Any:
+        if self.replace_at == (name, number):
+            self.replace_at = None
+            await self.beside().claim_training("the one in its place")
         if self.crash_at == ("before", name, number):
             self.crash_at = None
             raise Crash
@@ -72,7 +82,14 @@ class DyingQueue(MemoryTransferQueue):
         self.clock.ahead_s += 3600.0  # leases that were held then are over
 
     async def lease_batch(self, step: int) -> Any:
-        return await self._call("lease_batch", step, step)
+        batch = await self._call("lease_batch", step, step)
+        if step == self.lose_at[0] and isinstance(batch, Batch) and not self.lost:
+            self.lost = [name for group in batch.groups for name in group][: self.lose_at[1]]
+            for name in self.lost:
+                member = self._member(name)
+                assert member is not None
+                member.payload = None
+        return batch
 
     async def publish_version(self, announcement: Any) -> Any:
         return await self._call("publish_version", announcement.version, announcement)
@@ -158,6 +175,56 @@ async def test_a_crash_while_a_step_is_spilled(tmp_path: Path, tiny_model: str, 
     await check(job)
     assert (await job.run.queue.status()).episodes["spilled"] == (STEPS - 1) * 8
     assert BatchLog(tmp_path / "batches").steps() == []
+
+
+@pytest.mark.parametrize(("call", "number"), [("lease_batch", 3), ("publish_version", 3), ("commit", 4)])
+async def test_a_trainer_that_was_replaced_ends(tmp_path: Path, tiny_model: str, call: str, number: int) -> None:
+    """Another one claims the run while this one is alive: this one ends, the next one trains every step once."""
+    job = await make(tmp_path, tiny_model, 1)
+    job.run.queue.replace_at = (call, number)
+    worker = asyncio.create_task(work(job.run.queue))
+    with pytest.raises(TrainerFenced, match="the one in its place"):
+        await train(job)
+    await stop(worker)
+    await run(job, lives=1)
+    await check(job)
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+async def test_a_step_goes_on_without_lost_payloads(tmp_path: Path, tiny_model: str, lost: int) -> None:
+    """One of a group of four, or three: then the fourth leaves with them."""
+    job = await make(tmp_path, tiny_model, 1)
+    job.run.queue.lose_at = (2, lost)
+    await run(job, lives=1)
+    lines = (job.run_dir / "steps.jsonl").read_text().splitlines()
+    trained = {episode for line in lines for episode in json.loads(line)["episodes"]}
+    status = await job.run.queue.status()
+    left = 1 if lost == 1 else 4
+    assert (status.version, status.episodes["payload_lost"], status.groups["payload_lost"]) == (STEPS, left, lost // 3)
+    assert len(trained) == STEPS * 8 - left
+    assert not trained & set(job.run.queue.lost)
+    assert status.episodes["completed"] == status.episodes["committed"] + len(await job.run.queue.held()) + left
+
+
+async def test_under_strict_a_lost_payload_ends_the_run(tmp_path: Path, tiny_model: str) -> None:
+    made = await make(tmp_path, tiny_model, 1)
+    strict = replace(made, lost_payloads="strict")
+    made.run.queue.lose_at = (2, 1)
+    worker = asyncio.create_task(work(made.run.queue))
+    with pytest.raises(PayloadsLost, match=r"step 2.*--resume transfer_queue\.lost_payloads=drop"):
+        await train(strict)
+    await stop(worker)
+    await run(made, lives=1)
+    assert (await made.run.queue.status()).episodes["payload_lost"] == 1
+
+
+async def test_a_step_of_which_nothing_is_left_ends_the_run(tmp_path: Path, tiny_model: str) -> None:
+    job = await make(tmp_path, tiny_model, 1)
+    job.run.queue.lose_at = (2, 8)
+    worker = asyncio.create_task(work(job.run.queue))
+    with pytest.raises(PayloadsLost, match=r"step 2.*penstock train export"):
+        await train(job)
+    await stop(worker)
 
 
 async def test_a_step_whose_checkpoint_is_due_is_not_spilled(tmp_path: Path, tiny_model: str) -> None:

@@ -3,6 +3,8 @@
 CASES is JSON: name → `model`, and `settings` of the trainer or the name of a `bad` batch. Every rank writes into
 FOLDER/NAME how it ended, and the names of the threads it ends with.
 
+In the cases of `OTHER` the queue of rank 1 went back, and gives it something else than rank 0 for step 1.
+
 Ranks are forked once everything is imported, since importing it takes longer than a run.
 """
 
@@ -13,7 +15,7 @@ import atexit
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,10 @@ from typing import Any
 import numpy as np
 import parallel_ranks
 import torch
-from trainer_support import ScriptedQueue, make_job, make_trajectory
+from trainer_support import ScriptedQueue, make_job, make_trajectory, task_name
 
 from penstock.trainer import train
-from penstock.transfer_queue import Limits, Trajectory
+from penstock.transfer_queue import FieldValues, Limits, Task, Trajectory
 
 BAD_TOKENS = {"nan": 7, "vocabulary": 64, "turn rewards": 0}
 
@@ -46,12 +48,36 @@ def producing(token: int) -> Any:
     return produce
 
 
+class OtherGroups(ScriptedQueue):
+    """Its step 1 has one group of rank 0's and one that was made since."""
+
+    def _make(self, step: int) -> None:
+        if self.twin and step == 1:
+            self.queued = [Task(task_name(n), "train", [], "test", None) for n in (2, 4)]
+        super()._make(step)
+
+
+class OtherLengths(ScriptedQueue):
+    """Step 1 has rank 0's groups in another life, in which the dear one is the other one: rank 1 takes rank 0's."""
+
+    async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
+        found = await super().get(episode_ids, fields)
+        if not self.twin or episode_ids[0] not in self.steps.get(1, [[""]])[0]:
+            return found
+        return [replace(one, segments=other.segments) for one, other in zip(found, reversed(found), strict=True)]
+
+
+OTHER = {"other groups": OtherGroups, "other lengths": OtherLengths}
+
+
 def job_of(case: str, folder: Path, model: str) -> Any:
     if case == "uneven":
         limits = Limits(group_size=4, groups_per_step=3, max_staleness=1)
         settings = {"steps": 2, "minibatches": 2, "micro_batch_tokens": 48}
         return make_job(folder, model, settings, limits=limits, queue=ScriptedQueue(limits))
     limits = Limits(group_size=4, groups_per_step=2, max_staleness=1)
+    if case in OTHER:
+        return make_job(folder, model, {"steps": 3}, queue=OTHER[case](limits))
     settings = {"max_bad_steps": 1, "batch_timeout_s": 20.0}
     return make_job(folder, model, settings, queue=ScriptedQueue(limits, producing(BAD_TOKENS[case])))
 

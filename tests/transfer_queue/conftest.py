@@ -17,15 +17,15 @@ from penstock.transfer_queue import (
     RedisServer,
     RedisTransferQueue,
     TransferQueue,
-    TransferQueueConfig,
 )
 from penstock.transfer_queue.redis import RedisCluster
 
-sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples
+sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples and redis_parts
 
-PASSWORD = "a-test-password"
-CONFIG = TransferQueueConfig(deadline_s=20.0, registry_ttl_s=3.0)
+from redis_parts import CONFIG, PASSWORD
+
 MakeQueue = Callable[[Limits], Awaitable[TransferQueue]]
+AnotherClient = Callable[[TransferQueue], Awaitable[TransferQueue]]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -67,4 +67,23 @@ async def make_queue(store: RedisServer | RedisCluster | None, tmp_path: Path) -
     yield make
     for queue in made:
         await queue.drop_run()
+        await queue.close()
+
+
+@pytest.fixture
+async def another_client(store: RedisServer | RedisCluster | None) -> AsyncIterator[AnotherClient]:
+    """A second client of a queue that `make_queue` made, as another process is."""
+    made: list[RedisTransferQueue] = []
+
+    async def connect(queue: TransferQueue) -> TransferQueue:
+        if isinstance(queue, MemoryTransferQueue):
+            return queue.beside()
+        assert isinstance(queue, RedisTransferQueue)
+        assert store is not None
+        log = queue._batch_log and BatchLog(queue._batch_log.folder)
+        made.append(await RedisTransferQueue.connect(store.url, queue._run, CONFIG, PASSWORD, batch_log=log))
+        return made[-1]
+
+    yield connect
+    for queue in made:
         await queue.close()

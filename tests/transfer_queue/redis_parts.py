@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from penstock.transfer_queue.redis import Connection, Script
+from penstock.transfer_queue import TransferQueueConfig
+from penstock.transfer_queue.redis import Connection, Script, make_library
 
 PASSWORD = "a-test-password"
+CONFIG = TransferQueueConfig(deadline_s=20.0, registry_ttl_s=3.0)
 SCRIPTS = {
     "echo": "return {KEYS, ARGV}",
     "refuse": "return redis.error_reply(ARGV[1])",
@@ -21,13 +22,20 @@ SCRIPTS = {
     " return {redis.call('STRLEN', KEYS[2]), redis.call('HINCRBY', KEYS[1], 'runs', 1)}",
     "grow": "return redis.call('HINCRBY', KEYS[1], 'runs', 1)",
     "grow_at_any_price": "redis.call('HDEL', KEYS[1], '') return redis.call('HINCRBY', KEYS[1], 'runs', 1)",
+    "write_field": "return redis.call('HSET', ARGV[1], 'field', 'new')",
+    "read_field": "return redis.call('HGET', ARGV[1], 'field')",
+    "commit_and_forget": "redis.call('HSET', KEYS[1] .. 'steps', 'committed_step', 1)"
+    " return redis.call('DEL', KEYS[1] .. 'group:train/0')",
 }
+MAKES_ROOM = {"weigh", "grow_at_any_price"}
 
 
 @pytest.fixture(autouse=True)
 def small_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {name: Script(name, source, hashlib.sha1(source.encode()).hexdigest()) for name, source in SCRIPTS.items()}
+    flags = {name: ("allow-oom",) if name in MAKES_ROOM else () for name in SCRIPTS}
+    made = {name: Script(name, source, flags[name]) for name, source in SCRIPTS.items()}
     monkeypatch.setattr("penstock.transfer_queue.redis.client.script", made.__getitem__)
+    monkeypatch.setattr("penstock.transfer_queue.redis.client.library", lambda: make_library(made.values()))
 
 
 async def open_to(url: str, deadline_s: float = 20.0) -> Connection:

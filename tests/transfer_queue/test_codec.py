@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 
 import msgpack
@@ -202,6 +203,28 @@ def test_arbitrary_bytes_are_refused(junk: bytes) -> None:
         for read in (decode_trajectory, decode_journal, decode_task, lambda payload: get_fields(payload, ["reward"])):
             with pytest.raises(BadPayload):
                 read(blob)
+
+
+# the format itself ----------------------------------------------------------------------------------------------------
+GOLDEN = Path(__file__).parent / "golden"
+WRITTEN = {
+    "trajectory": (
+        replace(trajectory(LEASE, version=3, tokens=4), turn_rewards=[0.5]),
+        lambda sent: encode_trajectory(sent, "none"),
+        decode_trajectory,
+    ),
+    "journal": (turn(3), encode_journal, decode_journal),
+    "task": (replace(task(1), ground_truth={"by_number": {1: "one"}}), encode_task, decode_task),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_golden_files_are_written_and_read(name: str) -> None:
+    """What these files hold lies in the Redis of runs that will be resumed: another format needs another `FORMAT`."""
+    value, encode, decode = WRITTEN[name]
+    golden = (GOLDEN / f"{name}-{FORMAT}.bin").read_bytes()
+    assert bytes(encode(value)) == golden
+    assert same(decode(golden), value)
 
 
 # tasks and journals --------------------------------------------------------------------------------------------------

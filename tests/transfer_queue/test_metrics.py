@@ -129,7 +129,7 @@ async def test_bytes_agree_with_redis_in_every_state(queue: RedisTransferQueue, 
     await agrees("leased")
     for lease in leases[:200]:
         for number in range(4):
-            await queue.journal(lease, long_turn(number))
+            await queue.journal(lease, long_turn(number), number)
     await agrees("journaled")
     sizes = np.random.default_rng(group_size).integers(10, 20_000, len(leases))
     for lease, size in zip(leases, sizes, strict=True):

@@ -21,10 +21,10 @@ from penstock.transfer_queue import (
 
 async def test_a_run_is_created_once_and_keeps_its_limits(make_queue) -> None:
     queue = await make_queue(LIMITS)
-    await queue.create_run(LIMITS, "config: 2")
-    assert await queue.config() == "config: 2"
+    await queue.create_run(LIMITS, "config: 1")
+    assert await queue.config() == "config: 1"
     with pytest.raises(QueueError, match="max_staleness"):
-        await queue.create_run(replace(LIMITS, max_staleness=5), "config: 2")
+        await queue.create_run(replace(LIMITS, max_staleness=5), "config: 1")
 
 
 async def test_nothing_works_without_a_run(make_queue) -> None:
@@ -153,13 +153,13 @@ async def test_expired_lease_moves_and_its_late_owner_is_refused(make_queue) -> 
     queue = await make_queue(replace(LIMITS, lease_ttl_s=0.05))
     await queue.submit(tasks(1), cursor=at(1))
     (old,) = await queue.lease_episodes("old", 1, 0)
-    await queue.journal(old, turn(1))
+    await queue.journal(old, turn(1), 0)
     await asyncio.sleep(0.1)
     leases = await queue.lease_episodes("new", 2, 0)
     (new,) = [lease for lease in leases if lease.episode_id == old.episode_id]
     assert new.fence > old.fence
     assert (new.attempt, len(new.journal)) == (0, 1)
-    for late in (queue.journal(old, turn(2)), queue.complete(old, trajectory(old)), queue.fail(old, INFRA)):
+    for late in (queue.journal(old, turn(2), 1), queue.complete(old, trajectory(old)), queue.fail(old, INFRA)):
         with pytest.raises(LeaseLost):
             await late
     assert await queue.renew([old]) == [old.episode_id]
@@ -194,11 +194,11 @@ async def test_release_keeps_the_journal_and_counts_no_attempt(make_queue) -> No
     await queue.submit(tasks(1), cursor=at(1))
     (lease,) = await queue.lease_episodes("worker", 1, 0)
     for number in range(12):
-        await queue.journal(lease, turn(number))
+        await queue.journal(lease, turn(number), number)
     await queue.release(lease)
     await queue.release(lease)
     with pytest.raises(LeaseLost):
-        await queue.journal(lease, turn(99))
+        await queue.journal(lease, turn(99), 12)
     (again,) = await queue.lease_episodes("other", 1, 0)
     assert (again.episode_id, again.attempt) == (lease.episode_id, 0)
     assert [entry.context_len for entry in again.journal] == list(range(12))
@@ -213,7 +213,7 @@ async def test_a_lease_is_adopted_by_its_fence_with_its_journal(make_queue) -> N
     (lease,) = await queue.lease_episodes("first", 1, 0)
     assert await queue.adopt(lease.episode_id, lease.fence) == lease
     for number in range(11):
-        await queue.journal(lease, turn(number))
+        await queue.journal(lease, turn(number), number)
     adopted = await queue.adopt(lease.episode_id, lease.fence)
     assert replace(adopted, journal=()) == replace(lease, journal=())
     assert [entry.context_len for entry in adopted.journal] == list(range(11))
@@ -288,7 +288,7 @@ async def test_failures_are_retried_then_given_up(make_queue) -> None:
     lease = leases[0]
     for attempt in (0, 1, 2):
         assert lease.attempt == attempt
-        await queue.journal(lease, turn(attempt))
+        await queue.journal(lease, turn(attempt), attempt)
         again = await queue.fail(lease, INFRA)
         assert await queue.fail(lease, INFRA) == again == (attempt < 2)
         if again:

@@ -150,9 +150,9 @@ async def test_limits_that_no_run_can_work_with_are_refused(make_queue, change, 
 
 async def test_a_run_keeps_its_quotas(make_queue) -> None:
     queue = await make_queue(replace(LIMITS, quotas={"b": 2, "a": 1}))
-    await queue.create_run(replace(LIMITS, quotas={"a": 1, "b": 2}), "config: 2")
+    await queue.create_run(replace(LIMITS, quotas={"a": 1, "b": 2}), "config: 1")
     with pytest.raises(QueueError, match="quotas"):
-        await queue.create_run(replace(LIMITS, quotas={"a": 2, "b": 2}), "config: 2")
+        await queue.create_run(replace(LIMITS, quotas={"a": 2, "b": 2}), "config: 1")
 
 
 async def test_groups_beyond_their_quotas_room_are_parked(make_queue) -> None:

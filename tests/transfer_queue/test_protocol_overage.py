@@ -48,7 +48,7 @@ async def test_drop_gives_up_groups_over_the_bound(make_queue) -> None:
     await queue.submit(tasks(3), cursor=at(3))
     slow, other = await queue.lease_episodes("worker", 5, 0)
     await queue.complete(other, trajectory(other))
-    await queue.journal(slow, turn(1))
+    await queue.journal(slow, turn(1), 0)
     await queue.release(slow)
     (slow,) = await queue.lease_episodes("worker", 1, 0)
     assert await queue.lease_batch(0) == Waiting("0 of 1 groups ready; 1 in flight, 2 queued")
@@ -102,7 +102,7 @@ async def test_dropped_episodes_count_with_what_they_had_sampled(make_queue) -> 
     slow, *rest = await queue.lease_episodes("worker", 8, 0)
     for lease in rest:
         await queue.complete(lease, trajectory(lease, tokens=20))
-    await queue.journal(slow, turn(1))  # two tokens
+    await queue.journal(slow, turn(1), 0)  # two tokens
     for step in range(3):
         await train(queue, step)
         await finish_all(queue, version=step + 1)

@@ -99,13 +99,58 @@ async def test_bytes_follow_tasks_journals_and_payloads(make_queue) -> None:
     (lease,) = await queue.lease_episodes("worker", 1, 0)
     queued, waiting = await held()
     assert (queued > 500, waiting) == (True, 0)
-    await queue.journal(lease, turn(1))
+    await queue.journal(lease, turn(1), 0)
     journaled, waiting = await held()
     assert journaled - queued == waiting > 100
     await queue.complete(lease, trajectory(lease, tokens=5000))
     finished, waiting = await held()
     assert finished - queued == waiting
     assert 5000 * 21 < waiting < 1.2 * 5000 * 21  # 9 bytes a token, and here 12 of spans
+
+
+@pytest.mark.parametrize("split", ["train", "eval/1"])
+async def test_a_dead_letters_journal_counts_until_it_goes(make_queue, split: str) -> None:
+    """It dies with its journal, and is as it was submitted after the requeue: twice, so that nothing adds up."""
+    queue = await make_queue(replace(LIMITS, max_attempts=1, group_size=1))
+    await queue.submit([task(0, split)], cursor=at(1) if split == "train" else None)
+    submitted = (await queue.status()).bytes
+    for _ in range(2):
+        (lease,) = await queue.lease_episodes("worker", 1, 0)
+        await queue.journal(lease, turn(1), 0)
+        assert await queue.fail(lease, INFRA) is False
+        dead = await queue.status()
+        assert (dead.bytes > submitted, dead.unconsumed_bytes, len(await queue.dead_letters())) == (True, 0, 1)
+        await queue.requeue(lease.episode_id)
+        again = await queue.status()
+        assert (again.bytes, again.unconsumed_bytes, again.groups["dead"]) == (submitted, 0, 0)
+        assert await queue.dead_letter(lease.episode_id) is None
+
+
+async def test_bytes_of_many_dead_letters_end_at_zero(make_queue) -> None:
+    """The newest letters alone keep their journals; whether kept or not, each is subtracted once."""
+    queue = await make_queue(replace(LIMITS, max_attempts=1))
+    await queue.submit([task(number, "eval/1") for number in range(103)])
+    for lease in await queue.lease_episodes("worker", 200, 0):
+        await queue.journal(lease, turn(1), 0)
+        assert await queue.fail(lease, INFRA) is False
+    assert len(await queue.dead_letters(200)) == 103
+    await queue.drop_split("eval/1")
+    assert (await queue.status()).bytes == 0
+
+
+async def test_bytes_of_a_group_that_died_are_those_submitted(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_attempts=1, group_size=3))
+    await queue.submit(tasks(1), cursor=at(1))
+    submitted = (await queue.status()).bytes
+    leases = await queue.lease_episodes("worker", 3, 0)
+    for lease in leases:
+        await queue.journal(lease, turn(1), 0)
+    for lease in leases:
+        await queue.fail(lease, INFRA)
+    assert (await queue.status()).unconsumed_bytes == 0
+    await queue.requeue(leases[0].episode_id)
+    status = await queue.status()
+    assert (status.bytes, status.unconsumed_bytes, status.groups["dead"]) == (submitted, 0, 0)
 
 
 async def test_held_names_finished_episodes_until_committed(make_queue) -> None:

@@ -162,10 +162,11 @@ class QueueMachine(RuleBasedStateMachine):
         self.versions[worker] = self.version
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def journal(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), position=st.integers(0, 2))
+    def journal(self, data: st.DataObject, position: int) -> None:
+        """An entry that is there, the next one, or one after a hole."""
         _, lease = data.draw(st.sampled_from(self.held))
-        self.ask(lambda queue: queue.journal(lease, turn(1)))
+        self.ask(lambda queue: queue.journal(lease, turn(position), position))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), count=st.integers(1, 9), reward=st.sampled_from([1.0, 1.0, 0.0, 0.5, None]))
@@ -338,7 +339,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert all(count >= 0 for count in [*groups.values(), *status.episodes.values(), status.unconsumed_bytes])
         held = self.ask(lambda queue: queue.held())
         episodes = status.episodes
-        reasons = sum(episodes[name] for name in ("dropped", "filtered", "unrewarded", "group_failed"))
+        reasons = sum(episodes[name] for name in ("dropped", "filtered", "unrewarded", "group_failed", "payload_lost"))
         fixed = {name for step, batch in self.batches.items() for group in batch.groups for name in group}
         assert episodes["completed"] == episodes["committed"] + len(held) + reasons
         assert fixed <= set(self.step_of)

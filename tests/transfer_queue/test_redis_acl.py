@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 
 import pytest
 import pytest_asyncio
 from redis_parts import PASSWORD, small_scripts  # noqa: F401 - a fixture
 
-from penstock.transfer_queue import QueueError, RedisServer
-from penstock.transfer_queue.redis import RIGHTS, ROLES, Connection, Keys, role_users, setuser_commands
+from penstock.transfer_queue import QueueError, QueueUnavailable, RedisServer
+from penstock.transfer_queue.redis import RIGHTS, ROLES, Connection, Keys, library, role_users, setuser_commands
 
 pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
 RUN, OTHER = Keys("mine"), Keys("other")
@@ -21,21 +22,25 @@ Users = dict[str, Connection]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def users(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Users]:
-    """Role → its connection; ``default`` → one that may do everything."""
+    """Role → its connection; ``default``: it may do everything; ``hasty``: an agent's that waits for nothing."""
     lines = role_users("mine", PASSWORDS)
     async with RedisServer(tmp_path_factory.mktemp("redis"), PASSWORD, users=lines) as server:
         made = {"default": await Connection.connect(server.url, deadline_s=10, password=PASSWORD)}
         for role, password in PASSWORDS.items():
             made[role] = await Connection.connect(server.url, deadline_s=10, password=password, username=role)
+        made["hasty"] = await Connection.connect(
+            server.url, deadline_s=0.3, password=PASSWORDS["agent"], username="agent"
+        )
         yield made
         for connection in made.values():
             await connection.close()
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
-async def a_run(users: Users) -> None:
+async def a_run(users: Users, small_scripts: None) -> None:
     await users["default"].command("FLUSHALL")
     hashes = ("run", "steps", "group:train/0", "servers", "waits")
+    await users["default"].script("echo", RUN.index)  # loads the functions
     await users["default"].many(
         [
             *(("HSET", RUN.index + name, "field", "value") for name in hashes),
@@ -60,18 +65,16 @@ MAY_READ = {
     "rollout": MAY_WRITE["owner"],
     "watch": MAY_WRITE["owner"],
 }
-WRITE_IN_SCRIPT = "return redis.call('HSET', KEYS[1] .. ARGV[1], 'field', 'new')"
-READ_IN_SCRIPT = "return redis.call('HGET', KEYS[1] .. ARGV[1], 'field')"
 
 
 @pytest.mark.parametrize("name", sorted(MAY_WRITE["owner"]))
 @pytest.mark.parametrize("role", RIGHTS)
 async def test_index_keys(users: Users, role: str, name: str) -> None:
     user, key = users[role], RUN.index + name
-    for read in (("HGET", key, "field"), ("EVAL", READ_IN_SCRIPT, 1, RUN.index, name)):
-        assert await allowed(user, *read) == (name in MAY_READ[role]), read
-    for write in (("HSET", key, "field", "new"), ("EVAL", WRITE_IN_SCRIPT, 1, RUN.index, name)):
-        assert await allowed(user, *write) == (name in MAY_WRITE[role]), write
+    for read in (user.command("HGET", key, "field"), user.script("read_field", RUN.index, key)):
+        assert await allowed(read) == (name in MAY_READ[role])
+    for write in (user.command("HSET", key, "field", "new"), user.script("write_field", RUN.index, key)):
+        assert await allowed(write) == (name in MAY_WRITE[role])
     kept = await users["default"].command("HGET", key, "field")
     assert kept == (b"new" if name in MAY_WRITE[role] else b"value")
 
@@ -84,52 +87,86 @@ async def test_index_keys(users: Users, role: str, name: str) -> None:
     ],
 )
 async def test_payloads(users: Users, role: str, reads: bool, writes: bool) -> None:
-    assert await allowed(users[role], "GET", PAYLOAD) == reads
-    assert await allowed(users[role], "SET", PAYLOAD, b"other") == writes
-    assert await allowed(users[role], "UNLINK", PAYLOAD) == writes
+    assert await allowed(users[role].command("GET", PAYLOAD)) == reads
+    assert await allowed(users[role].command("SET", PAYLOAD, b"other")) == writes
+    assert await allowed(users[role].command("UNLINK", PAYLOAD)) == writes
     assert await users["default"].command("EXISTS", PAYLOAD) == (0 if writes else 1)
-
-
-COMMIT = """
-local group = KEYS[1] .. 'group:train/0'
-redis.call('HSET', KEYS[1] .. 'steps', 'committed_step', 1)
-redis.call('DEL', group)
-return 1
-"""
 
 
 @pytest.mark.parametrize("role", ["agent", "rollout", "watch"])
 async def test_only_the_trainer_commits(users: Users, role: str) -> None:
-    assert not await allowed(users[role], "EVAL", COMMIT, 1, RUN.index)
+    assert not await allowed(users[role].script("commit_and_forget", RUN.index))
     assert await users["default"].command("EXISTS", RUN.index + "group:train/0") == 1
-    assert await allowed(users["trainer"], "EVAL", COMMIT, 1, RUN.index)
+    assert await allowed(users["trainer"].script("commit_and_forget", RUN.index))
     assert await users["default"].command("EXISTS", RUN.index + "group:train/0") == 0
 
 
 @pytest.mark.parametrize("role", RIGHTS)
 async def test_other_runs_are_out_of_reach(users: Users, role: str) -> None:
-    for command in (
-        ("HGET", OTHER.run, "field"),
-        ("HSET", OTHER.run, "field", "new"),
-        ("GET", OTHER.payload("train/0#0@1")),
-        ("EVAL", "return redis.call('HGET', ARGV[1], 'field')", 1, RUN.index, OTHER.run),
+    user = users[role]
+    for call in (
+        user.command("HGET", OTHER.run, "field"),
+        user.command("HSET", OTHER.run, "field", "new"),
+        user.command("GET", OTHER.payload("train/0#0@1")),
+        user.script("read_field", RUN.index, OTHER.run),
     ):
-        assert not await allowed(users[role], *command), command
+        assert not await allowed(call)
 
 
 @pytest.mark.parametrize("role", RIGHTS)
 async def test_nobody_reaches_the_server_itself(users: Users, role: str) -> None:
     for command in ("FLUSHALL", "KEYS *", "CONFIG GET dir", "ACL LIST", "SHUTDOWN", "BGREWRITEAOF", "SCRIPT FLUSH"):
-        assert not await allowed(users[role], *command.split()), command
+        assert not await allowed(users[role].command(*command.split())), command
     for command in ("MONITOR", "CLIENT LIST", "REPLICAOF NO ONE", "SAVE", "MODULE LIST", "SWAPDB 0 1", "PUBLISH a b"):
-        assert not await allowed(users[role], *command.split()), command
+        assert not await allowed(users[role].command(*command.split())), command
 
 
 @pytest.mark.parametrize("role", RIGHTS)
 async def test_every_role_has_what_a_connection_needs(users: Users, role: str) -> None:
     assert (await users[role].info())["used_memory"] > 0
     assert await users[role].script("echo", RUN.index, "x") == [[RUN.index.encode()], [b"x"]]
-    assert await allowed(users[role], "SCAN", 0) == (role in ("owner", "trainer", "watch"))
+    assert await allowed(users[role].command("SCAN", 0)) == (role in ("owner", "trainer", "watch"))
+
+
+ENDLESS = "while true do end"
+
+
+@pytest.mark.parametrize("role", RIGHTS)
+async def test_no_role_runs_a_script_of_its_own(users: Users, role: str) -> None:
+    """One that never ends stops Redis for everybody, and with it the run."""
+    sha = await users["default"].command("SCRIPT", "LOAD", "return 1")
+    for command in (
+        *(("EVAL", "return 1", 1, RUN.index), ("EVAL_RO", "return 1", 1, RUN.index), ("EVALSHA", sha, 1, RUN.index)),
+        *(("SCRIPT", "LOAD", ENDLESS), ("FUNCTION", "DELETE", library().name), ("FUNCTION", "FLUSH")),
+        ("FUNCTION", "RESTORE", b""),
+    ):
+        assert not await allowed(users[role].command(*command)), command
+    loads = users[role].command("FUNCTION", "LOAD", "#!lua name=theirs\nredis.register_function('theirs', print)")
+    if role == "owner":
+        with pytest.raises(QueueError, match="nonexistent global variable 'print'"):
+            await loads
+    else:
+        assert not await allowed(loads)
+
+
+@pytest.mark.parametrize("role", RIGHTS)
+async def test_an_unknown_function_is_refused(users: Users, role: str) -> None:
+    with pytest.raises(QueueError, match="Function not found"):
+        await users[role].command("FCALL", "nobody_loaded_this", 1, RUN.index)
+
+
+async def test_a_role_waits_until_the_owner_has_loaded(users: Users) -> None:
+    await users["default"].command("FUNCTION", "FLUSH")
+    waiting = asyncio.create_task(users["agent"].script("echo", RUN.index))
+    stats = users["default"]
+    while "errorstat_NOPERM" not in await stats.command("INFO", "errorstats"):
+        await asyncio.sleep(0.01)
+    assert not waiting.done()
+    await users["owner"].script("echo", RUN.index)
+    assert await waiting == [[RUN.index.encode()], []]
+    await users["default"].command("FUNCTION", "FLUSH")
+    with pytest.raises(QueueUnavailable, match=r"only the run's owner may load them: start `penstock run`"):
+        await users["hasty"].script("echo", RUN.index)
 
 
 async def test_passwords_are_kept_as_hashes() -> None:
@@ -162,10 +199,10 @@ async def test_what_could_reach_too_far_is_refused(run: str, passwords: dict[str
         role_users(run, passwords)
 
 
-async def allowed(user: Connection, *command: object) -> bool:
+async def allowed(call: Awaitable[object]) -> bool:
     """False where Redis refused it for want of rights; any other refusal is raised."""
     try:
-        await user.command(*command)
+        await call
     except QueueError as error:
         if "Rights per role" not in str(error):
             raise

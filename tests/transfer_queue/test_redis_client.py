@@ -56,7 +56,7 @@ async def test_scan_finds_every_key_of_the_pattern(connection: Connection) -> No
 async def test_write_and_run_is_one_round_trip(proxied: tuple[Connection, Proxy]) -> None:
     """No reply comes before the script was sent: a client that waits for the write's reply would wait for ever."""
     connection, proxy = proxied
-    proxy.hold_for = b"EVALSHA"
+    proxy.hold_for = b"FCALL"
     assert await connection.write_and_run([("SET", "payload", b"x" * 70_000)], "weigh", "h", keys=["payload"]) == [
         70_000,
         1,
@@ -78,15 +78,25 @@ async def test_a_lost_reply_repeats_the_write_and_the_script(proxied: tuple[Conn
     assert await connection.write_and_run(writes, "weigh", "h", keys=["payload"]) == [4, 2]
 
 
-async def test_scripts_come_back_after_a_flush(connection: Connection) -> None:
+@pytest.mark.parametrize(("functions", "flush"), [(True, "FUNCTION"), (False, "SCRIPT")])
+async def test_scripts_come_back_after_a_flush(connection: Connection, functions: bool, flush: str) -> None:
+    """Functions, or the scripts that a Redis 6.2 gets instead."""
+    connection._functions = functions
     for _ in range(2):
-        await connection.command("SCRIPT", "FLUSH")
+        await connection.command(flush, "FLUSH")
         assert await connection.script("echo", "k") == [[b"k"], []]
-    await connection.command("SCRIPT", "FLUSH")
+    await connection.command(flush, "FLUSH")
     assert await connection.write_and_run([("APPEND", "p", b"xyz")], "weigh", "h", keys=["p"]) == [3, 1]
 
 
+async def test_functions_outlive_a_restart(connection: Connection, server: RedisServer) -> None:
+    await connection.script("echo", "k")
+    await server.restart()
+    assert len(await connection.command("FUNCTION", "LIST")) == 1
+
+
 async def test_a_full_redis_is_waited_for(connection: Connection) -> None:
+    await connection.script("echo", "k")  # loads the functions
     await connection.command("SET", "ballast", b"x" * 2_000_000)
     await connection.command("CONFIG", "SET", "maxmemory", (await connection.info())["used_memory"] // 2)
     calls = [
@@ -102,9 +112,19 @@ async def test_a_full_redis_is_waited_for(connection: Connection) -> None:
 
 
 async def test_a_script_that_frees_memory_runs_when_there_is_none(connection: Connection) -> None:
+    await connection.script("echo", "k")
     await connection.command("SET", "ballast", b"x" * 2_000_000)
     await connection.command("CONFIG", "SET", "maxmemory", (await connection.info())["used_memory"] // 2)
     assert await connection.script("grow_at_any_price", "runs") == 1
+
+
+async def test_a_full_redis_takes_no_functions(connection: Connection, server: RedisServer) -> None:
+    await connection.command("SET", "ballast", b"x" * 2_000_000)
+    await connection.command("CONFIG", "SET", "maxmemory", (await connection.info())["used_memory"] // 2)
+    hasty = await open_to(server.url, deadline_s=0.3)
+    with pytest.raises(QueueUnavailable, match="raise maxmemory until they are loaded"):
+        await hasty.script("echo", "k")
+    await hasty.close()
 
 
 async def test_a_payload_that_does_not_come_is_named(server: RedisServer) -> None:

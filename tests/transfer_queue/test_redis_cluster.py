@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 from redis.crc import key_slot
@@ -53,6 +55,23 @@ async def test_many_go_to_the_nodes_of_their_keys(connection: Connection, cluste
     assert min(sizes) > 50
     chunks = [chunk async for chunk in connection.scan(f"{run}:*")]
     assert {key.decode() for chunk in chunks for key in chunk} == set(keys)
+
+
+async def test_close_leaves_no_connection_to_any_node(cluster: RedisCluster, run: str) -> None:
+    ports = {server.port for server in cluster.servers}
+
+    def open_ports() -> Counter[int]:
+        found = psutil.Process().net_connections("tcp")
+        return Counter(one.raddr.port for one in found if one.status == psutil.CONN_ESTABLISHED and one.raddr)
+
+    before = open_ports()
+    connection = await open_to(cluster.url)
+    assert await connection.many([("SET", f"{run}:{number}", "x") for number in range(60)]) == [True] * 60
+    assert {port for port in ports if open_ports()[port] > before[port]} == ports
+    await connection.close()
+    async with asyncio.timeout(60):
+        while any(open_ports()[port] > before[port] for port in ports):
+            await asyncio.sleep(0.05)
 
 
 async def test_a_script_runs_where_its_key_is(connection: Connection, run: str) -> None:

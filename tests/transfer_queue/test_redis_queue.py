@@ -71,7 +71,7 @@ async def test_after_commit_only_counters_are_left(queue: RedisTransferQueue) ->
     await queue.submit(tasks(4), cursor=at(4))
     for _ in range(2):
         for lease in await queue.lease_episodes("worker", 4, 0):
-            await queue.journal(lease, turn(1))
+            await queue.journal(lease, turn(1), 0)
             await queue.complete(lease, trajectory(lease))
     for step in (0, 1):
         await queue.lease_batch(step)
@@ -79,10 +79,10 @@ async def test_after_commit_only_counters_are_left(queue: RedisTransferQueue) ->
     await queue.commit(2)
     left = await keys_of(queue)
     answers = {name for name in left if name.startswith("asked:")}  # for repeats of the call, they expire
-    assert left - answers == {"run", "steps", "counters", "counts", "lengths"}
+    assert left - answers == {"run", "steps", "clock", "counters", "counts", "lengths"}
     for name in answers:
         assert 0 < await queue._connection.command("TTL", queue._keys.index + name) <= 2 * CONFIG.deadline_s
-    assert await queue.drop_run() == 5 + len(answers)
+    assert await queue.drop_run() == 6 + len(answers)
 
 
 async def test_two_lease_calls_of_one_worker_may_be_repeated(queue: RedisTransferQueue) -> None:
@@ -129,7 +129,7 @@ async def test_every_call_may_lose_its_reply(cut: tuple[RedisTransferQueue, Prox
     leases = await lossy(queue.lease_episodes("worker", 8, 0))
     assert [lease.episode_id for lease in leases][:2] == ["train/0000#0", "train/0000#1"]
     assert (await queue.status()).workers == {"worker": 8}
-    await lossy(queue.journal(leases[0], turn(1)))
+    await lossy(queue.journal(leases[0], turn(1), 0))
     assert await lossy(queue.fail(leases[0], INFRA)) is True
     (again,) = await queue.lease_episodes("worker", 1, 0)
     assert (again.attempt, len(again.journal)) == (1, 1)
@@ -175,7 +175,7 @@ async def test_calls_wait_for_a_paused_redis(tmp_path: Path) -> None:
 
 
 async def test_a_redis_that_is_gone_is_named_after_the_deadline(tmp_path: Path) -> None:
-    async with RedisServer(tmp_path, PASSWORD) as server:
+    async with RedisServer(tmp_path, PASSWORD, appendfsync="always") as server:
         queue = await RedisTransferQueue.connect(server.url, "gone", replace_deadline(0.5), PASSWORD)
         await queue.create_run(LIMITS, "x")
         await server.kill()
@@ -219,7 +219,7 @@ async def test_a_cancelled_call_ends(queue: RedisTransferQueue) -> None:
 
 
 async def test_scripts_are_sent_again_to_a_redis_that_forgot_them(queue: RedisTransferQueue) -> None:
-    await queue._connection.command("SCRIPT", "FLUSH")
+    await queue._connection.command("FUNCTION", "FLUSH")
     assert await queue.submit(tasks(1)) == 1
 
 
@@ -295,7 +295,7 @@ async def test_an_owner_from_the_lost_second_is_refused(server: LosingServer, lo
     assert [lease.episode_id for lease in new] == [lease.episode_id for lease in lost]
     for old, owner in zip(lost, new, strict=True):
         with pytest.raises(LeaseLost):
-            await losing.journal(old, turn(1))
+            await losing.journal(old, turn(1), 0)
         await losing.complete(owner, trajectory(owner))
         with pytest.raises(LeaseLost):
             await losing.complete(old, trajectory(old, reward=0.0))

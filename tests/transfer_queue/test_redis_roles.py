@@ -53,7 +53,7 @@ async def test_each_role_can_do_its_work(queues: dict[str, RedisTransferQueue]) 
     assert [info.server_id for info in await agent.servers()] == ["s0"]
     assert [info.server_id for info in await watch.servers()] == ["s0"]
     for lease in await agent.lease_episodes("w", 8, 0):
-        await agent.journal(lease, turn(1))
+        await agent.journal(lease, turn(1), 0)
         assert await agent.renew([lease]) == []
         await agent.complete(lease, trajectory(lease))
     await agent.add_wait("agent", "lease", 0.5)
@@ -74,7 +74,7 @@ async def test_each_role_can_do_its_work(queues: dict[str, RedisTransferQueue]) 
     await rollout.report_update(WeightUpdate("s0", 2, 0.1, 0.1, 0.1, 3))
     await rollout.deregister("s0")
     (recorded,) = await rollout.lease_episodes("s0", 1, 2)
-    await rollout.journal(recorded, turn(1))
+    await rollout.journal(recorded, turn(1), 0)
     assert len((await rollout.adopt(recorded.episode_id, recorded.fence)).journal) == 1
     await rollout.complete(recorded, trajectory(recorded))
     given_up = await agent.lease_episodes("w", 2, 2)
@@ -105,7 +105,8 @@ async def test_no_role_can_do_the_work_of_another(queues: dict[str, RedisTransfe
         await refused(queue.publish_version(Announcement(1, {})))
         await refused(queue.lease_batch(1))
         await refused(queue.commit(1, {0: [["train/0000#0", "train/0000#1"]]}))
-        await refused(queue.create_run(LIMITS, "config: 2"))
+        await refused(queue.create_run(LIMITS, "config: 1"))
+        await refused(queue.claim_head("a thief", 30.0))
     for queue in (rollout, watch):
         await refused(queue.drop_run())
     await refused(watch.lease_episodes("thief", 1, 0))

@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 import redis.asyncio as aioredis
+from redis.exceptions import RedisError
 from redis_parts import open_to
 
 from penstock.transfer_queue import QueueError, RedisServer
 from penstock.transfer_queue.redis import (
+    Connection,
     RedisBinary,
     ServerOptions,
     check_free,
@@ -270,3 +272,36 @@ async def test_a_start_waits_while_the_file_is_loaded(tmp_path: Path) -> None:
         client = aioredis.Redis.from_url(server.url, password=PASSWORD)
         assert await client.dbsize() == 40_000
         await client.aclose()
+
+
+async def test_a_call_waits_while_redis_loads(tmp_path: Path) -> None:
+    """Redis came back in mid-run, and reads its file for many times the deadline of a call."""
+    async with RedisServer(tmp_path, PASSWORD) as server:
+        client = aioredis.Redis.from_url(server.url, password=PASSWORD)
+        pipeline = client.pipeline(transaction=False)
+        for number in range(20_000):
+            pipeline.set(f"k{number}", "x")
+        await pipeline.execute()
+        await client.aclose()
+    async with asyncio.timeout(60):
+        slow = SlowLoading(tmp_path, PASSWORD, port=server.port)
+        starting = asyncio.create_task(slow.start())
+        try:
+            client = aioredis.Redis.from_url(slow.url, password=PASSWORD)
+            while not await is_loading(client):
+                await asyncio.sleep(0.01)
+            await client.aclose()
+            connection = await Connection.connect(slow.url, deadline_s=2.0, loading_timeout_s=30, password=PASSWORD)
+            assert await connection.command("DBSIZE") == 20_000
+            await connection.close()
+            await starting
+        finally:
+            starting.cancel()
+            await slow.stop()
+
+
+async def is_loading(client: aioredis.Redis) -> bool:
+    try:
+        return bool((await client.info("persistence"))["loading"])
+    except RedisError:
+        return False

@@ -81,7 +81,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A real file system of 56 MiB."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=56m", "none", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=56m,mode=700", "none", str(folder)]
     mounted = subprocess.run(mount, capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
@@ -132,7 +132,7 @@ async def test_a_trainer_killed_while_it_writes_leaves_whole_versions_only(tmp_p
 @pytest.mark.slow
 def test_publishing_takes_the_memory_of_one_copy(tmp_path: Path) -> None:
     folder = Path("/dev/shm") / f"penstock-test-{tmp_path.name}"
-    folder.mkdir()
+    folder.mkdir(mode=0o700)
     try:
         done = subprocess.run(
             [sys.executable, "-c", MEASURE, str(folder)], capture_output=True, text=True, check=True, timeout=120

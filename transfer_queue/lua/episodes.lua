@@ -1,7 +1,7 @@
 -- Leases of episodes, their journals and their ends.
 
 -- script: lease_episodes
--- needs: run, full, server, episode, queue, group, admission
+-- needs: run, full, clock, server, episode, queue, group, admission
 -- ARGV: worker, count, version, nonce, how long its answer is kept for repeats, in ms. Returns rows of leases.
 local worker, wanted, version, nonce = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local now = now_ms()
@@ -66,9 +66,9 @@ end
 
 -- Whether this worker is the one that is emptied for a suspect; one at a time, so that the others work on.
 local function make_room()
-  local name = call('GET', key('emptying'))
-  if name and name ~= worker then return false end
-  call('SET', key('emptying'), worker, 'PX', run.lease_ttl_ms)
+  local ends, name = string.match(call('GET', key('emptying')) or '', '^(%d+) (.*)$')
+  if name and name ~= worker and now < tonumber(ends) then return false end
+  call('SET', key('emptying'), string.format('%.0f ', now + run.lease_ttl_ms) .. worker)
   return true
 end
 
@@ -135,13 +135,13 @@ if #rows > 0 then call('SET', key('asked:' .. nonce), table.concat(given), 'PX',
 return rows
 
 -- script: adopt
--- needs: run, full, server, episode
+-- needs: run, full, clock, server, episode
 -- ARGV: episode, fence. Returns the row of the lease that this fence holds, renewed; its journal is the newest.
 if not owned(ARGV[1], ARGV[2], now_ms()) then return lease_lost(ARGV[1], ARGV[2]) end
 return describe(ARGV[1])
 
 -- script: renew
--- needs: run, full, server, episode
+-- needs: run, full, clock, server, episode
 -- ARGV: episode, fence, … Returns the episodes that their fence no longer owns.
 local now, lost = now_ms(), {}
 for i = 1, #ARGV, 2 do
@@ -150,23 +150,25 @@ end
 return lost
 
 -- script: journal
--- needs: run, server, episode
--- ARGV: episode, fence, nonce, packed entry, bytes it counts for, sampled tokens. Values are position and entry: a hash
--- keeps no order.
-local episode, fence, nonce, entry, held = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+-- needs: run, clock, server, episode
+-- ARGV: episode, fence, position, packed entry, bytes it counts for, sampled tokens. Values are position and entry: a hash
+-- keeps no order. Returns -1; or how many entries are here, where that is not the position. Fewer: a Redis that lost its
+-- newest writes with its machine, and an entry after a hole would answer the call of the lost one.
+local episode, fence, position, held = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[5])
 local member = owned(episode, fence, now_ms())
 if not member then return lease_lost(episode, fence) end
 local journal = key('journal:' .. episode)
-if call('HEXISTS', journal, nonce) == 0 then
-  call('HSET', journal, nonce, struct.pack('>I4', call('HLEN', journal)) .. entry)
-  call('HINCRBY', member.group, 'n' .. member.m, held)
-  call('HINCRBY', member.group, 't' .. member.m, ARGV[6])
-  add_split_bytes(member.split, held)
-end
-return 1
+local value, kept = struct.pack('>I4', position) .. ARGV[4], call('HLEN', journal)
+if call('HGET', journal, position) == value then return -1 end
+if kept ~= position then return kept end
+call('HSET', journal, position, value)
+call('HINCRBY', member.group, 'n' .. member.m, held)
+call('HINCRBY', member.group, 't' .. member.m, ARGV[6])
+add_split_bytes(member.split, held)
+return -1
 
 -- script: complete
--- needs: run, full, server, episode, queue, group, lengths
+-- needs: run, full, clock, server, episode, queue, group, lengths
 -- ARGV: episode, fence, payload bytes, bytes it counts for, reward ('' for none), lowest version ('' for none), highest
 -- version, response tokens, outcome. KEYS[2…]: the payload's keys, where this server holds them.
 local episode, fence, bytes, held, reward = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
@@ -210,7 +212,7 @@ member_ended(member)
 return 1
 
 -- script: fail
--- needs: run, full, server, episode, queue, group
+-- needs: run, full, clock, server, episode, queue, group
 -- ARGV: episode, fence, outcome. Returns 1 if the episode will be tried again, 0 if it is given up.
 local episode, fence = ARGV[1], ARGV[2]
 local task_id, m = split_episode(episode)
@@ -230,7 +232,7 @@ give_up(episode, member, ARGV[3])
 return 0
 
 -- script: release
--- needs: run, full, server, episode
+-- needs: run, full, clock, server, episode
 -- ARGV: episode, fence. Returns a lease to the queue; a lost lease is ignored.
 local member = owned(ARGV[1], ARGV[2], now_ms())
 if member then hand_back(ARGV[1], member) end

@@ -1,25 +1,56 @@
 -- The run and its data: creating it, submitting tasks, going back to a checkpoint, freeing payloads.
 
 -- script: create_run
--- needs: server
--- ARGV: config, then limit name, value, … Returns nothing, or the first limit that differs: name, theirs, ours.
-local RUN = KEYS[1] .. 'run'
-local exists = redis.call('EXISTS', RUN) == 1
-local layout = redis.call('HGET', RUN, 'layout') or '1'
-if exists and layout ~= LAYOUT then return redis.error_reply('LAYOUT ' .. layout) end
-for i = 2, #ARGV, 2 do
-  local found = redis.call('HGET', RUN, ARGV[i])
-  if exists and found ~= ARGV[i + 1] then
-    return {ARGV[i], found or 'nothing', ARGV[i + 1]}
+-- needs: base, server
+-- ARGV: config, id ('' for none), hash of the configuration, model, then limit name, value, … Returns nothing where the
+-- run was made; {'limit', name, theirs, ours}, the first that differs; {'taken' or 'found', id, hash, model, age in ms}.
+local config, id, hash, model = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local found = call('HMGET', RUN, 'config', 'layout', 'id', 'hash', 'model', 'created')
+
+local function is_another()
+  local theirs = found[3] or ''
+  if id == '' or theirs == '' then return found[1] ~= config end
+  return theirs ~= id or found[5] ~= model
+end
+
+local function describe_run(how)
+  return {how, found[3] or '', found[4] or '', found[5] or '', server_ms() - tonumber(found[6] or server_ms())}
+end
+
+if found[1] then
+  if found[2] ~= LAYOUT then return refuse('LAYOUT', found[2] or '1') end
+  if is_another() then return describe_run('taken') end
+  for i = 5, #ARGV, 2 do
+    local limit = call('HGET', RUN, ARGV[i])
+    if limit ~= ARGV[i + 1] then return {'limit', ARGV[i], limit or 'nothing', ARGV[i + 1]} end
   end
 end
-for i = 2, #ARGV, 2 do redis.call('HSET', RUN, ARGV[i], ARGV[i + 1]) end
-redis.call('HSET', RUN, 'config', ARGV[1], 'layout', LAYOUT)
-redis.call('HSETNX', KEYS[1] .. 'counters', 'server', server_start())
+for i = 5, #ARGV, 2 do call('HSET', RUN, ARGV[i], ARGV[i + 1]) end
+call('HSET', RUN, 'config', config, 'layout', LAYOUT)
+if id ~= '' then call('HSET', RUN, 'id', id, 'hash', hash, 'model', model) end
+call('HSETNX', RUN, 'created', server_ms())
+call('HSETNX', key('counters'), 'server', server_start())
+return found[1] and describe_run('found') or {}
+
+-- script: claim_head
+-- needs: base, full, clock
+-- ARGV: holder, time to live in ms, a holder that is known to be dead ('' for none). Returns nothing where the holder
+-- owns the run, else the one that does and the ms that it has left.
+local head, now = call('HMGET', key('head'), 'holder', 'until'), now_ms()
+if head[1] and head[1] ~= ARGV[1] and head[1] ~= ARGV[3] and tonumber(head[2]) > now then
+  return {head[1], tonumber(head[2]) - now}
+end
+call('HSET', key('head'), 'holder', ARGV[1], 'until', now + tonumber(ARGV[2]))
 return {}
 
+-- script: release_head
+-- needs: base
+-- ARGV: holder.
+if call('HGET', key('head'), 'holder') == ARGV[1] then call('DEL', key('head')) end
+return 1
+
 -- script: submit
--- needs: run, server, episode, queue
+-- needs: run, clock, server, episode, queue
 -- ARGV: epoch and index of the cursor ('' for none), epoch and index of the place before the tasks ('' for any), then
 -- task id, split, min_version, priority, source, bytes that the task, and each of its episodes once it may run, count
 -- for, packed task, … Returns how many tasks were new.
@@ -68,16 +99,18 @@ return new
 
 -- script: rewind
 -- needs: run
+-- flags: no-writes
 -- ARGV: step. Returns how many fixed steps will be handed out again. Nothing changes: they were kept as recorded.
 local step = tonumber(ARGV[1])
-if step < run.committed_step or step > run.next_step then
-  return refuse('STEP', 'rewind to ' .. step .. ': batches from ' .. run.committed_step .. ' to ' .. run.next_step
+if step < run.committing or step > run.next_step then
+  return refuse('STEP', 'rewind to ' .. step .. ': batches from ' .. run.committing .. ' to ' .. run.next_step
     .. ' are kept')
 end
 return run.next_step - step
 
 -- script: locate
 -- needs: run, server, episode
+-- flags: no-writes
 -- ARGV: episodes. Returns for each {name of its payload, bytes}; bytes −1: in the batch log; 0: nowhere.
 local rows = {}
 for i, episode in ipairs(ARGV) do
@@ -93,6 +126,7 @@ return rows
 
 -- script: sweep
 -- needs: run
+-- flags: allow-oom
 -- KEYS: the run, then keys of payloads. ARGV: row of `garbage`, how many of the keys are its payload's, …
 -- Deletes what is still garbage: a Redis that lost its newest writes with its machine may need it again.
 local at = 2

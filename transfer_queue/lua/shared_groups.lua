@@ -114,7 +114,7 @@ local function new_fence()
   this_server = this_server or server_start()
   local v = call('HMGET', counters, 'server', 'fence')
   if tonumber(v[1]) ~= this_server then
-    local floor, known = now_ms() * FENCES_PER_MS, tonumber(v[2] or 0)
+    local floor, known = server_ms() * FENCES_PER_MS, tonumber(v[2] or 0)
     if floor <= known then floor = known + 1 + this_server % LONGEST_STEP end
     call('HSET', counters, 'server', this_server, 'fence', string.format('%.0f', floor))
   end
@@ -310,12 +310,14 @@ local function weigh(groups)
   return episodes, bytes
 end
 
--- The step's payloads no longer hold admission back.
-local function count_trained(groups)
+-- Once per step, by its publication or its commit, whichever comes first: it is trained, and its payloads no longer hold
+-- admission back.
+local function count_step_trained(step, groups)
+  if step < math.max(run.version, run.trained_below) then return end
   local episodes, bytes = weigh(groups)
   count('trained', episodes)
   add_bytes(0, -bytes)
-  return episodes
+  call('HSET', STEPS, 'trained_below', step + 1)
 end
 
 -- part: admission

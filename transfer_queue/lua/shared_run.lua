@@ -1,8 +1,8 @@
 -- Pieces that scripts put in front of themselves: the run, its limits and its clock; what may be written when Redis is full; queued groups.
 
--- part: run
--- The run: its limits, its steps, the queue's clock, and errors. KEYS[1] is the run's prefix, penstock:{RUN}:, a key
--- that never exists: Redis treats KEYS as written, and only the owner may write the run's own hash.
+-- part: base
+-- Names of keys, errors and the queue's clock. KEYS[1] is the run's prefix, penstock:{RUN}:, a key that never exists:
+-- Redis treats KEYS as written, and only the owner may write the run's own hash.
 local PREFIX = KEYS[1]
 local RUN = PREFIX .. 'run'
 local call = redis.call
@@ -15,6 +15,25 @@ local function refuse(code, text)
   return redis.error_reply(code .. ' ' .. text)
 end
 
+-- Redis's own clock: it may step, by hours, when it is set or when a replica takes over.
+local function server_ms()
+  local time = call('TIME')
+  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+end
+
+-- Leases and heartbeats are measured by the queue's clock alone; a client's may jump as well. It never goes back, and
+-- whatever Redis's clock did since the queue's was last kept counts for LONGEST_TICK_MS at most: less than a lease or an
+-- entry of the registry has left between two renewals. So it stands still while nobody calls, as leases should.
+local LONGEST_TICK_MS = 3000
+local clock_at, clock_seen = unpack(call('HMGET', key('clock'), 'at', 'seen'))
+local function now_ms()
+  if not clock_at then return server_ms() end
+  return tonumber(clock_at) + math.max(0, math.min(server_ms() - tonumber(clock_seen), LONGEST_TICK_MS))
+end
+
+-- part: run
+-- needs: base
+-- The run: its limits and its steps.
 local raw = call('HMGET', RUN, 'group_size', 'groups_per_step', 'max_staleness', 'min_group', 'max_attempts',
   'lease_ttl_ms', 'max_bytes', 'max_groups', 'max_filtered_steps', 'overage', 'filter_groups', 'quotas', 'layout',
   'max_lost_leases')
@@ -32,19 +51,15 @@ local run = {
 -- Steps are a hash of their own, so that Redis can refuse it to everybody but the trainer.
 local STEPS = key('steps')
 do
-  local names = {'version', 'next_step', 'committed_step'}
+  local names = {'version', 'next_step', 'committed_step', 'committing', 'trained_below'}
   for i, value in ipairs(call('HMGET', STEPS, unpack(names))) do run[names[i]] = tonumber(value or 0) end
+  -- Steps below `committing` are committed; those below `committed_step` are also forgotten.
+  run.committing = math.max(run.committing, run.committed_step)
 end
 
 -- data_source → groups; read only where it matters.
 local function quota_of()
   return cjson.decode(raw[12])
-end
-
--- Leases and heartbeats are measured by this clock alone: a client's clock may jump.
-local function now_ms()
-  local time = call('TIME')
-  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 end
 
 local function count(field, by)
@@ -80,11 +95,36 @@ end
 -- ends episodes and steps makes room, so it must always go through; a deletion is never refused and opens the door.
 call('DEL', key('nothing'))
 
+-- part: clock
+-- Keeps the queue's clock: not at every call, so that it may stand still for a quarter of a second where Redis's went
+-- back; nor where this caller may not write it or Redis is full, as the next one will.
+local KEPT_EVERY_MS = 250
+do
+  local passed = server_ms() - tonumber(clock_seen or 0)
+  if passed < 0 or passed >= KEPT_EVERY_MS then
+    local at, seen = string.format('%.0f', now_ms()), string.format('%.0f', server_ms())
+    redis.pcall('HSET', key('clock'), 'at', at, 'seen', seen)
+    clock_at, clock_seen = at, seen
+  end
+end
+
 -- part: trainer
 -- Only the trainer may write the run's steps. Asking for that first refuses everybody else before anything has changed:
 -- Redis takes back nothing of a script that it stops half-way. It is also what `full` is for the others: a first write
 -- that a full Redis allows.
 call('HDEL', STEPS, 'nothing')
+
+-- part: fenced
+-- The last argument is the caller's epoch, taken off here. A later one belongs to another trainer; an earlier one than
+-- the caller's is left of a Redis that has forgotten the caller's claim with its machine.
+do
+  local epoch, known = tonumber(table.remove(ARGV)), tonumber(call('HGET', STEPS, 'epoch') or 0)
+  if epoch < known then
+    return refuse('FENCED', (epoch == 0 and 'a trainer without an epoch' or 'trainer epoch ' .. epoch)
+      .. ': ' .. (call('HGET', STEPS, 'trainer') or 'another trainer') .. ' has claimed the run, epoch ' .. known)
+  end
+  if epoch > known then call('HSET', STEPS, 'epoch', epoch) end
+end
 
 -- part: queue
 -- Queued groups: one sorted set for all sources without a quota, one for each source with one. Highest priority first,

@@ -1,7 +1,7 @@
 -- Servers, other splits, dead letters and numbers.
 
 -- script: heartbeat
--- needs: run, full
+-- needs: run, full, clock
 -- ARGV: server id, packed info, time to live in ms. Servers that have been silent for longer are forgotten.
 call('HSET', key('servers'), ARGV[1], ARGV[2])
 call('ZADD', key('servers_until'), now_ms() + tonumber(ARGV[3]), ARGV[1])
@@ -19,9 +19,10 @@ call('ZREM', key('servers_until'), ARGV[1])
 return 1
 
 -- script: servers
--- needs: run
--- Returns for each live server its packed info and the ms that its entry has left. Only reads: those that ask may not
--- write them.
+-- needs: run, clock
+-- flags: allow-oom
+-- Returns for each live server its packed info and the ms that its entry has left. It only reads them: those that ask
+-- may not write them. The clock is kept: where nobody else calls, entries must still run out.
 local now = now_ms()
 local live = call('ZRANGEBYSCORE', key('servers_until'), '(' .. now, '+inf', 'WITHSCORES')
 local rows = {}
@@ -42,6 +43,7 @@ return 1
 
 -- script: results
 -- needs: run, server, episode
+-- flags: no-writes
 -- ARGV: split. Returns its finished episodes, oldest task first, and how many are still out.
 local names, out = {}, 0
 for _, task_id in ipairs(call('ZRANGE', key('split:' .. ARGV[1]), 0, -1)) do
@@ -70,6 +72,7 @@ return 1
 
 -- script: status
 -- needs: run, server, episode, queue
+-- flags: no-writes
 -- Returns a packed map of everything that `Status` is made of; hashes as flat lists.
 local now, quotas = now_ms(), quota_of()
 
@@ -83,8 +86,21 @@ local function age(sets)
   return oldest
 end
 
+-- Groups that left fixed steps because their payloads are gone, of steps that are not published, and of those that are.
+local function count_lost_groups()
+  local shipped, trained = 0, 0
+  if not call('HGET', key('counts'), 'payload_lost_groups') then return {shipped, trained} end
+  for step = run.committed_step, run.next_step - 1 do
+    local lost = tonumber(call('HGET', STEPS, 'lost:' .. step) or 0)
+    if step < run.version then trained = trained + lost else shipped = shipped + lost end
+  end
+  return {shipped, trained}
+end
+
 return cmsgpack.pack({
-  run = {run.version, run.next_step, run.committed_step, run.groups_per_step, run.group_size},
+  lost = count_lost_groups(),
+  run = {run.version, run.next_step, run.committed_step, run.groups_per_step, run.group_size,
+    run.committing},
   counters = call('HGETALL', key('counters')),
   queued = count_queued(quotas),
   parked = count_parked(quotas),
@@ -101,6 +117,7 @@ return cmsgpack.pack({
 
 -- script: dead_letters
 -- needs: run
+-- flags: no-writes
 -- ARGV: start, limit; or an episode. Returns rows {episode, outcome, attempts, journal}, oldest first.
 local function row(episode)
   local v = call('HMGET', key('letter:' .. episode), 'outcome', 'attempts')

@@ -1,14 +1,26 @@
 -- Batches of steps, versions, spilling and commits.
 
+-- script: claim_training
+-- needs: run, trainer, server, episode
+-- ARGV: holder, nonce. Returns the trainer's new epoch: a fence, so that it is above every one that was ever given out.
+if call('HGET', STEPS, 'claimed_by') ~= ARGV[2] then
+  call('HSET', STEPS, 'epoch', new_fence(), 'trainer', ARGV[1], 'claimed_by', ARGV[2])
+end
+return tonumber(call('HGET', STEPS, 'epoch'))
+
+-- script: check_training
+-- needs: run, trainer, fenced
+return 1
+
 -- script: lease_batch
--- needs: run, trainer, server, episode, queue, group, lengths, admission
+-- needs: run, trainer, fenced, clock, server, episode, queue, group, lengths, admission
 -- ARGV: step. Returns {1, packed groups} or {0, cause}.
 local step = tonumber(ARGV[1])
-local fixed = call('HGET', STEPS, 'batch:' .. step)
+local fixed = step >= run.committing and call('HGET', STEPS, 'batch:' .. step)
 if fixed then return {1, fixed} end
-if step ~= run.next_step then
-  return refuse('STEP', 'step ' .. step .. ': the next one is ' .. run.next_step .. '; steps below '
-    .. run.committed_step .. ' are committed')
+if step ~= run.next_step or step < run.committing then
+  return refuse('STEP', 'step ' .. step .. ': the next one is ' .. math.max(run.next_step, run.committing)
+    .. '; steps below ' .. run.committing .. ' are committed')
 end
 if step > run.version + 1 then
   return {0, 'version ' .. (step - 1) .. ' is not published yet; only one step ahead is leased'}
@@ -104,8 +116,66 @@ call('HSET', STEPS, 'batch:' .. step, packed, 'next_step', step + 1)
 call('HDEL', key('counters'), 'filtered_since')
 return {1, packed}
 
+-- script: drop_lost
+-- needs: run, trainer, fenced, server, episode, queue, group
+-- ARGV: step, episodes whose payload is gone. They leave the step, with groups that keep too few members. Returns how
+-- many episodes left.
+local step = tonumber(ARGV[1])
+local fixed = step >= run.committing and call('HGET', STEPS, 'batch:' .. step)
+if not fixed then
+  return refuse('STEP', 'lost payloads of step ' .. step .. ': fixed steps are ' .. run.committing .. ' to '
+    .. (run.next_step - 1))
+end
+local gone = {}
+for i = 2, #ARGV do gone[ARGV[i]] = true end
+
+local function without_gone(group)
+  local left = {}
+  for _, episode in ipairs(group) do
+    if not gone[episode] then left[#left + 1] = episode end
+  end
+  return left
+end
+
+local kept, changed, lost = {}, {}, 0
+for _, group in ipairs(cmsgpack.unpack(fixed)) do
+  local task_id, left = split_episode(group[1]), without_gone(group)
+  local v = fields_of(group_key(task_id))
+  local enough = #left == #group or #left >= math.max(1, math.min(run.min_group, tonumber(v.size)))
+  if enough then kept[#kept + 1] = left else left = {} end
+  if #left < #group then changed[#changed + 1] = {task_id = task_id, v = v, group = group, whole = not enough} end
+  lost = lost + #group - #left
+end
+if #kept == 0 then
+  return refuse('BADPAYLOAD', 'step ' .. step .. ': the payloads of too many episodes are gone, no group of it is left')
+end
+
+local function forget_payload(one, episode)
+  local _, m = split_episode(episode)
+  local group = group_key(one.task_id)
+  if one.v['b' .. m] then free_payload(one.v, group, episode, m, step < run.version) end
+  call('HDEL', group, 'p' .. m, 'r' .. m)
+end
+
+for _, one in ipairs(changed) do
+  if one.whole then
+    forget_group(one.task_id, step < run.version)
+    count('payload_lost_groups', 1)
+    call('HINCRBY', STEPS, 'lost:' .. step, 1)
+  else
+    for _, episode in ipairs(one.group) do
+      if gone[episode] then forget_payload(one, episode) end
+    end
+  end
+end
+count('payload_lost', lost)
+-- Its publication counted them as trained; the account would have them in two places.
+if step < math.max(run.version, run.trained_below) then count('trained', -lost) end
+call('HSET', STEPS, 'batch:' .. step, cmsgpack.pack(kept))
+return lost
+
 -- script: publish_version
--- needs: run, trainer, server, episode, steps
+-- needs: run, trainer, fenced, server, episode, steps
 -- ARGV: version, packed announcement, nonce. Returns 1 if it became current, 0 if it was published before.
 local version, nonce = tonumber(ARGV[1]), ARGV[3]
 if version <= run.version then
@@ -115,19 +185,19 @@ if version ~= run.version + 1 or version > run.next_step then
   return refuse('STEP', 'version ' .. version .. ' after ' .. run.version .. ': step ' .. (version - 1)
     .. ' is out of order or was never leased')
 end
-count_trained(step_groups(version - 1))
+count_step_trained(version - 1, step_groups(version - 1))
 call('HSET', STEPS, 'version', version, 'announcement', ARGV[2], 'published_by', nonce)
 return 1
 
 -- script: renew_manifest
--- needs: run, trainer
+-- needs: run, trainer, fenced
 -- ARGV: version, packed announcement. Returns 1 if `version` is the current one.
 if tonumber(ARGV[1]) ~= run.version then return 0 end
 call('HSET', STEPS, 'announcement', ARGV[2])
 return 1
 
 -- script: spill
--- needs: run, trainer, server, episode, queue, group
+-- needs: run, trainer, fenced, server, episode, queue, group
 -- ARGV: step, episodes of it that are durable in the batch log. Their payloads are named in `garbage`. Returns how many
 -- were still held here.
 local step, moved = tonumber(ARGV[1]), 0
@@ -148,9 +218,9 @@ count('spilled', moved)
 return moved
 
 -- script: commit
--- needs: run, trainer, server, episode, queue, group, steps
--- ARGV: step, packed map step → groups of steps that the checkpoint holds ('' for none). Everything of the steps below
--- `step` is deleted; their payloads are named in `garbage` for a client to sweep.
+-- needs: run, trainer, fenced
+-- ARGV: step, packed map step → groups of steps that the checkpoint holds ('' for none). The steps below `step` are
+-- committed from now on; `forget_committed` then deletes what they hold. Batches that are not known here are kept for it.
 local step = tonumber(ARGV[1])
 local known = ARGV[2] ~= '' and cmsgpack.unpack(ARGV[2]) or {}
 for lost = run.next_step, step - 1 do
@@ -159,10 +229,17 @@ for lost = run.next_step, step - 1 do
       .. run.next_step .. ' were')
   end
 end
+for lost = run.next_step, step - 1 do call('HSET', STEPS, 'ahead:' .. lost, cmsgpack.pack(known[lost])) end
+if step > run.committing then call('HSET', STEPS, 'committing', step) end
+if ARGV[2] ~= '' and step > run.version then call('HSET', STEPS, 'caught_up', step) end
+return 1
 
-local function forget_fixed(groups)
-  for _, group in ipairs(groups) do forget_group((split_episode(group[1])), true) end
-end
+-- script: forget_committed
+-- needs: run, trainer, fenced, server, episode, queue, group, steps
+-- ARGV: how many episodes at most, whole groups. Deletes what committed steps hold, oldest first; payloads are named in
+-- `garbage` for a client to sweep. Returns 1 while something is left. A client that dies between two calls leaves a
+-- queue whose accounts balance, and the next commit goes on here.
+local budget = tonumber(ARGV[1])
 
 -- What had finished here and is not in the checkpoint finished without being trained; what is in it had finished.
 local function settle_members(v, group)
@@ -177,12 +254,14 @@ local function settle_members(v, group)
   count('unrewarded', finished)
 end
 
--- A step that this queue lost and a checkpoint holds: its groups are forgotten wherever they are. One that is not even
+-- A group of a step that this queue lost and a checkpoint holds is forgotten wherever it is. One that is not even
 -- submitted here is remembered until it is.
 local function forget_trained(group)
   local task_id = split_episode(group[1])
   local v = fields_of(group_key(task_id))
   count('trained', #group)
+  count('committed', #group)
+  count('committed_groups', 1)
   if not v.state then
     call('SADD', key('trained_ahead'), task_id)
     count('submitted', 1)
@@ -196,30 +275,48 @@ local function forget_trained(group)
   forget_group(task_id)
 end
 
-for done = run.committed_step, step - 1 do
-  local groups = step_groups(done)
-  if done >= run.next_step then
-    groups = known[done]
-    for _, group in ipairs(groups) do forget_trained(group) end
-  elseif done >= run.version then
-    count_trained(groups)
-    forget_fixed(groups)
-  else
-    forget_fixed(groups)
-  end
+-- The groups of a fixed step count as committed when all of them are forgotten: until then the step is in the accounts.
+local function end_fixed(groups)
   for _, group in ipairs(groups) do count('committed', #group) end
   count('committed_groups', #groups)
-  call('HDEL', STEPS, 'batch:' .. done)
 end
-if ARGV[2] ~= '' and step > run.version then
-  call('HSET', STEPS, 'next_step', math.max(step, run.next_step), 'version', step)
+
+local function end_step(step)
+  call('HDEL', STEPS, 'batch:' .. step, 'ahead:' .. step, 'lost:' .. step, 'forgotten')
+  run.committed_step, run.next_step = step + 1, math.max(step + 1, run.next_step)
+  call('HSET', STEPS, 'committed_step', run.committed_step, 'next_step', run.next_step)
+end
+
+local function forget_some(step)
+  local lost, at = step >= run.next_step, tonumber(call('HGET', STEPS, 'forgotten') or 0)
+  local groups = lost and cmsgpack.unpack(call('HGET', STEPS, 'ahead:' .. step)) or step_groups(step)
+  if not lost and at == 0 then count_step_trained(step, groups) end
+  while at < #groups and budget > 0 do
+    at = at + 1
+    budget = budget - #groups[at]
+    if lost then forget_trained(groups[at]) else forget_group((split_episode(groups[at][1])), true) end
+  end
+  if at < #groups then
+    call('HSET', STEPS, 'forgotten', at)
+    return
+  end
+  if not lost then end_fixed(groups) end
+  end_step(step)
+end
+
+while run.committed_step < run.committing and budget > 0 do forget_some(run.committed_step) end
+if run.committed_step < run.committing then return 1 end
+local caught_up = tonumber(call('HGET', STEPS, 'caught_up') or 0)
+if caught_up > run.version then
+  call('HSET', STEPS, 'next_step', math.max(caught_up, run.next_step), 'version', caught_up)
   call('HDEL', STEPS, 'announcement')
 end
-call('HSET', STEPS, 'committed_step', math.max(step, run.committed_step))
-return 1
+call('HDEL', STEPS, 'caught_up')
+return 0
 
 -- script: held
 -- needs: run, server, episode, queue, group
+-- flags: no-writes
 -- Finished training episodes that are still here: in unfinished and ready groups, and in steps not yet committed.
 local names = {}
 for _, set in ipairs({'admitted', 'ready'}) do

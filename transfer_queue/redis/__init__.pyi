@@ -6,9 +6,11 @@ from .acl import user_rules as user_rules
 from .client import Connection as Connection
 from .cluster import redact as redact
 from .keys import Keys as Keys
-from .keys import Script as Script
 from .queue import RedisTransferQueue as RedisTransferQueue
 from .replies import journal_from_values as journal_from_values
+from .scripts import Script as Script
+from .scripts import library as library
+from .scripts import make_library as make_library
 from .server import RedisCluster as RedisCluster
 from .server import RedisServer as RedisServer
 from .server_config import USERS_VERSION as USERS_VERSION

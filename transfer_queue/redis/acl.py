@@ -4,9 +4,12 @@ Redis (7.0 or newer) checks them for every command inside a script too, so a sto
 commit a step. It takes the KEYS of a script for written whatever the script does; therefore every role may write the
 run's empty prefix ``penstock:{RUN}:``, a key that never exists, and scripts get that one as KEYS[1].
 
+No role may send a script: one that never ends would stop Redis for all. Roles call functions, which the owner loads
+(`scripts`).
+
 | keys of the run | owner | trainer | agent | rollout | watch |
 |---|---|---|---|---|---|
-| `run`: limits and configuration | write | read | read | read | read |
+| `run`: identity, limits and configuration; `head` | write | read | read | read | read |
 | `steps`, `trained_ahead`: versions, batches, commits | write | write | read | read | read |
 | groups, episodes, leases, journals, letters, splits, counts; payloads | write | write | write | write | read |
 | `servers`, `updates` | write | write | read | write | read |
@@ -28,7 +31,7 @@ from penstock.transfer_queue.types import QueueError
 _RUN = ("run",)
 _STEPS = ("steps", "steps:*", "trained_ahead")
 _EPISODES = (
-    *("counters", "counts", "queue*", "admitted", "ready", "open:*", "leases", "workers", "group:*", "task:*"),
+    *("clock", "counters", "counts", "queue*", "admitted", "ready", "open:*", "leases", "workers", "group:*", "task:*"),
     *("journal:*", "letter*", "split*", "lengths", "in_system", "garbage", "losses", "suspects", "emptying"),
     "asked:*",
 )
@@ -51,7 +54,7 @@ class Rights:
 
 
 RIGHTS: Mapping[str, Rights] = {
-    "owner": Rights(write=_ALL, payloads="~", commands=("+scan",)),
+    "owner": Rights(write=_ALL, payloads="~", commands=("+scan", "+function|load")),
     "trainer": Rights(write=(*_STEPS, *_EPISODES, *_SERVERS, *_CALLS), read=_RUN, payloads="~", commands=("+scan",)),
     "agent": Rights(write=(*_EPISODES, *_CALLS), read=(*_RUN, *_STEPS, *_SERVERS), payloads="~"),
     "rollout": Rights(write=(*_EPISODES, *_SERVERS, *_CALLS), read=(*_RUN, *_STEPS), payloads="~"),
@@ -61,10 +64,11 @@ ROLES = ("trainer", "agent", "rollout", "watch")
 """Users of a Redis that `penstock run` starts; its owner there is the default user."""
 _COMMANDS = (
     *("-@all", "+@hash", "+@sortedset", "+@set", "+@list", "+@string", "+del", "+unlink", "+exists", "+type"),
-    *("+expire", "+pexpire", "+persist", "+ttl", "+pttl", "+rename", "+eval", "+evalsha", "+time", "+ping"),
-    *("-@dangerous", "-@blocking", "+info", "+memory|usage", "+cluster|slots"),
+    *("+expire", "+pexpire", "+persist", "+ttl", "+pttl", "+rename", "+fcall", "+time", "+ping"),
+    *("-@dangerous", "-@blocking", "-lcs", "+info", "+memory|usage", "+cluster|slots"),
 )
-"""Data and scripts, nothing that stops, empties, copies or configures a server; INFO for the check at connect."""
+"""Data and functions, nothing whose time is a product of two lengths (LCS), nothing that stops, empties, copies or
+configures a server; INFO for the check at connect."""
 
 
 def role_users(run: str, passwords: Mapping[str, str]) -> list[str]:

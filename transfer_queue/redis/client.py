@@ -3,6 +3,8 @@
     Connection ── one attempt, retried ──► Routes (which server) ──► Node (its connections, one round trip)
 
 Retries are safe because every script may be repeated: fences, nonces and step numbers make the second call a no-op.
+Scripts are Redis functions (`scripts`). A Redis that does not know them, because it is new or its machine lost its
+newest writes, gets them from the first client that may load functions: the run's owner. The others wait for that.
 """
 
 from __future__ import annotations
@@ -14,19 +16,21 @@ from functools import cache
 from typing import Any
 
 import redis.asyncio as aioredis
-from redis.exceptions import NoScriptError
+from redis.exceptions import BusyLoadingError, NoPermissionError, NoScriptError, ResponseError
 
 from penstock.common import Backoff
 from penstock.transfer_queue.codec.packing import Packed
 from penstock.transfer_queue.redis.cluster import Cluster, Node, OneServer, RedisCall, Routes, redact
-from penstock.transfer_queue.redis.keys import script
-from penstock.transfer_queue.redis.replies import check_passing, check_server
+from penstock.transfer_queue.redis.replies import FunctionsMissing, check_passing, check_server, knows_functions
+from penstock.transfer_queue.redis.scripts import library, script
 from penstock.transfer_queue.types import QueueUnavailable
 
 ATTEMPT_S = 10.0
 """One attempt; a Redis that is silent for longer is asked again on a new connection."""
 SLOWEST_BYTES_PER_S = 4 << 20
 """An attempt that sends much is given time for it at this rate."""
+LOADING_TIMEOUT_S = 60.0
+"""Longest time in which a Redis that loads its file makes no progress."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 _UNJITTERED = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
 _BACKOFF = replace(_UNJITTERED, jitter=(0.5, 1.0))
@@ -37,32 +41,49 @@ SCAN_COUNT = 1000
 class Connection:
     """Connection to one store (a redis-server or a Redis Cluster) for concurrent calls. Create it with `connect`.
 
-    Calls raise `QueueUnavailable` after the deadline, and the refusals of the store: `LeaseLost`, `BadPayload`,
+    Calls raise `QueueUnavailable` after the deadline, which begins again while a Redis that came back reads more of its
+    file, and the refusals of the store: `LeaseLost`, `BadPayload`,
     `StepError`, otherwise `QueueError`.
     """
 
-    def __init__(self, routes: Routes, where: str, deadline_s: float) -> None:
+    def __init__(
+        self, routes: Routes, where: str, deadline_s: float, loading_timeout_s: float = LOADING_TIMEOUT_S
+    ) -> None:
         self._routes = routes
         self._where = where
         self._deadline_s = deadline_s
+        self._loading_timeout_s = loading_timeout_s
+        self._functions = True
+        """False for a Redis 6.2: scripts are sent by EVALSHA."""
+        self._may_load = True
+        """Whether this login may load functions, as far as Redis has not refused it."""
 
     @classmethod
     async def connect(
-        cls, url: str, *, deadline_s: float, password: str | None = None, username: str | None = None
+        cls,
+        url: str,
+        *,
+        deadline_s: float,
+        password: str | None = None,
+        username: str | None = None,
+        loading_timeout_s: float = LOADING_TIMEOUT_S,
     ) -> Connection:
         """``redis://``, ``rediss://`` (``?ssl_ca_certs=FILE``) or ``unix://``; of a cluster, any of its nodes.
 
+        A Redis that loads its file is waited for: at most `loading_timeout_s` without progress, also in later calls.
         Raises `QueueUnavailable`, or `QueueError` if a server does not meet the requirements.
         """
         where = redact(url)
-        connection = cls(OneServer(Node(url, password, username)), where, deadline_s)
+        connection = cls(OneServer(Node(url, password, username)), where, deadline_s, loading_timeout_s)
         try:
             (info,) = await connection.infos()
             if info.get("cluster_enabled"):
                 await connection.close()
-                connection = cls(Cluster(Node(url, password, username)), where, deadline_s)
-            for each in await connection.infos():
+                connection = cls(Cluster(Node(url, password, username)), where, deadline_s, loading_timeout_s)
+            infos = await connection.infos()
+            for each in infos:
                 check_server(each, where)
+            connection._functions = all(map(knows_functions, infos))
         except BaseException:
             await connection.close()
             raise
@@ -75,7 +96,7 @@ class Connection:
 
     async def script(self, name: str, key: str, *args: Any, keys: Sequence[str] = ()) -> Any:
         """Run a script by name with KEYS = [key, *keys]; on a cluster all of one slot."""
-        call = _script_call(name, key, args, keys)
+        call = self._script_call(name, key, args, keys)
         await self._finish(name, [[call]])
         return call.reply
 
@@ -101,7 +122,7 @@ class Connection:
         The whole is repeated until all of it succeeds. On one server the script runs even if a write before it failed:
         it must check for what it needs and refuse with ``RETRY …``.
         """
-        call = _script_call(name, key, args, keys)
+        call = self._script_call(name, key, args, keys)
         before = [RedisCall(write) for write in writes]
         phases = [before, [call]] if self.spreads and before else [[*before, call]]
         await self._finish(name, phases, whole=True)
@@ -142,22 +163,37 @@ class Connection:
     async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], *, whole: bool = False) -> None:
         """Run the calls phase by phase until all have succeeded. With `whole`, a failure repeats all of them."""
         loop = asyncio.get_running_loop()
-        started, pauses = loop.time(), _BACKOFF.pauses()
+        started, pauses, loaded = loop.time(), _BACKOFF.pauses(), -1
+        deadline = started + self._deadline_s
         calls = [call for phase in phases for call in phase]
         for call in calls:
             call.forget()
         limit_s = ATTEMPT_S + sum(map(_bytes_of, calls)) / SLOWEST_BYTES_PER_S
         while True:
-            left = started + self._deadline_s - loop.time()
-            cause = await self._attempt(phases, min(limit_s, max(left, FIRST_PAUSE_S)))
+            cause = await self._attempt(phases, min(limit_s, max(deadline - loop.time(), FIRST_PAUSE_S)))
             if cause is None:
                 return
-            if loop.time() + _UNJITTERED.pause_s(pauses.failures + 1) > started + self._deadline_s:
+            if isinstance(cause, BusyLoadingError):
+                before, loaded = loaded, await self._loaded_bytes()
+                if loaded != before:
+                    deadline = max(deadline, loop.time() + self._loading_timeout_s)
+            if loop.time() + _UNJITTERED.pause_s(pauses.failures + 1) > deadline:
                 waited_s = loop.time() - started
                 raise QueueUnavailable(f"{what}: no answer from {self._where} for {waited_s:.1f} s: {cause}") from cause
             for call in calls if whole else ():
                 call.forget()
             await pauses.sleep()
+
+    async def _loaded_bytes(self) -> int:
+        """How much of their files the servers have read; changes while one makes progress."""
+        calls = [RedisCall(("INFO", "persistence"), node) for node in self._routes.masters]
+        try:
+            async with asyncio.timeout(ATTEMPT_S):
+                await self._routes.run(calls)
+        except TimeoutError:
+            return -1
+        infos = [_in_python(call) for call in calls if call.error is None]
+        return sum(int(info.get("loading_loaded_bytes", 0)) for info in infos)
 
     async def _attempt(self, phases: Sequence[Sequence[RedisCall]], limit_s: float) -> Exception | None:
         """The reason why calls are unfinished, or None. Raises errors that a retry cannot fix."""
@@ -176,20 +212,46 @@ class Connection:
         return failed[0].error if failed else None
 
     async def _run_missing(self, phase: Sequence[RedisCall]) -> list[RedisCall]:
-        """Send the calls without a reply; scripts that Redis no longer knows are sent in full. Returns failed calls."""
+        """Send the calls without a reply; Redis is taught scripts that it does not know. Returns failed calls."""
         missing = [call for call in phase if call.error is not None]
         if missing:
             await self._routes.run(missing)
-        forgotten = [call for call in missing if isinstance(call.error, NoScriptError)]
-        for call in forgotten:
-            call.args = ("EVAL", script(call.script).source, *call.args[2:])
-        if forgotten:
-            await self._routes.run(forgotten)
+        unknown = [call for call in missing if _is_unknown(call)]
+        if unknown and await self._teach(unknown):
+            await self._routes.run(unknown)
         return [call for call in missing if call.error is not None]
 
+    def _script_call(self, name: str, key: str, args: Sequence[Any], keys: Sequence[str]) -> RedisCall:
+        command = ("FCALL", library().function(name)) if self._functions else ("EVALSHA", script(name).sha)
+        return RedisCall((*command, 1 + len(keys), key, *keys, *args), script=name)
 
-def _script_call(name: str, key: str, args: Sequence[Any], keys: Sequence[str]) -> RedisCall:
-    return RedisCall(("EVALSHA", script(name).sha, 1 + len(keys), key, *keys, *args), script=name)
+    async def _teach(self, calls: Sequence[RedisCall]) -> bool:
+        """True once Redis knows the calls' scripts; otherwise each call says why it does not."""
+        if not self._functions:
+            for call in calls:
+                call.args = ("EVAL", script(call.script).source, *call.args[2:])
+            return True
+        error = await self._load_functions()
+        for call in calls if error is not None else ():
+            call.error = error
+        return error is None
+
+    async def _load_functions(self) -> FunctionsMissing | None:
+        """Load the library on every server that holds keys; its name is that of its contents."""
+        if not self._may_load:
+            return FunctionsMissing(library().name, None)
+        loads = [RedisCall(("FUNCTION", "LOAD", library().source), node) for node in self._routes.masters]
+        await self._routes.run(loads)
+        failed = [load.error for load in loads if load.error and "already exists" not in str(load.error)]
+        self._may_load = not any(isinstance(error, NoPermissionError) for error in failed)
+        return FunctionsMissing(library().name, failed[0] if self._may_load else None) if failed else None
+
+
+def _is_unknown(call: RedisCall) -> bool:
+    error = call.error
+    return isinstance(error, NoScriptError) or (
+        isinstance(error, ResponseError) and bool(call.script) and str(error) == "Function not found"
+    )
 
 
 def _bytes_of(call: RedisCall) -> int:

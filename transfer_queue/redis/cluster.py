@@ -53,7 +53,7 @@ class RedisCall:
     node: Node | None = None
     """Where it must run; None: where its key lives."""
     script: str = ""
-    """Name of the script that an EVALSHA means."""
+    """Name of the script that an FCALL or EVALSHA means."""
     reply: Any = None
     error: Exception | None = None
 
@@ -167,7 +167,6 @@ def _gathered(connection: AbstractConnection, command: Sequence[Any]) -> list[An
 
 
 async def _exchange(connection: AbstractConnection, calls: Sequence[RedisCall], asking: bool) -> None:
-    await connection.connect()
     commands = [call.args for call in calls]
     if asking:
         commands = [command for args in commands for command in (("ASKING",), args)]
@@ -183,8 +182,8 @@ async def _exchange(connection: AbstractConnection, calls: Sequence[RedisCall], 
 
 
 _KEYLESS = {"ACL", "BGREWRITEAOF", "CLIENT", "CLUSTER", "COMMAND", "CONFIG", "DBSIZE", "INFO", "KEYS", "PING", "SCAN"}
-_KEYLESS |= {"SCRIPT", "TIME"}
-_KEY_AT = {"EVAL": 3, "EVALSHA": 3, "MEMORY": 2, "OBJECT": 2, "DEBUG": 2}
+_KEYLESS |= {"FUNCTION", "SCRIPT", "TIME"}
+_KEY_AT = {"EVAL": 3, "EVALSHA": 3, "FCALL": 3, "MEMORY": 2, "OBJECT": 2, "DEBUG": 2}
 ASK_TIMEOUT_S = 2.0
 """Timeout of one node's slot map; then the next node is asked."""
 

@@ -1,28 +1,25 @@
 """Names of the queue's keys in Redis.
 
-    penstock:{RUN}:run                   hash: limits and configuration; the prefix alone is KEYS[1] of every script
+    penstock:{RUN}:run                   hash: identity, limits, configuration. The prefix alone is KEYS[1] of a script
+    penstock:{RUN}:clock                 hash: the queue's clock, and Redis's when it was kept
+    penstock:{RUN}:head                  hash: the process that owns the run, and until when
     penstock:{RUN}:steps                 hash: version, next and committed step, announcement, batch:STEP → groups
     penstock:{RUN}:counters, counts      hashes: bytes, fences, the cursor; what ever happened
     penstock:{RUN}:queue[:SOURCE], admitted, ready, open:train, open:other, leases, letters   sorted sets
     penstock:{RUN}:group:TASK_ID         hash: a group and its members
     penstock:{RUN}:task:TASK_ID          string: its packed task
-    penstock:{RUN}:journal:EPISODE       hash: nonce → position and packed entry
+    penstock:{RUN}:journal:EPISODE       hash: position → position and packed entry
     penstock:payload:RUN:EPISODE@FENCE   string: a packed trajectory, see `payloads`
 
 Index keys share the hash tag ``{RUN}``, so that a script may touch all of them in a Redis Cluster; payloads do not, so
 that they may spread. The fence in a payload's name keeps a late writer from overwriting what was acknowledged.
 
-Each index operation is one Lua script, a section ``-- script: NAME`` of a file in ``lua/``. Its first line may say
-``-- needs: run, episode``: sections ``-- part: run`` and ``-- part: episode`` are put in front of it, in that order.
+What is in them, and how it changes: ``lua/``, see `scripts`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 
 from penstock.transfer_queue.types import QueueError
 
@@ -54,34 +51,3 @@ class Keys:
 
 LAYOUT = "2"
 """Version of the names and contents of a run's keys; a run with another one is refused. 1 had no such field."""
-_NEEDS = "-- needs:"
-_SECTION = re.compile(r"^-- (script|part): (\w+)\n", re.M)
-
-
-@dataclass(frozen=True, slots=True)
-class Script:
-    name: str
-    source: str
-    sha: str
-    """SHA-1 of the source, which is what EVALSHA names it by."""
-
-
-@cache
-def script(name: str) -> Script:
-    """The script of that name, its parts in front of it. Raises `KeyError` where there is none."""
-    body = _sections()["script", name]
-    first = body.split("\n", 1)[0]
-    parts = first.removeprefix(_NEEDS).split(",") if first.startswith(_NEEDS) else []
-    source = "\n".join([f"local LAYOUT = '{LAYOUT}'", *(_sections()["part", part.strip()] for part in parts), body])
-    return Script(name, source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
-
-
-@cache
-def _sections() -> dict[tuple[str, str], str]:
-    """(``script`` or ``part``, name) → source, of all files in ``lua/``."""
-    found: dict[tuple[str, str], str] = {}
-    for file in files("penstock.transfer_queue").joinpath("lua").iterdir():
-        if file.name.endswith(".lua"):
-            _, *pieces = _SECTION.split(file.read_text(encoding="utf-8"))
-            found |= dict(zip(zip(pieces[::3], pieces[1::3], strict=True), pieces[2::3], strict=True))
-    return found

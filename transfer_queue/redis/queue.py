@@ -38,13 +38,18 @@ from penstock.transfer_queue.types import (
     DataCursor,
     DeadLetter,
     FieldValues,
+    Head,
     JournalEntry,
+    JournalMismatch,
     Lease,
     LeaseLost,
     Limits,
     NoSuchRun,
     Outcome,
     QueueError,
+    RunIdentity,
+    RunRecord,
+    RunTaken,
     ServerInfo,
     Status,
     StepError,
@@ -56,6 +61,8 @@ from penstock.transfer_queue.types import (
 from penstock.transfer_queue.validation import check_tasks, finish
 
 SWEEP_CHUNK = 500
+FORGET_CHUNK = 500
+"""Episodes that one script of a commit forgets, some milliseconds."""
 SUBMIT_CHUNK = 1000
 """Tasks per script unless a cursor requires all at once: Redis blocks other clients meanwhile."""
 
@@ -75,6 +82,8 @@ class RedisTransferQueue:
         self._compression = config.compression
         self._payloads = Payloads(connection, self._keys)
         self._batch_log = batch_log
+        self._epoch = 0
+        """The trainer's, which every script that needs ``fenced`` takes as its last argument."""
         self._reader = PayloadReader(self._payloads, self._locate, batch_log)
 
     @classmethod
@@ -96,18 +105,43 @@ class RedisTransferQueue:
         """
         Keys(run)
         check_compression(config.compression)
-        connection = await Connection.connect(url, deadline_s=config.deadline_s, password=password, username=username)
+        connection = await Connection.connect(
+            url,
+            deadline_s=config.deadline_s,
+            password=password,
+            username=username,
+            loading_timeout_s=config.start_timeout_s,
+        )
         return cls(connection, run, config, batch_log)
 
     async def _script(self, name: str, *args: Any) -> Any:
         return await self._connection.script(name, self._keys.index, *args)
 
     # the run -------------------------------------------------------------------------------------------------------
-    async def create_run(self, limits: Limits, config: str) -> None:
-        differs = await self._script("create_run", config, *limits_to_args(limits))
-        if differs:
-            name, found, wanted = (part.decode() for part in differs)
-            raise QueueError(f"run {self._run} exists with {name} = {found}, not {wanted}; use another name or drop it")
+    async def create_run(self, limits: Limits, config: str, identity: RunIdentity | None = None) -> RunRecord | None:
+        ours = identity or RunIdentity("", "", "")
+        known = (ours.run_id, ours.config_hash, ours.model)
+        answer = await self._script("create_run", config, *known, *limits_to_args(limits))
+        if not answer:
+            return None
+        how, *rest = answer
+        if how == b"limit":
+            name, theirs, wanted = (part.decode() for part in rest)
+            raise QueueError(
+                f"run {self._run} exists with {name} = {theirs}, not {wanted}; use another name or drop it"
+            )
+        *names, age_ms = rest
+        found = RunIdentity(*(name.decode() for name in names))
+        if how == b"taken":
+            raise RunTaken(self._run, found, ours)
+        return RunRecord(found, age_ms / 1000)
+
+    async def claim_head(self, holder: str, ttl_s: float, dead: str = "") -> Head | None:
+        found = await self._script("claim_head", holder, round(ttl_s * 1000), dead)
+        return Head(found[0].decode(), found[1] / 1000) if found else None
+
+    async def release_head(self, holder: str) -> None:
+        await self._script("release_head", holder)
 
     async def config(self) -> str:
         config, layout = await self._connection.command("HMGET", self._keys.run, "config", "layout")
@@ -147,11 +181,13 @@ class RedisTransferQueue:
         lost = await self._script("renew", *args) if args else []
         return [episode.decode() for episode in lost]
 
-    async def journal(self, lease: Lease, entry: JournalEntry) -> None:
+    async def journal(self, lease: Lease, entry: JournalEntry, position: int) -> None:
         packed = encode_journal(entry)
         sampled = 0 if entry.ids is None else len(entry.ids)
         size = journal_cost(len(packed))
-        await self._script("journal", lease.episode_id, lease.fence, _nonce(), packed, size, sampled)
+        kept = int(await self._script("journal", lease.episode_id, lease.fence, position, packed, size, sampled))
+        if kept >= 0:
+            raise JournalMismatch(lease.episode_id, position, kept)
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         result = finish(lease, trajectory, compression=self._compression)
@@ -183,8 +219,21 @@ class RedisTransferQueue:
         await self._script("release", lease.episode_id, lease.fence)
 
     # trainer -------------------------------------------------------------------------------------------------------
+    async def claim_training(self, holder: str) -> int:
+        self._epoch = int(await self._script("claim_training", holder, _nonce()))
+        return self._epoch
+
+    def join_training(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    async def check_training(self) -> None:
+        await self._fenced("check_training")
+
+    async def _fenced(self, name: str, *args: Any) -> Any:
+        return await self._script(name, *args, self._epoch)
+
     async def lease_batch(self, step: int) -> Batch | Waiting:
-        fixed, answer = await self._script("lease_batch", step)
+        fixed, answer = await self._fenced("lease_batch", step)
         return Batch(step, unpack_plain(answer, "batch")) if fixed else Waiting(answer.decode())
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
@@ -202,28 +251,36 @@ class RedisTransferQueue:
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
         if self._batch_log is None:
             raise QueueError("spill: this queue was connected without a batch log")
+        await self.check_training()  # before it writes to the log, which another trainer may own
         if (version := (await self.status()).version) <= step:
             raise StepError(f"spill of step {step}: version {step + 1} is not published, {version} is")
         blobs = await self._reader.held(episode_ids)
         if not blobs:
             return 0
         await asyncio.to_thread(self._batch_log.append, step, blobs, _nonce())
-        moved = int(await self._script("spill", step, *blobs))
+        moved = int(await self._fenced("spill", step, *blobs))
         await self._sweep()
         return moved
 
+    async def drop_lost(self, step: int, episode_ids: Sequence[str]) -> int:
+        lost = int(await self._fenced("drop_lost", step, *episode_ids))
+        await self._sweep()
+        return lost
+
     async def publish_version(self, announcement: Announcement) -> bool:
         packed = pack_announcement(announcement)
-        new = bool(await self._script("publish_version", announcement.version, packed, _nonce()))
+        new = bool(await self._fenced("publish_version", announcement.version, packed, _nonce()))
         await self._sweep()
         return new
 
     async def renew_manifest(self, announcement: Announcement) -> bool:
-        return bool(await self._script("renew_manifest", announcement.version, pack_announcement(announcement)))
+        return bool(await self._fenced("renew_manifest", announcement.version, pack_announcement(announcement)))
 
     async def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]] | None = None) -> None:
         known = {number: [list(group) for group in groups] for number, groups in (batches or {}).items()}
-        await self._script("commit", step, "" if batches is None else pack_plain(known, "batches"))
+        await self._fenced("commit", step, "" if batches is None else pack_plain(known, "batches"))
+        while await self._fenced("forget_committed", FORGET_CHUNK):
+            await self._sweep()
         await self._sweep()
         if self._batch_log is not None:
             await asyncio.to_thread(self._batch_log.drop_below, step)

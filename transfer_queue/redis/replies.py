@@ -46,6 +46,7 @@ from penstock.transfer_queue.types import (
     Status,
     StepError,
     TooManyFiltered,
+    TrainerFenced,
 )
 
 _POSITION = struct.Struct(">I")
@@ -94,19 +95,20 @@ def limits_to_args(limits: Limits) -> list[Any]:
 
 def status_from_map(found: dict[str, Any]) -> Status:
     """From the packed map of script ``status``."""
-    version, step, committed, per_step, group_size = found["run"]
+    version, step, forgotten, per_step, group_size, committed = found["run"]  # a commit under way forgets step by step
     counts, counters = _ints(found["counts"]), _ints(found["counters"])
-    published = max(version, committed)
+    published = max(version, forgotten)
     groups = {
         "queued": found["queued"],
         "admitted": found["admitted"],
         "ready": found["ready"],
-        "shipped": (step - published) * per_step,
-        "trained": (published - committed) * per_step,
+        "shipped": (step - published) * per_step - found["lost"][0],
+        "trained": (published - forgotten) * per_step - found["lost"][1],
         "committed": counts.get("committed_groups", 0),
         "dropped_over_age": counts.get("dropped_over_age", 0),
         "filtered": counts.get("filtered_groups", 0),
         "dead": counts.get("dead_groups", 0),
+        "payload_lost": counts.get("payload_lost_groups", 0),
         "submitted": counts.get("submitted", 0),
     }
     now = {"queued": found["queued"] * group_size + found["open"], "leased": counts.get("leased", 0)}
@@ -156,6 +158,7 @@ _REFUSALS = {
     "STEP": StepError,
     "NORUN": QueueError,
     "FILTERED": TooManyFiltered,
+    "FENCED": TrainerFenced,
 }
 """First words of the scripts' own refusals."""
 _PASSING = {
@@ -172,7 +175,23 @@ _PASSING = {
     "UNBLOCKED": "a master became a replica",
 }
 """First words of replies that say: not now."""
+
+
+class FunctionsMissing(ResponseError):
+    """Redis does not know the queue's functions, and could not be given them now."""
+
+    def __init__(self, library: str, refusal: Exception | None) -> None:
+        """`refusal` is Redis's to load them; None: this login may not."""
+        fix = "only the run's owner may load them: start `penstock run` of this version"
+        if isinstance(refusal, OutOfMemoryError):
+            fix = "memory is full: raise maxmemory until they are loaded"
+        elif refusal is not None:
+            fix = str(refusal)
+        super().__init__(f"Redis does not know the functions {library}; {fix}")
+
+
 _PASSING_TYPES = (
+    FunctionsMissing,
     *(OutOfMemoryError, ReadOnlyError, TryAgainError, ClusterDownError, AskError),  # redis-py cut the first word off
     *(RedisConnectionError, RedisTimeoutError, InvalidResponse, OSError),
 )
@@ -215,17 +234,27 @@ def check_passing(error: Exception, where: str) -> None:
 
 
 FLOOR_VERSION = (6, 2)
+FUNCTIONS_VERSION = (7, 0)
+"""Redis that has functions; an older one gets scripts."""
 
 
 def check_server(info: Mapping[str, Any], where: str) -> None:
     """`info` is the reply to INFO. Raises `QueueError` if the server is too old or evicts keys."""
     at = f"{where} (its node on port {info['tcp_port']})" if info.get("cluster_enabled") else where
-    version = str(info.get("redis_version", "0"))
-    if tuple(int(part) for part in version.split(".")[:2]) < FLOOR_VERSION:
-        raise QueueError(f"{at} runs Redis {version}; 6.2 or newer is needed")
+    if _version(info) < FLOOR_VERSION:
+        raise QueueError(f"{at} runs Redis {info.get('redis_version')}; 6.2 or newer is needed")
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         raise QueueError(
             f"{at} evicts keys when full (maxmemory-policy {policy}), which would lose trajectories;"
             " set it to noeviction"
         )
+
+
+def knows_functions(info: Mapping[str, Any]) -> bool:
+    """`info` is the reply to INFO."""
+    return _version(info) >= FUNCTIONS_VERSION
+
+
+def _version(info: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(int(part) for part in str(info.get("redis_version", "0")).split(".")[:2])

@@ -30,8 +30,9 @@ from penstock.deploy.placements.ray.cluster import (
 )
 from penstock.deploy.plan import Role
 from penstock.deploy.processes import RoleFailed, RoleSpec
-from penstock.deploy.run_dir import RunDir, remove_weights
+from penstock.deploy.run_dir import RunDir
 from penstock.deploy.supervisor import Supervisor
+from penstock.deploy.weights_folder import remove_weights
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group

@@ -14,7 +14,8 @@ import jinja2
 
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.placements.slurm.placement import JobLayout
-from penstock.deploy.run_dir import RunDir, local_weights_dir
+from penstock.deploy.run_dir import RunDir
+from penstock.deploy.weights_folder import local_weights_prefix
 
 Runtime = Literal["pyxis", "apptainer"]
 
@@ -84,7 +85,7 @@ def run_script(recipe: SlurmRecipe, job: SlurmJob, at: JobLayout, *, sandbox: bo
     values = {
         "name": config.name,
         "run": str(run.root),
-        "local_weights": str(local_weights_dir(config)),
+        "local_weights": str(local_weights_prefix(config)),
         "picture": list(_picture(at, url, sandbox=sandbox)),
         "directives": _directives(config, job, nodes=at.nodes),
         "url": url,

@@ -8,6 +8,7 @@ between it and a forged result:
   that the code writes are nothing to the grader. A test without its own line has not passed.
 - Canaries: tests that must fail, put in among the real ones under names that look like theirs. What makes failing
   tests pass (a patched pytest, an assertion that never raises) makes them pass too, and gives itself away.
+- Expected values may be others than the task's (`Parameters`), and data files are taken away once tests are collected.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
+import string
 import sys
 import time
 from typing import Any, Callable, Iterator  # noqa: UP035 - as Python 3.7 has them
@@ -43,7 +46,7 @@ def main() -> None:
     given = [os.path.abspath(path) for path in job["paths"][1:]]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*given, os.environ.get("PYTHONPATH", "")]))
     sys.argv = ["pytest", *job["arguments"]]
-    code = pytest.main(chosen, plugins=[Witness(sign, job["test_timeout_s"])])
+    code = pytest.main(chosen, plugins=[Parameters(job.pop("parameters")), Witness(sign, job)])
     sys.stdout.flush()
     sys.stderr.flush()
     REAL(int(code))  # without waiting for threads that the tests left
@@ -75,30 +78,46 @@ def signer(key: bytes, path: str) -> Sign:
 class Witness:
     """A plugin that says of each test how it ended."""
 
-    def __init__(self, sign: Sign, test_timeout_s: float) -> None:
+    def __init__(self, sign: Sign, job: dict[str, Any]) -> None:
         self.sign = sign
-        self.test_timeout_s = test_timeout_s
+        self.test_timeout_s: float = job["test_timeout_s"]
+        self.needed = set(job["needed"])
+        self.hidden: list[str] = job["hidden"]
+        self.observe: bool = job["observe"]
         self.phases: dict[str, dict[str, Any]] = {}
         self.marked: set[str] = set()
         self.started: dict[str, float] = {}
+        self.running: Any = None
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         self.marked = {item.nodeid for item in items if item.get_closest_marker("xfail")}
+        if self.observe:
+            self.sign({"kind": "collected", "tests": [[item.nodeid, digests(item)] for item in items]})
         canaries = list(make_canaries(items))
         self.sign({"kind": "canaries", "tests": [canary.nodeid for canary in canaries]})
         for canary in canaries:
             items.insert(random.SystemRandom().choice(places_in(items, canary.parent)), canary)
+        for path in self.hidden:
+            if os.path.exists(path):
+                os.unlink(path)
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
         self.started[item.nodeid] = time.monotonic()
+        self.running = item
         signal.signal(signal.SIGALRM, self._too_long)
         signal.setitimer(signal.ITIMER_REAL, self.test_timeout_s, self.test_timeout_s)
         yield
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _too_long(self, number: int, frame: Any) -> None:
+        """Where a test hangs that must pass, no later one can change the verdict: the run ends behind it."""
+        item = self.running
+        if item.nodeid in self.needed:
+            item.session.shouldstop = "a test hangs"
+            self.needed.discard(item.nodeid)
+            self.sign({"kind": "stopped", "test": item.nodeid})
         raise pytest.fail.Exception(f"the test ran longer than {self.test_timeout_s:g} s")
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -122,6 +141,81 @@ class Witness:
 
     def pytest_sessionfinish(self) -> None:
         self.sign({"kind": "end"})
+
+
+class Parameters:
+    """Changes expected values of ``parametrize`` before pytest makes ids and calls of them."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.names: dict[str, list[str]] = job["names"]
+        self.odds: float = job["odds"]
+        self.seed: int = job["seed"]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        wanted = self.names.get(metafunc.definition.nodeid, ())
+        dice = random.Random(f"{self.seed} {metafunc.definition.nodeid}")
+        for mark in metafunc.definition.iter_markers("parametrize") if wanted else ():
+            if len(mark.args) >= 2:
+                change_rows(mark, wanted, dice, self.odds)
+
+
+def change_rows(mark: Any, wanted: Any, dice: random.Random, odds: float) -> None:
+    """In the very list where there is one, so that nothing in the process shows other values than the tests get."""
+    names = mark.args[0]
+    names = [one.strip() for one in names.split(",") if one.strip()] if isinstance(names, str) else list(names)
+    rows = mark.args[1] if isinstance(mark.args[1], list) else list(mark.args[1])
+    columns = [at for at, name in enumerate(names) if name in wanted]
+    for at, row in enumerate(rows):
+        if columns and dice.random() < odds:
+            rows[at] = changed_row(row, columns, len(names), dice)
+    if rows is not mark.args[1]:
+        object.__setattr__(mark, "args", (mark.args[0], rows, *mark.args[2:]))
+
+
+def changed_row(row: Any, columns: list[int], count: int, dice: random.Random) -> Any:
+    if hasattr(row, "_replace") and hasattr(row, "values") and hasattr(row, "marks"):  # pytest.param(...)
+        return row._replace(values=changed_row(tuple(row.values), columns, 2, dice))
+    if count == 1:
+        return other_value(row, dice)
+    if not isinstance(row, (list, tuple)):
+        return row
+    values = [other_value(value, dice) if at in columns else value for at, value in enumerate(row)]
+    return values if isinstance(row, list) else tuple(values)
+
+
+def other_value(value: Any, dice: random.Random) -> Any:
+    """Of the same type and unequal; the value itself where there is no such one that is sure to be."""
+    if type(value) in (str, bytes):
+        return other_text(value, dice)
+    if type(value) in (bool, int, float):
+        return not value if type(value) is bool else value + dice.randint(1, 9)
+    if type(value) in (list, tuple) and value:
+        at = dice.randrange(len(value))
+        return type(value)([*value[:at], other_value(value[at], dice), *value[at + 1 :]])
+    if type(value) is dict and value:
+        key = dice.choice(list(value))
+        return {**value, key: other_value(value[key], dice)}
+    return [dice.randint(1, 9)] if type(value) is list else value
+
+
+def other_text(value: Any, dice: random.Random) -> Any:
+    """One letter or digit is another one; a letter more where there is none."""
+    text = value.decode("latin-1") if isinstance(value, bytes) else value
+    places = [at for at, sign in enumerate(text) if sign.isalnum()]
+    at = dice.choice(places) if places else len(text)
+    old = text[at : at + 1]
+    letters = string.ascii_uppercase if old.isupper() else string.ascii_lowercase
+    signs = "123456789" if old.isdigit() else letters
+    text = text[:at] + dice.choice([sign for sign in signs if sign != old]) + text[at + 1 :]
+    return text.encode("latin-1") if isinstance(value, bytes) else text
+
+
+def digests(item: Any) -> dict[str, str]:
+    """Of a test's parameters, so that two runs can be compared: addresses of objects are left out."""
+    given = getattr(getattr(item, "callspec", None), "params", {})
+    texts = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in given.items()}
+    return {name: hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16] for name, text in texts.items()}
 
 
 def make_canaries(items: list[Any]) -> Iterator[Any]:

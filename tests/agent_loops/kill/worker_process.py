@@ -1,4 +1,4 @@
-"""An agent worker in a process of its own, to be killed: real queue and sandbox server, a model that knows its lines.
+"""An agent worker in a separate process, to be killed: real queue and sandbox server, a model that knows its lines.
 
 python -m tests.agent_loops.kill.worker_process '{"name", "redis_url", "run", "model", "loop", "lines", …}'
 """
@@ -21,7 +21,7 @@ from penstock.agent_loops.chat import chat_of
 from penstock.rollout_server import GenerateRequest, Generation
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig
-from penstock.transfer_queue import RedisTransferQueue, RunContext, TransferQueueConfig
+from penstock.transfer_queue import Lease, RedisTransferQueue, RunContext, Trajectory, TransferQueueConfig
 
 PASSWORD, TOKEN = "a-test-password", "a-token-of-this-run"
 ASKED = "<|im_start|>user\n<tool_response>"
@@ -45,6 +45,18 @@ class Actor(FakeClient):
         return await super().generate(request)
 
 
+class HeldQueue(RedisTransferQueue):
+    """While the folder `done` is there, an episode that would be completed leaves its name in it instead."""
+
+    done: Path | None = None
+
+    async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
+        if self.done is not None and self.done.exists():
+            (self.done / lease.episode_id.replace("/", "-")).touch()
+            await asyncio.Event().wait()
+        await super().complete(lease, trajectory)
+
+
 async def main(given: dict[str, Any]) -> None:
     config = AgentConfig(
         loop=given["loop"],
@@ -52,9 +64,11 @@ async def main(given: dict[str, Any]) -> None:
         max_response_tokens=4000,
         max_turns=8,
         episode_deadline_s=300.0,
-        reward="judge.py:compute_score",
+        reward=given.get("reward", "judge.py:compute_score"),
+        rewards={"settings": given.get("reward_settings", {})},
     )
-    queue = await RedisTransferQueue.connect(given["redis_url"], given["run"], TransferQueueConfig(), PASSWORD)
+    queue = await HeldQueue.connect(given["redis_url"], given["run"], TransferQueueConfig(), PASSWORD)
+    queue.done = Path(given["done"]) if given.get("done") else None
     hold = Path(given["hold"]) if given.get("hold") else None
     client = Actor(chat_of(given["model"], config), given["lines"], hold, given["episodes"] / 25)
     sandbox = SandboxConfig(

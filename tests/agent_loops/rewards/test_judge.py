@@ -93,6 +93,13 @@ async def test_own_template_pattern_scale_and_request(judge, endpoint: Endpoint,
     assert endpoint.bodies[0]["max_tokens"] == 9
 
 
+async def test_judge_may_be_shown_every_segment(judge, endpoint: Endpoint, tasks_of) -> None:
+    (task,) = tasks_of()
+    reward = judge(template="Rate: {answer}", part="segments")
+    await reward.score(task, "It is 46.", {"final_text": "46.", "segments": ["I add.", "It is 46."]})
+    assert endpoint.bodies[0]["messages"][0]["content"] == "Rate: I add.\n\nIt is 46."
+
+
 async def test_the_same_question_is_asked_once(judge, endpoint: Endpoint, tasks_of) -> None:
     (task,) = tasks_of()
     reward = judge()
@@ -160,7 +167,7 @@ async def test_the_rate_spreads_the_requests() -> None:
         ({"pattern": "SCORE"}, "0 groups"),
         ({"pattern": "("}, "pattern"),
         ({"scale": [1, 1]}, "scale"),
-        ({"part": "all"}, "solution or final_text"),
+        ({"part": "all"}, "solution, segments or final_text"),
         ({"key_variable": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE is not set"),
     ],
 )

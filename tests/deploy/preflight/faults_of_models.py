@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 
 from tests.deploy.preflight.planting import Place, planted
+from tests.tiny_model import save_tiny_model
 
-from penstock.deploy.preflight import check_context, check_model, check_template, check_vocabulary
+from penstock.deploy.preflight import check_context, check_model, check_packing, check_template, check_vocabulary
 
 
 @planted(check_model, "model", r"config\.json, tokenizer")
@@ -85,3 +86,8 @@ def a_template_with_an_error_in_it(place: Place) -> Sequence[str]:
     model = place.model()
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role.nothing.here }}{% endfor %}")
     return [f"model={model}"]
+
+
+@planted(check_packing, "packed training", r"another model")
+def a_model_that_cannot_be_trained_packed(place: Place) -> Sequence[str]:
+    return [f"model={save_tiny_model(place.folder, 'GptOss', num_local_experts=4, num_experts_per_tok=2)}"]

@@ -45,8 +45,9 @@ def invoke(*words: str) -> Result:
     return CliRunner().invoke(app, ["doctor", *words])
 
 
-def test_a_sound_recipe_has_no_failing_check() -> None:
-    result = invoke(str(RECIPE), "--json")
+def test_a_sound_recipe_has_no_failing_check(tmp_path: Path) -> None:
+    result = invoke(str(RECIPE), "--json", f"runs_dir={tmp_path}")
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
     told = json.loads(result.stdout)
     assert [check for check in told["checks"] if not check["ok"]] == []
     assert (told["ok"], result.exit_code) == (True, 0)
@@ -70,11 +71,6 @@ def test_a_doomed_run_is_refused_with_the_same_words(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["run", str(RECIPE), f"runs_dir={tmp_path}", "model=./no/such/model"])
     assert result.exit_code == 2
     assert list(tmp_path.iterdir()) == [], "nothing was begun"
-
-
-def test_the_doctor_leaves_nothing_behind(tmp_path: Path) -> None:
-    invoke(str(RECIPE), f"runs_dir={tmp_path}")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_recipe_that_cannot_be_read_is_one_message() -> None:

@@ -162,6 +162,11 @@ def test_rows_without_a_reward_are_named(tmp_path: Path) -> None:
     assert "agent.reward" not in failures(*overrides, "agent.rewards.sources={elsewhere: search_em}")
 
 
+def test_refusal_of_a_missing_reward_file(tmp_path: Path) -> None:
+    missing = tmp_path / "no_reward.py"
+    assert str(missing) in failures(f"agent.reward={missing}:score")["agent.reward"].fix
+
+
 @pytest.mark.parametrize(("source", "needed"), [("codecontests", True), ("openai/gsm8k", False)])
 def test_refusal_of_code_rewards_without_boxes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, needed: bool

@@ -99,6 +99,9 @@ def test_the_check_finds_them_sound_and_a_broken_one_not(data, fields, tmp_path)
     assert f"{broken['instance_id']}: the reference patch does not pass" in done.stderr
     done = penstock("data", "swe-check", "--tasks", folder / "train.jsonl", "--limit", 1, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
+    assert "1 of 1: " in done.stderr
+    done = penstock("data", "swe-check", "--tasks", folder / "none.jsonl", cwd=tmp_path)
+    assert (done.returncode, done.stderr.strip()) == (2, f"--tasks {folder / 'none.jsonl'}: no such file")
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class Subject:
 
     @asynccontextmanager
     async def pausing(self, mode: str) -> AsyncIterator[Subject]:
-        """With another `rollout.pause`: hf in a process of its own, the others are told with each swap anyway."""
+        """With another `rollout.pause`: hf in a separate process, the others are told with each swap anyway."""
         if isinstance(self.engine, HttpEngine):
             weights = self.engine.weights
             before, weights.config = weights.config, weights.config.model_copy(update={"pause": mode})

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+import xxhash
 from tests.rollout_server.conformance.subject import PROMPT, Subject
 from tests.rollout_server.conftest import (
     TOKEN,
@@ -173,7 +174,9 @@ def other_rank(manifest: dict[str, Any]) -> str:
 
 def unknown_module(manifest: dict[str, Any]) -> str:
     path = Path(manifest["path"])
-    path.write_bytes(path.read_bytes().replace(b"layers.1.mlp.up_proj", b"layers.9.mlp.up_proj"))
+    renamed = path.read_bytes().replace(b"layers.1.mlp.up_proj", b"layers.9.mlp.up_proj")
+    path.write_bytes(renamed)
+    manifest["xxh3"] = xxhash.xxh3_64_hexdigest(renamed)
     for entry in manifest["tensors"]:
         entry["name"] = entry["name"].replace("layers.1.mlp.up_proj", "layers.9.mlp.up_proj")
     return "layers.9.mlp.up_proj.weight"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from tests.rollout_server.conformance.subject import PROMPT, VLLM, Subject, brok
 from tests.rollout_server.conftest import Reference, ask, skip_without, whole
 from tests.weight_sync.conftest import altered, other_checksum
 
-from penstock.rollout_server import EngineError, RolloutConfig
+from penstock.rollout_server import Chunk, EngineError, Generation, RolloutConfig
 from penstock.rollout_server.engines import find_installation
 from penstock.rollout_server.engines.vllm import environment
 from penstock.weight_sync import WeightsRefused
@@ -73,26 +73,91 @@ async def test_what_the_worker_holds_is_compared_after_the_swap(subject: Subject
     await subject.load(reference, reference.first)
 
 
+@only
+async def test_what_is_sampled_before_the_comparison_is_through_is_held_back(
+    subject: Subject, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = await subject.hold_first(reference)
+    task, seen = under_way(subject)
+    async with asyncio.timeout(180):
+        while not seen:
+            await asyncio.sleep(0.01)
+        weights, compared = subject.engine.weights, asyncio.Event()
+        verify = weights._verify
+
+        async def late(fetched: Any) -> None:
+            await verify(fetched)
+            await compared.wait()
+
+        monkeypatch.setattr(weights, "_verify", late)
+        after = await subject.load(reference, reference.other(1))
+        (stream,) = subject.engine.streams
+        at = stream.received
+        while stream.received < at + 50:
+            await asyncio.sleep(0.01)
+        assert seen == {before}
+        compared.set()
+        answer = await task
+    swap = answer.version_spans[0][2]
+    assert answer.version_spans == [(before, 0, swap), (after, swap, subject.long)]
+    subject.close(answer.logprobs[:swap], reference.logprobs(prompt(0), answer.token_ids[:swap]))
+    await subject.load(reference, reference.first)
+
+
+@only
+@pytest.mark.deep
+@pytest.mark.ends_engine
+async def test_no_token_of_a_version_that_the_worker_does_not_hold_gets_out(
+    subject: Subject, reference: Reference
+) -> None:
+    """The worker's comparison finds the difference by itself: what is not a number equals nothing."""
+    before = await subject.hold_first(reference)
+    task, seen = under_way(subject)
+    async with asyncio.timeout(180):
+        while not seen:
+            await asyncio.sleep(0.01)
+        norm = reference.first["model.norm.weight"].clone()
+        norm[0] = float("nan")
+        await subject.load(reference, {**reference.first, "model.norm.weight": norm})
+        await broken_off([task])
+    assert seen == {before}
+    assert not await subject.engine.healthy()
+    assert "parameter model.norm.weight holds other values" in subject.engine.stderr_tail()
+
+
+def under_way(subject: Subject) -> tuple[asyncio.Task[Generation], set[int]]:
+    """A long answer, and the versions of those of its tokens that came."""
+    seen: set[int] = set()
+
+    def note(chunk: Chunk) -> None:
+        seen.update(version for version, _, _ in chunk.version_spans)
+
+    return asyncio.create_task(whole(subject.engine, ask(prompt(0), subject.long), note)), seen
+
+
 WRONG = """
+import sys
 import torch
-from penstock.rollout_server.engines import end_where_different
+from penstock.rollout_server.engines import say_what_differs
 model = torch.nn.Module()
 model.norm = torch.nn.Linear(3, 2)
-end_where_different(model, 7, {"norm.weight": model.norm.weight.detach().clone(), "norm.bias": torch.ones(2)})
+say_what_differs(model, 7, {"norm.weight": model.norm.weight.detach().clone(), "norm.bias": torch.ones(2)}, sys.argv[1])
 """
 
 
 @pytest.mark.vllm
-async def test_a_worker_that_holds_other_values_ends() -> None:
+async def test_a_worker_that_holds_other_values_says_so(tmp_path: Path) -> None:
     await skip_without("vllm")
     installation = await find_installation(RolloutConfig(engine="vllm"))
     done = await asyncio.create_subprocess_exec(
-        installation.python, "-c", WRONG, env=environment(installation, 1, "key"),
+        installation.python, "-c", WRONG, str(tmp_path), env=environment(installation, 1, "key"),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     said, _ = await asyncio.wait_for(done.communicate(), 120)
     assert b"version 7: parameter norm.bias holds other values" in said, said.decode()
-    assert done.returncode == -signal.SIGKILL
+    assert done.returncode == 0
+    (verdict,) = tmp_path.iterdir()
+    assert "norm.bias" in verdict.read_text()
 
 
 @only

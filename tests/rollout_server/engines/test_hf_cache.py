@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -13,9 +14,8 @@ pytest.importorskip("transformers")
 from tests.rollout_server.conftest import Reference, small_config
 from transformers import AutoModelForCausalLM
 
-from penstock.rollout_server import Sampling
-from penstock.rollout_server.engines import PAGE_TOKENS, Batcher
-from penstock.rollout_server.engines import hf_batch as hf_attention
+from penstock.rollout_server import Chunk, Sampling
+from penstock.rollout_server.engines import PAGE_TOKENS, Batcher, use_attention_by_request
 
 pytestmark = [pytest.mark.torch]
 
@@ -24,9 +24,10 @@ class Bench:
     """A batcher in this process, and its answers."""
 
     def __init__(self, model_path: str, pause: str) -> None:
-        hf_attention.install()
+        use_attention_by_request()
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
         self.batcher = Batcher(self.model, small_config(pause=pause), 0, lambda: None)
+        self.chunks: defaultdict[str, list[Chunk]] = defaultdict(list)
 
     def swap(self, reference: Reference, seed: int) -> None:
         def load() -> None:
@@ -36,17 +37,14 @@ class Bench:
         self.batcher.swap(load, seed)
 
     async def answer(self, name: str) -> tuple[list[int], list[float]]:
-        ids: list[int] = []
-        logprobs: list[float] = []
         async with asyncio.timeout(60):
-            while True:
+            while not self.chunks[name] or self.chunks[name][-1].finish_reason is None:
                 for found, chunk in self.batcher.collect():
-                    assert found == name
-                    assert not isinstance(chunk, str)
-                    ids, logprobs = ids + chunk.token_ids, logprobs + chunk.logprobs
-                    if chunk.finish_reason:
-                        return ids, logprobs
+                    assert isinstance(chunk, Chunk)
+                    self.chunks[found].append(chunk)
                 await asyncio.sleep(0.005)
+        chunks = self.chunks.pop(name)
+        return [i for chunk in chunks for i in chunk.token_ids], [p for chunk in chunks for p in chunk.logprobs]
 
 
 @pytest.fixture(params=["keep", "recompute"])
@@ -83,3 +81,18 @@ async def test_prefixes_are_shared_between_swaps(bench: Bench, reference: Refere
         assert logprobs == pytest.approx(reference.logprobs(prompt, ids), abs=2e-5)
     # 400 tokens are two steps of 256; with 384 of them shared, one.
     assert steps == [5, 4]
+
+
+async def test_a_prompt_of_many_requests_is_computed_once(bench: Bench, reference: Reference) -> None:
+    """All asked for before the first is through; one that is cancelled meanwhile holds nobody up."""
+    prompt = [(11 * i + 5) % 512 for i in range(3 * PAGE_TOKENS + 5)]
+    names = [f"{i}" for i in range(6)]
+    for name in names:
+        bench.batcher.add(name, prompt, Sampling(max_new_tokens=4))
+    bench.batcher.cancel("0")
+    bench.batcher.cancel("4")
+    answers = {name: await bench.answer(name) for name in names if name not in {"0", "4"}}
+    assert bench.batcher.reused.tokens >= 3 * 3 * PAGE_TOKENS
+    for ids, logprobs in answers.values():
+        assert len(ids) == 4
+        assert logprobs == pytest.approx(reference.logprobs(prompt, ids), abs=2e-5)

@@ -114,6 +114,22 @@ def test_a_version_that_the_trainer_deletes_meanwhile_is_read_to_its_end(tmp_pat
         os.fstat(file)
 
 
+def test_a_file_exchanged_after_the_check_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = publish(tmp_path / "published").write(1, [("w", torch.tensor([1.0, 2.0]))])
+    reader = VersionReader({})
+    checked_read = reader._reader.read
+
+    def read_then_exchange(*given: Any) -> Any:
+        tensors = checked_read(*given)
+        save_file({"w": torch.tensor([6.0, 6.0])}, tmp_path / "theirs")
+        os.replace(tmp_path / "theirs", manifest.place)
+        return tensors
+
+    monkeypatch.setattr(reader._reader, "read", read_then_exchange)
+    file, _ = reader.read(manifest)
+    assert shown(file, tmp_path / "shown") == {"w": [1.0, 2.0]}
+
+
 def test_what_a_delta_leads_to_is_shown_whole(tmp_path: Path) -> None:
     publisher, reader = publish(tmp_path / "published"), VersionReader({})
     first, second = torch.arange(64.0), torch.arange(64.0)

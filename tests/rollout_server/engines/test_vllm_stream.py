@@ -70,6 +70,15 @@ async def test_vllms_own_spans_are_believed_for_tokens_not_handed_on_yet() -> No
     assert chunk.version_spans == [(3, 0, 1), (4, 1, 2)]
 
 
+async def test_disproved_tokens_are_not_handed_on() -> None:
+    received: list[int] = []
+    events = iter([event([1]), event([2]), event([3], "stop", [("0", 0, 1), ("1", 1, 3)])])
+    async with answering(events, lambda: 1) as stream:
+        with pytest.raises(EngineError, match="differ from vLLM's own"):
+            await collect(stream, received)
+    assert received == [1]
+
+
 async def test_a_version_that_was_handed_on_wrongly_is_an_error_not_a_guess() -> None:
     async with answering(iter([]), lambda: 1) as stream:
         stream._append([1], [{"logprob": -1.0}])

@@ -1,15 +1,24 @@
-"""In which order vLLM is told of a version, without vLLM: a server that notes its calls, workers made by hand."""
+"""In which order vLLM is told of a version, without vLLM: a server that notes its calls, workers made by hand.
+
+What is sampled before the workers have compared what they hold reaches nobody.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession, web
+from tests.rollout_server.conftest import ask
+from tests.rollout_server.engines.event_server import serving, stream_events
+from tests.rollout_server.engines.test_vllm_stream import event
 
-from penstock.rollout_server import EngineError, RolloutConfig
+from penstock.rollout_server import Chunk, EngineError, EngineInfo, RequestQueue, RolloutConfig, RolloutMetrics
 from penstock.rollout_server.engines import vllm
 from penstock.weight_sync import ChainFile, Manifest, WeightsRefused, state_of
 
@@ -17,7 +26,10 @@ MANIFEST = Manifest("shm", (ChainFile(3, None, "/dev/null", 0, "", state_of(()))
 
 
 class Server:
-    """Answers what a vLLM that holds version 3 would; `report` is where the workers are to say that they have read."""
+    """Answers what a vLLM that holds version 3 would.
+
+    `report` is where the workers are to say that they have read, `verdict` that they hold what they read.
+    """
 
     name, alive = "vLLM", True
 
@@ -25,12 +37,17 @@ class Server:
         self.folder = folder
         self.calls: list[str] = []
         self.report = asyncio.get_running_loop().create_future()
+        self.verdict = asyncio.get_running_loop().create_future()
+        self.streams: set[vllm.VLLMStream] = set()
+        self.http: ClientSession
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         info = (body or {}).get("update_info", {})
         self.calls.append(path.partition("?")[0] + (f" {info['phase']}" if info else ""))
         if info.get("phase") == "fetch":
             self.report.set_result(Path(info["report"]))
+        if info.get("phase") == "load":
+            self.verdict.set_result(Path(info["report"]))
         return {"weight_version": "3"}
 
     def cause(self) -> str:
@@ -38,6 +55,8 @@ class Server:
 
     async def stop(self) -> None:
         self.alive = False
+        for stream in self.streams:
+            stream.break_off("the server is being stopped")
 
 
 async def weights_of(server: Server, workers: int) -> vllm.VLLMWeights:
@@ -65,6 +84,7 @@ async def test_the_pause_begins_when_every_worker_has_read(tmp_path: Path) -> No
     after = ["/pause", "/update_weights load", "/finish_weight_update", "/weight_info", "/resume"]
     assert server.calls == before + after
     assert not report.exists()
+    await server.stop()
 
 
 async def test_what_a_worker_refuses_does_not_pause(tmp_path: Path) -> None:
@@ -86,3 +106,116 @@ async def test_a_server_that_ends_meanwhile_is_an_error(tmp_path: Path) -> None:
     server.alive = False
     with pytest.raises(EngineError, match="did not read the weights"):
         await swap
+
+
+class Client:
+    """One request and what came of it."""
+
+    def __init__(self, queue: RequestQueue, engine: vllm.VLLMEngine, prompt: int) -> None:
+        self.chunks: list[Chunk] = []
+        self.answer = asyncio.create_task(self._read(queue, engine, prompt))
+
+    async def _read(self, queue: RequestQueue, engine: vllm.VLLMEngine, prompt: int) -> None:
+        async for chunk in queue.generate(engine, ask([prompt], 4)):
+            self.chunks.append(chunk)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+    @property
+    def versions(self) -> list[int]:
+        """Of each token."""
+        return [v for chunk in self.chunks for v, start, end in chunk.version_spans for _ in range(start, end)]
+
+
+class OnTrial:
+    """An engine that loaded version 3 while `began` was answered; `early` and `late` end before the verdict."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        config = RolloutConfig(engine="vllm")
+        self.server = server
+        self.engine = vllm.VLLMEngine(config, str(folder), folder, 0)
+        self.engine.server, self.engine.streams = server, server.streams  # type: ignore[assignment]
+        self.engine.weights = vllm.VLLMWeights(config, str(folder), server, server.streams)  # type: ignore[arg-type]
+        self.engine.info = EngineInfo(name="vllm", engine_version="1", version=0, vocab_size=99, max_model_len=64)
+        self.queue = RequestQueue(4, RolloutMetrics(), truncated_sampling=False)
+        self.loaded = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if (await request.json())["token_ids"] == [2]:
+            return await stream_events(request, [event([21]), event([22], "length", [("3", 0, 2)])])
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for line in (event([11]), event([12])):
+            await send(response, line)
+        await self.loaded.wait()
+        for line in (event([13]), event([14], "length", [("default", 0, 2), ("3", 2, 4)])):
+            await send(response, line)
+        return response
+
+    async def load(self) -> tuple[Client, Client]:
+        """Both answers are complete in the engine, the verdict is outstanding."""
+        began = Client(self.queue, self.engine, 1)
+        async with asyncio.timeout(60):
+            while began.token_ids != [11, 12]:
+                await asyncio.sleep(0.01)
+            swap = asyncio.create_task(self.engine.load_weights(MANIFEST))
+            (await self.server.report / "101").write_text("")
+            assert (await swap).version == 3
+            self.loaded.set()
+            after = Client(self.queue, self.engine, 2)
+            await asyncio.sleep(0)
+            while not all(stream.ended for stream in self.server.streams):
+                await asyncio.sleep(0.01)
+        await a_while()
+        return began, after
+
+
+async def send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(f"data: {json.dumps(event)}\n\n".encode())
+    await asyncio.sleep(0.01)  # a segment of its own
+
+
+@asynccontextmanager
+async def on_trial(folder: Path) -> AsyncIterator[OnTrial]:
+    trial = OnTrial(Server(folder), folder)
+    async with serving(trial.answer) as trial.server.http:
+        yield trial
+        await trial.engine.stop()
+
+
+async def test_what_is_sampled_before_the_verdict_comes_after_it(tmp_path: Path) -> None:
+    async with on_trial(tmp_path) as trial:
+        began, after = await trial.load()
+        assert (began.token_ids, after.token_ids) == ([11, 12], [])
+        ((await trial.server.verdict) / "101").write_text("")
+        await asyncio.wait_for(asyncio.gather(began.answer, after.answer), 60)
+    assert (began.token_ids, began.versions) == ([11, 12, 13, 14], [0, 0, 3, 3])
+    assert (after.token_ids, after.versions) == ([21, 22], [3, 3])
+    assert [client.chunks[-1].finish_reason for client in (began, after)] == ["length", "length"]
+
+
+async def test_nobody_gets_a_token_of_weights_that_are_not_the_versions(tmp_path: Path) -> None:
+    async with on_trial(tmp_path) as trial:
+        began, after = await trial.load()
+        ((await trial.server.verdict) / "101").write_text("holds other values in parameter norm.weight")
+        outcomes = await asyncio.wait_for(asyncio.gather(began.answer, after.answer, return_exceptions=True), 60)
+        assert [isinstance(outcome, EngineError) and outcome.retryable for outcome in outcomes] == [True, True]
+        assert (began.token_ids, began.versions) == ([11, 12], [0, 0])
+        assert after.token_ids == []
+        assert not trial.server.alive
+
+
+async def test_the_next_version_waits_for_the_verdict_of_the_last(tmp_path: Path) -> None:
+    async with on_trial(tmp_path) as trial:
+        began, after = await trial.load()
+        verdict = await trial.server.verdict
+        trial.server.report, trial.server.verdict = (asyncio.get_running_loop().create_future() for _ in range(2))
+        swap = asyncio.create_task(trial.engine.load_weights(MANIFEST))
+        (await trial.server.report / "101").write_text("")
+        await a_while()
+        assert trial.server.calls[-1] == "/update_weights fetch"
+        (verdict / "101").write_text("")
+        await asyncio.wait_for(asyncio.gather(began.answer, after.answer, swap), 60)
+        assert trial.server.calls[-1] == "/resume"

@@ -15,7 +15,7 @@ from tests.sandbox.containers import IMAGE
 from tests.sandbox.orphans import MAKERS, Maker
 
 from benchmarks.support.boxes import sandbox_server
-from penstock.sandbox import RunResult, Sandbox, SandboxConfig, Session, make_sandbox
+from penstock.sandbox import BwrapSandbox, RunResult, Sandbox, SandboxConfig, Session, make_sandbox
 
 CONFIG = SandboxConfig(
     max_boxes=5, memory_mb=128, pids=32, cpu_s=1, tmp_mb=16, image=IMAGE, output_bytes=65536, run_timeout_s=30.0
@@ -33,6 +33,11 @@ class Target:
     url: str = ""
     """Of the server, where there is one."""
     visits: int = 0
+
+    @property
+    def counts_memory(self) -> bool:
+        """No cgroup limits these boxes: their first process counts, and what cannot be counted is refused."""
+        return self.backend != "docker" and "memory counted" in BwrapSandbox(CONFIG, "walls").containment
 
     async def visit_neighbour(self) -> None:
         """Its names are what the last visit left: neither it nor its server was restarted or disturbed."""

@@ -195,11 +195,11 @@ async def test_attack_other_boxes(session: Session, target: Target) -> None:
         *tried, system_v, processes, uid = (await attack(other, TRY_DOORS, timeout_s=20.0)).stdout.splitlines()
     finally:
         await other.close()
-    assert opened[0] == "True True" or target.backend == "docker"
+    assert opened[0] == "True True" or target.backend == "docker" or target.counts_memory
     assert len(tried) == 4
     assert not [line for line in tried if "REACHED" in line]
     assert (system_v, processes) == ("False False", "0")
-    assert uid != opened[1] or target.backend == "docker"
+    assert uid != opened[1] or target.backend == "docker" or os.geteuid() != 0
 
 
 async def test_attack_sessions_cannot_be_guessed(target: Target, session: Session) -> None:

@@ -60,7 +60,7 @@ async def test_grade_what_steers_the_tests_is_not_taken_from_a_patch(sandbox, ta
     found = await grade(sandbox, task, patch, LIMITS)
     assert found.outcomes[task.fail_to_pass[0]] == "failed"
     assert {found.outcomes[test] for test in task.pass_to_pass} == {"passed"}
-    assert (found.reason, found.share) == ("", 0.0)
+    assert (found.doubt, found.share) == ("", 0.0)
 
 
 @pytest.mark.parametrize("attack", two_by_default(NOT_BELIEVED))
@@ -152,7 +152,7 @@ async def test_grade_build_cannot_change_pytest(sandbox, task, tmp_path):
     built = dataclasses.replace(task, build_command="if [ -e setup.py ]; then python3 setup.py; fi")
     patch = patch_by(task.repository, task.base_commit, f"cat > setup.py <<'END'\n{attack}\nEND", tmp_path / "tree")
     found = await grade(sandbox, built, patch, LIMITS)
-    assert (found.reason, found.outcomes[task.fail_to_pass[0]]) == ("", "failed")
+    assert (found.doubt, found.outcomes[task.fail_to_pass[0]]) == ("", "failed")
 
 
 async def test_grade_honest_build_is_let_be(sandbox, task):

@@ -59,7 +59,7 @@ async def test_grade_tests_that_model_touched_are_hidden_ones_again(sandbox, tas
 async def test_grade_hanging_test_fails_alone(sandbox, task):
     command = "printf '\\n\\ndef shorten(text, width):\\n    while True:\\n        pass\\n' >> wordkit/slug.py"
     found = await grade(sandbox, task, await patch_of(sandbox, task, command, task.patch), LIMITS)
-    assert found.reason == ""
+    assert found.doubt == ""
     assert found.outcomes == {
         task.fail_to_pass[0]: "passed",
         task.pass_to_pass[0]: "passed",

@@ -1,13 +1,13 @@
 """The account of a stage that has played to its end: where is every episode that was submitted?
 
 Each task is in exactly one place: trained (its rewarded members in one step of the trainer's newest checkpoint), held
-(ready, too few for a step), or counted under one reason: filtered, dropped over age, dead.
+(ready, too few for a step), or counted under one reason: filtered, dropped over age, dead, payload lost.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from faults.plan import FaultPlan
 from faults.trainer import Checkpoints, Trained
 from penstock.transfer_queue import Status, TransferQueue
 
-REASONS = {"filtered": "filtered", "dropped_over_age": "dropped", "dead": "dead"}
+REASONS = {"filtered": "filtered", "dropped_over_age": "dropped", "dead": "dead", "payload_lost": "payload_lost"}
 """State of a group that will not be trained → name in the account."""
 
 
@@ -45,6 +45,12 @@ class Account:
     """Acknowledged, and in no place; with why we think so."""
     twice: list[str]
     """Trained more than once in the final lineage, or acknowledged to two workers."""
+    poison_rows: int
+    """Episodes that end their workers, accounted as dead letters."""
+    lost_payloads: int
+    """Episodes that left their step because a payload was gone, accounted under that reason."""
+    counts: Mapping[str, int]
+    """What else was done to the run, by name: `Intruders.counts`, `Troupe.counts`."""
     wrong: list[str] = field(default_factory=list)
     """Everything else that does not add up."""
 
@@ -52,6 +58,7 @@ class Account:
     def line(self) -> str:
         counts = {"kills": dict(self.kills), "tasks": self.tasks, "acknowledged": self.acknowledged}
         counts |= {"trained": self.trained, "steps": self.steps, "owed": self.owed, **self.reasons}
+        counts |= {"poison_rows": self.poison_rows, "lost_payloads": self.lost_payloads, **self.counts}
         counts |= {"lost": len(self.lost), "twice": len(self.twice), "wrong": len(self.wrong)}
         return f"account of seed {self.seed}: " + ", ".join(f"{name} {count}" for name, count in counts.items())
 
@@ -61,9 +68,14 @@ class Account:
         assert not found, "\n".join([self.line, *found])
 
 
-async def draw_up(plan: FaultPlan, queue: TransferQueue, kills: Mapping[str, int]) -> Account:
-    """The account of a stage whose work is drained. Asks the queue by its public protocol only."""
-    books = Books(plan)
+async def draw_up(
+    plan: FaultPlan, queue: TransferQueue, kills: Mapping[str, int], counts: Mapping[str, int], deleted: Set[str]
+) -> Account:
+    """The account of a stage whose work is drained. Asks the queue by its public protocol only.
+
+    `deleted`: episodes whose payload was deleted; they may be missing in what was trained.
+    """
+    books = Books(plan, deleted)
     status, held = await queue.status(), await queue.held()
     tasks = {task_id_at(position) for position in range(position_of(await queue.cursor()))}
     if plan.may_lose_tail:
@@ -79,20 +91,27 @@ async def draw_up(plan: FaultPlan, queue: TransferQueue, kills: Mapping[str, int
         reasons={name: status.groups[state] for state, name in REASONS.items()},
         lost=books.lost(held),
         twice=books.twice(),
+        poison_rows=len(books.poisoned & (letters := await dead_episodes(queue))),
+        lost_payloads=status.episodes["payload_lost"],
+        counts=counts,
     )
     account.wrong += books.wrong_lineage() + books.wrong_prints() + books.wrong_fences()
     account.wrong += wrong_counters(plan, books, status, held, tasks)
-    account.wrong += await wrong_payloads(books, queue, held)
+    account.wrong += await wrong_payloads(books, queue, held - deleted)
+    account.wrong += books.wrong_poison(held, letters)
+    account.wrong += wrong_losses(account.lost_payloads, deleted)
     return account
 
 
 class Books:
     """What the processes wrote down."""
 
-    def __init__(self, plan: FaultPlan) -> None:
+    def __init__(self, plan: FaultPlan, deleted: Set[str]) -> None:
         self._plan = plan
+        self._deleted = deleted
         self.told = read_folder(plan.folder / "told")
         self.acknowledged = {record["episode"]: record for record in self.told if record["kind"] == "acknowledged"}
+        self.poisoned = {record["episode"] for record in self.told if record["kind"] == "poisoned"}
         self.begun = {record["episode"] for record in self.told if record["kind"] == "about"}
         self.lineage = Checkpoints(plan.folder / "checkpoints").lineage()
         self.steps_of: dict[str, list[int]] = defaultdict(list)
@@ -111,7 +130,7 @@ class Books:
         lost = []
         for episode, record in self.acknowledged.items():
             rewarded, task = record["reward"] is not None, task_of(episode)
-            if rewarded and task in trained_tasks and episode not in self.steps_of:
+            if rewarded and task in trained_tasks and episode not in self.steps_of and episode not in self._deleted:
                 lost.append(f"{episode} of a trained group")
             if rewarded and task in held_tasks and episode not in held:
                 lost.append(f"{episode} of a held group")
@@ -134,9 +153,28 @@ class Books:
         for record in read_records(self._plan.folder / "trainer.jsonl"):
             if record["kind"] == "trained":
                 trained = Trained(record["step"], record["groups"], record["prints"])
-                if seen.setdefault(trained.step, trained) != trained:
+                if not self._same(seen.setdefault(trained.step, trained), trained):
                     wrong.append(f"step {trained.step} had another batch in life {record['life']}")
         return wrong
+
+    def _same(self, one: Trained, other: Trained) -> bool:
+        """But for groups of which a payload was deleted between the two."""
+        changed = tasks_of(set(self._deleted))
+
+        def unchanged(trained: Trained) -> list[list[tuple[str, str]]]:
+            groups = [group for group in trained.groups if task_of(group[0]) not in changed]
+            return [[(episode, trained.prints[episode]) for episode in group] for group in groups]
+
+        return unchanged(one) == unchanged(other)
+
+    def wrong_poison(self, held: set[str], letters: set[str]) -> list[str]:
+        """A group that is trained or held has nothing open: its poison row is a dead letter."""
+        ended = tasks_of(self.trained) | tasks_of(held)
+        owed = [episode for episode in self.poisoned - letters if task_of(episode) in ended]
+        trained = self.poisoned & (self.trained | held | set(self.acknowledged))
+        return [f"{episode} ends its workers and is no dead letter" for episode in owed] + [
+            f"{episode} ends its workers and was finished" for episode in trained
+        ]
 
     def wrong_fences(self) -> list[str]:
         """A fence keeps owners of an episode apart: no two have the same."""
@@ -188,8 +226,21 @@ def wrong_counters(plan: FaultPlan, books: Books, status: Status, held: set[str]
     return [*wrong, *(f"{task} was never submitted" for task in tasks_of(books.trained) - tasks)]
 
 
+async def dead_episodes(queue: TransferQueue) -> set[str]:
+    found: set[str] = set()
+    while page := await queue.dead_letters(start=len(found)):
+        found |= {letter.episode_id for letter in page}
+    return found
+
+
+def wrong_losses(lost: int, deleted: Set[str]) -> list[str]:
+    """What nobody deleted is not lost. One that is lost may take its group along, which has at most four members."""
+    return [f"{lost} payloads lost, {len(deleted)} were deleted"] if lost > 4 * len(deleted) else []
+
+
 def placed(episodes: Mapping[str, int], held: set[str]) -> int:
-    return len(held) + sum(episodes[name] for name in ("trained", "dropped", "filtered", "unrewarded", "group_failed"))
+    places = ("trained", "dropped", "filtered", "unrewarded", "group_failed", "payload_lost")
+    return len(held) + sum(episodes[name] for name in places)
 
 
 async def wrong_payloads(books: Books, queue: TransferQueue, held: set[str]) -> list[str]:

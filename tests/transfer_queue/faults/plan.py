@@ -35,6 +35,12 @@ class FaultPlan:
     checkpoint_every: int
     may_lose_tail: bool = False
     """Redis may lose its newest writes, as a machine with ``everysec`` does: what was finished may be owed again."""
+    poison: bool = False
+    """Some episodes end every worker process that runs them, see `episodes.is_poison`."""
+    movable_clock: bool = False
+    """Redis's own clock can be stepped, see `redis_clock`."""
+    loses_payloads: bool = False
+    """Payloads are deleted from Redis behind the queue's back."""
 
     @property
     def config(self) -> TransferQueueConfig:
@@ -59,11 +65,11 @@ def load_plan(path: Path) -> FaultPlan:
     return FaultPlan(**{**plain, "folder": Path(plain["folder"]), "limits": Limits(**plain["limits"])})
 
 
-def random_limits(chance: random.Random) -> Limits:
+def random_limits(chance: random.Random, *, smallest_group: int = 2, fewest_groups: int = 1) -> Limits:
     """Small groups and steps, so that every kind of ending is met; all overage policies, filters and a quota."""
-    groups_per_step = chance.randint(1, 3)
+    groups_per_step = chance.randint(fewest_groups, 3)
     return Limits(
-        group_size=chance.randint(2, 4),
+        group_size=chance.randint(smallest_group, 4),
         groups_per_step=groups_per_step,
         max_staleness=chance.randint(0, 3),
         overage=chance.choice(["wait", "wait", "mask", "drop"]),
@@ -100,6 +106,8 @@ GAPS = (
 )
 ANYWHERE = "anywhere"
 """Not a gap: the trainer is killed from outside at a random moment."""
+OVERTAKEN = "overtaken"
+"""Not a gap: a second trainer claims the run while the first lives."""
 
 
 class Gaps:

@@ -33,9 +33,11 @@ import redis.asyncio as aioredis
 import penstock
 from faults.account import Account, draw_up
 from faults.havoc import CuttingProxy
-from faults.plan import ANYWHERE, FaultPlan, random_limits
-from faults.trainer import START_AGAIN
-from penstock.transfer_queue import Limits, RedisServer, RedisTransferQueue
+from faults.intruders import Intruders, SlowlyLoadedServer, Wedged
+from faults.plan import ANYWHERE, OVERTAKEN, FaultPlan, random_limits
+from faults.redis_clock import STEP_KEY, movable_redis_clock
+from faults.trainer import FENCED, START_AGAIN
+from penstock.transfer_queue import Limits, RedisTransferQueue
 
 PASSWORD = "a-test-password"
 DRAIN_TIMEOUT_S = 120.0
@@ -44,7 +46,8 @@ DRAIN_TIMEOUT_S = 120.0
 class Stage:
     """Owns everything in it; whatever happens, nothing of it is left when it closes.
 
-    `fsync`: the append-only file's. `may_lose_tail`: see `FaultPlan`. `behind_proxy`: processes reach Redis by `proxy`.
+    `fsync`: the append-only file's. `behind_proxy`: processes reach Redis by `proxy`. `may_lose_tail`, `poison`,
+    `movable_clock`, `loses_payloads`: see `FaultPlan`.
     """
 
     def __init__(
@@ -54,14 +57,14 @@ class Stage:
         fsync: str = "always",
         workers: int = 2,
         limits: Limits | None = None,
-        may_lose_tail: bool = False,
         behind_proxy: bool = False,
         worker_options: Sequence[str] = (),
+        **options: bool,
     ) -> None:
         self.chance = random.Random(seed)
         # Beside the tests' own folder: the path of a unix socket must be short.
         self._folder = Path(tempfile.mkdtemp(prefix="faults-", dir=_memory() if fsync == "everysec" else None))
-        self.server = RedisServer(
+        self.server = SlowlyLoadedServer(
             self._folder / "redis", PASSWORD, appendfsync=fsync, unix_socket=self._folder / "redis.sock"
         )
         self.proxy = CuttingProxy(self.server.url, self._folder / "proxy.sock", self.chance)
@@ -73,10 +76,10 @@ class Stage:
             seed=seed,
             limits=limits or random_limits(self.chance),
             checkpoint_every=self.chance.randint(1, 4),
-            may_lose_tail=may_lose_tail,
+            **options,
         )
-        options = ["--url", self.proxy.url] if behind_proxy else []
-        self.troupe = Troupe(self.plan.save(), self.chance, options)
+        way = ["--url", self.proxy.url] if behind_proxy else []
+        self.troupe = Troupe(self.plan.save(), self.chance, way)
         self._places = workers
         self._worker_options = worker_options
         self.kills: Counter[str] = Counter()
@@ -88,11 +91,13 @@ class Stage:
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             await stack.enter_async_context(self.server)
             await stack.enter_async_context(self.proxy)
+            stack.enter_context(movable_redis_clock(enabled=self.plan.movable_clock))
             self.client = aioredis.Redis.from_url(self.server.url, password=PASSWORD, protocol=2)
             stack.push_async_callback(self.client.aclose)
             self.queue = await RedisTransferQueue.connect(self.server.url, self.plan.run, self.plan.config, PASSWORD)
             stack.push_async_callback(self.queue.close)
             await self.queue.create_run(self.plan.limits, "faults: 1")
+            self.intruders = Intruders(self.plan, self.queue, self.server)
             stack.push_async_callback(self.troupe.end)
             self._closing = stack.pop_all()
         return self
@@ -105,6 +110,8 @@ class Stage:
         async with asyncio.TaskGroup() as group:
             for place in range(self._places):
                 group.create_task(self.troupe.keep_worker(place, *self._worker_options))
+            beside = self.intruders.watch(lambda: self.troupe.trainer_starts), self.intruders.keep_head()
+            watching = [group.create_task(one) for one in beside]
             playing = [group.create_task(self._under_way(fault)) for fault in faults]
             await self.troupe.kill_trainer_in(gaps)
             finishing = group.create_task(self.troupe.finish_training())
@@ -112,7 +119,12 @@ class Stage:
             self.plan.finish()
             await self._drain(finishing)
             await self.troupe.stop_workers()
-        return await draw_up(self.plan, self.queue, {**self.kills, **self.troupe.kills})
+            for task in watching:
+                task.cancel()
+        kills, counts = {**self.kills, **self.troupe.kills}, {**self.intruders.counts, **self.troupe.counts}
+        account = await draw_up(self.plan, self.queue, kills, counts, self.intruders.deleted)
+        account.wrong += self.intruders.found
+        return account
 
     async def _under_way(self, fault: Coroutine[Any, Any, None]) -> None:
         """Faults begin when the first step is trained."""
@@ -125,7 +137,7 @@ class Stage:
             async with asyncio.timeout(DRAIN_TIMEOUT_S):
                 await asyncio.shield(finishing)
         except TimeoutError as error:
-            raise AssertionError(f"seed {self.plan.seed}: not drained: {await self.queue.status()}") from error
+            raise Wedged(f"seed {self.plan.seed}: not drained: {await self.queue.status()}") from error
 
     async def every(self, mean_s: float, fault: Callable[[], Awaitable[object]], *, times: int, name: str = "") -> None:
         """Play a fault `times` times, after random pauses; with a `name` it is counted under that."""
@@ -136,11 +148,12 @@ class Stage:
                 self.kills[name] += 1
 
     async def kill_worker(self) -> None:
-        self.troupe.kill_worker()
+        await self.troupe.kill_worker()
 
     async def leftovers(self) -> list[str]:
         """Keys that are left when the run is dropped."""
         await self.queue.drop_run()
+        await self.client.delete(self.queue._keys.index + STEP_KEY)
         return [key.decode() async for key in self.client.scan_iter(match=f"*{self.plan.run}*", count=1000)]
 
 
@@ -159,17 +172,18 @@ MOST_STARTS = 30
 
 
 class Troupe:
-    """The processes of one stage. `kills` counts what was killed: ``worker``, and ``trainer:GAP``."""
+    """The processes of one stage. `kills` counts what was killed: ``worker``, and ``trainer:GAP``; `counts`:
+    ``trainers_fenced``."""
 
     def __init__(self, plan_file: Path, chance: random.Random, options: Sequence[str]) -> None:
         self._plan_file = plan_file
         self._chance = chance
         self._options = options
         self._workers: dict[int, Process] = {}
-        self._trainer: Process | None = None
+        self._trainers: list[Process] = []
         self._stopping = False
-        self._lives = 0
         self.kills: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.restarts: Counter[str] = Counter()
         """``worker`` | ``trainer`` → how often one was started again."""
 
@@ -188,9 +202,11 @@ class Troupe:
             number += 1
         self.restarts["worker"] += number - 1
 
-    def kill_worker(self) -> None:
-        if self._workers[self._chance.choice([*self._workers])].signal(signal.SIGKILL):
-            self.kills["worker"] += 1
+    async def kill_worker(self) -> None:
+        """One that is alive: a place may be between two."""
+        while not self._workers[self._chance.choice([*self._workers])].signal(signal.SIGKILL):
+            await asyncio.sleep(0.02)
+        self.kills["worker"] += 1
 
     async def stop_workers(self) -> None:
         """Ask them to hand back what they hold."""
@@ -200,12 +216,43 @@ class Troupe:
         async with asyncio.timeout(STOP_TIMEOUT_S):
             await asyncio.gather(*(process.wait() for process in self._workers.values()))
 
+    @property
+    def trainer_starts(self) -> int:
+        return len(self._trainers)
+
     async def kill_trainer_in(self, gaps: Sequence[str], *, most_passes: int = 4) -> None:
         """One life for each gap, one after the other, each ending there."""
         for gap in gaps:
+            if gap == OVERTAKEN:
+                await self._overtake()
+                continue
             passes = self._chance.randint(1, MOST_PASSES.get(gap, most_passes))
             await self._until(KILLED, gap, passes)
             self.kills[f"trainer:{gap}"] += 1
+
+    async def _overtake(self) -> None:
+        """A second trainer claims the run while the first lives and trains. The first is fenced, the second killed."""
+        code = START_AGAIN
+        while code == START_AGAIN:
+            older = await self._start_trainer()
+            waiting = asyncio.create_task(older.wait())
+            while not (waiting.done() or (self._plan_file.parent / f"{older.name}.began").exists()):
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(self._chance.uniform(0, 0.5))
+            newer = older
+            while not waiting.done():
+                newer = await self._start_trainer()
+                await asyncio.wait(
+                    {waiting, ending := asyncio.create_task(newer.wait())}, return_when=asyncio.FIRST_COMPLETED
+                )
+                if ending.done() and ending.result() != START_AGAIN:
+                    raise newer.failure(ending.result())
+            if (code := waiting.result()) not in (START_AGAIN, FENCED):
+                raise older.failure(code)
+            await asyncio.sleep(self._chance.uniform(0, 0.5))
+            await newer.end()
+        self.counts["trainers_fenced"] += 1
+        self.kills[f"trainer:{OVERTAKEN}"] += 1
 
     async def finish_training(self) -> None:
         """Until a life says that everything is trained."""
@@ -216,14 +263,19 @@ class Troupe:
         for _ in range(MOST_STARTS):
             if await self._trainer_life(gap, passes) == code:
                 return
-        raise self._trainer.failure(START_AGAIN)
+        raise self._trainers[-1].failure(START_AGAIN)
+
+    async def _start_trainer(self, *inside: str) -> Process:
+        self.restarts["trainer"] += bool(self._trainers)
+        name = f"trainer-{len(self._trainers) + 1}"
+        process = await Process.start("trainer", self._plan_file, name, *self._options, *inside)
+        self._trainers.append(process)
+        return process
 
     async def _trainer_life(self, gap: str, passes: int) -> int:
-        self._lives += 1
-        self.restarts["trainer"] += self._lives > 1
-        inside = ["--gap", gap, "--passes", str(passes)] if gap not in ("", ANYWHERE) else []
-        process = await Process.start("trainer", self._plan_file, f"trainer-{self._lives}", *self._options, *inside)
-        self._trainer = process
+        process = await self._start_trainer(
+            *(["--gap", gap, "--passes", str(passes)] if gap not in ("", ANYWHERE) else [])
+        )
         if gap == ANYWHERE:
             await asyncio.sleep(self._chance.uniform(0.35, 1.5))
             process.signal(signal.SIGKILL)
@@ -234,7 +286,7 @@ class Troupe:
 
     async def end(self) -> None:
         """Nobody is left."""
-        everyone = [*self._workers.values(), *([self._trainer] if self._trainer else [])]
+        everyone = [*self._workers.values(), *self._trainers]
         await asyncio.gather(*(process.end() for process in everyone))
 
 

@@ -16,6 +16,9 @@ import pytest
 from faults.account import Account
 from faults.episodes import cursor_at, next_entry, task_at, trajectory_of
 from faults.havoc import HOUR_S, REAL_TIME, REPLY, REQUEST, fill_redis, kill_redis, lose_tail, pause_redis
+from faults.intruders import Wedged
+from faults.mix import EVERY_GAP as EVERY_GAP_AND_MORE
+from faults.mix import play_mix
 from faults.plan import ANYWHERE, GAPS, seeds
 from faults.stage import Stage
 from penstock.transfer_queue import Announcement, Batch, JournalEntry, Lease, Limits
@@ -141,6 +144,29 @@ async def test_campaign(name: str) -> None:
     for seed in seeds(rounds):
         account = await play(seed, faults, **options)
         assert account.steps > 1 or "paused" not in name
+
+
+@pytest.mark.deep
+async def test_every_fault_of_the_campaign() -> None:
+    """The short form of ``penstock bench faults``: a dozen kills of each, and all that meddles from beside the run."""
+    (seed,) = seeds(1)
+    account, restarts = await play_mix(seed, len(EVERY_GAP_AND_MORE), load_s=5.0)
+    print(account.line)
+    account.check()
+    assert set(account.kills) == {"redis", "worker", *(f"trainer:{gap}" for gap in EVERY_GAP_AND_MORE)}
+    assert restarts["worker"] >= account.kills["worker"]
+    assert account.counts["trainers_fenced"] == account.counts["loads"] == 1
+    assert account.counts["strangers_refused"] == account.counts["clock_steps"] == account.kills["worker"]
+    assert account.poison_rows >= 1
+    assert account.counts["payloads_deleted"] >= 1
+
+
+async def test_a_run_that_trains_nothing_is_called_wedged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trainer, and no fault that would explain it."""
+    monkeypatch.setattr("faults.intruders.WEDGE_S", 0.5)
+    async with Stage(0) as stage:
+        with pytest.raises(Wedged, match="no step after 0"):
+            await stage.intruders.watch(lambda: 0)
 
 
 async def test_commits_go_on_in_a_full_redis() -> None:

@@ -2,7 +2,8 @@
 
 The order of trainer/loop.py: take(s), prefetch(s + 1), train, publish(s + 1), spill; every few steps a checkpoint and
 its commit beside the next steps. Its model is the list of what it was trained on. Exit 0: everything fed is trained.
-Exit 75: the queue has lost steps; started again, it continues from its newest checkpoint.
+Exit 75: the queue has lost steps, or a payload of one; started again, it continues from its newest checkpoint.
+Exit 76: a later trainer has claimed the run.
 
 The miniature trainer's model: which episodes it learned from in which step, in durable files that form a chain.
 
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from faults.episodes import Records, cursor_at, position_of, task_at, trajectory_print
 from faults.plan import FaultPlan, Gaps, check_parent, load_plan
+from faults.redis_clock import movable_redis_clock
 from penstock.transfer_queue import (
     Announcement,
     BadPayload,
@@ -34,12 +36,14 @@ from penstock.transfer_queue import (
     Status,
     StepError,
     Task,
+    TrainerFenced,
+    Trajectory,
     TransferQueue,
 )
 
-START_AGAIN = 75
-BATCH_TIMEOUT_S = 60.0
-"""Longer than any fault of ours lasts."""
+START_AGAIN, FENCED = 75, 76
+BATCH_TIMEOUT_S = 300.0
+"""Longer than any fault of ours lasts; the stage's own watch is quicker."""
 POLL_S = 0.01
 
 
@@ -63,10 +67,11 @@ class Trainer:
 
     async def run(self) -> None:
         step, published = await self._resume()
+        (self._plan.folder / f"{self._life}.began").touch()
         while batch := await self._take(step):
             self._gaps.at("after_lease")
             self._next = asyncio.create_task(self._lease(step + 1))
-            await self._train(batch)
+            batch = await self._train(batch)
             self._gaps.at("after_step")
             if step + 1 > published:
                 await self._queue.publish_version(announcement(step + 1))
@@ -81,6 +86,7 @@ class Trainer:
 
     async def _resume(self) -> tuple[int, int]:
         """(step to go on with, newest version that is out)"""
+        await self._queue.claim_training(f"life {self._life}")
         step, status = self._checkpoints.newest().step, await self._queue.status()
         if status.committed_step > step:
             raise AssertionError(f"step {status.committed_step} is committed and no checkpoint beyond {step} is whole")
@@ -125,17 +131,39 @@ class Trainer:
             await self._remind()
             await asyncio.sleep(POLL_S)
 
-    async def _train(self, batch: Batch) -> None:
+    async def _train(self, batch: Batch) -> Batch:
+        """Returns what it was trained on: `batch` without what could not be read."""
+        while (trajectories := await self._read(batch)) is None:
+            lost = [episode for episode in _episodes(batch) if not await self._readable(episode)]
+            await self._queue.drop_lost(batch.step, lost)
+            left = await self._queue.lease_batch(batch.step)
+            assert isinstance(left, Batch), left
+            batch = left
         groups = [list(group) for group in batch.groups]
-        trajectories = await self._queue.read([episode for group in groups for episode in group])
         prints = {trajectory.episode_id: trajectory_print(trajectory) for trajectory in trajectories}
         trained = Trained(batch.step, groups, prints)
         self._since_saved.append(trained)
         self._log.write("trained", life=self._life, step=batch.step, groups=groups, prints=prints)
+        return batch
+
+    async def _read(self, batch: Batch) -> list[Trajectory] | None:
+        try:
+            return await self._queue.read(_episodes(batch))
+        except BadPayload:
+            if not self._plan.loses_payloads:
+                raise
+            return None
+
+    async def _readable(self, episode_id: str) -> bool:
+        try:
+            await self._queue.read([episode_id])
+        except BadPayload:
+            return False
+        return True
 
     async def _spill(self, batch: Batch) -> None:
         self._gaps.during("in_spill")
-        await self._queue.spill(batch.step, [episode for group in batch.groups for episode in group])
+        await self._queue.spill(batch.step, _episodes(batch))
 
     async def _save(self, step: int) -> None:
         if step == self._saved:
@@ -146,6 +174,7 @@ class Trainer:
         self._saving = asyncio.create_task(self._seal_and_commit(checkpoint))
 
     async def _seal_and_commit(self, checkpoint: Checkpoint) -> None:
+        await self._queue.check_training()
         self._checkpoints.write(checkpoint, self._gaps)
         self._gaps.at("after_checkpoint")
         self._gaps.during("in_commit")
@@ -155,6 +184,10 @@ class Trainer:
     async def _settle(self) -> None:
         if self._saving is not None:
             await self._saving
+
+
+def _episodes(batch: Batch) -> list[str]:
+    return [episode for group in batch.groups for episode in group]
 
 
 def announcement(version: int) -> Announcement:
@@ -171,13 +204,22 @@ async def main() -> None:
     given = parser.parse_args()
     plan = load_plan(given.plan)
     gaps = Gaps(given.gap, given.passes, random.Random(f"{plan.seed}/{given.life}"))
+    with movable_redis_clock(enabled=plan.movable_clock):
+        await _play(plan, given.life, gaps, given.url or plan.url)
+
+
+async def _play(plan: FaultPlan, life: str, gaps: Gaps, url: str) -> None:
     log = BatchLog(plan.folder / "batches")
-    queue = await RedisTransferQueue.connect(given.url or plan.url, plan.run, plan.config, plan.password, batch_log=log)
+    queue = await RedisTransferQueue.connect(url, plan.run, plan.config, plan.password, batch_log=log)
     try:
         await queue.create_run(plan.limits, "faults: 1")
-        await Trainer(plan, given.life, queue, gaps).run()
+        await Trainer(plan, life, queue, gaps).run()
+    except TrainerFenced as error:
+        print(error, file=sys.stderr)
+        sys.exit(FENCED)
     except (StepError, BadPayload) as error:
-        if not plan.may_lose_tail:
+        # A payload may be gone between training on it and spilling it: the next life drops it.
+        if not (plan.may_lose_tail or (plan.loses_payloads and isinstance(error, BadPayload))):
             raise
         print(error, file=sys.stderr)
         sys.exit(START_AGAIN)
@@ -218,7 +260,8 @@ class Checkpoints:
     def write(self, checkpoint: Checkpoint, gaps: Gaps) -> None:
         """Durable when it returns. `gaps` may end the process in the middle of the file."""
         text = json.dumps(asdict(checkpoint))
-        unfinished = self._folder / f"{checkpoint.step:08d}.unfinished"
+        # Two trainers may be alive.
+        unfinished = self._folder / f"{checkpoint.step:08d}-{os.getpid()}.unfinished"
         with unfinished.open("w", encoding="utf-8") as file:
             file.write(text[: len(text) // 2])
             file.flush()

@@ -10,21 +10,25 @@ import asyncio
 import os
 import random
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from faults.episodes import (
     JournalBook,
     JournalBroken,
     Records,
+    is_poison,
     next_entry,
     trajectory_of,
     trajectory_print,
 )
 from faults.havoc import jump_now_and_then
 from faults.plan import FaultPlan, check_parent, load_plan
+from faults.redis_clock import movable_redis_clock
 from penstock.transfer_queue import (
     BadPayload,
     JournalEntry,
+    JournalMismatch,
     Lease,
     LeaseLost,
     Outcome,
@@ -69,7 +73,9 @@ class Worker:
     async def _round(self, owner: str) -> None:
         latest = await self._queue.latest_version()
         version = latest.version if latest else 0
-        leases = await self._queue.lease_episodes(owner, LEASES, version)
+        # Who dies of a poison row is the process: the queue must see that all its leases were lost together.
+        worker = self._name if self._plan.poison else owner
+        leases = await self._queue.lease_episodes(worker, LEASES, version)
         for lease in leases:
             self._told.write("leased", episode=lease.episode_id, fence=lease.fence, owner=owner)
             await self._attempt(lease, version)
@@ -81,6 +87,9 @@ class Worker:
             if self._stopping.is_set():
                 return await self._queue.release(lease)
             await self._check_journal(lease)
+            if self._plan.poison and is_poison(lease.episode_id):
+                self._told.write("poisoned", episode=lease.episode_id, fence=lease.fence)
+                os.kill(os.getpid(), signal.SIGKILL)
             await self._run_episode(lease, version)
         except LeaseLost:
             self._told.write("lease_lost", episode=lease.episode_id, fence=lease.fence)
@@ -105,9 +114,9 @@ class Worker:
         while entry := next_entry(lease.episode_id, entries, max(version, lease.min_version), self._chance):
             await self._think()
             self._journals.write(lease, "about", entry)
-            await self._queue.journal(lease, entry)
-            self._journals.write(lease, "told", entry)
             entries.append(entry)
+            await self._append(lease, entries)
+            self._journals.write(lease, "told", entry)
         (ending,) = self._chance.choices([*ENDINGS], [*ENDINGS.values()])
         if ending == "complete":
             await self._complete(lease, entries)
@@ -116,6 +125,18 @@ class Worker:
             self._told.write("failed", episode=lease.episode_id, fence=lease.fence, again=again)
         else:
             await self._queue.release(lease)
+
+    async def _append(self, lease: Lease, entries: Sequence[JournalEntry]) -> None:
+        """The newest entry, and before it those that the queue lost with its tail."""
+        position = len(entries) - 1
+        while position < len(entries):
+            try:
+                await self._queue.journal(lease, entries[position], position)
+                position += 1
+            except JournalMismatch as error:
+                if not self._plan.may_lose_tail or error.kept >= position:
+                    raise
+                position = error.kept
 
     async def _think(self) -> None:
         """Now and then so long that the lease runs out: the worker comes back as one that was thought dead."""
@@ -142,12 +163,13 @@ async def main() -> None:
     given = parser.parse_args()
     plan, stopping = load_plan(given.plan), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
-    queue = await RedisTransferQueue.connect(given.url or plan.url, plan.run, plan.config, plan.password)
-    try:
-        async with jump_now_and_then(random.Random(f"{plan.seed}/{given.name}/clock"), given.clock_jumps):
-            await Worker(plan, given.name, queue, stopping).run()
-    finally:
-        await queue.close()
+    with movable_redis_clock(enabled=plan.movable_clock):
+        queue = await RedisTransferQueue.connect(given.url or plan.url, plan.run, plan.config, plan.password)
+        try:
+            async with jump_now_and_then(random.Random(f"{plan.seed}/{given.name}/clock"), given.clock_jumps):
+                await Worker(plan, given.name, queue, stopping).run()
+        finally:
+            await queue.close()
 
 
 if __name__ == "__main__":

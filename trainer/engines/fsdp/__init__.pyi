@@ -16,3 +16,6 @@ from .sharded import mesh_of as mesh_of
 from .tensor_parallel import CannotSplitModel as CannotSplitModel
 from .tensor_parallel import plan_of as plan_of
 from .tensor_parallel import split_over as split_over
+from .trial import Trial as Trial
+from .trial import try_copy as try_copy
+from .trial import try_model as try_model

@@ -229,19 +229,39 @@ def use_packed_attention(model: PreTrainedModel) -> str:
 
     Raises `BadJob` where there is none.
     """
-    refusal = f"{type(model).__name__} cannot be trained packed by trainer.engine fsdp"
-    for setting, meaning in UNPACKABLE.items():
-        if getattr(model.config.get_text_config(), setting, None):
-            raise BadJob(f"{refusal}: {meaning} ({setting})")
+    refuse_unpackable(model)
+    refusal = _refusal(model)
     try:
         model.set_attn_implementation("eager")  # sdpa leaves out caps on scores
         reference = _two_rows_alone(model)
         name, packed = _tried(model)
     except Exception as error:  # a model's own code may raise anything on arguments that it was not written for
         raise BadJob(f"{refusal}: {first_sentence(error)}") from error
+    if not torch.isfinite(reference).all():
+        raise BadJob(f"{type(model).__name__} cannot be trained: {_not_finite(model)}")
     if not torch.allclose(packed, reference, atol=1e-4, rtol=1e-3):
         raise BadJob(f"{refusal}: its packed rows differ from the same rows alone")
     return name
+
+
+def refuse_unpackable(model: PreTrainedModel) -> None:
+    """Raises `BadJob` for what the model's settings say; asks for no weights."""
+    for setting, meaning in UNPACKABLE.items():
+        if getattr(model.config.get_text_config(), setting, None):
+            raise BadJob(f"{_refusal(model)}: {meaning} ({setting})")
+
+
+def _refusal(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} cannot be trained packed by trainer.engine fsdp"
+
+
+def _not_finite(model: PreTrainedModel) -> str:
+    """Why its logits are not: NaN equals nothing, so that packed rows would be said to differ."""
+    bad = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    if not bad:
+        return "its logits are not finite although its weights are"
+    rest = f" and {len(bad) - 1} more parameters" if len(bad) > 1 else ""
+    return f"its weights hold NaN or infinite values, first in {bad[0]}{rest}; take a copy of the model without them"
 
 
 def _tried(model: PreTrainedModel) -> tuple[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster, in a process of its own. What they write lies in RAY_TMPDIR, which must be set.
+"""Nodes of a Ray cluster, in a separate process. What they write lies in RAY_TMPDIR, which must be set.
 
 A line with a number on stdin starts a node with so many CPUs and prints its raylet's pid and the cluster's address as
 JSON; the first node is the head. The end of stdin ends all of them. `ray start` would do, were it not for its ports:

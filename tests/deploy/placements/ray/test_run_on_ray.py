@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -180,15 +181,29 @@ def assert_released(cluster: RayCluster) -> None:
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
+LOOP = """
+import sys
+
+from penstock.agent_loops import AgentLoopBase
+
+if "agent" in sys.argv:
+    raise ImportError("no agent worker can import it")
+
+class Loop(AgentLoopBase):
+    async def run(self, task): ...
+"""
+
+
 @pytest.mark.deep
-def test_ray_failed_role_ends_the_run_with_its_log(cluster: RayCluster, start_run) -> None:
+def test_ray_failed_role_ends_the_run_with_its_log(cluster: RayCluster, start_run, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
     node = cluster.add(cpus=3)
-    loop = "agent.loop=recipes.nowhere:Nothing"
+    loop = f"agent.loop={tmp_path / 'loop.py'}:Loop"
     run = start_run("doomed", *SETTINGS, loop, "--on", "ray", "--ray-address", cluster.address)
     assert run.process.wait(START_S) == 1
     told = run.log.read_text()
     assert "agent-0 stopped the run:" in told
-    assert "recipes.nowhere" in told
+    assert "no agent worker can import it" in told
     assert not node.below("penstock.deploy.cli")
     assert (run.root / "summary.json").exists()
 

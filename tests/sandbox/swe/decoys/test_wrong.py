@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from penstock.sandbox.swe import apply_all, wrong_tests
+from penstock.sandbox.swe import STRATEGIES, apply_all, changed_data, compared_parameters, open_edits, wrong_tests
 
 TESTS = b"""\
 import pytest
@@ -38,6 +38,16 @@ def test_turned(words=("a", "b")):
     assert len(words) <= LIMIT
 
 
+def test_equality(words=("a", "b")):
+    assert words == tuple("ab")
+
+
+def test_named():
+    given = 9
+    expected = 3
+    assert given**0.5 == expected
+
+
 def test_membership(words=("a", "b")):
     assert "a" in words
 
@@ -47,7 +57,7 @@ def test_truth():
 
 
 def test_not():
-    assert not any([0, 0])
+    assert not (any([0, 0]))
 
 
 def test_raises():
@@ -81,7 +91,19 @@ class TestCase:
 NAMES = {
     *(
         (f"test_{name}",)
-        for name in ("text", "numbers", "nested", "left", "turned", "membership", "truth", "not", "raises")
+        for name in (
+            "text",
+            "numbers",
+            "nested",
+            "left",
+            "turned",
+            "equality",
+            "named",
+            "membership",
+            "truth",
+            "not",
+            "raises",
+        )
     ),
     *(("TestInside", "test_method"), ("TestCase", "test_equal"), ("TestCase", "test_none")),
 }
@@ -169,3 +191,43 @@ def test_decoys_skip_assertions_that_may_not_be_reached():
 @pytest.mark.parametrize("data", [b"def broken(:\n", b"a = 1\r\n", b"\xff\xfe"])
 def test_decoys_skip_what_is_no_plain_python(data):
     assert wrong_tests(data, {("test_a",)}, random.Random(0)) == {}
+
+
+MANY = b"""\
+import pytest
+
+LIMIT = 30
+ROWS = [("a", 10), pytest.param("b", 20)]
+
+
+@pytest.mark.parametrize("text, expected", ROWS)
+def test_rows(text, expected):
+    found = work(text)
+    assert found == expected
+
+
+@pytest.mark.parametrize("given", [1])
+def test_limit(given):
+    assert work(given) == LIMIT
+"""
+
+
+def test_decoys_open_edits_change_expected_values_alone():
+    names = {("test_rows",), ("test_limit",)}
+    assert compared_parameters(MANY, names) == {("test_rows",): ("expected",)}
+    changed = apply_all(MANY, open_edits(MANY, names, random.Random(1), 1.0)).decode()
+    for kept in ('("a", ', 'pytest.param("b", ', '"given", [1]'):
+        assert kept in changed
+    for value in ("10)", "20)", "= 30"):
+        assert value not in changed
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [('[[1, 2], "ab"]\n', "[[1, 2], "), ('{"in": 5, "expected": 7}\n', '{"in": 5, "expected": '), ("a,b,12\n", "a,b,")],
+)
+def test_data_files_last_values_change_in_form(text, kept):
+    changed = changed_data({"d": text.encode()}, STRATEGIES[1], random.Random(0), 1.0)["d"].decode()
+    assert changed.startswith(kept)
+    assert changed != text
+    assert [sign.isdigit() for sign in changed] == [sign.isdigit() for sign in text]

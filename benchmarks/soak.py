@@ -1,0 +1,148 @@
+"""A whole run in which a random role is killed every 5 to 15 seconds: does it balance at its end, is anything left?
+
+    penstock bench soak --json
+
+The calculator recipe: engine `hf`, boxes of bubblewrap, a real Redis. Killed by SIGKILL: an agent worker, a rollout
+server or its engine, the trainer, redis-server, or the supervisor itself, which is then started with ``--resume``. At
+the end the run is stopped and resumed for its last steps; then the accounts must balance, nothing may be left of it on
+the machine, and the memory of each role must not have grown.
+
+PENSTOCK_SOAK_MINUTES (30); PENSTOCK_SOAK_SEED (random); PENSTOCK_SOAK_FOLDER: where the run's folder is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import tempfile
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import linear_regression, median
+from typing import Any
+
+from benchmarks.support.comparison import say
+from benchmarks.support.left_behind import left_behind, wait_for_nothing
+from benchmarks.support.soak_run import LOOK_S, ROLES, SUPERVISOR, EndedEarly, SoakRun
+
+PAUSE_S = (5.0, 15.0)
+WEIGHTS = {**dict.fromkeys(ROLES, 2), SUPERVISOR: 1}
+"""How often a role is chosen. With its supervisor the whole run dies; after that it needs time to train anything."""
+GROWN_UP_S = 60.0
+"""A process that is younger may still be taking what it needs: on a busy machine a trainer needs 20 s to be there."""
+UNTIL_FIRST_STEP_S, UNTIL_END_S = 600.0, 900.0
+NEVER = 1_000_000
+LAST_STEPS = 2
+OF_SUMMARY = (
+    "steps",
+    "lost",
+    "trained_twice",
+    "token_mismatches",
+    "episodes_failed",
+    "staleness_max",
+    "lives",
+    "restarts",
+)
+
+
+class Memory:
+    """Resident memory of each role over the time of the soak, in whatever process it was."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._began = time.monotonic()
+
+    def add(self, seen: dict[str, list[tuple[float, int]]]) -> None:
+        minute = (time.monotonic() - self._began) / 60
+        for role in seen.keys() & WEIGHTS.keys():
+            self._rows[role] += [(minute, size / 1e6) for age_s, size in seen[role] if age_s >= GROWN_UP_S]
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Role → median of all looks in MB, and growth by least squares in MB per minute."""
+        found = {}
+        for role, rows in sorted(self._rows.items()):
+            minutes, sizes = zip(*rows, strict=True) if rows else ((), ())
+            if len(set(minutes)) > 1:
+                slope = linear_regression(minutes, sizes).slope
+                found[role] = {"mb": round(median(sizes), 1), "mb_per_min": round(slope, 3), "looks": len(rows)}
+        return found
+
+
+class Soak:
+    """The kills of one soak. `ended`: why the run ended by itself, each time that it did."""
+
+    def __init__(self, run: SoakRun, seed: int) -> None:
+        self._run = run
+        self._chance = random.Random(seed)
+        self.memory = Memory()
+        self.kills: Counter[str] = Counter()
+        self.ended: list[str] = []
+
+    def until_first_step(self) -> None:
+        deadline = time.monotonic() + UNTIL_FIRST_STEP_S
+        while not self._run.steps():
+            self._run.check()
+            if time.monotonic() > deadline:
+                raise EndedEarly(f"no step within {UNTIL_FIRST_STEP_S:.0f} s: {self._run.tail()}")
+            self._run.note()
+            time.sleep(LOOK_S)
+
+    def play(self, minutes: float) -> None:
+        until = time.monotonic() + 60 * minutes
+        while time.monotonic() < until:
+            self._look_for(self._chance.uniform(*PAUSE_S))
+            try:
+                self._run.check()
+            except EndedEarly as error:
+                say(f"soak: {error}")
+                self.ended.append(str(error))
+                self._run.start(steps=NEVER, resume=True)
+                continue
+            self._kill_one()
+
+    def _look_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.memory.add(self._run.note())
+            time.sleep(LOOK_S)
+
+    def _kill_one(self) -> None:
+        """None where no process has the chosen role now: a run that starts again begins with its supervisor alone."""
+        (role,) = self._chance.choices([*WEIGHTS], [*WEIGHTS.values()])
+        pids = [process.pid for name, process in self._run.parts() if name == role]
+        if not pids:
+            return
+        if self._run.kill(self._chance.choice(pids)):
+            self.kills[role] += 1
+            say(f"soak: killed {role}; {self._run.newest_step()} steps so far")
+        if role == SUPERVISOR:
+            self._run.start(steps=NEVER, resume=True)
+
+
+def measure() -> dict[str, Any]:
+    minutes = float(os.environ.get("PENSTOCK_SOAK_MINUTES", "30"))
+    seed = int(os.environ.get("PENSTOCK_SOAK_SEED", random.randrange(10**6)))
+    with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
+        kept = Path(os.environ.get("PENSTOCK_SOAK_FOLDER", folder)).resolve()
+        kept.mkdir(parents=True, exist_ok=True)
+        return _measure(SoakRun(kept, f"soak-{secrets.token_hex(3)}"), minutes, seed)
+
+
+def _measure(run: SoakRun, minutes: float, seed: int) -> dict[str, Any]:
+    soak = Soak(run, seed)
+    run.start(steps=NEVER)
+    try:
+        soak.until_first_step()
+        soak.play(minutes)
+        run.stop()
+        trained = run.steps()
+        run.start(steps=run.newest_step() + LAST_STEPS, resume=True)
+        summary = run.finish(UNTIL_END_S)
+        left = wait_for_nothing(lambda: left_behind(run.root, run.started, run.workers, run.ports))
+    finally:
+        run.end()
+    figures = {name: summary.get(name) for name in OF_SUMMARY}
+    figures |= {"kills": dict(soak.kills), "ended_by_itself": soak.ended, "steps_with_repeats": trained}
+    figures |= {"left_behind": left, "memory": soak.memory.figures(), "processes": len(run.started)}
+    return {"bench": "soak", "ratio": {}, "figures": figures, "setup": {"minutes": minutes, "seed": seed}}

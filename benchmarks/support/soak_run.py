@@ -1,0 +1,159 @@
+"""A `penstock run` in a separate process: its parts by role, killed at will, continued by ``--resume``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
+SUPERVISOR = "supervisor"
+ROLES = {
+    "agent": "penstock.deploy.cli agent",
+    "rollout": "penstock.deploy.cli rollout",
+    "engine": "hf_server",
+    "trainer": "train-rank",
+    "redis": "redis-server",
+}
+"""Role → what the command line of its process holds."""
+SMALL = (
+    *("groups_per_step=2", "group_size=4", "data.eval_limit=8", "trainer.checkpoint_every=2"),
+    *("agent.max_restarts=100000", "rollout.max_restarts=100000", "trainer.max_restarts=100000"),
+)
+STOP_TIMEOUT_S = 180.0
+LOOK_S = 1.0
+
+
+class EndedEarly(Exception):
+    """The run ended although nobody killed its supervisor; with the end of its log."""
+
+
+class SoakRun:
+    """Owns the process. `started`, `workers`, `ports`: what `note` has seen of the run's parts, see `left_behind`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self.root = folder / name
+        self._log = folder / f"{name}.log"
+        self.started: dict[int, float] = {}
+        self.workers: set[int] = set()
+        self.ports: set[int] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *overrides: str, steps: int, resume: bool = False) -> None:
+        words = [f"name={self.root.name}", f"runs_dir={self._folder}", f"trainer.steps={steps}", *SMALL, *overrides]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.deploy.cli", "run", str(RECIPE), *words, *(["--resume"] * resume)],
+                stdout=log,
+                stderr=log,
+                cwd=REPOSITORY,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")},
+            )
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def check(self) -> None:
+        assert self._process is not None
+        if (code := self._process.poll()) is not None:
+            raise EndedEarly(f"exit status {code}: {self.tail()}")
+
+    def parts(self) -> Iterator[tuple[str, psutil.Process]]:
+        """(role, process) of all that live; what belongs to none of the roles has the role ``other``."""
+        try:
+            family = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return
+        for process in family:
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    yield self._role(process), process
+            except psutil.NoSuchProcess:
+                continue
+
+    def _role(self, process: psutil.Process) -> str:
+        if process.pid == self.pid:
+            return SUPERVISOR
+        command = " ".join(process.cmdline())
+        return next((role for role, words in ROLES.items() if words in command), "other")
+
+    def note(self) -> dict[str, list[tuple[float, int]]]:
+        """Role → (age in seconds, resident bytes) of its processes now. Boxes are made and gone between two looks."""
+        found: dict[str, list[tuple[float, int]]] = {}
+        listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        for role, process in self.parts():
+            try:
+                self.started[process.pid] = process.create_time()
+                if role == "agent":
+                    self.workers.add(process.pid)
+                self.ports |= {each.laddr.port for each in listening if each.pid == process.pid}
+                age = time.time() - process.create_time()
+                found.setdefault(role, []).append((age, process.memory_info().rss))
+            except psutil.Error:
+                continue
+        return found
+
+    def kill(self, pid: int) -> bool:
+        """False where it has ended already."""
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        if pid == self.pid:
+            assert self._process is not None
+            self._process.wait(STOP_TIMEOUT_S)
+        return True
+
+    def stop(self) -> None:
+        """As Ctrl-C does."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait(STOP_TIMEOUT_S)
+
+    def finish(self, timeout_s: float) -> dict[str, Any]:
+        """The summary of a run that comes to its end. Raises `EndedEarly` where it fails."""
+        assert self._process is not None
+        deadline = time.monotonic() + timeout_s
+        while self._process.poll() is None:
+            if time.monotonic() > deadline:
+                raise EndedEarly(f"it did not end within {timeout_s:.0f} s: {self.tail()}")
+            self.note()
+            time.sleep(LOOK_S)
+        if (code := self._process.returncode) != 0:
+            raise EndedEarly(f"exit status {code}: {self.tail()}")
+        summary: dict[str, Any] = json.loads((self.root / "summary.json").read_text())
+        return summary
+
+    def end(self) -> None:
+        """Nothing of it lives on."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(STOP_TIMEOUT_S)
+
+    def steps(self) -> int:
+        """Trained ones, each as often as it was trained: steps after the newest checkpoint are trained again."""
+        metrics = self.root / "metrics.jsonl"
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    def newest_step(self) -> int:
+        metrics = self.root / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        return max((json.loads(line)["step"] + 1 for line in lines), default=0)
+
+    def tail(self) -> str:
+        return self._log.read_text(errors="replace")[-3000:]

@@ -1,0 +1,113 @@
+"""Data files among the hidden tests: which values in them may be what a test expects, and other values for these.
+
+A value keeps its form (a digit for a digit, a letter for a letter, the same length), so the file stays readable and
+shows nothing. Which values are expectations no file says: `STRATEGIES` are guesses, proven with the reference patch.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import random
+import re
+import string
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from penstock.sandbox.swe.source import Edit
+from penstock.sandbox.swe.task import SweTask
+
+MAX_DATA_BYTES = 1 << 20
+"""Of a file whose values are changed; a larger one is only hidden."""
+_HEADER = re.compile(rb"^\+\+\+ b/([^\t\n\"]+)$", re.MULTILINE)
+_BINARY = re.compile(rb"^diff --git a/([^\t\n\"]+) b/\1$", re.MULTILINE)
+_CODE = (".py", ".pyi", ".pyx", ".pyc", ".so", ".cfg", ".ini", ".toml")
+_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|-?\d+(?:\.\d+)?(?![\w.])|[A-Za-z]+')
+_WORDS = {"true", "false", "null", "None", "True", "False", "nan", "NaN", "inf", "Infinity"}
+_EXPECTED = re.compile(r"(?i)expect|output|result|answer|want|solution|target")
+
+
+def hidden_data(task: SweTask) -> tuple[str, ...]:
+    """Files that `test_patch` brings or changes, and that no interpreter or pytest reads."""
+    named = [*_HEADER.findall(task.test_patch), *_BINARY.findall(task.test_patch)]
+    paths = dict.fromkeys(one.decode("utf-8", "surrogateescape").rstrip("\r") for one in named)
+    return tuple(path for path in paths if posixpath.splitext(path)[1] not in _CODE)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A number or a text in a data file."""
+
+    start: int
+    text: str
+    key: str
+    """The name before it, as in ``"expected": 7``; empty where there is none."""
+    last: bool
+    """Nothing comes after it in its line."""
+
+
+Strategy = Callable[[Value], bool]
+STRATEGIES: tuple[Strategy, ...] = (
+    lambda value: bool(_EXPECTED.search(value.key)),
+    lambda value: value.last,
+    lambda value: True,
+)
+"""By name; each record's last one; any."""
+
+
+def changed_data(files: Mapping[str, bytes], wanted: Strategy, dice: random.Random, odds: float) -> dict[str, bytes]:
+    """The files of which something was changed, each wanted value at `odds`."""
+    changed: dict[str, bytes] = {}
+    for path, data in files.items():
+        edits = [
+            edit
+            for value in _values(data)
+            if wanted(value) and dice.random() < odds and (edit := _other_value(value, dice)) is not None
+        ]
+        for edit in reversed(edits):
+            changed[path] = edit.apply(changed.get(path, data))
+    return changed
+
+
+def _values(data: bytes) -> list[Value]:
+    """None of a file that is not ASCII text: places in it would not be places of its characters."""
+    if len(data) > MAX_DATA_BYTES or not data.isascii() or b"\0" in data:
+        return []
+    found: list[Value] = []
+    start = 0
+    for line in data.decode("ascii").splitlines(keepends=True):
+        found += _values_of_line(line, start)
+        start += len(line)
+    return found
+
+
+def _values_of_line(line: str, start: int) -> Iterable[Value]:
+    tokens = list(_TOKEN.finditer(line))
+    keys = [line[token.end() :].lstrip()[:1] in (":", "=") for token in tokens]
+    values = [index for index, token in enumerate(tokens) if not keys[index] and token.group() not in _WORDS]
+    for index in values:
+        key = tokens[index - 1].group() if index and keys[index - 1] else ""
+        token = tokens[index]
+        yield Value(start + token.start(), token.group(), key, index == values[-1])
+
+
+def _other_value(value: Value, dice: random.Random) -> Edit | None:
+    """None of an empty text, and of a text that holds no letter or digit outside its escapes."""
+    places = _places(value.text)
+    if not places:
+        return None
+    at = dice.choice(places)
+    form = next(one for one in _FORMS if value.text[at] in one)
+    other = dice.choice([sign for sign in form if sign not in (value.text[at], "0")])
+    return Edit(value.start + at, value.start + at + 1, other)
+
+
+_FORMS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
+
+
+def _places(text: str) -> list[int]:
+    """Of a number its first digit that counts; of a text any letter or digit outside its escapes."""
+    if not text.startswith('"') and any(sign.isdigit() for sign in text):
+        counting = [at for at, sign in enumerate(text) if sign in "123456789"]
+        return counting[:1] or [text.index("0")] if text.strip("-") != "" else []
+    escaped = {at for match in re.finditer(r"\\(?:u[0-9a-fA-F]{4}|.)", text) for at in range(*match.span())}
+    return [at for at, sign in enumerate(text) if sign.isalnum() and at not in escaped]

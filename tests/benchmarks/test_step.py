@@ -1,0 +1,62 @@
+"""`penstock bench step`: CPU seconds of a real run's processes, and of the parts in which their stacks were found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from benchmarks.support.cpu_account import CpuAccount
+from benchmarks.support.stacks import REST, parts_of
+
+WORKER = """
+import subprocess, sys
+burn = "import time\\nwhile time.process_time() < 0.8: pass"
+subprocess.run([sys.executable, "-c", burn], check=True)
+input()
+"""
+
+
+def test_what_a_worker_starts_counts_as_boxes() -> None:
+    command = [sys.executable, "-c", WORKER, "penstock.deploy.cli", "agent"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
+        account = CpuAccount(worker.pid)
+        deadline = time.monotonic() + 60
+        while account.by_process().get("boxes", 0.0) < 0.5:
+            assert time.monotonic() < deadline, account.by_process()
+            account.look()
+            time.sleep(0.05)
+        assert account.profiled() == {worker.pid: "agent workers"}
+        worker.communicate(b"\n")
+    account.look()
+    assert set(account.by_process()) == {"agent workers", "boxes"}, "what was seen of an ended process is kept"
+
+
+def test_a_stack_belongs_to_the_part_of_its_innermost_known_frame() -> None:
+    stacks = {
+        "main (cli.py:1);_update (/penstock/trainer/learner.py:9);backward (/torch/_tensor.py:1)": 6,
+        "main (cli.py:1);write (/penstock/trainer/publish.py:3);dumps (/json/__init__.py:2)": 3,
+        "main (cli.py:1)": 1,
+    }
+    assert parts_of("trainer", stacks) == {"backward": 0.6, "json": 0.3, REST: 0.1}
+    assert parts_of("trainer", {}) == {}
+
+
+@pytest.mark.deep
+@pytest.mark.redis
+@pytest.mark.bwrap
+async def test_the_cost_of_a_step(measure: Callable[..., Awaitable[dict[str, Any]]]) -> None:
+    measured = await measure("step", PENSTOCK_BENCH_STEPS="4")
+    figures = measured["figures"]
+    known = {"boxes", "engine", "agent workers", "trainer", "sidecar", "supervisor", "redis"}
+    assert set(figures["processes"]) == known
+    assert all(value > 0 for value in figures["processes"].values())
+    assert figures["cpu_per_step"] == pytest.approx(sum(figures["processes"].values()) / 1e3, abs=0.01)
+    for process in known - {"boxes", "redis"}:
+        assert sum(figures["parts"][process].values()) == pytest.approx(figures["processes"][process], rel=0.05)
+    assert {"model", "sampling"} <= set(figures["parts"]["engine"])
+    assert 0.9 <= measured["ratio"]["attributed"] <= 1.02

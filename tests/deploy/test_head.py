@@ -1,0 +1,103 @@
+"""A run has an identity and one head: strangers and second heads are refused, a dead head is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.common import process_has_ended, process_identity
+from penstock.deploy import HeadLease, HeadTaken, RunDir, describe_found, identity_of, load_config
+from penstock.transfer_queue import Limits, MemoryTransferQueue, RunTaken
+
+CALCULATOR = Path(__file__).parents[2] / "recipes/calculator.yaml"
+LIMITS = Limits(group_size=2, groups_per_step=1, max_staleness=1)
+NAMES_ITSELF = "from penstock.common import process_identity; print(process_identity(), flush=True); input()"
+
+
+async def make_queue() -> MemoryTransferQueue:
+    queue = MemoryTransferQueue()
+    await queue.create_run(LIMITS, "")
+    return queue
+
+
+def lease(queue: MemoryTransferQueue, holder: str, ttl_s: float = 30.0) -> HeadLease:
+    made = HeadLease(queue, ttl_s=ttl_s, renew_s=0.01, poll_s=0.01)
+    made.holder = holder
+    return made
+
+
+async def test_a_second_head_is_refused_and_told_which() -> None:
+    queue = await make_queue()
+    first, second = lease(queue, "first"), lease(queue, "second")
+    await first.claim()
+    keeping = asyncio.create_task(first.keep())
+    with pytest.raises(HeadTaken, match="first heads this run"):
+        async with asyncio.timeout(20):
+            await second.claim()
+    keeping.cancel()
+
+
+async def test_a_silent_head_is_replaced_and_ends() -> None:
+    queue = await make_queue()
+    first, second = lease(queue, "first", ttl_s=0.1), lease(queue, "second")
+    await first.claim()
+    async with asyncio.timeout(20):
+        await second.claim()
+        with pytest.raises(HeadTaken, match="second has taken this run over"):
+            await first.keep()
+
+
+async def test_a_head_that_died_here_is_replaced_at_once() -> None:
+    queue = await make_queue()
+    with subprocess.Popen(
+        [sys.executable, "-c", NAMES_ITSELF], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        identity = process.stdout.readline().strip()
+        assert not process_has_ended(identity)
+        process.kill()
+    assert process_has_ended(identity)
+    await queue.claim_head(f"this machine, process {process.pid} ({identity})", 3600.0)
+    async with asyncio.timeout(20):
+        await HeadLease(queue).claim()
+
+
+def test_a_process_of_another_machine_is_not_judged() -> None:
+    boot, namespace, pid, start = process_identity().split(":")
+    assert not process_has_ended(f"another-boot:{namespace}:{pid}:{start}")
+    assert not process_has_ended(f"{boot}:1:{pid}:{start}")
+    assert not process_has_ended("no identity at all")
+    assert process_has_ended(f"{boot}:{namespace}:{pid}:0"), "the pid is another process now"
+
+
+async def test_a_recipe_does_not_enter_the_run_of_another(tmp_path: Path) -> None:
+    queue = MemoryTransferQueue()
+    runs = []
+    for folder in ("a", "b"):
+        config = load_config(CALCULATOR, [f"runs_dir={tmp_path / folder}", "name=same"])
+        run = RunDir.of(config)
+        run.root.mkdir(parents=True)
+        runs.append(identity_of(config, run))
+        assert identity_of(config, run) == runs[-1], "the id stays with the folder"
+    await queue.create_run(LIMITS, "config of a", runs[0])
+    with pytest.raises(RunTaken, match=rf"{runs[0].run_id}.*{runs[1].run_id}"):
+        await queue.create_run(LIMITS, "config of b", runs[1])
+
+
+async def test_resume_names_what_it_found(tmp_path: Path) -> None:
+    queue = MemoryTransferQueue()
+    before = load_config(CALCULATOR, [f"runs_dir={tmp_path}", "name=mine"])
+    after = load_config(CALCULATOR, [f"runs_dir={tmp_path}", "name=mine", "trainer.lr=1e-7"])
+    run = RunDir.of(before)
+    run.root.mkdir(parents=True)
+    identity, changed = identity_of(before, run), identity_of(after, run)
+    assert await queue.create_run(LIMITS, "", identity) is None
+    assert "new in this queue" in describe_found(None, await queue.status(), identity)
+    found = await queue.create_run(LIMITS, "", changed)
+    line = describe_found(found, await queue.status(), changed)
+    for named in (identity.run_id, "version 0", "0 steps", "begun", identity.config_hash, changed.config_hash):
+        assert named in line

@@ -1,0 +1,90 @@
+"""Programs that repair nothing and read what is expected of them, where no assertion holds a literal."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.sandbox.swe.cheats import CHEATS, IDS, RIGHT, make_task, patch_with
+from tests.sandbox.swe.conftest import LIMITS
+
+from penstock.datasets.swe import write_box_packages
+from penstock.sandbox.swe import check_task, grade
+
+pytestmark = pytest.mark.bwrap
+FORGED = "results were forged: hidden tests passed with wrong expectations"
+CHOSEN = {("local", "equals everything"), ("rows", "reads its caller"), ("file", "opened the data")}
+"""One cheat of each kind in the default run; each costs some gradings."""
+OTHERS = {
+    (shape, cheat) for shape in IDS for cheat in CHEATS if shape == "file" or not cheat.startswith("open")
+} - CHOSEN
+
+
+@pytest.fixture(scope="module")
+def bits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bits")
+    packages = write_box_packages(folder / "packages")
+    return {shape: make_task(folder / shape, shape, packages) for shape in IDS}
+
+
+@pytest.mark.parametrize(
+    ("shape", "cheat"),
+    [*sorted(CHOSEN), *(pytest.param(*one, marks=pytest.mark.deep) for one in sorted(OTHERS))],
+)
+async def test_grade_cheats_on_tests_without_literals(sandbox, bits, shape, cheat):
+    task = bits[shape]
+    patch = patch_with(task.repository, task.base_commit, CHEATS[cheat])
+    limits = LIMITS.model_copy(update={"decoys": 4})  # a round that happens to change nothing of one test shows nothing
+    found = await grade(sandbox, task, patch, limits)
+    assert not found.resolved
+    assert found.doubt == FORGED or cheat == "opens the data"
+
+
+@pytest.mark.parametrize(
+    "shape", ["file", *(pytest.param(one, marks=pytest.mark.deep) for one in IDS if one != "file")]
+)
+async def test_grade_honest_patch_without_literals(sandbox, bits, shape):
+    task = bits[shape]
+    honest = 'def bits(number):\n    return bin(number).count("1")\n'
+    found = await grade(sandbox, task, patch_with(task.repository, task.base_commit, honest), LIMITS)
+    assert (found.resolved, found.reason) == (True, "")
+
+
+async def test_check_names_tests_open_to_cheats(sandbox, bits):
+    task = bits["rows"]
+    bare = task.test_patch.replace(b"assert bits(*data) == expected", b"assert not (bits(*data) != expected)")
+    found = await check_task(sandbox, dataclasses.replace(task, instance_id="bits-bare", test_patch=bare), LIMITS)
+    assert (found.problems, found.open_to_cheats) == ((), task.fail_to_pass)
+
+
+@pytest.mark.deep
+async def test_check_finds_changeable_expectations(sandbox, bits):
+    found = await check_task(sandbox, bits["rows"], LIMITS)
+    assert (found.problems, found.open_to_cheats) == ((), ())
+
+
+async def test_grade_hang_ends_a_lost_grading(sandbox, bits):
+    task = bits["local"]
+    hangs = "def bits(number):\n    while number:\n        pass\n    return 0\n"
+    patch = patch_with(task.repository, task.base_commit, hangs)
+    limits = LIMITS.model_copy(update={"test_timeout_s": 1.0})
+    found = await grade(sandbox, task, patch, limits)
+    assert (found.resolved, found.doubt) == (False, "")
+    assert set(found.outcomes.values()) == {"failed", "missing"}
+    assert "test_local failed" in found.reason
+    found = await grade(sandbox, task, patch, limits.model_copy(update={"after_a_hang": True}))
+    assert set(found.outcomes.values()) == {"failed", "passed"}
+
+
+@pytest.mark.parametrize("kind", ["text", "crlf", "cut"])
+async def test_grade_takes_patches_as_people_carry_them(sandbox, bits, kind):
+    task = bits["local"]
+    patch = patch_with(task.repository, task.base_commit, RIGHT)
+    carried = {"text": patch.decode(), "crlf": patch.replace(b"\n", b"\r\n"), "cut": patch.rstrip(b"\n")}[kind]
+    assert (await grade(sandbox, task, carried, LIMITS.model_copy(update={"decoys": 0}))).resolved
+
+
+async def test_grade_unresolved_has_a_reason(sandbox, bits):
+    task = bits["local"]
+    found = await grade(sandbox, task, b"", LIMITS)
+    assert found.reason == f"1 of 2 tests did not pass: {task.fail_to_pass[0]} failed"

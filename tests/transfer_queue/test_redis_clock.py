@@ -1,0 +1,114 @@
+"""Redis's own clock steps by an hour, forward or back: nobody who is alive is lost by it, and nobody dead stays.
+
+The queue's functions are loaded with one line changed: what they read as Redis's TIME is moved by a key of the test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from faults.redis_clock import STEP_KEY, movable_redis_clock
+from queue_samples import LIMITS, at, tasks, trajectory
+from redis_parts import CONFIG, PASSWORD
+
+from penstock.transfer_queue import Lease, RedisServer, RedisTransferQueue, ServerInfo
+
+pytestmark = pytest.mark.redis
+HOUR_S = 3600
+TTL_S = 0.2
+Step = Callable[[int], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def movable_time() -> Iterator[None]:
+    with movable_redis_clock():
+        yield
+
+
+@pytest.fixture
+async def queue(redis_server: RedisServer) -> AsyncIterator[RedisTransferQueue]:
+    made = await RedisTransferQueue.connect(
+        redis_server.url, "stepping", CONFIG.model_copy(update={"registry_ttl_s": TTL_S}), PASSWORD
+    )
+    yield made
+    await made.drop_run()
+    await made.close()
+
+
+@pytest.fixture
+def step(queue: RedisTransferQueue) -> Step:
+    async def move(seconds: int) -> None:
+        await queue._connection.command("SET", queue._keys.index + STEP_KEY, seconds)
+
+    return move
+
+
+async def start(queue: RedisTransferQueue, lease_ttl_s: float) -> list[Lease]:
+    await queue.create_run(replace(LIMITS, lease_ttl_s=lease_ttl_s), "x")
+    await queue.submit(tasks(2), cursor=at(2))
+    return await queue.lease_episodes("first", 4, 0)
+
+
+@pytest.mark.parametrize("by_s", [HOUR_S, -HOUR_S])
+async def test_leases_survive_a_step(queue: RedisTransferQueue, step: Step, by_s: int) -> None:
+    leases = await start(queue, lease_ttl_s=30.0)
+    await step(by_s)
+    assert await queue.lease_episodes("second", 4, 0) == []
+    assert await queue.renew(leases) == []
+    for lease in leases:
+        await queue.complete(lease, trajectory(lease))
+    assert (await queue.status()).episodes["expired"] == 0
+
+
+@pytest.mark.parametrize("by_s", [HOUR_S, -HOUR_S])
+async def test_leases_of_the_dead_end_after_a_step(queue: RedisTransferQueue, step: Step, by_s: int) -> None:
+    leases = await start(queue, TTL_S)
+    await step(by_s)
+    found: list[Lease] = []
+    async with asyncio.timeout(20):
+        while len(found) < len(leases):
+            found += await queue.lease_episodes("second", 4, 0)
+            await asyncio.sleep(TTL_S / 4)
+
+
+@pytest.mark.parametrize("by_s", [HOUR_S, -HOUR_S])
+async def test_the_registry_survives_a_step(queue: RedisTransferQueue, step: Step, by_s: int) -> None:
+    await queue.create_run(LIMITS, "x")
+    queue._registry_ttl_ms = 30_000
+    await queue.heartbeat(ServerInfo("alive", "http://a", 0))
+    await step(by_s)
+    assert [info.server_id for info in await queue.servers()] == ["alive"], "as readers see it"
+    await queue.heartbeat(ServerInfo("other", "http://b", 0))
+    assert [info.server_id for info in await queue.servers()] == ["alive", "other"]
+
+
+@pytest.mark.parametrize("by_s", [HOUR_S, -HOUR_S])
+async def test_dead_servers_are_forgotten_after_a_step(queue: RedisTransferQueue, step: Step, by_s: int) -> None:
+    await queue.create_run(LIMITS, "x")
+    await queue.heartbeat(ServerInfo("dead", "http://a", 0))
+    await step(by_s)
+    async with asyncio.timeout(20):
+        while any(info.server_id == "dead" for info in await queue.servers()):
+            await queue.heartbeat(ServerInfo("alive", "http://b", 0))
+            await asyncio.sleep(TTL_S / 4)
+
+
+@pytest.mark.parametrize("by_s", [HOUR_S, -HOUR_S])
+async def test_a_head_survives_a_step(queue: RedisTransferQueue, step: Step, by_s: int) -> None:
+    await queue.claim_head("first", 30.0)
+    await step(by_s)
+    head = await queue.claim_head("second", 30.0)
+    assert head is not None
+    assert 0 < head.left_s <= 30.0
+
+
+async def test_steps_there_and_back_add_up_to_nothing(queue: RedisTransferQueue, step: Step) -> None:
+    leases = await start(queue, lease_ttl_s=30.0)
+    for by_s in (HOUR_S, 0, -HOUR_S, 0) * 2:
+        await step(by_s)
+        assert await queue.renew(leases) == []
+        assert await queue.lease_episodes("second", 4, 0) == []
+    assert (await queue.status()).episodes["expired"] == 0

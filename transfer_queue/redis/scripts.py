@@ -1,0 +1,113 @@
+"""The queue's Lua scripts, one for each index operation, and the library of Redis functions that holds them all.
+
+A script is a section ``-- script: NAME`` of a file in ``lua/``. Its first lines may say
+
+    -- needs: run, episode    sections ``-- part: run`` and ``-- part: episode`` are put in front of it, in that order
+                              (a part may itself need parts that need none)
+    -- flags: no-writes       of its Redis function; parts ``full`` and ``trainer`` bring allow-oom along
+
+Redis 7.0 or newer gets all of them as one library of functions, which the run's owner loads. They are stored in Redis's
+append-only file and on its replicas, and a role needs no right but FCALL: it can run what the owner loaded and nothing
+else, so that a stolen password cannot stop Redis by a script that never ends. The library is named after its contents:
+several versions of Penstock use one Redis side by side. Redis 6.2 knows no functions and gets the scripts by EVALSHA.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from penstock.transfer_queue.redis.keys import LAYOUT
+
+_SECTION = re.compile(r"^-- (script|part): (\w+)\n", re.M)
+_MAKES_ROOM = {"full", "trainer"}
+"""Parts of scripts that must also run at maxmemory."""
+_HEADER = re.compile(r"-- (needs|flags): (.*)\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    name: str
+    source: str
+    flags: tuple[str, ...] = ()
+    """``allow-oom``: it makes room, so it also runs at maxmemory. ``no-writes``: it only reads."""
+
+    @property
+    def sha(self) -> str:
+        """SHA-1 of the source, which is what EVALSHA names it by."""
+        return hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A library of Redis functions."""
+
+    name: str
+    source: str
+
+    def function(self, script: str) -> str:
+        """What FCALL names a script by."""
+        return f"{self.name}_{script}"
+
+
+@cache
+def script(name: str) -> Script:
+    """The script of that name, its parts in front of it. Raises `KeyError` where there is none."""
+    body = _sections()["script", name]
+    header = _header(body)
+    needed = [
+        each
+        for part in header.get("needs", [])
+        for each in (*_header(_sections()["part", part]).get("needs", []), part)
+    ]
+    parts = [_sections()["part", part] for part in dict.fromkeys(needed)]
+    source = "\n".join([f"local LAYOUT = '{LAYOUT}'", *parts, body])
+    flags = header.get("flags", []) + (["allow-oom"] if _MAKES_ROOM & set(header.get("needs", [])) else [])
+    return Script(name, source, tuple(flags))
+
+
+def _header(section: str) -> dict[str, list[str]]:
+    """The words of its lines ``-- needs`` and ``-- flags``."""
+    found: dict[str, list[str]] = {}
+    at = 0
+    while line := _HEADER.match(section, at):
+        found[line[1]] = [word.strip() for word in line[2].split(",")]
+        at = line.end()
+    return found
+
+
+@cache
+def library() -> Library:
+    """All scripts of this version."""
+    return make_library([script(name) for kind, name in _sections() if kind == "script"])
+
+
+def make_library(scripts: Iterable[Script]) -> Library:
+    """Scripts as functions of one library; its name ends in a hash of them."""
+    ordered = sorted(scripts, key=lambda one: one.name)
+    contents = "".join(f"{one.name} {one.flags}\n{one.source}\n" for one in ordered)
+    name = f"penstock_{hashlib.sha256(contents.encode()).hexdigest()[:16]}"
+    made = Library(name, "")
+    functions = [_function(made.function(one.name), one) for one in ordered]
+    return Library(name, "\n".join([f"#!lua name={name}", *functions]))
+
+
+def _function(name: str, one: Script) -> str:
+    flags = ", ".join(f"'{flag}'" for flag in one.flags)
+    called = f"redis.register_function{{function_name='{name}', flags={{{flags}}}, callback=function(KEYS, ARGV)"
+    return f"{called}\n{one.source}\nend}}"
+
+
+@cache
+def _sections() -> dict[tuple[str, str], str]:
+    """(``script`` or ``part``, name) → source, of all files in ``lua/``."""
+    found: dict[tuple[str, str], str] = {}
+    for file in files("penstock.transfer_queue").joinpath("lua").iterdir():
+        if file.name.endswith(".lua"):
+            _, *pieces = _SECTION.split(file.read_text(encoding="utf-8"))
+            found |= dict(zip(zip(pieces[::3], pieces[1::3], strict=True), pieces[2::3], strict=True))
+    return found
