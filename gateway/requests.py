@@ -122,13 +122,14 @@ class InFlightAnswers:
         """The answer that this request may share; None: it gets its own.
 
         An answer without readers was abandoned by its client and is shared; with readers only if the client marks this
-        request as a retry, otherwise it is a further sample of the same context. An answer that was requested without
-        the log-probabilities wanted now, or with them, is awaited instead, and then found in the journal.
+        request as a retry, otherwise it is a further sample of the same context. An answer that was requested in another
+        form (log-probabilities, the prompt repeated) is awaited instead, and then found in the journal.
         """
         for call in list(self._calls.get(asked, [])):
             if not retried and call.readers:
                 continue
-            if call.request.logprobs == request.logprobs:
+            form = (request.logprobs, request.echo_prompt)
+            if (call.request.logprobs, call.request.echo_prompt) == form:
                 return call
             await call.wait_end()
         return None

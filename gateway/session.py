@@ -14,7 +14,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,7 +35,7 @@ from penstock.gateway.errors import Gone, TooLong, to_client_error, unexpected_e
 from penstock.gateway.journal import SessionJournal, head_of, recorded_choice, sampling_key
 from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, Turn, as_json
 from penstock.gateway.requests import InFlightAnswers, PendingAnswer, Replay, resolve_request
-from penstock.gateway.wire import AnswerReader, Choice, CompletionRequest, InvalidRequest, answer_id
+from penstock.gateway.wire import AnswerHead, AnswerReader, Choice, CompletionRequest, InvalidRequest, answer_id
 from penstock.gateway.wire.types import Api
 from penstock.rollout_server import Chunk
 from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError
@@ -138,10 +138,17 @@ class GatewaySession:
             request, head, [choices.get(index) or _nothing(index) for index in range(request.n)]
         )
 
-    def _head(self, request: CompletionRequest, match: PrefixMatch, known: Sequence[Turn] = ()) -> Any:
+    def _head(self, request: CompletionRequest, match: PrefixMatch, known: Sequence[Turn] = ()) -> AnswerHead:
         if known:
-            return head_of(known[0].answer_id, known[0].created_s, request.model, match)
-        return head_of(answer_id(request.api, secrets.token_hex(16)), int(time.time()), request.model, match)
+            head = head_of(known[0].answer_id, known[0].created_s, request.model, match)
+        else:
+            head = head_of(answer_id(request.api, secrets.token_hex(16)), int(time.time()), request.model, match)
+        return replace(head, echoed=self._echoed(request))
+
+    def _echoed(self, request: CompletionRequest) -> str:
+        if not request.echo_prompt or request.prompt is None:
+            return ""
+        return request.prompt if isinstance(request.prompt, str) else self.context.chat.decode(request.prompt)
 
     def _check_length(self, match: PrefixMatch) -> None:
         limit = self.context.context_limit()

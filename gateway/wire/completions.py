@@ -13,7 +13,9 @@ from penstock.gateway.wire.reader import TextDelta
 from penstock.gateway.wire.schema import (
     HARMLESS,
     INT32,
+    ONE_LOGPROB,
     PENALTIES,
+    PROMPT_LOGPROBS,
     UNCONSTRAINED,
     BodyFields,
     ChoicesBody,
@@ -36,7 +38,13 @@ class CompletionBody(ChoicesBody):
         description="One prompt: text, or exact ids."
     )
     max_tokens: Count | None = None
-    logprobs: int | None = Field(None, ge=0, le=1, description="0 and 1 mean the same: of the sampled tokens.")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        description="0 and 1 mean the same: of the sampled tokens. More is refused.",
+        json_schema_extra={"maximum": 1},
+    )
+    echo: bool | None = Field(None, description="The text of each choice begins with the prompt. Not with logprobs.")
     best_of: Count | None = Field(None, description="Only as many as n.")
 
 
@@ -45,7 +53,6 @@ FIELDS = BodyFields(
     harmless=HARMLESS,
     refused=PENALTIES
     | {
-        "echo": Refused("answers hold sampled tokens alone, the prompt has no log-probabilities", (False,)),
         "suffix": Refused("no text is inserted, answers only continue the prompt", ("",)),
         "response_format": Refused(UNCONSTRAINED, ({"type": "text"},)),
     },
@@ -58,6 +65,10 @@ def parse_completion(body: Any) -> CompletionRequest:
     n = completion.n or 1
     if completion.best_of not in (None, n):
         raise InvalidRequest("best_of", "is not supported here, other than n", "unsupported_parameter")
+    if (completion.logprobs or 0) > 1:
+        raise InvalidRequest("logprobs", f"above 1 is not supported here: {ONE_LOGPROB}", "unsupported_parameter")
+    if completion.echo and completion.logprobs is not None:
+        raise InvalidRequest("echo", f"is not supported here with logprobs: {PROMPT_LOGPROBS}", "unsupported_parameter")
     return CompletionRequest(
         api="completions",
         model=completion.model,
@@ -68,6 +79,7 @@ def parse_completion(body: Any) -> CompletionRequest:
         logprobs=completion.logprobs is not None,
         stream=bool(completion.stream),
         include_usage=completion.wants_usage,
+        echo_prompt=bool(completion.echo),
     )
 
 
@@ -82,7 +94,7 @@ def _one_prompt(prompt: Any) -> str | tuple[int, ...]:
 def completion_body(request: CompletionRequest, head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
     """A ``text_completion``."""
     whole = [
-        _choice(one.index, one.content, _logprobs(one.tokens, 0) if request.logprobs else None, one.finish_reason)
+        _choice(one.index, head.echoed + one.content, _logprobs(one.tokens, 0) if request.logprobs else None, one.finish_reason)
         for one in choices
     ]
     return {**_frame(head), "choices": whole, "usage": usage(head, choices)}
@@ -99,8 +111,10 @@ class CompletionStream:
         self._done: list[Choice] = []
 
     def start(self) -> bytes:
-        """Empty: the first chunk of a choice has its first text."""
-        return b""
+        """The prompt of each choice, where it is repeated."""
+        if not self._head.echoed:
+            return b""
+        return b"".join(self._event(index, self._head.echoed, None, None) for index in range(self._request.n))
 
     def feed(self, index: int, delta: TextDelta) -> bytes:
         """Text that can be shown and tokens that were sampled meanwhile."""
@@ -127,7 +141,10 @@ class CompletionStream:
         logprobs = _logprobs(delta.tokens, offset) if delta.tokens else None
         self._tokens[index].extend(delta.tokens)
         self._shown[index] += len(delta.text)
-        choice = _choice(index, delta.text, logprobs, finish_reason)
+        return self._event(index, delta.text, logprobs, finish_reason)
+
+    def _event(self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> bytes:
+        choice = _choice(index, text, logprobs, finish_reason)
         more = {"usage": None} if self._request.include_usage else {}
         return sse_data({**_frame(self._head), "choices": [choice], **more})
 

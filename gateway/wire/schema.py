@@ -131,7 +131,8 @@ def _invalid_request(error: ValidationError, given: Any, where: Sequence[str | i
     )
     if one["type"] == "extra_forbidden":
         return InvalidRequest(path_text([*where, *path]), "unknown field", "unknown_parameter")
-    return InvalidRequest(path_text([*where, *path]), one["msg"].removeprefix("Value error, "), "invalid_value")
+    message = one["msg"].removeprefix("Value error, ").replace(" after validation", "")
+    return InvalidRequest(path_text([*where, *path]), message, "invalid_value")
 
 
 def _path_in(given: Any, location: tuple[str | int, ...]) -> tuple[str | int, ...]:
@@ -169,6 +170,7 @@ HARMLESS = frozenset(
 OTHER_DISTRIBUTION = "tokens would be sampled from another distribution than the policy's"
 UNCONSTRAINED = "sampling is not constrained to a format; ask for it in the prompt and check the answer"
 ONE_LOGPROB = "engines report the sampled token's log-probability alone"
+PROMPT_LOGPROBS = "engines report no log-probabilities of a prompt"
 TEXT_ONLY = "answers are text"
 NOT_THE_MODELS = "the served model has no such setting"
 NOT_HERE = "this is a service of OpenAI's"

@@ -63,6 +63,8 @@ class CompletionRequest:
     """/v1/responses only: a system message before all others, not inherited through `previous_response_id`."""
     previous_response_id: str | None = None
     """/v1/responses only: the response whose messages come before `messages`."""
+    echo_prompt: bool = False
+    """/v1/completions only: the text of each choice begins with the prompt's."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """/v1/responses only: fields of the request that its answer repeats."""
 
@@ -115,6 +117,8 @@ class AnswerHead:
     prompt_tokens: int
     cached_tokens: int = 0
     """Prompt tokens that continue an earlier answer of this episode."""
+    echoed: str = ""
+    """/v1/completions only: the prompt's text, where the answer repeats it."""
 
 
 _PREFIX = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}

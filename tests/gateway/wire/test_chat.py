@@ -212,14 +212,14 @@ def test_an_answer_as_the_openai_package_dumps_it_is_taken() -> None:
 @pytest.mark.parametrize(
     ("parse", "field", "value", "words"),
     [
-        (parse_chat, "stop", list("abcde"), "at most 4 items"),
+        (parse_chat, "stop", list("abcde"), "at most 4 items, not 5"),
         (parse_chat, "top_logprobs", 5, "the sampled token's log-probability alone"),
         (parse_chat, "response_format", {"type": "json_object"}, "sampling is not constrained"),
         (parse_chat, "logit_bias", {"5": 1}, "another distribution"),
         (parse_chat, "min_p", 0.1, "another distribution"),
         (parse_chat, "repetition_penalty", 1.1, "another distribution"),
         (parse_chat, "tool_choice", "required", "'required' is not supported here: sampling is not constrained"),
-        (parse_completion, "echo", True, "prompt has no log-probabilities"),
+        (parse_completion, "logprobs", 5, "the sampled token's log-probability alone"),
         (parse_completion, "suffix", "x", "no text is inserted"),
         (parse_response, "background", True, "no answer is kept running"),
     ],

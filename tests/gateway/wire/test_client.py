@@ -212,9 +212,9 @@ async def test_a_response_sent_back_is_the_message_it_was(scripted: Callable[...
 
 async def test_what_is_refused_is_an_error_of_the_package(scripted: Callable[..., Any]) -> None:
     with pytest.raises(openai.BadRequestError) as error:
-        await scripted("").client().completions.create(model="tiny", prompt="x", echo=True)
+        await scripted("").client().completions.create(model="tiny", prompt="x", suffix="y")
     assert (error.value.param, error.value.code, error.value.type) == (
-        "echo",
+        "suffix",
         "unsupported_parameter",
         "invalid_request_error",
     )
