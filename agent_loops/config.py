@@ -65,7 +65,7 @@ class AgentConfig(BaseModel):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="Below 1 the policy gradient is biased; see docs.")
     top_k: int = Field(-1, ge=-1, description="Above 0 the policy gradient is biased; see docs.")
     episode_deadline_s: float = Field(120.0, gt=0, description="An episode that takes longer is truncated(deadline).")
-    parser: Literal["auto"] | ParserName = Field(
+    parser: Literal["auto", ParserName] = Field(
         "auto",
         description="Format of the model's tool calls, see docs/tools.md. auto: of the only parser that reads those"
         " of its chat template; where there is no such one, tools are refused.",

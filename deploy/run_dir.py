@@ -128,6 +128,13 @@ class RunDir:
         return self.root / "reward.png"
 
 
+def no_such_run(runs: Path, name: str) -> str:
+    """The message for a run that is not in this folder of runs."""
+    found = sorted(file.parent.name for file in runs.glob("*/config.yaml"))
+    others = f"there are: {', '.join(found)}" if found else "give its folder, or start it with `penstock run`"
+    return f"{runs / name}: no such run; {others}"
+
+
 class RunLock:
     """Held while a run lives; the operating system releases it when the process dies."""
 

@@ -34,6 +34,9 @@ def dashboard(
 
     tokens = _tokens()
 
+    if not any(runs_dir.glob("*/config.yaml")):
+        typer.echo(f"{runs_dir}: no run in it yet; give the folder that holds the runs, not a run", err=True)
+
     async def role() -> None:
         queues = FolderQueues(runs_dir.resolve(), _own_link())
         await serve_page(runs_dir.resolve(), queues, tokens, host=host, port=port, say=_say)

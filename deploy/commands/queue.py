@@ -15,6 +15,7 @@ import typer
 
 from penstock.deploy.config import ConfigError
 from penstock.deploy.connection import PASSWORD_VARIABLE, RUN_VARIABLE, URL_VARIABLE, USER_VARIABLE, RunConnection
+from penstock.deploy.run_dir import no_such_run
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, exposition, version_lags
 from penstock.transfer_queue.redis import RIGHTS, setuser_commands
 
@@ -160,7 +161,7 @@ def _connection(run: str | None) -> RunConnection:
         return RunConnection.from_lines((folder / "connect.env").read_text(encoding="utf-8"))
     except FileNotFoundError:
         if not folder.is_dir():
-            return RunConnection.from_environment(run=run)
+            raise ConfigError(no_such_run(folder.parent, folder.name)) from None
         raise ConfigError(
             f"run {folder.name} is not running: its queue ended with it. `penstock status {run}` and "
             f"{folder / 'summary.json'} say what it left; {folder / 'connect.env'} is there while it runs"

@@ -46,6 +46,7 @@ def status(
 def _place(run: str | None, runs_dir: Path) -> tuple[Path, str]:
     """Folder of the runs, and the run's name."""
     from penstock.deploy.connection import RUN_VARIABLE
+    from penstock.deploy.run_dir import no_such_run
 
     name = run or os.environ.get(RUN_VARIABLE, "")
     if not name:
@@ -53,14 +54,9 @@ def _place(run: str | None, runs_dir: Path) -> tuple[Path, str]:
     given = Path(name)
     folder, name = (given.resolve().parent, given.name) if given.name != name else (runs_dir.resolve(), name)
     if not (folder / name).is_dir() and os.environ.get(RUN_VARIABLE) != name:
-        typer.secho(f"{folder / name}: no such run; {_others(folder)}", fg="red", err=True)
+        typer.secho(no_such_run(folder, name), fg="red", err=True)
         raise typer.Exit(2)
     return folder, name
-
-
-def _others(folder: Path) -> str:
-    found = sorted(file.parent.name for file in folder.glob("*/config.yaml"))
-    return f"there are: {', '.join(found)}" if found else "name its folder with --runs-dir"
 
 
 async def _once(folder: Path, name: str, *, as_json: bool) -> None:

@@ -29,12 +29,13 @@ def trace(
 
     Example: penstock trace mine --steps 100:110 --out mine.json
     """
+    from penstock.deploy.run_dir import no_such_run
     from penstock.deploy.trace import NothingToDraw, chrome_trace, collect
 
     root = Path(run) if Path(run).is_dir() else runs_dir / run
     try:
         if not root.is_dir():
-            raise NothingToDraw(f"{root}: no such folder; name a run of --runs-dir, or a folder of a run")
+            raise NothingToDraw(no_such_run(root.parent, root.name))
         processes = collect(root, weight_updates(root), steps_of(steps))
     except (NothingToDraw, ValueError) as error:
         typer.secho(str(error), fg="red", err=True)

@@ -82,6 +82,19 @@ async def test_queue_status_finds_the_runs_folder(
     assert (result.exit_code, "is not running" in result.stderr) == (2, True)
 
 
+async def test_queue_of_an_unknown_run_names_those_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PENSTOCK_QUEUE", "PENSTOCK_RUN"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.yaml").write_text("name: mine\n")
+    monkeypatch.chdir(tmp_path)
+    for words in (("queue", "status"), ("queue", "dead-letters", "list"), ("status",)):
+        result = await invoke(*words, "mien")
+        assert result.exit_code == 2
+        assert "mien: no such run" in result.stderr, words
+        assert "mine" in result.stderr.partition("no such run")[2], words
+
+
 @pytest.mark.redis
 async def test_dead_letters_are_listed_shown_and_requeued(queue: RedisTransferQueue) -> None:
     for lease in await queue.lease_episodes("worker", 2, 0):

@@ -35,6 +35,7 @@ def test_load_config_override_values(recipe: Path) -> None:
         ("max_stalenes=1", ["max_stalenes: no such key", "'max_staleness'"]),
         ("trainer.lr=fast", ["trainer.lr:", "valid number", "'fast'", "AdamW learning rate"]),
         ("rollout.engine=tpu", ["rollout.engine:", "'hf', 'vllm' or 'sglang'"]),
+        ("agent.parser=hermez", ["1 problem(s)", "  agent.parser: ", "'auto', 'hermes'", "Format of the model's"]),
         ("group_size=0", ["group_size:", "greater than or equal to 1", "Episodes per task"]),
         ("trainer", ["override 'trainer'", "section.key=value"]),
         ("model.name=x", ["'model' is a value, not a section"]),
