@@ -4,8 +4,8 @@
 
 The program shares its process with whatever calls it: it can read its caller's frames, and return an object that is
 equal to everything. So no expected value enters the box, and what leaves it is plain data. Calls, names, attributes and
-subscripts are evaluated in the box, unless they are in `NAMES`; operators and literals here. What cannot be divided so
-is refused.
+subscripts are evaluated in the box, unless they are in `NAMES`; operators and literals here. A conversion of one value
+of the program (`list(f(3))`) is the box's too. What cannot be divided so is refused.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ MATHS = SimpleNamespace(
     isclose=math.isclose, isnan=math.isnan, isinf=math.isinf, sqrt=math.sqrt, pi=math.pi, inf=math.inf, nan=math.nan
 )
 """What of `math` is evaluated here."""
+_CONTAINERS = {"dict", "frozenset", "len", "list", "set", "sorted", "tuple"}
+_SCALARS = {"bytes", "float", "int", "max", "min", "round", "str", "sum"}
+"""Conversions: the value may be a generator, or an object with a length or a text, which have no form outside."""
+_PREDICATES = {"startswith", "endswith", "equals"} | {
+    name for kind in (str, bytes, set, float) for name in dir(kind) if name.startswith("is")
+}
+"""Methods that say whether a value is as expected. An object of the program may have them all, and say yes."""
 _SAFE_ARITHMETIC = (ast.Add, ast.Sub, ast.Div)
 """Of values of the program too. A number that it chose could make other operators take for ever."""
 _OURS = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare)
@@ -130,6 +137,8 @@ class _Split(ast.NodeTransformer):
             raise _refused(node, f"{type(node).__name__} has no form outside the program")
         if isinstance(node, ast.Compare) and sum(map(_of_program, _sides(node))) > 1:
             raise _refused(node, "both sides come from the program")
+        if isinstance(node, ast.Call) and _name_called(node) == "isinstance" and any(map(_of_program, node.args[1:])):
+            raise _refused(node, "a class of the program has no form outside it")
         if isinstance(node, ast.BinOp) and not isinstance(node.op, _SAFE_ARITHMETIC) and _of_program(node):
             raise _refused(node, "the operator could take for ever on a value of the program")
         return self.generic_visit(node)
@@ -158,6 +167,10 @@ def _truths(node: ast.expr) -> Iterator[ast.expr]:
             isinstance(part, ast.Constant) and isinstance(part.value, bool) for part in _sides(node)
         ):
             parts = _sides(node)
+        case ast.Call(func=ast.Name(id="all" | "any" | "bool")):
+            parts = node.args
+        case ast.List() | ast.Tuple():
+            parts = node.elts
         case _:
             yield node
             return
@@ -170,8 +183,12 @@ def _sides(node: ast.Compare) -> list[ast.expr]:
 
 
 def _judges(node: ast.expr) -> bool:
-    """A name, or a call that is given a value of the program and so may be given what that must be."""
+    """A name, a call that is given a value of the program (it may be given what that must be), a predicate of one."""
     if isinstance(node, ast.Call) and _in_box(node):
+        if _converts(node):
+            return _name_called(node) in _SCALARS and _judges(node.args[0])
+        if isinstance(node.func, ast.Attribute) and (node.func.attr in _PREDICATES or node.func.attr.startswith("__")):
+            return True
         given = [*node.args, *(keyword.value for keyword in node.keywords)]
         return any(isinstance(part, ast.Call) and _in_box(part) for value in given for part in ast.walk(value))
     return isinstance(node, ast.Name) and _in_box(node)
@@ -180,12 +197,24 @@ def _judges(node: ast.expr) -> bool:
 def _in_box(node: ast.AST) -> bool:
     """Whether the box evaluates `node`: a part of the program, or anything that is not in `NAMES` and `MATHS`."""
     if isinstance(node, ast.Call):
-        return _in_box(node.func)
+        return _in_box(node.func) or _converts(node)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "math":
         return not hasattr(MATHS, node.attr)
     if isinstance(node, ast.Name):
         return node.id != "math" and node.id not in NAMES
     return isinstance(node, _IN_BOX)
+
+
+def _converts(node: ast.AST) -> bool:
+    """``list(f(3))``: one of `_CONTAINERS` and `_SCALARS`, of one value of the program."""
+    if not (isinstance(node, ast.Call) and _name_called(node) in _CONTAINERS | _SCALARS):
+        return False
+    return len(node.args) == 1 and not node.keywords and _in_box(node.args[0])
+
+
+def _name_called(node: ast.AST) -> str:
+    """Empty where `node` is no call of a plain name."""
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
 def _of_program(node: ast.AST) -> bool:

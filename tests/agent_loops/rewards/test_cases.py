@@ -56,6 +56,10 @@ def test_assertions_of_verl_and_a_plain_list() -> None:
         ("good = isclose(f(1), 1)\nassert good", "answer in place"),
         ("assert all(f(i) == i for i in range(3))", "GeneratorExp"),
         ("assert f(1) * 9 == 9", "take for ever"),
+        ("assert f(1).startswith('ab')", "answer in place"),
+        ("x = f(1)\nassert x.issubset({1, 2}) == True", "answer in place"),
+        ("assert f(1).__eq__(2)", "answer in place"),
+        ("assert isinstance(f(1), Node)", "class of the program"),
         ("def check(f): assert f(1) == 1\ncheck(f)", "FunctionDef"),
     ],
 )

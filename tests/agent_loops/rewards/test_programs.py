@@ -140,8 +140,13 @@ async def test_assertions_compare_what_python_would(plain: Sandbox) -> None:
         "box = Box()\nbox.put(4)\nassert box.all == {4: None}\nassert isinstance(box.all, (dict, list))",
         "assert Box() is not None",
         "assert pair(b'a'[0]) == tuple([97, 98])",
+        "assert list(count(3)) == [0, 1, 2] and sorted(count(2)) == [0, 1]",
+        "assert len(Box()) == 7 and str(Box()) == 'a box' and list(count(1))",
+        "assert Box().has(3)",
     ]
     code = "def pair(x): return x, x + 1\nclass Box:\n all = {}\n def put(self, x): self.all[x] = None"
+    code += "\n def __len__(self): return 7\n def __str__(self): return 'a box'\n def has(self, x): return x == 3"
+    code += "\ndef count(n): yield from range(n)"
     assert (await score(plain, code, cases, partial=True))["passed"] == len(cases)
 
 
