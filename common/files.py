@@ -104,7 +104,7 @@ class NotPrivate(OSError):
 
 
 def private_folder(path: Path) -> Path:
-    """Makes `path`, mode 0700, or accepts this user's folder there which nobody else may enter; returns it.
+    """Makes `path`, mode 0700, or accepts a folder there that this user alone may enter; returns it.
 
     Missing parents are made likewise. Whoever could write into the folder could exchange what is read from it, so
     anything else under that name raises `NotPrivate`: another user's folder, a link, one that is open to others.

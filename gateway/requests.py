@@ -122,8 +122,8 @@ class InFlightAnswers:
         """The answer that this request may share; None: it gets its own.
 
         An answer without readers was abandoned by its client and is shared; with readers only if the client marks this
-        request as a retry, otherwise it is a further sample of the same context. An answer that was requested in another
-        form (log-probabilities, the prompt repeated) is awaited instead, and then found in the journal.
+        request as a retry, otherwise it is a further sample of the same context. One that was asked for in another form
+        (log-probabilities, the prompt repeated) is awaited instead, and then found in the journal.
         """
         for call in list(self._calls.get(asked, [])):
             if not retried and call.readers:

@@ -14,8 +14,8 @@ def clean() -> None:
 
     removed = remove_abandoned()
     for folder in removed:
-        print(f"removed {folder.path} ({folder.bytes / 1e6:.0f} MB): nobody holds it")
+        print(f"removed {folder.path} ({folder.bytes / 1e6:.0f} MB): no run uses it")
     for path in living_folders():
         print(f"kept {path}: its run lives")
     if not removed:
-        print(f"nothing to remove in {SHARED_MEMORY}")
+        print(f"nothing of a killed run in {SHARED_MEMORY}")

@@ -94,7 +94,12 @@ def _one_prompt(prompt: Any) -> str | tuple[int, ...]:
 def completion_body(request: CompletionRequest, head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
     """A ``text_completion``."""
     whole = [
-        _choice(one.index, head.echoed + one.content, _logprobs(one.tokens, 0) if request.logprobs else None, one.finish_reason)
+        _choice(
+            one.index,
+            head.echoed + one.content,
+            _logprobs(one.tokens, 0) if request.logprobs else None,
+            one.finish_reason,
+        )
         for one in choices
     ]
     return {**_frame(head), "choices": whole, "usage": usage(head, choices)}
