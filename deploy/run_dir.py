@@ -195,6 +195,7 @@ def _forget_untrained(root: Path) -> None:
     for file in (
         run.connect_env,
         run.config,
+        run.identity,
         run.ended,
         run.summary,
         run.roles,

@@ -23,10 +23,12 @@ def test_run_dir_untrained_run_leaves_its_name_free(tmp_path: Path) -> None:
         run.redis.mkdir()
         (run.redis / "appendonly.aof").write_text("episodes of the first attempt")
         run.summary.write_text("{}")
+        run.identity.write_text("a1b2\n")
         run.checkpoints.mkdir()
     with RunLock(run, resume=False):
         assert not run.summary.exists()
         assert not run.redis.exists()
+        assert not run.identity.exists(), "it would let another recipe into the first one's queue"
         run.config.write_text("name: mine")
         run.metrics.write_text('{"step": 0}\n')
     with pytest.raises(ConfigError, match="--resume"), RunLock(run, resume=False):
