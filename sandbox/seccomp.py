@@ -56,7 +56,8 @@ _ARCHES = {
         prlimit=302,
         mmap=9,
         socketpair=53,
-        uncountable=(319, 447, 29, 68, 64, 278),  # memfd_create memfd_secret shmget msgget semget vmsplice
+        # memfd_create memfd_secret shmget msgget semget vmsplice inotify_init inotify_init1
+        uncountable=(319, 447, 29, 68, 64, 278, 253, 294),
         # ptrace syslog pivot_root chroot acct settimeofday mount umount2 swapon swapoff reboot iopl ioperm init_module
         # delete_module quotactl kexec_load add_key request_key keyctl unshare perf_event_open fanotify_init
         # name_to_handle_at open_by_handle_at setns process_vm_readv process_vm_writev kcmp finit_module
@@ -73,7 +74,7 @@ _ARCHES = {
         prlimit=261,
         mmap=222,
         socketpair=199,
-        uncountable=(279, 447, 194, 186, 190, 75),
+        uncountable=(279, 447, 194, 186, 190, 75, 26),
         # the same calls by their generic numbers; iopl and ioperm do not exist
         denied=(
             *(117, 116, 41, 51, 89, 170, 40, 39, 224, 225, 142, 105, 106, 60, 104, 217, 218, 219, 97, 241, 262),

@@ -130,7 +130,22 @@ for _ in range(32):
     kept[-1].madvise(4)
 print('HELD')
 """
-HIDDEN = {"pages in pipes": PAGES_IN_PIPES, "maps of /dev/zero": MAPS_OF_ZERO}
+EVENTS = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+os.makedirs('/tmp/watched', exist_ok=True)
+watches = 0
+while (fd := libc.inotify_init1(0)) >= 0:
+    libc.inotify_add_watch(fd, b'/tmp/watched', 0xfff)
+    watches += 1
+if not watches: raise OSError(ctypes.get_errno(), 'inotify_init1')
+for turn in range(3000):
+    path = '/tmp/watched/' + str(turn % 2) * 250
+    os.close(os.open(path, os.O_CREAT))
+    os.unlink(path)
+print('HELD')
+"""
+HIDDEN = {"pages in pipes": PAGES_IN_PIPES, "maps of /dev/zero": MAPS_OF_ZERO, "events": EVENTS}
 
 
 @pytest.mark.parametrize("code", HIDDEN.values(), ids=HIDDEN)
