@@ -56,6 +56,7 @@ from .summary import _accounts as _accounts
 from .summary import _tokens as _tokens
 from .summary import _updates as _updates
 from .summary import write_summary as write_summary
+from .supervisor import KillerCheck as KillerCheck
 from .supervisor import LocalPlacement as LocalPlacement
 from .supervisor import StalledRun as StalledRun
 from .supervisor import Supervisor as Supervisor

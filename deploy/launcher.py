@@ -18,6 +18,7 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from penstock.common import NotPrivate, process_identity, rewrite_jsonl
@@ -157,7 +158,8 @@ async def _run_roles(
     supervisor = Supervisor(
         lambda role: placement.place(role, run), lambda kind, number: ADDED[kind](config, link, number)
     )
-    reporter = Reporter(config, run, queue, supervisor.members, lives, found=found)
+    forgive_workers = partial(supervisor.forgive, "agent")
+    reporter = Reporter(config, run, queue, supervisor.members, lives, found=found, forgive_workers=forgive_workers)
     page = [RoleProcess(role.spec(run.logs)) for role in page_roles(config, run, link)]
     beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
     watchers = [

@@ -185,6 +185,7 @@ class MemoryState:
                 member.state = "queued"
                 self.counts["expired"] += group.is_train
                 if member.lost_together == 1 and len(member.lost_by) >= self.limits.max_lost_leases:
+                    self.counts["killed_workers"] += 1
                     self.give_up(group, index, _worker_died(member.lost_by))
 
     def _count_loss(self, worker: str, now: float) -> int:
