@@ -140,6 +140,8 @@ class Publisher:
     async def _write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
         assert self._files is not None
         began = time.monotonic()
+        # The file's name is the version's: a trainer that was replaced must not write over its successor's.
+        await self._queue.check_training()
         manifest = await self._written(self._files, version, weights)
         announcement = Announcement(
             version, self._files.with_broadcast(manifest, await self._ready(self._files)).as_dict()

@@ -6,17 +6,19 @@ it has been behind for long. Weights that no server can load are the trainer's f
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
 
 from penstock.transfer_queue import Announcement, QueueError, ServerInfo, WeightUpdate
 from penstock.weight_sync.fetch import Fetch
-from penstock.weight_sync.manifest import Manifest, WeightsRefused, WeightsUnreachable
+from penstock.weight_sync.manifest import SERVED, Manifest, WeightsRefused, WeightsUnreachable
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge
@@ -123,6 +125,23 @@ def _parsed(newest: Announcement) -> Manifest:
     return manifest
 
 
+def _is_missing(newest: Announcement) -> bool:
+    """Whether the version's own file should be on this machine or a shared disk and is not there.
+
+    A run that was killed leaves its weights announced. Its trainer writes them again when it has started, which may be
+    long after a server has, and under an equal announcement: refused, they would never be tried again.
+    """
+    try:
+        manifest = _parsed(newest)
+        if manifest.transport not in SERVED:
+            Path(manifest.files[-1].place).stat()
+    except FileNotFoundError:
+        return True
+    except (OSError, WeightsRefused):
+        return False
+    return False
+
+
 class WeightUpdater:
     """`begin` with each new engine, then `pull` again and again. Not for several callers at once."""
 
@@ -203,17 +222,25 @@ class WeightUpdater:
             fetched_s = time.monotonic() - began
             report = await engine.load_weights(manifest)
         except WeightsUnreachable as error:
-            self._retry_at = time.monotonic() + RETRY_FETCH_S
-            self._failed(
-                "unreachable", newest, f"version {newest.version} not fetched, version {self.version} stays: {error}"
-            )
-            return
+            self._unreachable(newest, error)
         except WeightsRefused as error:
-            self.refused, self._refusals = newest, self._refusals + 1
-            self._metrics.refused.inc()
-            self._failed("refused", newest, f"version {newest.version} refused, version {self.version} stays: {error}")
-            return
-        await self._took(report.model_copy(update={"fetch_s": report.fetch_s + fetched_s}), newest)
+            if await asyncio.to_thread(_is_missing, newest):
+                self._unreachable(newest, error)
+            else:
+                self._refused(newest, error)
+        else:
+            await self._took(report.model_copy(update={"fetch_s": report.fetch_s + fetched_s}), newest)
+
+    def _unreachable(self, newest: Announcement, error: Exception) -> None:
+        self._retry_at = time.monotonic() + RETRY_FETCH_S
+        cause = f"version {newest.version} not fetched, version {self.version} stays: {error}"
+        if cause != self.cause:
+            self._failed("unreachable", newest, cause)
+
+    def _refused(self, newest: Announcement, error: Exception) -> None:
+        self.refused, self._refusals = newest, self._refusals + 1
+        self._metrics.refused.inc()
+        self._failed("refused", newest, f"version {newest.version} refused, version {self.version} stays: {error}")
 
     def _failed(self, outcome: LoadOutcome, newest: Announcement, cause: str) -> None:
         self.cause = cause
