@@ -149,13 +149,11 @@ async def test_a_file_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> Non
     queue, weights = StubQueue(), {"w": torch.arange(10.0)}
     manifest = WeightPublisher(tmp_path / "published", "shm").write(1, weights.items())
     file = Path(manifest.files[-1].place)
-    written = file.read_bytes()
-    file.unlink()
-    queue.announced = Announcement(1, manifest.as_dict())
+    kept = file.rename(tmp_path / "kept")
     async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
+        queue.announced = Announcement(1, manifest.as_dict())
         while "not fetched, version 0 stays" not in (await health(server))["cause"]:
             await asyncio.sleep(0.02)
         assert queue.registered[server.name].refused is None, "refused by every server, it would end the run"
-        file.write_bytes(written)
-        file.chmod(0o600)
+        kept.rename(file)
         await server.until(lambda: server.engine.version == 1)
