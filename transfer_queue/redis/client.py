@@ -20,10 +20,10 @@ from redis.exceptions import BusyLoadingError, NoPermissionError, NoScriptError,
 
 from penstock.common import Backoff
 from penstock.transfer_queue.codec.packing import Packed
+from penstock.transfer_queue.errors import QueueUnavailable
 from penstock.transfer_queue.redis.cluster import Cluster, Node, OneServer, RedisCall, Routes, redact
 from penstock.transfer_queue.redis.replies import FunctionsMissing, check_passing, check_server, knows_functions
 from penstock.transfer_queue.redis.scripts import library, script
-from penstock.transfer_queue.types import QueueUnavailable
 
 ATTEMPT_S = 10.0
 """One attempt; a Redis that is silent for longer is asked again on a new connection."""

@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
+from penstock.transfer_queue.errors import QueueError
 from penstock.transfer_queue.redis.replies import FLOOR_VERSION
-from penstock.transfer_queue.types import QueueError
 
 SOCKET_PATH_LIMIT = 107
 """Bytes that the kernel allows in the path of a unix socket."""
