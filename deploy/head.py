@@ -110,7 +110,7 @@ class HeadLease:
             try:
                 head = await self._claim()
             except QueueUnavailable as error:
-                # Nobody else can take the lease over meanwhile; whether the run can wait, its roles decide.
+                # No other head can take the lease over meanwhile; whether the run can wait, its roles decide.
                 logger.warning("the head's lease is not renewed: %s", error)
                 continue
             if head is not None:

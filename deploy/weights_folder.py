@@ -3,7 +3,7 @@
     /dev/shm/penstock-NAME-PLACE-SECRET     PLACE: of the run's folder, SECRET: of its token
         flock, shared: the head and each role that uses it. The kernel releases it, however they end.
 
-Shared memory outlives its users. A folder that nobody holds belongs to a run that was killed: the next role that starts
+Shared memory outlives its users. A folder that no process holds belongs to a run that was killed: the next role that starts
 on this machine removes it, and so does ``penstock clean``.
 """
 
@@ -43,7 +43,7 @@ def weights_dir(config: RunConfig, token: str) -> Path:
 def local_weights_dir(config: RunConfig, token: str) -> Path:
     """Where servers of this machine keep what they fetched or merged; under a shared disk not that disk.
 
-    All roles of a run know its token and nobody else does: the name cannot be taken before the run takes it.
+    All roles of a run know its token and no other process does: the name cannot be taken before the run takes it.
     """
     digest = hashlib.sha256(f"weights of {config.name}: {token}".encode()).hexdigest()
     return local_weights_prefix(config).with_name(f"{local_weights_prefix(config).name}{digest[:20]}")
@@ -62,11 +62,11 @@ def local_weights_prefix(config: RunConfig) -> Path:
 def weights_entered(config: RunConfig, token: str) -> Iterator[Path]:
     """The run's folder in this machine's shared memory, which this user alone may enter, held until the end.
 
-    What killed runs left beside it is removed first; the folder itself goes at the end if it is empty and nobody else
-    holds it. Raises `NotPrivate` where something else has its name.
+    What killed runs left beside it is removed first; the folder itself goes at the end if it is empty and no
+    other process holds it. Raises `NotPrivate` where something else has its name.
     """
     for left in remove_abandoned():
-        logger.info("removed %s: its run was killed, nobody holds it any more (%d MB)", left.path, left.bytes / 1e6)
+        logger.info("removed %s: its run was killed, no process holds it any more (%d MB)", left.path, left.bytes / 1e6)
     folder = local_weights_dir(config, token)
     held = hold_folder(folder)
     try:
@@ -85,7 +85,7 @@ def hold_folder(folder: Path) -> int:
     """
     for _ in range(_ATTEMPTS):
         private_folder(folder)
-        with contextlib.suppress(FileNotFoundError):  # removed in between, by who found it held by nobody
+        with contextlib.suppress(FileNotFoundError):  # removed in between, by a process that found it free
             held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             fcntl.flock(held, fcntl.LOCK_SH)  # waits for a removal that is on its way
             if _is_still(held, folder):
@@ -111,7 +111,7 @@ class AbandonedWeights:
 
 
 def remove_abandoned() -> list[AbandonedWeights]:
-    """Removes this user's folders that nobody holds; what was removed."""
+    """Removes this user's folders that no process holds; what was removed."""
     return [removed for folder in _own_folders() if (removed := _remove_if_free(folder)) is not None]
 
 

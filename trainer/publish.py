@@ -226,7 +226,7 @@ async def _in_daemon_thread(work: Callable[[], T], name: str) -> T:
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised by whoever awaits
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
             done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
