@@ -3,8 +3,8 @@
     /dev/shm/penstock-NAME-PLACE-SECRET     PLACE: of the run's folder, SECRET: of its token
         flock, shared: the head and each role that uses it. The kernel releases it, however they end.
 
-Shared memory outlives its users. A folder that no process holds belongs to a run that was killed: the next role that starts
-on this machine removes it, and so does ``penstock clean``.
+Shared memory outlives its users. A folder that no process holds belongs to a run that was killed: the next role that
+starts on this machine removes it, and so does ``penstock clean``.
 """
 
 from __future__ import annotations

@@ -234,8 +234,8 @@ def _check_and_fix(binary: str, path: Path) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise QueueError(
-            f"{path}: redis-check-aof did not read its {size / 1e6:.0f} MB within {timeout_s:.0f} s: the disk hangs or is "
-            "too slow; start again when it is well, or restore the folder on another disk"
+            f"{path}: redis-check-aof did not read its {size / 1e6:.0f} MB within {timeout_s:.0f} s: the disk hangs or "
+            "is too slow; start again when it is well, or restore the folder on another disk"
         ) from error
     if done.returncode:
         last = (done.stdout + done.stderr).strip().splitlines()[-3:]
