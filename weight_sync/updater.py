@@ -125,16 +125,17 @@ def _parsed(newest: Announcement) -> Manifest:
     return manifest
 
 
-def _is_missing(newest: Announcement) -> bool:
-    """Whether the version's own file should be on this machine or a shared disk and is not there.
+def _is_missing(newest: Announcement, refusal: WeightsRefused) -> bool:
+    """Whether the version's own file was refused because it is not there, on this machine or a shared disk.
 
     A run that was killed leaves its weights announced. Its trainer writes them again when it has started, which may be
     long after a server has, and under an equal announcement: refused, they would never be tried again.
     """
     try:
         manifest = _parsed(newest)
-        if manifest.transport not in SERVED:
-            Path(manifest.files[-1].place).stat()
+        own = Path(manifest.files[-1].place)
+        if manifest.transport not in SERVED and own.name in str(refusal):
+            own.stat()
     except FileNotFoundError:
         return True
     except (OSError, WeightsRefused):
@@ -224,7 +225,7 @@ class WeightUpdater:
         except WeightsUnreachable as error:
             self._unreachable(newest, error)
         except WeightsRefused as error:
-            if await asyncio.to_thread(_is_missing, newest):
+            if await asyncio.to_thread(_is_missing, newest, error):
                 self._unreachable(newest, error)
             else:
                 self._refused(newest, error)
