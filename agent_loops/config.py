@@ -47,7 +47,12 @@ class AgentConfig(BaseModel):
     loop: str = Field("tool_agent", description="Registered name or dotted path of the AgentLoopBase to run.")
     settings: dict[str, Any] = Field(default_factory=dict, description="The loop's own settings, as self.config.")
     workers: int = Field(2, ge=0, description="Agent workers that `penstock run` starts.")
-    max_restarts: int = Field(5, ge=0, description="Restarts of one worker in restart_window_s before the run stops.")
+    max_restarts: int = Field(
+        10,
+        ge=0,
+        description="Restarts of one worker in restart_window_s before the run stops. Those by an episode that ends its"
+        " workers are forgiven once it is a dead letter.",
+    )
     concurrency: int = Field(32, gt=0, description="Most episodes one worker runs at once; fewer under load.")
     server_requests: int | None = Field(
         None,

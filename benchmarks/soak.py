@@ -108,7 +108,7 @@ class Soak:
             time.sleep(LOOK_S)
 
     def _kill_one(self) -> None:
-        """None where no process has the chosen role now: a run that starts again begins with its supervisor alone."""
+        """No kill where no process has the role now: a run that starts again begins with its supervisor alone."""
         (role,) = self._chance.choices([*WEIGHTS], [*WEIGHTS.values()])
         pids = [process.pid for name, process in self._run.parts() if name == role]
         if not pids:

@@ -13,6 +13,7 @@ from .config import load_sandbox as load_sandbox
 from .config import parse_config as parse_config
 from .connection import RedisLost as RedisLost
 from .connection import RunConnection as RunConnection
+from .connection import connect_file as connect_file
 from .connection import connection_of_run as connection_of_run
 from .connection import keep_alive as keep_alive
 from .connection import limits_of as limits_of
@@ -56,6 +57,7 @@ from .summary import _accounts as _accounts
 from .summary import _tokens as _tokens
 from .summary import _updates as _updates
 from .summary import write_summary as write_summary
+from .supervisor import KillerCheck as KillerCheck
 from .supervisor import LocalPlacement as LocalPlacement
 from .supervisor import StalledRun as StalledRun
 from .supervisor import Supervisor as Supervisor

@@ -18,16 +18,16 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
 
-from penstock.common import Backoff
+from penstock.common import Backoff, process_identity
 from penstock.deploy.config import ConfigError, RunConfig, parse_config
 from penstock.deploy.processes import RestartBudget
-from penstock.deploy.run_dir import RunDir
+from penstock.deploy.run_dir import HEAD_LINE, RunDir
 from penstock.transfer_queue import (
     BatchLog,
     Limits,
@@ -161,6 +161,20 @@ def connection_of_run(config: RunConfig) -> RunConnection:
         raise ConfigError(
             f"{file}: {error.strerror}: run {config.name} is not running on this machine; source its connect.env"
         ) from None
+
+
+@contextlib.contextmanager
+def connect_file(link: RunConnection, run: RunDir) -> Iterator[None]:
+    """The run's connect.env, as long as this head lives. One of a head that has taken the run over stays."""
+    text = f"{link.shell_lines()}{HEAD_LINE}{process_identity()}\n"
+    with os.fdopen(os.open(run.connect_env, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if run.connect_env.read_text(encoding="utf-8") == text:
+                run.connect_env.unlink()
 
 
 def redis_login() -> tuple[str | None, str | None]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from penstock.common import process_has_ended, process_identity, write_synced
+from penstock.common import process_has_ended, process_identity, write_atomically
 from penstock.deploy.config import RunConfig, dump_config
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import (
@@ -47,7 +47,7 @@ class HeadTaken(QueueError):
 def identity_of(config: RunConfig, run: RunDir) -> RunIdentity:
     """The id is made with the run's folder. Of the model only its name counts: folders differ between machines."""
     if not run.identity.exists():
-        write_synced(run.identity, secrets.token_hex(8) + "\n")
+        write_atomically(run.identity, secrets.token_hex(8) + "\n", mode=0o600, durable=True)
     digest = hashlib.sha256(dump_config(config).encode()).hexdigest()
     return RunIdentity(run.identity.read_text().strip(), digest[:16], Path(config.model).name)
 
@@ -110,7 +110,7 @@ class HeadLease:
             try:
                 head = await self._claim()
             except QueueUnavailable as error:
-                # Nobody else can take the lease over meanwhile; whether the run can wait, its roles decide.
+                # No other head can take the lease over meanwhile; whether the run can wait, its roles decide.
                 logger.warning("the head's lease is not renewed: %s", error)
                 continue
             if head is not None:

@@ -18,18 +18,27 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from penstock.common import NotPrivate, process_identity, rewrite_jsonl
+from penstock.common import NotPrivate, rewrite_jsonl
 from penstock.datasets import materialise
 from penstock.deploy.config import ConfigError, RunConfig, dump_config
-from penstock.deploy.connection import TOKEN_VARIABLE, RedisLost, RunConnection, limits_of, own_redis, redis_login
+from penstock.deploy.connection import (
+    TOKEN_VARIABLE,
+    RedisLost,
+    RunConnection,
+    connect_file,
+    limits_of,
+    own_redis,
+    redis_login,
+)
 from penstock.deploy.head import describe_found, identity_of, run_headed
 from penstock.deploy.lives import LivesFile
 from penstock.deploy.plan import ADDED, page_roles, roles_of
 from penstock.deploy.processes import RoleFailed, RoleProcess
 from penstock.deploy.report import Reporter, StalledRun, VersionRefused, restarts_of
-from penstock.deploy.run_dir import HEAD_LINE, RunDir, RunLock
+from penstock.deploy.run_dir import RunDir, RunLock
 from penstock.deploy.summary import write_summary
 from penstock.deploy.supervisor import LocalPlacement, Placement, Supervisor
 from penstock.deploy.telemetry import head_served
@@ -67,10 +76,11 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
             found = await _enter(config, run, queue, limits)
             # Files that a head which was refused must not take from the one that lives.
             run.config.write_text(dump_config(config))
-            async with _connect_file(link, run), _weights(config, link.token), placement.open(config, run):
-                await _run_roles(
-                    config, run, link, queue, placement, keepers=[*keepers, keeping], found=found if resume else ""
-                )
+            with connect_file(link, run):
+                async with _weights(config, link.token), placement.open(config, run):
+                    await _run_roles(
+                        config, run, link, queue, placement, keepers=[*keepers, keeping], found=found if resume else ""
+                    )
     return run.summary
 
 
@@ -118,16 +128,6 @@ async def _connected(link: RunConnection, config: RunConfig) -> AsyncIterator[Re
 
 
 @contextlib.asynccontextmanager
-async def _connect_file(link: RunConnection, run: RunDir) -> AsyncIterator[None]:
-    with os.fdopen(os.open(run.connect_env, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(f"{link.shell_lines()}{HEAD_LINE}{process_identity()}\n")
-    try:
-        yield
-    finally:
-        run.connect_env.unlink(missing_ok=True)
-
-
-@contextlib.asynccontextmanager
 async def _weights(config: RunConfig, token: str) -> AsyncIterator[None]:
     """The folder of published weights in this machine's shared memory, until the end of the run.
 
@@ -157,7 +157,8 @@ async def _run_roles(
     supervisor = Supervisor(
         lambda role: placement.place(role, run), lambda kind, number: ADDED[kind](config, link, number)
     )
-    reporter = Reporter(config, run, queue, supervisor.members, lives, found=found)
+    forgive_workers = partial(supervisor.forgive, "agent")
+    reporter = Reporter(config, run, queue, supervisor.members, lives, found=found, forgive_workers=forgive_workers)
     page = [RoleProcess(role.spec(run.logs)) for role in page_roles(config, run, link)]
     beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
     watchers = [

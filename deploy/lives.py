@@ -8,6 +8,7 @@ A life that was killed counts up to its last entry.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -44,7 +45,7 @@ class LivesFile:
         self._path, self._clock = path, clock
         self._earlier = read_lives(path)
         self._began = clock()
-        self._written = self._began
+        self._written = -math.inf
 
     def write(self, restarts: Mapping[str, int]) -> None:
         """Records the present life; returns at once where it was recorded lately and `restarts` may wait."""

@@ -70,6 +70,10 @@ class RestartBudget:
             self._spent.popleft()
         return len(self._spent) <= self.limit
 
+    def forgive(self) -> None:
+        """What was spent does not count any more: its cause is gone."""
+        self._spent.clear()
+
     @property
     def used_up(self) -> str:
         return f"{self.limit} restarts used up within {self.window_s:g} s"
@@ -112,6 +116,10 @@ class RoleProcess:
                 cause = f"exit status {status}, {self._budget.used_up}"
                 raise RoleFailed(f"{self.spec.name} failed ({cause}); {self.spec.log} ends:\n{self._log_tail()}")
             await self._pauses.sleep()
+
+    def forgive(self) -> None:
+        """See `SupervisedRole`."""
+        self._budget.forgive()
 
     async def stop(self) -> None:
         """SIGTERM to the role, a grace period, then SIGKILL to its whole session."""

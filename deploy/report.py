@@ -10,7 +10,7 @@ import contextlib
 import json
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +23,7 @@ from penstock.dashboard import Pulse, RunFiles, advise, flat, flat_rewards, roll
 from penstock.deploy.config import RunConfig
 from penstock.deploy.lives import LivesFile
 from penstock.deploy.run_dir import RunDir
-from penstock.deploy.supervisor import StalledRun, SupervisedRole, VersionRefused, Watchdog
+from penstock.deploy.supervisor import KillerCheck, StalledRun, SupervisedRole, VersionRefused, Watchdog
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue
 
 __all__ = ["Reporter", "StalledRun", "VersionRefused", "describe"]
@@ -41,8 +41,9 @@ class Reporter:
         lives: LivesFile,
         *,
         found: str = "",
+        forgive_workers: Callable[[], None] = lambda: None,
     ) -> None:
-        """`found`: what the run continues from; empty for a new one."""
+        """`found`: what the run continues from; empty for a new one. `forgive_workers`: see `KillerCheck`."""
         self._console = Console(stderr=True, highlight=False)
         self._config = config
         self._run = run
@@ -50,6 +51,7 @@ class Reporter:
         self._roles = RolesFile(run.roles, members)
         self._members, self._lives = members, lives
         self._watchdog = Watchdog(config, members, self._say)
+        self._killers = KillerCheck(forgive_workers)
         self._metrics = JsonlTail(run.metrics)
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT_STEPS)
         self._said_flat = False
@@ -75,6 +77,8 @@ class Reporter:
             self._show(self._metrics.read(), status)
             self._roles.write()
             self._lives.write(restarts_of(self._members))
+            if status is not None:
+                self._killers.look(status)
             await self._watchdog.look(self.steps_done, status, servers)
 
     def close(self) -> None:

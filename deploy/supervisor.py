@@ -53,6 +53,10 @@ class SupervisedRole(Protocol):
         """Until it finished or was stopped. Raises `RoleFailed`."""
         ...
 
+    def forgive(self) -> None:
+        """Restarts so far do not count against its limit any more."""
+        ...
+
     async def stop(self) -> None: ...
 
 
@@ -129,6 +133,12 @@ class Supervisor:
             r for r in self._roles.values() if r.kind == kind and r.number is not None and r.name not in self._leaving
         ]
 
+    def forgive(self, kind: str) -> None:
+        """Restarts so far of all roles of a kind do not count any more."""
+        for member in self.members:
+            if self._roles[member.spec.name].kind == kind:
+                member.forgive()
+
     async def run(self, beside: Sequence[asyncio.Task[None]]) -> None:
         """Until the trainer has finished. Raises what a role or a task of `beside` raised first."""
         while not self._over(beside):
@@ -199,6 +209,32 @@ class RefusalCheck:
         if version is not None and version == self._suspect:
             raise VersionRefused(version, serving)
         self._suspect = version
+
+
+MOST_KILLERS = 16
+"""Episodes in a row, with none completed between them: more of them, and workers die whatever they run."""
+
+
+class KillerCheck:
+    """Forgives agent workers their restarts where the queue has given up an episode that caused them.
+
+    A row of eight episodes that each end their worker costs some twenty workers, more than restarts are allowed.
+    """
+
+    def __init__(self, forgive: Callable[[], None]) -> None:
+        self._forgive = forgive
+        self._seen: tuple[int, int] | None = None
+        """Killers and completed episodes at the last look."""
+        self._in_a_row = 0
+
+    def look(self, status: Status) -> None:
+        killers, completed = status.episodes.get("killed_workers", 0), status.episodes.get("completed", 0)
+        before, completed_before = self._seen or (killers, completed)
+        self._seen = killers, completed
+        new = max(0, killers - before)
+        self._in_a_row = (0 if completed > completed_before else self._in_a_row) + new
+        if new and self._in_a_row <= MOST_KILLERS:
+            self._forgive()
 
 
 class Watchdog:

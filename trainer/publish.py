@@ -140,6 +140,8 @@ class Publisher:
     async def _write(self, version: int, weights: list[tuple[str, Tensor]], renew: bool) -> None:
         assert self._files is not None
         began = time.monotonic()
+        # The file's name is the version's: a trainer that was replaced must not write over its successor's.
+        await self._queue.check_training()
         manifest = await self._written(self._files, version, weights)
         announcement = Announcement(
             version, self._files.with_broadcast(manifest, await self._ready(self._files)).as_dict()
@@ -224,7 +226,7 @@ async def _in_daemon_thread(work: Callable[[], T], name: str) -> T:
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised by whoever awaits
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
             done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

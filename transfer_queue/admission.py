@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from penstock.transfer_queue.types import Limits, QueueError
+from penstock.transfer_queue.errors import QueueError
+from penstock.transfer_queue.types import Limits
 
 
 def places(step: int, next_step: int, groups_per_step: int) -> int:

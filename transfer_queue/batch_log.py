@@ -38,7 +38,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from penstock.common import fsync_path, write_synced
-from penstock.transfer_queue.types import BadPayload
+from penstock.transfer_queue.errors import BadPayload
 
 _NAME = re.compile(r"(\d{8,})-(\d{8,})-[\w.-]+\.batch(\.tmp)?", re.ASCII)
 _WRITER = re.compile(r"[\w.-]{1,64}", re.ASCII)

@@ -10,20 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from penstock.transfer_queue.admission import enough_members, may_admit, room_allows
+from penstock.transfer_queue.errors import LeaseLost, TrainerFenced
 from penstock.transfer_queue.memory_groups import TRAIN, GroupMember, MemoryGroup, split_episode
 from penstock.transfer_queue.metrics import bucket_of
-from penstock.transfer_queue.types import (
-    EPISODE_TOTALS,
-    Announcement,
-    DataCursor,
-    DeadLetter,
-    LeaseLost,
-    Limits,
-    Outcome,
-    OutcomeKind,
-    Task,
-    TrainerFenced,
-)
+from penstock.transfer_queue.status import EPISODE_TOTALS
+from penstock.transfer_queue.types import Announcement, DataCursor, DeadLetter, Limits, Outcome, OutcomeKind, Task
 
 JOURNALS_KEPT = 100
 """Dead letters beyond the newest of these keep their cause and lose their journal."""
@@ -185,6 +176,7 @@ class MemoryState:
                 member.state = "queued"
                 self.counts["expired"] += group.is_train
                 if member.lost_together == 1 and len(member.lost_by) >= self.limits.max_lost_leases:
+                    self.counts["killed_workers"] += 1
                     self.give_up(group, index, _worker_died(member.lost_by))
 
     def _count_loss(self, worker: str, now: float) -> int:

@@ -17,7 +17,8 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.common import counter_family, gauge_family, prometheus
-from penstock.transfer_queue.types import LengthDecile, ServerInfo, Status
+from penstock.transfer_queue.status import LengthDecile, Status
+from penstock.transfer_queue.types import ServerInfo
 
 PREFIX = "penstock_queue_"
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from penstock.transfer_queue.status import Status
 from penstock.transfer_queue.types import (
     Announcement,
     Batch,
@@ -47,7 +48,6 @@ from penstock.transfer_queue.types import (
     RunIdentity,
     RunRecord,
     ServerInfo,
-    Status,
     Task,
     Trajectory,
     Waiting,

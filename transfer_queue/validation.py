@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from penstock.transfer_queue.codec.packing import Packed
 from penstock.transfer_queue.codec.trajectories import pack_trajectory
-from penstock.transfer_queue.types import BadPayload, Lease, QueueError, Segment, Task, Trajectory
+from penstock.transfer_queue.errors import BadPayload, QueueError
+from penstock.transfer_queue.types import Lease, Segment, Task, Trajectory
 
 MAX_PAYLOAD_BYTES = 256 << 20
 """Redis itself refuses values over 512 MiB."""

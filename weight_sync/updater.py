@@ -203,17 +203,22 @@ class WeightUpdater:
             fetched_s = time.monotonic() - began
             report = await engine.load_weights(manifest)
         except WeightsUnreachable as error:
-            self._retry_at = time.monotonic() + RETRY_FETCH_S
-            self._failed(
-                "unreachable", newest, f"version {newest.version} not fetched, version {self.version} stays: {error}"
-            )
-            return
+            self._unreachable(newest, error)
         except WeightsRefused as error:
-            self.refused, self._refusals = newest, self._refusals + 1
-            self._metrics.refused.inc()
-            self._failed("refused", newest, f"version {newest.version} refused, version {self.version} stays: {error}")
-            return
-        await self._took(report.model_copy(update={"fetch_s": report.fetch_s + fetched_s}), newest)
+            self._refused(newest, error)
+        else:
+            await self._took(report.model_copy(update={"fetch_s": report.fetch_s + fetched_s}), newest)
+
+    def _unreachable(self, newest: Announcement, error: Exception) -> None:
+        self._retry_at = time.monotonic() + RETRY_FETCH_S
+        cause = f"version {newest.version} not fetched, version {self.version} stays: {error}"
+        if cause != self.cause:
+            self._failed("unreachable", newest, cause)
+
+    def _refused(self, newest: Announcement, error: Exception) -> None:
+        self.refused, self._refusals = newest, self._refusals + 1
+        self._metrics.refused.inc()
+        self._failed("refused", newest, f"version {newest.version} refused, version {self.version} stays: {error}")
 
     def _failed(self, outcome: LoadOutcome, newest: Announcement, cause: str) -> None:
         self.cause = cause

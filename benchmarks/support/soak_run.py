@@ -34,7 +34,7 @@ LOOK_S = 1.0
 
 
 class EndedEarly(Exception):
-    """The run ended although nobody killed its supervisor; with the end of its log."""
+    """The run ended although its supervisor was not killed; with the end of its log."""
 
 
 class SoakRun:

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from penstock.common import process_has_ended, process_identity
-from penstock.deploy import HeadLease, HeadTaken, RunDir, describe_found, identity_of, load_config
+from penstock.deploy import (
+    HeadLease,
+    HeadTaken,
+    RunConnection,
+    RunDir,
+    connect_file,
+    describe_found,
+    identity_of,
+    load_config,
+)
 from penstock.transfer_queue import Limits, MemoryTransferQueue, RunTaken
 
 CALCULATOR = Path(__file__).parents[2] / "recipes/calculator.yaml"
@@ -86,6 +95,36 @@ async def test_a_recipe_does_not_enter_the_run_of_another(tmp_path: Path) -> Non
     await queue.create_run(LIMITS, "config of a", runs[0])
     with pytest.raises(RunTaken, match=rf"{runs[0].run_id}.*{runs[1].run_id}"):
         await queue.create_run(LIMITS, "config of b", runs[1])
+
+
+def test_a_kill_leaves_a_whole_id_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without an id would be told apart by its settings alone, and could not be resumed with others."""
+    config = load_config(CALCULATOR, [f"runs_dir={tmp_path}", "name=mine"])
+    run = RunDir.of(config)
+    run.root.mkdir(parents=True)
+
+    def killed(_descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.common.files.os.fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            identity_of(config, run)
+    assert not run.identity.exists()
+    assert len(identity_of(config, run).run_id) == 16
+
+
+def test_a_head_takes_only_its_own_connect_file_away(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with connect_file(RunConnection("redis://first", "mine", None, "token"), run):
+        assert "redis://first" in run.connect_env.read_text()
+        assert run.connect_env.stat().st_mode & 0o777 == 0o600
+        run.connect_env.write_text("of the head that has taken the run over")
+    assert run.connect_env.exists()
+    run.connect_env.unlink()
+    with connect_file(RunConnection("redis://first", "mine", None, "token"), run):
+        pass
+    assert not run.connect_env.exists()
 
 
 async def test_resume_names_what_it_found(tmp_path: Path) -> None:

@@ -78,6 +78,14 @@ async def test_summary_counts_all_lives_of_a_resumed_run(tmp_path: Path) -> None
     assert summary["restarts"] == {"trainer": 3, "agent-0": 0, "rollout-0": 3}
 
 
+def test_a_life_that_is_killed_in_its_first_seconds_counts(tmp_path: Path) -> None:
+    now = 1000.0
+    killed = LivesFile(tmp_path / "lives.json", lambda: now)
+    now += 1
+    killed.write({"trainer": 0})
+    assert LivesFile(tmp_path / "lives.json").total({}).lives == 2
+
+
 def test_a_damaged_lives_file_is_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "lives.json").write_text('[{"wall_s": 1')
     assert LivesFile(tmp_path / "lives.json").total({}).lives == 1

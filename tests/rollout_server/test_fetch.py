@@ -141,3 +141,19 @@ async def test_a_trainer_that_is_away_is_waited_for_and_old_weights_serve(tmp_pa
         while (await health(server))["cause"]:
             await asyncio.sleep(0.02)
         await again.stop()
+
+
+async def test_a_file_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+    """A run was killed with its weights: a server that is back before the trainer finds them announced, and later the
+    trainer writes the same file again, under the same announcement."""
+    queue, weights = StubQueue(), {"w": torch.arange(10.0)}
+    manifest = WeightPublisher(tmp_path / "published", "shm").write(1, weights.items())
+    file = Path(manifest.files[-1].place)
+    kept = file.rename(tmp_path / "kept")
+    async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
+        queue.announced = Announcement(1, manifest.as_dict())
+        while "not fetched, version 0 stays" not in (await health(server))["cause"]:
+            await asyncio.sleep(0.02)
+        assert queue.registered[server.name].refused is None, "refused by every server, it would end the run"
+        kept.rename(file)
+        await server.until(lambda: server.engine.version == 1)

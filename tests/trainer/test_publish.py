@@ -50,6 +50,8 @@ class VersionQueue:
         self.announced.append(announcement)
         return True
 
+    async def check_training(self) -> None: ...
+
     async def servers(self) -> list[ServerInfo]:
         return self.registered
 
@@ -153,6 +155,27 @@ async def test_a_version_that_another_has_published_is_fatal(
     await setting.step(1)
     with pytest.raises(TrainerFenced, match="version 1"):
         await setting.publisher.settle()
+
+
+async def test_a_replaced_trainer_writes_over_no_file(
+    open_setting: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a shared disk the file of that version is the other trainer's."""
+    setting = await open_setting()
+    await setting.step(1)
+    await setting.publisher.settle()
+    (file,) = Path(setting.queue.announced[0].manifest["path"]).parent.glob("*.safetensors")
+    theirs = file.with_name(file.name.replace("1", "2"))
+    theirs.write_bytes(b"of the trainer in its place")
+
+    async def fenced() -> None:
+        raise TrainerFenced("epoch 1: another trainer has claimed the run, epoch 2")
+
+    monkeypatch.setattr(setting.queue, "check_training", fenced)
+    await setting.step(2)
+    with pytest.raises(TrainerFenced):
+        await setting.publisher.settle()
+    assert theirs.read_bytes() == b"of the trainer in its place"
 
 
 async def test_no_room_is_said_at_the_next_step_and_the_old_version_stays_announced(

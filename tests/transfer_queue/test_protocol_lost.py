@@ -50,6 +50,7 @@ async def test_a_poison_row_becomes_a_dead_letter(make_queue) -> None:
     assert all(name in letter.outcome.reason for name in ("w0", "w1"))
     status = await queue.status()
     assert (status.episodes["completed"], status.episodes["failed"]) == (11, 1)
+    assert status.episodes["killed_workers"] == 1
     batch = await queue.lease_batch(0)
     assert isinstance(batch, Batch)
     assert batch.groups[0] == ["train/0000#0", "train/0000#2"]
@@ -63,6 +64,7 @@ async def test_a_poison_row_of_another_split_ends_too(make_queue) -> None:
         assert lease.task.split == "eval/0"
     assert await queue.lease_episodes("worker", 4, 0) == []
     assert [letter.episode_id for letter in await queue.dead_letters()] == ["eval/0/0000#0"]
+    assert (await queue.status()).episodes["killed_workers"] == 1
     assert (await queue.status()).other_splits == {"eval/0": {"queued": 0, "leased": 0, "done": 1}}
 
 

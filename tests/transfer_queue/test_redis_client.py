@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from redis.exceptions import BusyLoadingError
 from redis_parts import PASSWORD, Proxy, make_certificates, open_to, small_scripts  # noqa: F401 - a fixture
 
 from penstock.transfer_queue import BadPayload, LeaseLost, QueueError, QueueUnavailable, RedisServer, StepError
-from penstock.transfer_queue.redis import Connection
+from penstock.transfer_queue.redis import Connection, RedisCall
 
 pytestmark = pytest.mark.redis
 
@@ -125,6 +127,33 @@ async def test_a_full_redis_takes_no_functions(connection: Connection, server: R
     with pytest.raises(QueueUnavailable, match="raise maxmemory until they are loaded"):
         await hasty.script("echo", "k")
     await hasty.close()
+
+
+class StuckLoading:
+    """`Routes` to a Redis that loads for ever without progress, and says so at every other question only."""
+
+    spreads = False
+    masters = (None,)
+
+    def __init__(self) -> None:
+        self._questions = 0
+
+    async def run(self, calls: Sequence[RedisCall]) -> None:
+        for call in calls:
+            call.error = BusyLoadingError()
+            if call.args[0] == "INFO":
+                self._questions += 1
+                if self._questions % 2:
+                    raise TimeoutError
+                call.reply, call.error = b"loading_loaded_bytes:4096\r\n", None
+
+
+async def test_a_redis_that_loads_without_progress_is_given_up() -> None:
+    stuck: Any = StuckLoading()
+    connection = Connection(stuck, "redis://stuck", deadline_s=0.5, loading_timeout_s=2.5)
+    async with asyncio.timeout(60):
+        with pytest.raises(QueueUnavailable, match="GET"):
+            await connection.command("GET", "a")
 
 
 async def test_a_payload_that_does_not_come_is_named(server: RedisServer) -> None:

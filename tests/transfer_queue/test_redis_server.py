@@ -236,6 +236,17 @@ async def test_damage_in_the_middle_is_named(tmp_path: Path) -> None:
         repair_append_only_file(find_redis_server().path, tmp_path)
 
 
+def test_a_file_that_cannot_be_read_in_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the keeper needs it, which tries again after a `QueueError` and knows no other."""
+    monkeypatch.setattr("penstock.transfer_queue.redis.server_config.REPAIR_TIMEOUT_S", 0.2)
+    hangs = tmp_path / "redis-check-aof"
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    hangs.chmod(0o700)
+    (tmp_path / "appendonly.aof").write_bytes(b"*1\r\n")
+    with pytest.raises(QueueError, match=r"appendonly\.aof: redis-check-aof did not read"):
+        repair_append_only_file(str(hangs), tmp_path)
+
+
 def test_without_a_file_there_is_nothing_to_repair(tmp_path: Path) -> None:
     repair_append_only_file("/bin/false", tmp_path)
 

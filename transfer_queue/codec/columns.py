@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_digest
 
-from penstock.transfer_queue.types import BadPayload, QueueError
+from penstock.transfer_queue.errors import BadPayload, QueueError
 
 BLOCK = 64 << 10
 MAX_RAW_BYTES = 1 << 30

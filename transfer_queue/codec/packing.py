@@ -41,7 +41,7 @@ from penstock.transfer_queue.codec.columns import (
     field_from_row,
     store,
 )
-from penstock.transfer_queue.types import BadPayload
+from penstock.transfer_queue.errors import BadPayload
 
 MAGIC = b"PNST"
 FORMAT = 2

@@ -16,14 +16,13 @@ from penstock.transfer_queue.codec.packing import (
     unpack_plain,
     whole_head,
 )
+from penstock.transfer_queue.errors import BadPayload, QueueError
 from penstock.transfer_queue.types import (
-    BadPayload,
     FieldValues,
     JournalEntry,
     JournalKind,
     Outcome,
     OutcomeKind,
-    QueueError,
     Segment,
     Task,
     Trajectory,

@@ -30,6 +30,7 @@ local function take_back(episode)
   call('HSET', member.group, 'l' .. member.m, lost_by, 'y' .. member.m, together)
   if member.split == 'train' then count('expired', 1) end
   if together == 1 and losses >= run.max_lost_leases then
+    count('killed_workers', 1)
     give_up(episode, member, worker_died(lost_by, losses))
     return
   end

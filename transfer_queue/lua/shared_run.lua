@@ -23,7 +23,7 @@ end
 
 -- Leases and heartbeats are measured by the queue's clock alone; a client's may jump as well. It never goes back, and
 -- whatever Redis's clock did since the queue's was last kept counts for LONGEST_TICK_MS at most: less than a lease or an
--- entry of the registry has left between two renewals. So it stands still while nobody calls, as leases should.
+-- entry of the registry has left between two renewals. So it stands still while no client calls, as leases should.
 local LONGEST_TICK_MS = 3000
 local clock_at, clock_seen = unpack(call('HMGET', key('clock'), 'at', 'seen'))
 local function now_ms()

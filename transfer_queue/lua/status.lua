@@ -22,7 +22,7 @@ return 1
 -- needs: run, clock
 -- flags: allow-oom
 -- Returns for each live server its packed info and the ms that its entry has left. It only reads them: those that ask
--- may not write them. The clock is kept: where nobody else calls, entries must still run out.
+-- may not write them. The clock is kept: where no other client calls, entries must still run out.
 local now = now_ms()
 local live = call('ZRANGEBYSCORE', key('servers_until'), '(' .. now, '+inf', 'WITHSCORES')
 local rows = {}

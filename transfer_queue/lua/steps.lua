@@ -238,7 +238,7 @@ return 1
 -- needs: run, trainer, fenced, server, episode, queue, group, steps
 -- ARGV: how many episodes at most, whole groups. Deletes what committed steps hold, oldest first; payloads are named in
 -- `garbage` for a client to sweep. Returns 1 while something is left. A client that dies between two calls leaves a
--- queue whose accounts balance, and the next commit goes on here.
+-- queue whose accounts balance, and the next commit continues here.
 local budget = tonumber(ARGV[1])
 
 -- What had finished here and is not in the checkpoint finished without being trained; what is in it had finished.

@@ -4,6 +4,7 @@ from .acl import role_users as role_users
 from .acl import setuser_commands as setuser_commands
 from .acl import user_rules as user_rules
 from .client import Connection as Connection
+from .cluster import RedisCall as RedisCall
 from .cluster import redact as redact
 from .keys import Keys as Keys
 from .queue import RedisTransferQueue as RedisTransferQueue

@@ -25,8 +25,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.transfer_queue.errors import QueueError
 from penstock.transfer_queue.redis.keys import Keys
-from penstock.transfer_queue.types import QueueError
 
 _RUN = ("run",)
 _STEPS = ("steps", "steps:*", "trained_ahead")

@@ -20,10 +20,10 @@ from redis.exceptions import BusyLoadingError, NoPermissionError, NoScriptError,
 
 from penstock.common import Backoff
 from penstock.transfer_queue.codec.packing import Packed
+from penstock.transfer_queue.errors import QueueUnavailable
 from penstock.transfer_queue.redis.cluster import Cluster, Node, OneServer, RedisCall, Routes, redact
 from penstock.transfer_queue.redis.replies import FunctionsMissing, check_passing, check_server, knows_functions
 from penstock.transfer_queue.redis.scripts import library, script
-from penstock.transfer_queue.types import QueueUnavailable
 
 ATTEMPT_S = 10.0
 """One attempt; a Redis that is silent for longer is asked again on a new connection."""
@@ -163,7 +163,7 @@ class Connection:
     async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], *, whole: bool = False) -> None:
         """Run the calls phase by phase until all have succeeded. With `whole`, a failure repeats all of them."""
         loop = asyncio.get_running_loop()
-        started, pauses, loaded = loop.time(), _BACKOFF.pauses(), -1
+        started, pauses, loaded = loop.time(), _BACKOFF.pauses(), 0
         deadline = started + self._deadline_s
         calls = [call for phase in phases for call in phase]
         for call in calls:
@@ -174,8 +174,8 @@ class Connection:
             if cause is None:
                 return
             if isinstance(cause, BusyLoadingError):
-                before, loaded = loaded, await self._loaded_bytes()
-                if loaded != before:
+                before, loaded = loaded, await self._loaded_bytes(loaded)
+                if loaded > before:
                     deadline = max(deadline, loop.time() + self._loading_timeout_s)
             if loop.time() + _UNJITTERED.pause_s(pauses.failures + 1) > deadline:
                 waited_s = loop.time() - started
@@ -184,16 +184,16 @@ class Connection:
                 call.forget()
             await pauses.sleep()
 
-    async def _loaded_bytes(self) -> int:
-        """How much of their files the servers have read; changes while one makes progress."""
+    async def _loaded_bytes(self, before: int) -> int:
+        """How much of their files the servers have read, grows while one makes progress; `before` where none says."""
         calls = [RedisCall(("INFO", "persistence"), node) for node in self._routes.masters]
         try:
             async with asyncio.timeout(ATTEMPT_S):
                 await self._routes.run(calls)
         except TimeoutError:
-            return -1
+            return before
         infos = [_in_python(call) for call in calls if call.error is None]
-        return sum(int(info.get("loading_loaded_bytes", 0)) for info in infos)
+        return sum(int(info.get("loading_loaded_bytes", 0)) for info in infos) if infos else before
 
     async def _attempt(self, phases: Sequence[Sequence[RedisCall]], limit_s: float) -> Exception | None:
         """The reason why calls are unfinished, or None. Raises errors that a retry cannot fix."""

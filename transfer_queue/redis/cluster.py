@@ -31,7 +31,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from penstock.transfer_queue.codec.packing import Packed
-from penstock.transfer_queue.types import QueueError
+from penstock.transfer_queue.errors import QueueError
 
 MAX_CONNECTIONS = 64
 """To one server at once; further calls wait for one."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 
-from penstock.transfer_queue.types import QueueError
+from penstock.transfer_queue.errors import QueueError
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -32,10 +32,11 @@ from penstock.transfer_queue.codec.trajectories import (
     values_of,
     wanted_fields,
 )
+from penstock.transfer_queue.errors import BadPayload, QueueError
 from penstock.transfer_queue.metrics import CHUNK_BYTES
 from penstock.transfer_queue.redis.client import Connection
 from penstock.transfer_queue.redis.keys import Keys
-from penstock.transfer_queue.types import BadPayload, FieldValues, QueueError, Trajectory
+from penstock.transfer_queue.types import FieldValues, Trajectory
 
 PIPELINE_BYTES = 2 << 20
 """Replies of one round trip. With more, Redis builds them in memory that no cache holds, at half the speed."""

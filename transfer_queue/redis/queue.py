@@ -16,6 +16,15 @@ from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.packing import check_compression, pack_plain, unpack_plain
 from penstock.transfer_queue.codec.trajectories import encode_journal, encode_task, outcome_to_plain
 from penstock.transfer_queue.config import TransferQueueConfig
+from penstock.transfer_queue.errors import (
+    BadPayload,
+    JournalMismatch,
+    LeaseLost,
+    NoSuchRun,
+    QueueError,
+    RunTaken,
+    StepError,
+)
 from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, payload_cost, task_cost
 from penstock.transfer_queue.redis.client import Connection
 from penstock.transfer_queue.redis.keys import LAYOUT, Keys
@@ -30,29 +39,22 @@ from penstock.transfer_queue.redis.replies import (
     status_from_map,
     unpack_announcement,
 )
+from penstock.transfer_queue.status import Status
 from penstock.transfer_queue.types import (
     KEPT_UPDATES,
     Announcement,
-    BadPayload,
     Batch,
     DataCursor,
     DeadLetter,
     FieldValues,
     Head,
     JournalEntry,
-    JournalMismatch,
     Lease,
-    LeaseLost,
     Limits,
-    NoSuchRun,
     Outcome,
-    QueueError,
     RunIdentity,
     RunRecord,
-    RunTaken,
     ServerInfo,
-    Status,
-    StepError,
     Task,
     Trajectory,
     Waiting,

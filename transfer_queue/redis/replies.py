@@ -31,23 +31,11 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from penstock.transfer_queue.admission import check_limits
 from penstock.transfer_queue.codec.packing import pack_plain, unpack_plain
 from penstock.transfer_queue.codec.trajectories import decode_journal, decode_task, outcome_from_plain
+from penstock.transfer_queue.errors import BadPayload, LeaseLost, QueueError, StepError, TooManyFiltered, TrainerFenced
 from penstock.transfer_queue.metrics import deciles
 from penstock.transfer_queue.redis.keys import LAYOUT
-from penstock.transfer_queue.types import (
-    EPISODE_TOTALS,
-    Announcement,
-    BadPayload,
-    DeadLetter,
-    JournalEntry,
-    Lease,
-    LeaseLost,
-    Limits,
-    QueueError,
-    Status,
-    StepError,
-    TooManyFiltered,
-    TrainerFenced,
-)
+from penstock.transfer_queue.status import EPISODE_TOTALS, Status
+from penstock.transfer_queue.types import Announcement, DeadLetter, JournalEntry, Lease, Limits
 
 _POSITION = struct.Struct(">I")
 

@@ -20,6 +20,7 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS
 from redis.exceptions import AuthenticationError, RedisError
 
 from penstock.common import FileLock, environment_without_secrets
+from penstock.transfer_queue.errors import QueueError
 from penstock.transfer_queue.redis.server_config import (
     ServerOptions,
     check_free,
@@ -27,7 +28,6 @@ from penstock.transfer_queue.redis.server_config import (
     free_port,
     repair_append_only_file,
 )
-from penstock.transfer_queue.types import QueueError
 
 
 class RedisServer:

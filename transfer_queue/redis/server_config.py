@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import quote
 
+from penstock.transfer_queue.errors import QueueError
 from penstock.transfer_queue.redis.replies import FLOOR_VERSION
-from penstock.transfer_queue.types import QueueError
 
 SOCKET_PATH_LIMIT = 107
 """Bytes that the kernel allows in the path of a unix socket."""
@@ -199,13 +199,16 @@ def _version(binary: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-TIMEOUT_S = 600.0
+REPAIR_TIMEOUT_S = 600.0
+REPAIR_SLOWEST_BYTES_PER_S = 8 << 20
+"""A file is given time at this rate besides: redis-check-aof says nothing of its progress."""
 
 
 def repair_append_only_file(binary: str, directory: Path) -> None:
     """Remove what a crash left incomplete at the end; does nothing if the file is intact or missing.
 
-    Blocking: it reads the whole file once. Raises `QueueError` if the file is damaged before its end.
+    Blocking: it reads the whole file once. Raises `QueueError` if the file is damaged before its end, or cannot be read
+    in a time that grows with its size.
     """
     for name in ("appendonlydir/appendonly.aof.manifest", "appendonly.aof"):  # Redis 7, and before
         path = directory / name
@@ -215,17 +218,25 @@ def repair_append_only_file(binary: str, directory: Path) -> None:
 
 
 def _check_and_fix(binary: str, path: Path) -> None:
-    done = subprocess.run(
-        ["redis-check-aof", "--fix", path.name],
-        executable=binary,
-        cwd=path.parent,
-        input="y\n",
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    size = sum(file.stat().st_size for file in path.parent.glob("*appendonly.aof*"))
+    timeout_s = REPAIR_TIMEOUT_S + size / REPAIR_SLOWEST_BYTES_PER_S
+    try:
+        done = subprocess.run(
+            ["redis-check-aof", "--fix", path.name],
+            executable=binary,
+            cwd=path.parent,
+            input="y\n",
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise QueueError(
+            f"{path}: redis-check-aof did not read its {size / 1e6:.0f} MB within {timeout_s:.0f} s: the disk hangs or "
+            "is too slow; start again when it is well, or restore the folder on another disk"
+        ) from error
     if done.returncode:
         last = (done.stdout + done.stderr).strip().splitlines()[-3:]
         raise QueueError(

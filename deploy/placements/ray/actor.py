@@ -76,8 +76,6 @@ class RoleOrder:
     role: Role
     logs: Path
     cwd: Path
-    max_restarts: int
-    """Of the process, in this life of the actor."""
     fs_probe: FsProbe | None
     """Where it must see the run's folder, the proof that it does."""
 
@@ -127,6 +125,11 @@ class RoleActor:
         process = self._process
         return ProcessState(process.pid, process.restarts, self._id) if process else ProcessState(None, 0, self._id)
 
+    async def forgive(self) -> None:
+        """See `SupervisedRole`."""
+        if self._process is not None:
+            self._process.forgive()
+
     async def stop(self) -> None:
         """SIGTERM, the role's grace, SIGKILL; returns when its process is gone."""
         if self._process is not None and self._ending is not None:
@@ -148,4 +151,4 @@ class RoleActor:
 def _spec_here(order: RoleOrder) -> RoleSpec:
     spec = order.role.spec(order.logs, order.cwd if order.cwd.is_dir() else None)
     env = {name: value for name, value in spec.env.items() if name not in RAYS_OWN}
-    return dataclasses.replace(spec, env=env, max_restarts=order.max_restarts)
+    return dataclasses.replace(spec, env=env)

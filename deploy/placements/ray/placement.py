@@ -1,7 +1,7 @@
 """A `Placement` on a Ray cluster: this process is the driver and keeps queue, reports, summary; roles are actors.
 
 reserved ──► actor lives ──► process runs ──exit 0──► finished
-    ▲            │ worker or node died: Ray creates it again, here or on another node (at most max_restarts times)
+    ▲            │ worker or node died: Ray creates it again, here or on another node; counted as a restart
     └────────────┘ waiting for resources is no failure: the run's watchdog ends a stalled run
 """
 
@@ -29,7 +29,7 @@ from penstock.deploy.placements.ray.cluster import (
     machines_of,
 )
 from penstock.deploy.plan import Role
-from penstock.deploy.processes import RoleFailed, RoleSpec
+from penstock.deploy.processes import RestartBudget, RoleFailed, RoleSpec
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.supervisor import Supervisor
 from penstock.deploy.weights_folder import remove_weights
@@ -61,6 +61,8 @@ class RayMember:
         self._last_id: str | None = None
         self._earlier_restarts = 0
         """Of the actor, and of processes in its earlier lives."""
+        self._budget = RestartBudget(spec.max_restarts, spec.restart_window_s)
+        """Of both together; the actor has one of its own for the process."""
         self._stopping = False
         self._group = placement_group([bundle], strategy="STRICT_PACK", name=spec.name)
         self._actor = _make_actor(spec, bundle, self._group)
@@ -101,13 +103,11 @@ class RayMember:
         except RayError as error:  # this call is tried again in every life: there is none left
             if self._stopping:
                 return False
-            cause = f"{self.spec.max_restarts} restarts used up, or its actor cannot be made"
-            raise RoleFailed(f"{self.spec.name} failed ({cause}): {error}") from error
+            raise RoleFailed(f"{self.spec.name} failed (its actor cannot be made): {error}") from error
         if self._last_id not in (None, life.id):
             self._earlier_restarts += self._process.restarts + 1
             self._process = ProcessState(None, 0, life.id)
-            if self._earlier_restarts > self.spec.max_restarts:
-                raise RoleFailed(f"{self.spec.name} failed ({self.spec.max_restarts} restarts used up); its actor died")
+            self._spend(1)
         if self._last_id != life.id:
             logger.info("%s: on %s", self.spec.name, life.machine)
         self.life, self._last_id = life, life.id
@@ -115,10 +115,8 @@ class RayMember:
         return not self._stopping
 
     async def _until_ended(self) -> str | None:
-        """The order is never given again by Ray itself: a new life is to be counted, and has fewer restarts left."""
-        left = max(self.spec.max_restarts - self._earlier_restarts, 0)
-        order = dataclasses.replace(self._order, max_restarts=left)
-        ended = asyncio.ensure_future(_answer(self._actor.run.options(max_task_retries=0).remote(order)))
+        """The order is never given again by Ray itself: a new life is to be counted. Raises `RoleFailed`."""
+        ended = asyncio.ensure_future(_answer(self._actor.run.options(max_task_retries=0).remote(self._order)))
         try:
             while not ended.done():
                 await asyncio.wait({ended}, timeout=LOOK_S)
@@ -134,7 +132,20 @@ class RayMember:
                 found = await self._actor.state.options(max_task_retries=0).remote()
             # The next life may answer before `run` fails: what is known of this one must still be counted.
             if self.life is not None and found.life_id == self.life.id:
-                self._process = found
+                new, self._process = found.restarts - self._process.restarts, found
+                self._spend(new)
+
+    def _spend(self, restarts: int) -> None:
+        """Raises `RoleFailed` where restarts of actor and process together are too many. Of a process in its actor's
+        first life the actor says so itself, with the end of the log."""
+        within = all([self._budget.spend() for _ in range(restarts)])
+        if not within and self._earlier_restarts:
+            raise RoleFailed(f"{self.spec.name} failed ({self._budget.used_up}, of its actor and its process)")
+
+    def forgive(self) -> None:
+        """See `SupervisedRole`. Where the actor is away just now, its next life begins without restarts anyway."""
+        self._budget.forgive()
+        self._actor.forgive.options(max_task_retries=0).remote()
 
     async def _away(self, error: RayActorError) -> None:
         """The actor, or the way to it: `_meet` waits for its next life, or learns that there is none."""
@@ -168,7 +179,7 @@ def _make_actor(spec: RoleSpec, bundle: Bundle, group: Any) -> ActorHandle:
         num_cpus=bundle.get("CPU", 0),
         num_gpus=bundle.get("GPU", 0),
         resources=further,
-        max_restarts=spec.max_restarts,
+        max_restarts=-1,  # `RayMember` counts them
         max_task_retries=-1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
     )
@@ -221,7 +232,7 @@ class RayPlacement:
         inherited = {name: os.environ[name] for name in config.ray.env if name in os.environ}
         role = dataclasses.replace(role, env={**inherited, **role.env})
         fs_probe = self._fs_probe if role.kind == "trainer" else None
-        order = RoleOrder(role, run.logs, Path.cwd(), role.max_restarts, fs_probe)
+        order = RoleOrder(role, run.logs, Path.cwd(), fs_probe)
         member = RayMember(role.spec(run.logs), order, bundle_of(role.kind, config, gpus=self._gpus))
         self._members.append(member)
         return member
