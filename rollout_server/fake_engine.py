@@ -26,15 +26,16 @@ def next_token(context: Sequence[int], version: int) -> tuple[int, float]:
     return digest % VOCAB, -float(digest % 97 + 1) / 16
 
 
-def fake_manifest(version: int, damaged: str = "", weights: str = "", folder: str = "/nowhere") -> dict[str, Any]:
-    """The announcement of a version without files; `FakeEngine` refuses it where it names a `damaged` tensor.
+def fake_manifest(version: int, damaged: str = "", weights: str = "", file: str = __file__) -> dict[str, Any]:
+    """The announcement of a version; `FakeEngine` refuses it where it names a `damaged` tensor.
 
-    `weights`: the checksum of its tensor, by default one of the version's own.
+    `weights`: the checksum of its tensor, by default one of the version's own. `file`: one that is there; no fake
+    engine reads it.
     """
     tensors: tuple[TensorEntry, ...] = (TensorEntry("w", (1,), "float32", weights or f"{version:016x}"),)
     tensors += (TensorEntry(damaged, (1,), "float32", ""),) if damaged else ()
-    file = ChainFile(version, None, f"{folder}/weights-{version:08d}.safetensors", 4, "", state_of(tensors))
-    return Manifest("shm", (file,), tensors).as_dict()
+    chain = ChainFile(version, None, file, 4, "", state_of(tensors))
+    return Manifest("shm", (chain,), tensors).as_dict()
 
 
 class FakeEngine:

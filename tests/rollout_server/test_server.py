@@ -155,7 +155,7 @@ async def test_a_queue_that_went_back_is_followed(server: RunningServer) -> None
     for version, weights in ((1, "a"), (2, "b"), (1, "a"), (2, "c")):
         server.queue.announce(version, weights=weights)
         await server.until(lambda n=len(server.engine.loaded): len(server.engine.loaded) > n)
-    server.queue.announce(2, weights="c", folder="/elsewhere")
+    server.queue.announce(2, weights="c", file=__file__)
     await asyncio.sleep(0.4)  # the same weights in another file are no reason to load
     assert server.engine.loaded == [1, 2, 1, 2]
 
