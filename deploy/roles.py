@@ -165,6 +165,16 @@ async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
         await _closing(client, _closing(queue, work))
 
 
+TORCHRUN_TELLS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""A rank that has none of these is alone. Somebody else's torchrun may have started us."""
+
+
+def leave_torchrun() -> None:
+    """This process is the trainer's only rank."""
+    for name in TORCHRUN_TELLS:
+        os.environ.pop(name, None)
+
+
 async def train_rank(link: RunConnection) -> None:
     """One rank of the trainer: the only one, or one of those that torchrun starts."""
     from penstock.common import UnknownName
