@@ -3,10 +3,10 @@
     penstock bench step --json
 
 One `penstock run` of recipes/calculator.yaml. The kernel's accounts of its processes are read while it lives: `start`
-is what was spent until the first step had ended, `cpu_per_step` what each step after it took. The first sampled token
-(`start_to_first_token_s`) is what the counters of the run's servers show, asked ten times a second. From then on py-spy looks
+is what was spent until the first step had ended, `cpu_per_step` what each step after it took. From then on py-spy looks
 at the stack of every process a hundred times a second; a process's CPU time is shared out by what was found there.
-A box's processes count as `boxes`, whoever started them.
+A box's processes count as `boxes`, whoever started them. The first sampled token (`start_to_first_token_s`) is what the
+counters of the run's servers show, asked ten times a second.
 
 `attributed` is the share of all that the kernel charged to the run, waited-for children included, that a named process
 has. Threads of torch that run no Python count where their process was. py-spy's own time is not in the figures; all
@@ -128,6 +128,7 @@ def _carry_out(extent: StepExtent, folder: Path) -> MeasuredRun:
     place, log = RunDir.of(load_config(RECIPE, overrides)), folder / "run.log"
     before, began = _children_s(), time.monotonic()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # every process would compile torch and the rest again
     command = [sys.executable, "-m", "penstock.deploy.cli", "run", str(RECIPE), *overrides]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -127,6 +129,12 @@ def _total(rows: list[dict[str, Any]], metric: str) -> int:
 
 def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
+
+
+def load_plotting() -> None:
+    """Half of the time that the picture takes, and of no use to anything else: for while the run's processes stop."""
+    with contextlib.suppress(ImportError):  # `draw_reward` says so
+        importlib.import_module("matplotlib.backends.backend_agg")
 
 
 def draw_reward(path: Path, rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
