@@ -1,4 +1,3 @@
-from . import roles as roles
 from .cli import app as app
 from .commands import train as train
 from .commands.run import run_recipe as run_recipe

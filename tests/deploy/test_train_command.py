@@ -18,7 +18,6 @@ from penstock.deploy import (
     exec_trainer,
     load_config,
     remove_weights,
-    roles,
     roles_of,
     train,
 )
@@ -83,7 +82,7 @@ def test_a_lone_rank_is_started_as_such(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_lone_rank_leaves_the_torchrun_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "3")
-    monkeypatch.setattr(roles, "run_role", lambda main: None)
+    monkeypatch.setattr("penstock.deploy.roles.run_role", lambda main: None)
     assert CliRunner().invoke(app, ["train-rank"]).exit_code == 0
     assert os.environ["RANK"] == "3", "of our own torchrun"
     assert CliRunner().invoke(app, ["train-rank", "--alone"]).exit_code == 0
