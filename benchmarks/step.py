@@ -5,7 +5,8 @@
 One `penstock run` of recipes/calculator.yaml. The kernel's accounts of its processes are read while it lives: `start`
 is what was spent until the first step had ended, `cpu_per_step` what each step after it took. From then on py-spy looks
 at the stack of every process a hundred times a second; a process's CPU time is shared out by what was found there.
-A box's processes count as `boxes`, whoever started them.
+A box's processes count as `boxes`, whoever started them. The first sampled token (`start_to_first_token_s`) is what the
+counters of the run's servers show, asked ten times a second.
 
 `attributed` is the share of all that the kernel charged to the run, waited-for children included, that a named process
 has. Threads of torch that run no Python count where their process was. py-spy's own time is not in the figures; all
@@ -30,6 +31,7 @@ from typing import Any
 from benchmarks.support.child import ROOT
 from benchmarks.support.comparison import say
 from benchmarks.support.cpu_account import CpuAccount
+from benchmarks.support.first_token import FirstToken
 from benchmarks.support.measure import processor
 from benchmarks.support.stacks import StackProfile, parts_of
 from penstock.common import JsonlTail
@@ -83,7 +85,11 @@ class MeasuredRun:
     account: CpuAccount
     at_first: dict[str, float]
     """CPU seconds by process when the first step had ended"""
+    first_token_s: float
+    """From the start of `penstock run`; 0: none was seen before the first step ended"""
     wall_first_s: float
+    wall_last_s: float
+    """When the last step's numbers were there"""
     wall_s: float
     kernel_s: float
     """All that the kernel charged to the run"""
@@ -106,7 +112,9 @@ def measure() -> dict[str, Any]:
             "processes": {name: _milliseconds(each[name]) for name in _largest_first(each)},
             "parts": _parts(run, each),
             "start": {name: round(value, 2) for name, value in run.at_first.items()},
+            "start_to_first_token_s": round(run.first_token_s, 2),
             "start_to_first_step_s": round(run.wall_first_s, 2),
+            "last_step_to_exit_s": round(run.wall_s - run.wall_last_s, 2),
             "cpu_s": round(run.kernel_s, 2),
         }
     attributed = sum(spent.values()) / run.kernel_s
@@ -120,17 +128,21 @@ def _carry_out(extent: StepExtent, folder: Path) -> MeasuredRun:
     place, log = RunDir.of(load_config(RECIPE, overrides)), folder / "run.log"
     before, began = _children_s(), time.monotonic()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # every process would compile torch and the rest again
     command = [sys.executable, "-m", "penstock.deploy.cli", "run", str(RECIPE), *overrides]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
     account, profile, tail = CpuAccount(process.pid), StackProfile(folder), JsonlTail(place.metrics)
-    at_first: dict[str, float] = {}
-    wall_first_s = 0.0
+    first, at_first = FirstToken(place.connect_env), dict[str, float]()
+    first_token_s = wall_first_s = wall_last_s = 0.0
     tokens = 0
     try:
         while process.poll() is None:
             account.look()
+            if not at_first and first.look():
+                first_token_s = time.monotonic() - began
             for row in tail.read():
+                wall_last_s = time.monotonic() - began
                 if at_first:
                     tokens += row["tokens"]
                     continue
@@ -147,7 +159,8 @@ def _carry_out(extent: StepExtent, folder: Path) -> MeasuredRun:
     profile.close()
     if process.returncode or not at_first:
         raise RunFailed(f"exit status {process.returncode}\n{log.read_text(errors='replace')[-2000:]}")
-    return MeasuredRun(account, at_first, wall_first_s, wall_s, kernel_s, tokens, profile)
+    walls = (first_token_s, wall_first_s, wall_last_s, wall_s)
+    return MeasuredRun(account, at_first, *walls, kernel_s, tokens, profile)
 
 
 def _children_s() -> float:

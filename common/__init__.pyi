@@ -50,6 +50,7 @@ from .process import process_has_ended as process_has_ended
 from .process import process_identity as process_identity
 from .process import raise_open_files as raise_open_files
 from .process import signal_tree as signal_tree
+from .process import uncollected as uncollected
 from .prometheus import Metrics as Metrics
 from .prometheus import counter_family as counter_family
 from .prometheus import exposition as exposition

@@ -6,12 +6,14 @@ kill_group(pid), ProcessTable.now()    whatever a process started
 describe_exit(returncode)              an exit status in words
 process_identity(), process_has_ended  a process among all that ever ran
 environment_without_secrets()          for a process that needs none of ours
+uncollected()                          around a process's imports
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import resource
@@ -19,7 +21,7 @@ import secrets
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +46,23 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it died between the two calls
         os.kill(os.getpid(), signum)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """For the imports of a process: no garbage is collected meanwhile, and no later collection looks at what was made.
+
+    Modules live as long as the process. torch and transformers make half a million objects; with Python's defaults a
+    tenth of their import goes into collections that free next to nothing, and each full one later looks at them again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def environment_without_secrets() -> dict[str, str]:

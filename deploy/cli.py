@@ -166,10 +166,14 @@ train_app.command()(export)
 
 
 @app.command(hidden=True)
-def train_rank() -> None:
+def train_rank(
+    *, alone: Annotated[bool, typer.Option(help="It is the only one, whatever a torchrun around it says.")] = False
+) -> None:
     """One rank of the trainer; torchrun starts several."""
     from penstock.deploy import roles
 
+    if alone:
+        roles.leave_torchrun()
     _run(lambda: roles.train_rank(_link(None, None)))
 
 

@@ -39,7 +39,7 @@ from penstock.deploy.plan import ADDED, page_roles, roles_of
 from penstock.deploy.processes import RoleFailed, RoleProcess
 from penstock.deploy.report import Reporter, StalledRun, VersionRefused, restarts_of
 from penstock.deploy.run_dir import RunDir, RunLock
-from penstock.deploy.summary import write_summary
+from penstock.deploy.summary import load_plotting, write_summary
 from penstock.deploy.supervisor import LocalPlacement, Placement, Supervisor
 from penstock.deploy.telemetry import head_served
 from penstock.deploy.weights_folder import remove_weights, weights_entered
@@ -178,8 +178,10 @@ async def _run_roles(
     finally:
         for watcher in watchers:
             watcher.cancel()
+        plotting = asyncio.create_task(asyncio.to_thread(load_plotting), name="plotting")
         await supervisor.stop()
         await asyncio.gather(*(p.stop() for p in page))
+        await asyncio.gather(plotting, return_exceptions=True)
         await asyncio.gather(*watchers, *beside, return_exceptions=True)
         reporter.close()
         total = lives.total(restarts_of(supervisor.members))

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,8 @@ from penstock.rollout_server import RolloutConfig
 
 Kind = Literal["rollout", "agent", "trainer", "dashboard"]
 PAGE_RESTARTS = 3
+NODES_VARIABLE = "PENSTOCK_TRAIN_NODES"
+"""Number of machines of the trainer."""
 TRAINER_STOP_S = 25.0
 """For the last checkpoint; torchrun gives its ranks 30 s after SIGTERM."""
 _SETTINGS = {
@@ -69,12 +71,19 @@ def roles_of(config: RunConfig, link: RunConnection) -> list[Role]:
             _role(config, link, "rollout-eval", "rollout", *words, max_restarts=config.rollout.max_restarts)
         )
     agents = [agent_role(config, link, number) for number in range(config.agent.workers)]
-    trainer = _role(
-        *(config, link, "trainer", "trainer", "train"),
-        max_restarts=config.trainer.max_restarts,
+    return [*rollouts, *agents, _trainer_role(config, link)]
+
+
+def _trainer_role(config: RunConfig, link: RunConnection) -> Role:
+    """One rank of this Python is started as such; `penstock train` finds out what else there is to start."""
+    trainer = config.trainer
+    alone = trainer.ranks == 1 and trainer.engine != "megatron" and os.environ.get(NODES_VARIABLE, "1") in ("", "1")
+    role = _role(
+        *(config, link, "trainer", "trainer", *(("train-rank", "--alone") if alone else ("train",))),
+        max_restarts=trainer.max_restarts,
         stop_grace_s=TRAINER_STOP_S + 15,
     )
-    return [*rollouts, *agents, trainer]
+    return replace(role, env={**role.env, "OMP_NUM_THREADS": str(trainer.threads)}) if alone else role
 
 
 def rollout_role(config: RunConfig, link: RunConnection, number: int) -> Role:

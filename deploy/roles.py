@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.common import FileLock, NotPrivate, die_with_parent, metrics_token, raise_open_files
+from penstock.common import FileLock, NotPrivate, die_with_parent, metrics_token, raise_open_files, uncollected
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import TOKEN_VARIABLE, RunConnection, limits_of
 from penstock.deploy.plan import TRAINER_STOP_S
@@ -115,8 +115,9 @@ def context_of(link: RunConnection, queue: TransferQueue, config: RunConfig) -> 
 async def rollout(
     link: RunConnection, name: str, host: str | None, port: int | None, *, evaluates: bool = False, wait_s: float = 0.0
 ) -> None:
-    from penstock.gateway import GatewayJob, mount
-    from penstock.rollout_server import EngineError, ServerJob, serve
+    with uncollected():
+        from penstock.gateway import GatewayJob, mount
+        from penstock.rollout_server import EngineError, ServerJob, serve
 
     queue, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' reward functions by dotted path
@@ -140,10 +141,11 @@ async def rollout(
 
 
 async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
-    from penstock.agent_loops import AgentError, WorkerJob, run_worker
-    from penstock.rollout_server import RolloutClient
-    from penstock.sandbox import SandboxError
-    from penstock.tools import ToolConfigError
+    with uncollected():
+        from penstock.agent_loops import AgentError, WorkerJob, run_worker
+        from penstock.rollout_server import RolloutClient
+        from penstock.sandbox import SandboxError
+        from penstock.tools import ToolConfigError
 
     queue, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' loops and tools by dotted path
@@ -165,21 +167,32 @@ async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
         await _closing(client, _closing(queue, work))
 
 
+TORCHRUN_TELLS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""A rank that has none of these is alone. Somebody else's torchrun may have started us."""
+
+
+def leave_torchrun() -> None:
+    """This process is the trainer's only rank."""
+    for name in TORCHRUN_TELLS:
+        os.environ.pop(name, None)
+
+
 async def train_rank(link: RunConnection) -> None:
     """One rank of the trainer: the only one, or one of those that torchrun starts."""
-    from penstock.common import UnknownName
-    from penstock.trainer import (
-        BadBatch,
-        BadJob,
-        BatchTimeout,
-        DataError,
-        PayloadsLost,
-        TrainerMetrics,
-        TrainingDiverged,
-        TrainJob,
-        train,
-    )
-    from penstock.transfer_queue import TooManyFiltered, TrainerFenced
+    with uncollected():
+        from penstock.common import UnknownName
+        from penstock.trainer import (
+            BadBatch,
+            BadJob,
+            BatchTimeout,
+            DataError,
+            PayloadsLost,
+            TrainerMetrics,
+            TrainingDiverged,
+            TrainJob,
+            train,
+        )
+        from penstock.transfer_queue import TooManyFiltered, TrainerFenced
 
     # Also where nothing is spilled (any more): an earlier life of the run may have spilled what is to be replayed.
     queue, config = await link.join(with_batch_log=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -129,14 +131,20 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
+def load_plotting() -> None:
+    """Half of the time that the picture takes, and of no use to anything else: for while the run's processes stop."""
+    with contextlib.suppress(ImportError):  # `draw_reward` says so
+        importlib.import_module("matplotlib.backends.backend_agg")
+
+
 def draw_reward(path: Path, rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
     """The reward curve, evaluations on it, and staleness below."""
-    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # without pyplot, which looks for windows and doubles the time of the import
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1))
+    figure = Figure(figsize=(8, 6))
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     steps = [row["step"] for row in rows]
     top.plot(steps, [row["reward"] for row in rows], label="training reward")
     if evaluations:
@@ -149,4 +157,3 @@ def draw_reward(path: Path, rows: list[dict[str, Any]], evaluations: list[dict[s
     bottom.legend(loc="upper right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

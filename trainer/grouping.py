@@ -5,8 +5,7 @@ Also sums along the time of each episode, and groups of turns that answered the 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from penstock.trainer.lazy_torch import Tensor, torch
 
 
 def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:

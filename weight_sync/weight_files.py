@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.weight_sync.broadcast import Broadcaster
 from penstock.weight_sync.file_format import NamedTensors
-from penstock.weight_sync.http_server import FileServer
 from penstock.weight_sync.manifest import SERVED, ChainFile, Manifest, Transport, WeightsRefused
 from penstock.weight_sync.publisher import WeightPublisher
+
+if TYPE_CHECKING:
+    from penstock.weight_sync.http_server import FileServer
 
 KEPT_VERSIONS = 2
 
@@ -36,7 +38,11 @@ class WeightFiles:
         self._full_every, self._model = full_every, model
         self._broadcaster = Broadcaster(host) if transport == "collective" else None
         served = transport in SERVED
-        self._server = FileServer(directory, token, host, port, broadcaster=self._broadcaster) if served else None
+        self._server: FileServer | None = None
+        if served:
+            from penstock.weight_sync.http_server import FileServer  # and with it a web framework
+
+            self._server = FileServer(directory, token, host, port, broadcaster=self._broadcaster)
         self._publisher: WeightPublisher | None = None
 
     async def open(self) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from penstock.deploy.config import ConfigError, load_config
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from penstock.deploy.preflight import Check
 
 STYLES = {"ok": "green", "warn": "yellow", "skip": "dim", "FAIL": "red"}
-console = Console(highlight=False)
 
 
 def doctor(
@@ -92,7 +90,9 @@ def _plain(check: Check) -> dict[str, object]:
 
 
 def _as_lines(checks: Iterable[Check]) -> bool:
-    counts = dict.fromkeys(STYLES, 0)
+    from rich.console import Console
+
+    console, counts = Console(highlight=False), dict.fromkeys(STYLES, 0)
     for check in checks:
         counts[check.verdict] += 1
         console.print(f"{check.verdict:4}", style=STYLES[check.verdict], end="  ")

@@ -13,15 +13,14 @@ from pathlib import Path
 from penstock.common import NotPrivate, die_with_parent
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.connection import RunConnection
+from penstock.deploy.plan import NODES_VARIABLE
+from penstock.deploy.roles import TORCHRUN_TELLS
 from penstock.deploy.weights_folder import hold_folder, local_weights_dir
 from penstock.trainer import RANKS_FILE_VARIABLE, TrainerConfig
 
-NODES_VARIABLE = "PENSTOCK_TRAIN_NODES"
 RENDEZVOUS_VARIABLE = "PENSTOCK_TRAIN_RENDEZVOUS"
 RENDEZVOUS_TIMEOUT_S = 600
 """A machine that is restarted waits so long for the others."""
-TORCHRUN_TELLS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
-"""A rank that has none of these is alone. Somebody else's torchrun may have started us."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -24,6 +25,7 @@ from penstock.common.process import (
     kill_group,
     raise_open_files,
     signal_tree,
+    uncollected,
 )
 
 SHARED_MEMORY = Path(guard.SHARED_MEMORY)
@@ -65,6 +67,25 @@ def read_pids(process: subprocess.Popen[str], count: int = 2) -> list[int]:
 
 
 # guard -------------------------------------------------------------------------------------------------------------
+def test_imports_are_not_collected_and_no_later_collection_looks_at_them() -> None:
+    kept: list[dict[str, int]] = []
+
+    @uncollected()
+    def fails_half_way() -> None:
+        assert not gc.isenabled()
+        kept.extend({} for _ in range(1000))
+        raise ImportError
+
+    gc.unfreeze()
+    try:
+        with pytest.raises(ImportError):
+            fails_half_way()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= len(kept)
+    finally:
+        gc.unfreeze()
+
+
 def test_guard_ends_the_group_when_the_pipe_closes(start) -> None:
     process = start(guard_command(["sh", "-c", FAMILY]))
     pids = read_pids(process)

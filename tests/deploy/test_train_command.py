@@ -7,8 +7,20 @@ from typing import Any
 
 import pytest
 from tests.deploy.conftest import RECIPE
+from typer.testing import CliRunner
 
-from penstock.deploy import ConfigError, Rendezvous, RunConnection, exec_trainer, load_config, remove_weights, train
+from penstock.deploy import (
+    ConfigError,
+    Rendezvous,
+    RoleSpec,
+    RunConnection,
+    app,
+    exec_trainer,
+    load_config,
+    remove_weights,
+    roles_of,
+    train,
+)
 
 HERE = Path("/dev/shm/here")
 
@@ -49,6 +61,32 @@ def test_only_several_ranks_are_started_by_torchrun(
         assert words[1:3] == ["-m", "torch.distributed.run"]
         assert words[words.index("--nproc-per-node") + 1] == "2"
         assert environment["PENSTOCK_RANKS_FILE"].endswith("/ranks")
+
+
+def test_a_lone_rank_is_started_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`penstock train` would load the command line, ask the queue, and load everything again by exec."""
+    link = RunConnection("redis://127.0.0.1:1", "mine", None, "a token")
+
+    def trainer(*overrides: str) -> RoleSpec:
+        return roles_of(load_config(RECIPE, list(overrides)), link)[-1].spec(tmp_path)
+
+    alone = trainer("trainer.threads=3")
+    assert (alone.name, list(alone.argv[-2:])) == ("trainer", ["train-rank", "--alone"])
+    assert alone.env["OMP_NUM_THREADS"] == "3"
+    for asked in (trainer("trainer.ranks=2"), trainer("trainer.engine=megatron")):
+        assert asked.argv[-1] == "train", "who finds out how many ranks there are, and in which environment"
+    monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "2")
+    assert trainer().argv[-1] == "train"
+
+
+def test_a_lone_rank_leaves_the_torchrun_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setattr("penstock.deploy.roles.run_role", lambda main: None)
+    assert CliRunner().invoke(app, ["train-rank"]).exit_code == 0
+    assert os.environ["RANK"] == "3", "of our own torchrun"
+    assert CliRunner().invoke(app, ["train-rank", "--alone"]).exit_code == 0
+    assert not os.environ.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
 
 
 def test_one_machine_meets_in_a_file() -> None:

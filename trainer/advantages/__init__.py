@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from penstock.common import Registry
 from penstock.trainer.grouping import add_at_last, sum_by
+from penstock.trainer.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes, state_groups
 from penstock.trainer.grouping import centred, discounted, standardised
+from penstock.trainer.lazy_torch import Tensor
 
 EPSILON = 1e-6
 Norm = Literal["std", "none"]

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes, state_groups
 from penstock.trainer.grouping import centred, discounted, group_means
+from penstock.trainer.lazy_torch import torch
 
 EPSILON = 1e-6
 

@@ -9,10 +9,9 @@ group whose rewards are all equal, or that has one member: A = 0.
 
 from __future__ import annotations
 
-import torch
-
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
 from penstock.trainer.grouping import all_equal, group_means
+from penstock.trainer.lazy_torch import torch
 
 
 @ADVANTAGES.register("opo", needs=("groups",))

@@ -10,11 +10,10 @@ Multi-Turn Reasoning in LLM Agents via Turn-Level Reward Design" (arXiv:2505.118
 
 from __future__ import annotations
 
-import torch
-
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
 from penstock.trainer.advantages.gae import Share
 from penstock.trainer.grouping import gae_of
+from penstock.trainer.lazy_torch import torch
 
 
 @ADVANTAGES.register("turn_gae", needs=("values",))

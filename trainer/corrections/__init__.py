@@ -10,11 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from penstock.common import Registry
 from penstock.trainer.grouping import sum_by
+from penstock.trainer.lazy_torch import Tensor, torch
 
 Level = Literal["token", "sequence", "geometric"]
 """What a ratio is of: one token; all tokens of a segment, multiplied; their geometric mean."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from penstock.trainer.corrections import CORRECTIONS, Corrected, CorrectionInput, Level
+from penstock.trainer.lazy_torch import torch
 
 
 @CORRECTIONS.register("rejection")

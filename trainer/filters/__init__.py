@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from penstock.common import Registry
+from penstock.trainer.lazy_torch import Tensor
 
 EpisodeFilter = Callable[..., Tensor]
 """``(rewards [E], group [E], *, setting=default, …) → weights [E]``, at least 0, mean 1 over each group."""

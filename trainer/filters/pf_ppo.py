@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from penstock.trainer.filters import FILTERS
 from penstock.trainer.grouping import group_extremes, group_means
+from penstock.trainer.lazy_torch import Tensor, torch
 
 EPSILON = 1e-8
 """Where every weight of a group is 0, all episodes weigh the same."""

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from penstock.common import Registry
 from penstock.trainer.grouping import sum_by
+from penstock.trainer.lazy_torch import Tensor, torch
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,7 @@ minibatch.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
+from penstock.trainer.lazy_torch import Tensor, torch
 from penstock.trainer.losses import LOSSES, LossInput, TokenLoss, clipped
 from penstock.trainer.losses.decoupled_ppo import Positive
 from penstock.trainer.losses.kl_cov import Share

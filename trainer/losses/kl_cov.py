@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
+from penstock.trainer.lazy_torch import Tensor, torch
 from penstock.trainer.losses import LOSSES, LossInput, TokenLoss
 from penstock.trainer.losses.decoupled_ppo import Positive
 

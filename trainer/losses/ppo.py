@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
+from penstock.trainer.lazy_torch import torch
 from penstock.trainer.losses import LOSSES, LossInput, TokenLoss, clipped
 from penstock.trainer.losses.decoupled_ppo import Positive
 

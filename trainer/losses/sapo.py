@@ -8,8 +8,7 @@ Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv:2511.20347), its gat
 
 from __future__ import annotations
 
-import torch
-
+from penstock.trainer.lazy_torch import torch
 from penstock.trainer.losses import LOSSES, LossInput, TokenLoss
 from penstock.trainer.losses.decoupled_ppo import Positive
 

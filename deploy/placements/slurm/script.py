@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import jinja2
-
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.placements.slurm.placement import JobLayout
 from penstock.deploy.run_dir import RunDir
@@ -243,6 +241,8 @@ def _picture(at: JobLayout, url: str | None, *, sandbox: bool) -> Iterator[str]:
 
 
 def _render(template: str, values: dict[str, Any]) -> str:
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("penstock.deploy.placements.slurm"),
         undefined=jinja2.StrictUndefined,

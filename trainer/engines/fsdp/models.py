@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.integrations.liger import apply_liger_kernel
 
 from penstock.trainer.config import TrainerConfig
 from penstock.trainer.engine import Outputs
@@ -129,6 +128,8 @@ def use_liger(model: PreTrainedModel) -> None:
     """In place, after everything that is tried on the host: its kernels run on GPUs only."""
     if not torch.cuda.is_available():
         raise ValueError("trainer.liger needs a GPU, and torch sees none: set it to false")
+    from transformers.integrations.liger import apply_liger_kernel
+
     apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})
 
 
