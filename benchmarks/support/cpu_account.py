@@ -88,6 +88,26 @@ class CpuAccount:
                 yield process, name
 
 
+def tree_cpu_s(root: int) -> float:
+    """CPU seconds of a living process and all below it, waited-for children included; 0 where it has ended.
+
+    A child that ends while this is read may be missed, or counted twice: by what it had spent.
+    """
+    total = 0.0
+    try:
+        parent = psutil.Process(root)
+        family = [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0.0
+    for process in family:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
 def _kind(words: Sequence[str]) -> str | None:
     """None of a box's process, and of a helper that lives for a moment."""
     if words and "redis-server" in words[0]:  # it rewrites its command line into one word
