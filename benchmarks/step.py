@@ -3,9 +3,10 @@
     penstock bench step --json
 
 One `penstock run` of recipes/calculator.yaml. The kernel's accounts of its processes are read while it lives: `start`
-is what was spent until the first step had ended, `cpu_per_step` what each step after it took. From then on py-spy looks
-at the stack of every process a hundred times a second; a process's CPU time is shared out by what was found there.
-A box's processes count as `boxes`, whoever started them.
+is what was spent until the first step had ended, `cpu_per_step` what each step after it took, `end` what came after the
+last. From the first step to the end py-spy looks at the stack of every process a hundred times a second; a process's
+CPU time is shared out by what was found there. A box's processes count as `boxes`, whoever started them; other processes
+that one has started and waited for are its `helpers`.
 
 `attributed` is the share of all that the kernel charged to the run, waited-for children included, that a named process
 has. Threads of torch that run no Python count where their process was. py-spy's own time is not in the figures; all
@@ -83,8 +84,10 @@ class MeasuredRun:
     account: CpuAccount
     at_first: dict[str, float]
     """CPU seconds by process when the first step had ended"""
+    at_last: dict[str, float]
+    """When the last step had ended"""
     wall_first_s: float
-    wall_s: float
+    wall_last_s: float
     kernel_s: float
     """All that the kernel charged to the run"""
     tokens: int
@@ -98,14 +101,15 @@ def measure() -> dict[str, Any]:
         run = _carry_out(extent, Path(folder))
         spent = run.account.by_process()
         steps = extent.steps - 1
-        each = {name: max(0.0, spent[name] - run.at_first.get(name, 0.0)) / steps for name in spent}
+        each = _difference(run.at_last, run.at_first, steps)
         figures = {
             "cpu_per_step": round(sum(each.values()), 3),
-            "wall_per_step": round((run.wall_s - run.wall_first_s) / steps, 3),
+            "wall_per_step": round((run.wall_last_s - run.wall_first_s) / steps, 3),
             "tokens_per_step": round(run.tokens / steps),
             "processes": {name: _milliseconds(each[name]) for name in _largest_first(each)},
             "parts": _parts(run, each),
             "start": {name: round(value, 2) for name, value in run.at_first.items()},
+            "end": {name: round(value, 2) for name, value in _difference(spent, run.at_last, 1).items()},
             "start_to_first_step_s": round(run.wall_first_s, 2),
             "cpu_s": round(run.kernel_s, 2),
         }
@@ -125,16 +129,18 @@ def _carry_out(extent: StepExtent, folder: Path) -> MeasuredRun:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
     account, profile, tail = CpuAccount(process.pid), StackProfile(folder), JsonlTail(place.metrics)
     at_first: dict[str, float] = {}
-    wall_first_s = 0.0
+    at_last: dict[str, float] = {}
+    wall_first_s = wall_last_s = 0.0
     tokens = 0
     try:
         while process.poll() is None:
             account.look()
             for row in tail.read():
+                at_last, wall_last_s = account.by_process(), time.monotonic() - began
                 if at_first:
                     tokens += row["tokens"]
                     continue
-                at_first, wall_first_s = account.by_process(), time.monotonic() - began
+                at_first, wall_first_s = at_last, wall_last_s
                 say(f"step: the first of {extent.steps} steps ended after {wall_first_s:.1f} s")
                 if extent.profile:
                     profile.attach(account.profiled())
@@ -143,11 +149,16 @@ def _carry_out(extent: StepExtent, folder: Path) -> MeasuredRun:
             time.sleep(LOOK_S)  # nothing else waits in this process
     finally:
         _stop(process)
-    wall_s, kernel_s = time.monotonic() - began, _children_s() - before
+    kernel_s = _children_s() - before
     profile.close()
     if process.returncode or not at_first:
         raise RunFailed(f"exit status {process.returncode}\n{log.read_text(errors='replace')[-2000:]}")
-    return MeasuredRun(account, at_first, wall_first_s, wall_s, kernel_s, tokens, profile)
+    return MeasuredRun(account, at_first, at_last, wall_first_s, wall_last_s, kernel_s, tokens, profile)
+
+
+def _difference(later: dict[str, float], earlier: dict[str, float], steps: int) -> dict[str, float]:
+    """Process → CPU seconds per step."""
+    return {name: max(0.0, later[name] - earlier.get(name, 0.0)) / steps for name in later}
 
 
 def _children_s() -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -24,6 +24,10 @@ KINDS = (
 MAKERS = ("agent workers", "sandbox server")
 """All other processes below them are boxes."""
 BOXES = "boxes"
+HELPERS = "{} helpers"
+"""Other processes below a named one: they look something up, compile, inspect a model, and end."""
+Key = tuple[int, float]
+"""Process id and time of its start: ids are used again."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,13 @@ class Spent:
     """By one process, in seconds."""
 
     name: str
+    parent: int | None
+    """Process id of the nearest named process above it"""
     own: float
     ended_children: float
     """Of those that it has waited for, and of theirs"""
+    look: int
+    """The last one that has seen it"""
 
 
 class CpuAccount:
@@ -41,26 +49,36 @@ class CpuAccount:
 
     def __init__(self, root: int) -> None:
         self._root = root
-        self._seen: dict[tuple[int, float], Spent] = {}
-        """By process id and time of its start: ids are used again."""
+        self._seen: dict[Key, Spent] = {}
+        self._looks = 0
 
     def look(self) -> None:
-        for process, name in self._named():
+        self._looks += 1
+        family = list(self._named())
+        named = {process.pid: name for process, name in family}
+        for process, name in family:
             try:
                 times = process.cpu_times()
-                spent = Spent(name, times.user + times.system, times.children_user + times.children_system)
-                self._seen[process.pid, process.create_time()] = spent
+                own, ended = times.user + times.system, times.children_user + times.children_system
+                key = process.pid, process.create_time()
+                self._seen[key] = Spent(name, _parent(process, named), own, ended, self._looks)
             except psutil.NoSuchProcess:
                 continue
 
     def by_process(self) -> dict[str, float]:
-        """Seconds by name. Boxes count once they have ended."""
+        """Seconds by name. Boxes and helpers count once they have ended."""
         found: dict[str, float] = {}
-        for spent in self._seen.values():
+        for (pid, _), spent in self._seen.items():
             found[spent.name] = found.get(spent.name, 0.0) + spent.own
-            if spent.name in MAKERS:
-                found[BOXES] = found.get(BOXES, 0.0) + spent.ended_children
+            name = BOXES if spent.name in MAKERS else HELPERS.format(spent.name)
+            others = max(0.0, spent.ended_children - self._ended_below(pid, spent.look))
+            if others or name == BOXES:
+                found[name] = found.get(name, 0.0) + others
         return found
+
+    def _ended_below(self, pid: int, look: int) -> float:
+        """Seconds of named processes that had ended when the process `pid` was looked at: they count by themselves."""
+        return sum(one.own + one.ended_children for one in self._seen.values() if one.parent == pid and one.look < look)
 
     def profiled(self) -> dict[int, str]:
         """Process id → name, of the living ones that run Python."""
@@ -86,6 +104,10 @@ class CpuAccount:
                 continue
             if name is not None:
                 yield process, name
+
+
+def _parent(process: psutil.Process, named: Mapping[int, str]) -> int | None:
+    return next((one.pid for one in process.parents() if one.pid in named), None)
 
 
 def tree_cpu_s(root: int) -> float:
