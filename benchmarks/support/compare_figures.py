@@ -24,6 +24,8 @@ ROUNDED: Mapping[str, Callable[[Progress], float]] = {
     "cpu_per_later_step": lambda run: round(run.cpu_per_later_step, 3),
     "first_step_s": lambda run: round(run.steps[0].wall_s, 2),
     "cpu_first_step_s": lambda run: round(run.cpu_first_s, 2),
+    "waited_per_step_s": lambda run: round(median(step.waited_s for step in run.steps), 3),
+    "trained_per_step_s": lambda run: round(median(step.trained_s for step in run.steps), 3),
     "steps": lambda run: len(run.steps),
     "episodes": lambda run: run.episodes,
     "sampled_tokens": lambda run: run.sampled_tokens,
@@ -64,7 +66,39 @@ def ratios_of(runs: Runs) -> dict[str, float | None]:
             found[f"{prefix}cpu_to_{GOAL}_{suffix}"] = _over(runs, ours, theirs, _cpu_to_goal)
             found[f"{prefix}wall_to_{GOAL}_{suffix}"] = _over(runs, ours, theirs, _wall_to_goal)
     found[f"async_over_sync_wall_to_{GOAL}"] = _over(runs, FULLY_ASYNC, SYNC, _wall_to_goal)
+    found["samples_over_ideal"] = _samples_over_ideal(runs)
     return found
+
+
+PREPARED = 3
+"""First steps of a `fully_async` run whose episodes were under way, or over, before the first step ended."""
+
+
+def _samples_over_ideal(runs: Runs) -> float | None:
+    """Episodes per second of `fully_async`, over the smaller of what rollouts alone and training alone can do.
+
+    Both are read from the same seed's `sync` run, where either rests while the other works.
+    """
+    ratios = []
+    for seed, run in runs.get(FULLY_ASYNC, {}).items():
+        alone = runs.get(SYNC, {}).get(seed)
+        if alone is not None and len(run.steps) > PREPARED + 1 and len(alone.steps) > 1:
+            ratios.append(_samples_per_s(run) * max(_seconds_alone(alone)))
+    return round(median(ratios), 3) if ratios else None
+
+
+def _samples_per_s(run: Progress) -> float:
+    later = run.steps[PREPARED + 1 :]
+    return sum(step.episodes for step in later) / (later[-1].wall_s - run.steps[PREPARED].wall_s)
+
+
+def _seconds_alone(run: Progress) -> tuple[float, float]:
+    """Per episode: of rollouts, of training; medians over the steps after the first."""
+    later = run.steps[1:]
+    return (
+        median(step.waited_s / step.episodes for step in later),
+        median(step.trained_s / step.episodes for step in later),
+    )
 
 
 def _cpu_per_step(run: Progress) -> float | None:
@@ -106,7 +140,7 @@ LABELS = {
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """Reward against the seconds since each program was started, and against its CPU seconds per step."""
+    """Reward against the seconds since each program was started; a point where it has reached the goal."""
     import matplotlib
 
     matplotlib.use("Agg")

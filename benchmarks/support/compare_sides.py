@@ -101,7 +101,8 @@ class PenstockSide:
 
 def _our_step(row: Mapping[str, Any], wall_s: float) -> GrpoStep:
     sampled = round(row["sampled_length_mean"] * row["episodes"])
-    return GrpoStep(wall_s, row["reward"], row["episodes"], sampled, row["lr"])
+    trained_s = row["wall_s"] - row["wait_s"]
+    return GrpoStep(wall_s, row["reward"], row["episodes"], sampled, row["lr"], row["wait_s"], trained_s)
 
 
 @dataclass(frozen=True)

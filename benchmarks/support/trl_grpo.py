@@ -25,6 +25,7 @@ from trl.chat_template_utils import qwen3_template
 
 from benchmarks.support.grpo_plan import TrlJob, goal_reached, read_rows
 from benchmarks.support.written_code import computed
+from penstock.common import die_with_parent
 from penstock.datasets import BadExpression
 
 REWARD = Path(__file__).resolve().parents[2] / "recipes" / "calculator" / "reward.py"
@@ -38,6 +39,7 @@ class OtherTokens(Exception):
 
 
 def main() -> None:
+    die_with_parent()
     job = TrlJob.read(sys.argv[1])
     torch.set_num_threads(1)
     set_seed(job.plan.seed)

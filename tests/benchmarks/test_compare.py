@@ -70,6 +70,18 @@ def test_ratios_are_of_the_same_seed_and_start_included() -> None:
     assert list(found["seeds"]) == ["0", "1", "2"]
 
 
+def test_the_ideal_is_the_slower_of_rollouts_and_training_alone() -> None:
+    def run(pace_s: float, waited_s: float, trained_s: float) -> Progress:
+        walls = (10.0, 10.1, 10.2, 10.3, *(10.3 + pace_s * (n + 1) for n in range(4)))
+        steps = tuple(GrpoStep(wall, 0.5, 64, 1000, 1e-4, waited_s, trained_s) for wall in walls)
+        return Progress(steps, 1.0, 1.0, 1.0, {})
+
+    ratios = ratios_of({FULLY_ASYNC: {0: run(2.5, 0.0, 0.0)}, SYNC: {0: run(9.0, 2.0, 0.5)}})
+    assert ratios["samples_over_ideal"] == 0.8
+    ratios = ratios_of({FULLY_ASYNC: {0: run(2.5, 0.0, 0.0)}, SYNC: {0: run(9.0, 0.5, 2.25)}})
+    assert ratios["samples_over_ideal"] == 0.9
+
+
 def test_a_goal_that_ours_missed_has_no_ratio_and_one_that_trl_missed_no_part_in_it() -> None:
     misses = progress(1.0, 1.0, (0.3,) * 5)
     good = {0: progress(1.0, 1.0), 1: progress(1.0, 1.0)}
