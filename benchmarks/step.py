@@ -32,6 +32,7 @@ from benchmarks.support.child import ROOT
 from benchmarks.support.comparison import say
 from benchmarks.support.cpu_account import CpuAccount
 from benchmarks.support.measure import processor
+from benchmarks.support.reaper import reaped
 from benchmarks.support.stacks import StackProfile, parts_of
 from penstock.common import JsonlTail
 from penstock.deploy import RunDir, load_config
@@ -124,7 +125,7 @@ def _carry_out(extent: StepExtent, folder: Path) -> MeasuredRun:
     place, log = RunDir.of(load_config(RECIPE, overrides)), folder / "run.log"
     before, began = _children_s(), time.monotonic()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "penstock.deploy.cli", "run", str(RECIPE), *overrides]
+    command = reaped([sys.executable, "-m", "penstock.deploy.cli", "run", str(RECIPE), *overrides])
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=ROOT)
     account, profile, tail = CpuAccount(process.pid), StackProfile(folder), JsonlTail(place.metrics)

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.support.cpu_account import CpuAccount, tree_cpu_s
 from benchmarks.support.grpo_plan import GrpoStep, goal_reached
+from benchmarks.support.reaper import reaped
 from penstock.common import JsonlTail
 
 LOOK_S = 0.05
@@ -85,7 +86,7 @@ class Program:
         environment = {**os.environ, **self.environment}
         with self.output.open("wb") as output:
             return subprocess.Popen(
-                self.command, stdout=output, stderr=output, env=environment, cwd=tempfile.gettempdir()
+                reaped(self.command), stdout=output, stderr=output, env=environment, cwd=tempfile.gettempdir()
             )
 
     def last_lines(self) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
+
+from benchmarks.support.reaper import FILE
 
 KINDS = (
     ("run", "supervisor"),
@@ -21,8 +24,9 @@ KINDS = (
     ("redis-server", "redis"),
 )
 """A word of the command line → the name in the figures; the first that is found counts."""
-MAKERS = ("agent workers", "sandbox server")
-"""All other processes below them are boxes."""
+REAPER = "reaper"
+MAKERS = ("agent workers", "sandbox server", REAPER)
+"""All other processes below them are boxes. Those whose own parent has ended before them fall to the reaper."""
 BOXES = "boxes"
 HELPERS = "{} helpers"
 """Other processes below a named one: they look something up, compile, inspect a model, and end."""
@@ -85,7 +89,7 @@ class CpuAccount:
         found = {}
         for process, name in self._named():
             try:
-                if "python" in process.cmdline()[0] or name == "engine":
+                if name != REAPER and ("python" in process.cmdline()[0] or name == "engine"):
                     found[process.pid] = name
             except (psutil.NoSuchProcess, IndexError):
                 continue
@@ -132,6 +136,8 @@ def tree_cpu_s(root: int) -> float:
 
 def _kind(words: Sequence[str]) -> str | None:
     """None of a box's process, and of a helper that lives for a moment."""
+    if len(words) > 2 and Path(words[2]) == FILE:
+        return REAPER
     if words and "redis-server" in words[0]:  # it rewrites its command line into one word
         return "redis"
     if "penstock.deploy.cli" in words:

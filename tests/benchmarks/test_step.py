@@ -8,9 +8,11 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import psutil
 import pytest
 
-from benchmarks.support.cpu_account import CpuAccount
+from benchmarks.support.cpu_account import CpuAccount, tree_cpu_s
+from benchmarks.support.reaper import reaped
 from benchmarks.support.stacks import EVENT_LOOP, REST, parts_of
 
 WORKER = """
@@ -34,6 +36,40 @@ def test_what_a_worker_starts_counts_as_boxes() -> None:
         worker.communicate(b"\n")
     account.look()
     assert set(account.by_process()) == {"agent workers", "boxes"}, "what was seen of an ended process is kept"
+
+
+LEAVES_ONE = """
+import subprocess, sys
+burn = "import time\\nwhile time.process_time() < 0.8: pass"
+subprocess.run(["sh", "-c", '"$0" -c "$1" &', sys.executable, burn], check=True)
+input()
+sys.exit(3)
+"""
+
+
+def test_what_its_own_parent_has_not_waited_for_counts_too() -> None:
+    command = reaped([sys.executable, "-c", LEAVES_ONE, "penstock.deploy.cli", "run"])
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as run:
+        account = CpuAccount(run.pid)
+        _look_until(account, lambda: account.by_process().get("boxes", 0.0) > 0.5)
+        assert tree_cpu_s(run.pid) > 0.5
+        assert set(account.by_process()) == {"reaper", "supervisor", "boxes"}
+        assert list(account.profiled().values()) == ["supervisor"]
+        run.communicate(b"\n")
+    assert run.returncode == 3
+
+
+def test_a_command_ends_with_its_reaper() -> None:
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    with subprocess.Popen(reaped([sys.executable, "-c", child]), stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        pid = int(run.stdout.readline())
+        run.kill()
+        run.wait()
+        deadline = time.monotonic() + 60
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 SERVER = """
@@ -95,7 +131,7 @@ async def test_the_cost_of_a_step(measure: Callable[..., Awaitable[dict[str, Any
     figures = measured["figures"]
     known = {"boxes", "engine", "agent workers", "trainer", "sidecar", "supervisor", "redis"}
     assert known <= set(figures["processes"])
-    assert all(name.endswith(" helpers") for name in set(figures["processes"]) - known)
+    assert all(name.endswith(" helpers") for name in set(figures["processes"]) - known - {"reaper"})
     assert all(figures["processes"][name] > 0 for name in known)
     assert figures["cpu_per_step"] == pytest.approx(sum(figures["processes"].values()) / 1e3, abs=0.01)
     for process in known - {"boxes", "redis"}:
